@@ -1,1 +1,1 @@
-"""Run an optimizer on the shards of a rank."""
+"""Run an optimizer on the shards of the parameters that a rank owns."""

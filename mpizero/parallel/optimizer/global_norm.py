@@ -1,4 +1,4 @@
-"""Sum over all parameters of a model whose stages and tensor parts are on different ranks."""
+"""Add per-parameter sums over ranks that hold different pipeline stages and tensor parts of a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpizero.layout import FlatLayout
 
 
 class GlobalSums:
-    """Sum per-parameter values over all ranks of a model, each element counted once.
+    """Add per-parameter values over the ranks of a model group; copies of an element are counted once.
 
     Collective over the model group: construction and :meth:`merge`.
 
@@ -20,7 +20,8 @@ class GlobalSums:
     grid : ProcessGrid
         The ranks.
     layout : FlatLayout
-        What this rank holds. Guests count at home, whole parameters on the first tensor rank.
+        The parameters that this rank holds. A parameter that several stages use counts on its home stage only. One
+        that all tensor ranks hold whole counts on tensor rank 0 only.
     order : sequence of str
         All trainable parameters of the model, in declared order.
     """
@@ -39,9 +40,9 @@ class GlobalSums:
         self.places = places
 
     def merge(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Return the sum of every parameter of the model, in declared order.
+        """Add each parameter's values over the ranks: return the sums by name, in declared order.
 
-        Collective over the model group. Parts are added in the order of the tensor ranks.
+        Collective over the model group. The tensor parts of a parameter are added in the order of the tensor ranks.
         """
         local = np.array([sums[name] for name in self.counted], np.float64)
         every = np.empty(sum(self.counts), np.float64)

@@ -1,4 +1,4 @@
-"""Run an optimizer on the ranges that a rank owns: the same elements, the same arithmetic, on every layout."""
+"""Run an optimizer on the ranges of the parameters that a rank updates, with equal results on every layout."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mpizero.types import Array
 
 
 class TensorTree:
-    """Sum over the elements of each parameter, by the canonical tree over its element index, in float64.
+    """Sum the squares of each parameter's elements in float64, in the order of a binary tree over the elements.
 
-    [Note: scalar sums] A rank adds the largest nodes of the tree inside its ranges; the few (node, value) pairs are
-    gathered and merged on every rank in the same order, so norms have the same bits on every layout.
+    [Note: scalar sums] A rank computes the largest subtrees that lie inside its ranges. Their few values are gathered,
+    and every rank adds them in the same order. So norms have the same bits on every layout.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ class TensorTree:
     layout : FlatLayout
         The parameters.
     pieces : sequence of UpdatePiece
-        What this rank updates; only its own share is summed here.
+        The pieces that this rank updates; only those of its own share are summed here.
     """
 
     def __init__(self, grid: ProcessGrid, layout: FlatLayout, pieces: Sequence[UpdatePiece]) -> None:
@@ -55,7 +55,7 @@ class TensorTree:
 
     @staticmethod
     def _cuts(piece: UpdatePiece) -> Array:
-        """Return where the nodes inside of a piece start, and where they stop, from the piece's start."""
+        """Return the starts and stops of the subtrees in a piece, counted from the piece's start."""
         entry, span = piece.entry, piece.span
         nodes = cover(span.start - entry.offset, span.stop - entry.offset, entry.spec.size)
         leaves = [node.leaves(entry.spec.size) for node in nodes]
@@ -65,8 +65,8 @@ class TensorTree:
     def square_sums(self, values: Array, starts: Sequence[int]) -> dict[str, float]:
         """Return the sum of squares of every trainable parameter's values.
 
-        Collective over the data group. ``values`` holds this rank's elements, those of each piece of its own share from
-        the piece's one of ``starts`` on.
+        Collective over the data group. ``values`` holds this rank's elements. ``starts[i]`` is where the elements of
+        piece i of its own share begin in it.
         """
         local = np.empty(self.counts[self.grid.data.rank], np.float64)
         first, stop = self._cut + np.repeat(np.array(starts, np.int64), self._cuts_of[: len(starts)])
@@ -107,19 +107,20 @@ def _evaluate(held: Sequence[tuple[Any, tuple[int, ...]]], values: Array) -> flo
 
 @dataclass(frozen=True)
 class UpdateScope:
-    """Describe which ranges a rank updates, and what it asks other ranks before it does.
+    """Describe which ranges a rank updates, and what it exchanges with other ranks before the update.
 
     Attributes
     ----------
     replicated : bool
-        Whether every group keeps the whole state (DDP); otherwise each rank keeps that of its own share.
+        Whether every node keeps the whole optimizer state (DDP); otherwise each rank keeps that of its own share.
     in_rows : bool
-        Whether reduced gradients stand in the first row (else in the concatenation of the owned ranges).
+        Whether the reduced gradient is in a row, a copy of the whole gradient vector. Otherwise it is an array of the
+        owned ranges only.
     global_sums : GlobalSums or None
-        Merges norms over ranks that hold other parts of the model; None where there are none.
+        Adds norms over ranks that hold other parts of the model; None if the model is not split.
     ties : callable or None
-        Makes, from the pieces of this rank's own share, what sums the gradients of parameters that this stage shares
-        with others; None where there are none.
+        Makes the :class:`TieExchange` for the pieces of this rank's own share; None if this pipeline stage shares no
+        parameters with others.
     """
 
     replicated: bool
@@ -138,14 +139,14 @@ class Updater:
     store : ParameterStore
         The parameters.
     scope : UpdateScope
-        The ranges.
+        Says which ranges this rank updates.
     """
 
     def __init__(self, optimizer: Any, store: ParameterStore, scope: UpdateScope) -> None:
         self.optimizer = optim.adapt(optimizer)
         self.store, self.memory, self.grid, layout = store, store.memory, store.grid, store.layout
         self.shares = store.peer_shares if scope.replicated else (store.share,)
-        # A copy of another stage's parameter belongs to that one's group, which may go by name.
+        # A copy of another stage's parameter is in the optimizer group of that parameter, which may depend on its name.
         groups = {e.spec: self.optimizer.group_of(replace(e.spec, name=home_of(e.spec))) for e in layout.parameters}
         bases = [store.base] if store.sharded else None
         self.pieces = update_pieces(self.shares, groups, bases, scope.in_rows)
@@ -156,53 +157,53 @@ class Updater:
         self.size = sum(piece.size for piece in self.pieces)
         self.trees = TensorTree(self.grid, layout, self.pieces)
         self._global_sums, self._ties = scope.global_sums, None if scope.ties is None else scope.ties(self.trees.own)
-        #: Is shown every reduced gradient, clipped and unscaled, just before it is used. A fused update has none.
+        #: If set, called with every reduced gradient, clipped and unscaled, before the update; not in fused updates.
         self.watch: Callable[[Array], None] | None = None
         self.step_count = 0
-        #: The learning rate of the last step, where it is known.
+        #: The learning rate of the last step; None if it is not known.
         self.last_rate: float | None = None
         self._known_rate: tuple[int, float] | None = None
         self.dtype = store.dtype
         self.state: dict[str, Array] = {slot: self._new_state() for slot in self.optimizer.slots}
 
     def _new_state(self) -> Array:
-        """Return a zeroed array of this rank's state."""
+        """Allocate a zeroed array for one slot of this rank's optimizer state."""
         return self.memory.private("optimizer state", self.size, self.dtype)
 
     def release(self) -> None:
-        """Stop counting the state, which is dropped. Not collective."""
+        """Remove the optimizer state from the counted memory; the updater is not used again. Not collective."""
         for array in self.state.values():
             self.memory.release("optimizer state", array)
 
     def host_state(self, *, fetch: bool = True) -> dict[str, Array]:
-        """Return the state in arrays of the host: itself, or a copy where it lies on a GPU. Not collective.
+        """Return the state as arrays on the host: the state itself, or a copy if it is on a GPU. Not collective.
 
-        ``fetch=False`` leaves the contents of copies undefined, for who writes all of them.
+        ``fetch=False`` leaves the contents of a copy undefined, for callers that overwrite all of it.
         """
         return self.state
 
     def take_state(self, host: Mapping[str, Array]) -> None:
-        """Make what :meth:`host_state` returned, with other values in it now, the state. Not collective."""
+        """Set the state from the arrays that :meth:`host_state` returned, changed meanwhile. Not collective."""
 
     def reset(self) -> None:
-        """Forget the state, as if no step had been made. Not collective."""
+        """Reset the state to that before the first step. Not collective."""
         for array in self.state.values():
             array[:] = 0
         self.step_count, self.last_rate = 0, None
 
     @property
     def fresh(self) -> bool:
-        """Tell whether this rank's state is that of the start. Not collective."""
+        """Tell whether this rank's state is that before the first step. Not collective."""
         return not self.step_count and not any(array.any() for array in self.state.values())
 
     def ask_rate(self) -> float:
-        """Return the learning rate of the next step, asked for now; :meth:`hypers` uses this one. Not collective."""
+        """Ask the optimizer for the learning rate of the next step and keep it for that step. Not collective."""
         self._known_rate = self.step_count, optim.learning_rate(self.optimizer, self.step_count)
         return self._known_rate[1]
 
     @property
     def rate(self) -> float:
-        """The learning rate of the next step, as it was asked for last: a function may give another each time."""
+        """The learning rate of the next step, as last asked for: a user's function may return another each time."""
         known = self._known_rate is not None and self._known_rate[0] == self.step_count
         return self._known_rate[1] if known and self._known_rate is not None else self.ask_rate()
 
@@ -212,7 +213,7 @@ class Updater:
         self.step_count += 1
 
     def hypers(self) -> dict[int, Array]:
-        """Return the scalars of the next step, by group."""
+        """Return the hyperparameters of the next step as arrays, by optimizer group."""
         step, rate = self.step_count + 1, self.rate
         return {g: self.optimizer.hyper(step, g, self.dtype, rate) for g in self.groups}
 
@@ -222,13 +223,13 @@ class Updater:
         Parameters
         ----------
         rows : array
-            The rows of the group, in the space in which pieces know their gradients.
+            The rows of the node; the offsets in the pieces refer to one of them.
         program : array
-            What sums them.
+            The tree program that sums them.
         divisor : 1-element array
             The total weight.
         out : array
-            One of the rows, which takes the directions of an optimizer that needs norms.
+            One of the rows, to which an optimizer that needs norms (LAMB) writes its update directions.
         threads : int
             Threads of this rank.
         """
@@ -266,17 +267,17 @@ class Updater:
         return total
 
     def where_used(self, reduced: Array) -> Array:
-        """Return a reduced gradient where :meth:`update` takes it: on the host. Not collective."""
+        """Copy a reduced gradient to the device of the update, here the host, and return it. Not collective."""
         host: Array = kernels.to_host(reduced)
         return host
 
     def exchange_ties(self, reduced: Array) -> None:
-        """Add the uses of parameters that several stages share. Collective over the stages' data groups."""
+        """Add the gradients of parameters that several stages use. Collective over the stages' data groups."""
         if self._ties is not None:
             self._ties.add(reduced)
 
     def add_uses(self, reduced: Array) -> None:
-        """Add the gradients of the other tied uses to the parameter's own, in declared order. Not collective."""
+        """Add the gradients of tied uses on this stage to the parameter's own, in declared order. Not collective."""
         added = frozenset[str]() if self._ties is None else self._ties.names
         for piece in self.tied:
             if home_of(piece.entry.spec) in added:
@@ -286,7 +287,7 @@ class Updater:
                 own += reduced[use : use + piece.size]
 
     def norm(self, reduced: Array) -> tuple[float, str | None]:
-        """Return the norm of the reduced gradient over all parameters, and the one that makes it infinite or NaN.
+        """Return the global norm of the reduced gradient, and the parameter that makes it infinite or NaN, else None.
 
         Collective over all ranks.
         """
@@ -348,7 +349,7 @@ class Updater:
             self.optimizer.apply_direction(w, direction, hypers[piece.group], ratio)
 
     def state_of(self, slot: str, piece: UpdatePiece) -> Array:
-        """Return the state of one of this rank's pieces, on the host: to be read. Not collective."""
+        """Return the optimizer state of one of this rank's pieces on the host, for reading. Not collective."""
         values: Array = kernels.to_host(self.state[slot][piece.state : piece.state + piece.size])
         return values
 
@@ -357,9 +358,9 @@ class Updater:
         return self._parameters()[store : store + size], arrays
 
     def _placed(self, scalars: Array) -> Array:
-        """Return a small array where the optimizer's kernels run."""
+        """Copy a small array to the device where the optimizer's kernels run, and return it."""
         return scalars
 
     def _parameters(self) -> Array:
-        """Return all parameters of this rank's group, where the optimizer's kernels run."""
+        """Return the store's parameters on the device where the optimizer's kernels run."""
         return self.store.values

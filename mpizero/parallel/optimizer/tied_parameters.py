@@ -1,9 +1,10 @@
 """Add up gradients of parameters that several pipeline stages use, such as a token table (embedding and head).
 
-[Note: cut ties] Every stage that uses such a parameter stores it, and owners of a range on different stages differ when
-their units do. After the gradients of each use are summed over grains, every stage gets those of the other stages'
-uses, adds all of them in declared order, and makes the same update: the copies stay equal to the bit, without another
-message. The sum, the norms and the checkpoint take the parameter from its home only.
+[Note: cut ties] Every stage that uses such a parameter stores a copy of it. On different stages, different ranks may
+own the same range of it, because their units differ. First each stage sums the gradients of its own uses over grains.
+Then it receives the gradients of the other stages' uses, and adds all uses in declared order. All stages make the same
+update, so the copies stay equal to the bit without another message. Norms and checkpoints use only the copy of the home
+stage, the stage with the parameter's first use.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from mpizero.types import Array
 
 
 class _Holder(NamedTuple):
-    """Describe a data rank of a stage, and the range of the parameter that it owns there."""
+    """Describe one data rank of a stage, and the range of the tied parameter that it owns."""
 
     stage: int
     data_rank: int
@@ -31,7 +32,7 @@ class _Holder(NamedTuple):
 
 
 class _Tie(NamedTuple):
-    """Describe a parameter with uses on several stages, for one rank; ``tag`` is that of its first use's messages."""
+    """Describe, for one rank, a parameter that several stages use; ``tag`` is the MPI tag for its first use."""
 
     name: str
     tag: int
@@ -41,7 +42,7 @@ class _Tie(NamedTuple):
 
 
 class TieExchange:
-    """Add the gradients of all uses of tied parameters, wherever they are.
+    """Add the gradients of all uses of tied parameters over the pipeline stages that use them.
 
     Parameters
     ----------
@@ -52,7 +53,7 @@ class TieExchange:
     layouts : mapping of int to FlatLayout
         The layout of every stage.
     pieces : sequence of UpdatePiece
-        What this rank updates of its own share.
+        The pieces of this rank's own share.
     """
 
     def __init__(
@@ -85,13 +86,13 @@ class TieExchange:
 
     @property
     def names(self) -> frozenset[str]:
-        """The tied parameters of this stage, by the name of their home."""
+        """The names of the tied parameters that this stage shares with others."""
         return frozenset(tie.name for tie in self.ties)
 
     def add(self, reduced: Array) -> None:
         """Write the sum of all uses to the gradient of each piece. Collective over the stages' data groups.
 
-        A gradient on a GPU is copied to the host for it.
+        Gradients on a GPU are copied to the host for that.
         """
         with_all = [(tie, *self._start(tie, reduced)) for tie in self.ties]
         for tie, arrived, requests in with_all:
@@ -101,7 +102,7 @@ class TieExchange:
                 self._sum(tie, arrived, reduced)
 
     def _start(self, tie: _Tie, reduced: Array) -> tuple[dict[Use, list[tuple[Span, Array]]], list[Request]]:
-        """Exchange the parts of each use that this rank and another own in common."""
+        """Begin to exchange each use's gradient with ranks of other stages that own the same elements."""
         world, requests, sent = self.grid.world, [], []
         arrived: dict[Use, list[tuple[Span, Array]]] = {}
         for holder in tie.holders:
@@ -158,17 +159,17 @@ class TieExchange:
 
 
 def _copied(values: Array) -> Array:
-    """Return a copy on the host of an array of the host or of a GPU."""
+    """Return a copy, on the host, of an array on the host or on a GPU."""
     copy: Array = values.copy() if isinstance(values, np.ndarray) else kernels.to_host(values)
     return copy
 
 
 def home_of(spec: Any) -> str:
-    """Return the name of the parameter that a use belongs to. Not collective."""
+    """Return the parameter's name in the whole model, also for a copy on another stage. Not collective."""
     return str(spec.guest or spec.name)
 
 
 def home_trainable(name: str, layouts: Mapping[int, FlatLayout]) -> bool:
-    """Tell whether a parameter is trained. Not collective."""
+    """Tell whether a parameter that stages share is trained. Not collective."""
     found = (e.spec for layout in layouts.values() for e in layout.parameters)
     return any(spec.trainable for spec in found if home_of(spec) == name)

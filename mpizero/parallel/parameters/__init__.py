@@ -1,1 +1,1 @@
-"""Store parameters: shards, shared copies, publication after an update."""
+"""Store parameters as shards or shared copies, and publish them after an update."""

@@ -16,16 +16,16 @@ from mpizero.errors import CollectiveError, OutOfMemoryError, PeerFailure, Share
 from mpizero.parallel.message_progress import MessageProgress
 from mpizero.types import Array
 
-#: Rows that different ranks touch first start on their own page.
+#: Bytes of a memory page. Arrays that different ranks write begin on pages of their own.
 PAGE = 4096
 
 
 def paged(nbytes: int) -> int:
-    """Return the bytes of the whole pages that ``nbytes`` take. Not collective."""
+    """Round ``nbytes`` up to whole memory pages. Not collective."""
     return -(-nbytes // PAGE) * PAGE
 
 
-#: What needs less memory for the state, and for computing.
+#: Advice in errors: how to need less memory for model state, and for computing.
 STATE_ADVICE = (
     "shard more (FSDPModel keeps 1/ranks of parameters, gradients and optimizer state), use more ranks or nodes, or "
     "split the model (HybridShardedModel); `mpizero plan` tells what a layout needs"
@@ -34,7 +34,7 @@ COMPUTING_ADVICE = "choose a smaller micro_batch, more micro-batches (accumulate
 
 
 def refused(error: MemoryError, what: str, advice: str) -> OutOfMemoryError:
-    """Return the error that says what refused memory was for; one that says so already stays. Not collective."""
+    """Return an error that says what the missing memory was for; keep one that says so already. Not collective."""
     if isinstance(error, OutOfMemoryError):
         return error
     reason = f" ({error})" if str(error) else ""
@@ -43,12 +43,12 @@ def refused(error: MemoryError, what: str, advice: str) -> OutOfMemoryError:
 
 @contextmanager
 def needing(what: str, advice: str) -> Iterator[None]:
-    """Say what memory was for where the system refuses it. Not collective.
+    """Turn a ``MemoryError`` of the block into an error that says what the memory was for. Not collective.
 
     Raises
     ------
     OutOfMemoryError
-        In place of any other MemoryError of the block.
+        If the block raises a ``MemoryError``.
     """
     try:
         yield
@@ -58,17 +58,17 @@ def needing(what: str, advice: str) -> Iterator[None]:
 
 @contextmanager
 def on_all_ranks(world: Communicator, what: str) -> Iterator[None]:
-    """Take memory on all ranks, or raise on all of them.
+    """Allocate memory in this block on all ranks, or raise the same error on all of them.
 
-    Collective over ``world``, all ranks of the model: they come here in the same steps, whatever their nodes are.
-    What a node has taken while another had no room stays taken: the caller gives it back.
+    Collective over ``world``, all ranks of the model. If one node has no room, the memory that other nodes have
+    allocated in the block stays allocated: the caller frees it.
 
     Raises
     ------
     SharedMemoryError
-        On all ranks, if the node of any of them has no room.
+        On all ranks, if any node has too little shared memory.
     Exception
-        As :func:`mpizero.comm.agreement.all_ranks`.
+        Any other error, as :func:`mpizero.comm.agreement.all_ranks` raises it.
     """
     try:
         with all_ranks(world, what):
@@ -83,7 +83,7 @@ def on_all_ranks(world: Communicator, what: str) -> Iterator[None]:
 
 
 class Allocator(Protocol):
-    """Give arrays and count them: :class:`Memory`, or the memory of a GPU."""
+    """Allocate arrays and count their bytes: on the host by :class:`Memory`, or on a GPU."""
 
     def private(self, kind: str, shape: int | tuple[int, ...], dtype: Any) -> Array:
         """Return a zeroed array of this rank alone. Not collective."""
@@ -95,7 +95,7 @@ class Allocator(Protocol):
         """Return zeroed arrays that all ranks of the node read and write. Collective over the node."""
 
     def free_shared(self, kind: str, arrays: Sequence[Array]) -> None:
-        """Give back what :meth:`shared` returned. Collective over the node."""
+        """Free the arrays that :meth:`shared` returned. Collective over the node."""
 
 
 class Memory:
@@ -114,7 +114,7 @@ class Memory:
         What this rank holds alone, and what its node holds together, by kind ("parameters", "gradients",
         "optimizer state", "buffers", "exchange buffers").
     peak_bytes : int
-        The most that this rank held alone plus its equal part of what its node shares.
+        The largest :attr:`rank_bytes` so far.
     """
 
     def __init__(self, node: Communicator, progress: MessageProgress | None = None) -> None:
@@ -138,9 +138,9 @@ class Memory:
         self.private_bytes[kind] -= array.nbytes
 
     def scratch(self, name: str, size: int, dtype: Any) -> Array:
-        """Return room for a message: not zeroed, the same memory for every message of this name. Not collective.
+        """Return a message buffer, not zeroed; every call with the same name returns the same memory. Not collective.
 
-        Messages are cut into pieces of a bucket's size, or of ``comm.exact.EXCHANGE_ELEMENTS``: see
+        Messages are cut into pieces of a bucket's size, or of ``comm.reduce.exact.EXCHANGE_ELEMENTS``: see
         [Note: buckets] in ``parallel/gradients/bucket_tuner.py``.
         """
         nbytes = size * np.dtype(dtype).itemsize
@@ -162,7 +162,7 @@ class Memory:
             yield
 
     def drop_scratch(self) -> None:
-        """Give the room of messages back; the next ones make it anew. Not collective; nothing may be in flight."""
+        """Free all message buffers; later messages allocate new ones. Not collective; nothing may be in flight."""
         for held in self._scratch.values():
             self.release("exchange buffers", held)
         self._scratch.clear()
@@ -175,7 +175,7 @@ class Memory:
         Raises
         ------
         SharedMemoryError
-            On all ranks of the node, if it has no room; see :func:`on_all_ranks` for the other nodes.
+            On all ranks of the node, if it has too little shared memory; see :func:`on_all_ranks` for other nodes.
         """
         if self.node.size == 1:
             return tuple(self.private(kind, shape, dtype) for shape in shapes)
@@ -194,7 +194,7 @@ class Memory:
         return arrays
 
     def free_shared(self, kind: str, arrays: Sequence[Array]) -> None:
-        """Free the window whose arrays :meth:`shared` returned. Collective over the node; no view may be used after."""
+        """Free the window of the arrays that :meth:`shared` returned, after last use. Collective over the node."""
         if self.node.size == 1:
             for array in arrays:
                 self.release(kind, array)
@@ -206,15 +206,15 @@ class Memory:
         window.close()
 
     def barrier(self, tag: str = "") -> None:
-        """Make what every rank of the node wrote before visible to all of them after. Collective over the node."""
+        """Wait for all ranks of the node, and make their earlier writes visible to all. Collective over the node."""
         if self.node.size > 1:
             self.progress.finish()
             self.node.node_barrier(self._windows[0][0], tag, counted=True)
 
     def ibarrier(self, tag: str = "") -> Request | None:
-        """Start what :meth:`barrier` does; None where a rank is alone. Collective over the node.
+        """Begin a non-blocking :meth:`barrier`; return its request, or None for a single rank. Collective over the node.
 
-        Once the request has ended, :meth:`synchronize` makes what was written before visible.
+        Once the request has ended, :meth:`synchronize` makes the earlier writes of all ranks visible.
         """
         if self.node.size == 1:
             return None
@@ -222,17 +222,17 @@ class Memory:
         return self.node.ibarrier(tag)
 
     def synchronize(self) -> None:
-        """Order this rank's loads and stores to the node's windows. Not collective."""
+        """Order this rank's loads and stores to the node's windows, as ``MPI_Win_sync`` does. Not collective."""
         if self.node.size > 1:
             self._windows[0][0].synchronize()
 
     @property
     def rank_bytes(self) -> int:
-        """Bytes this rank holds now: its private arrays and its equal part of the node's windows."""
+        """Bytes that this rank holds now: its private arrays, and an equal part of the node's windows."""
         return sum(self.private_bytes.values()) + sum(self.shared_bytes.values()) // self.node.size
 
     def kinds(self) -> dict[str, int]:
-        """Bytes of this rank by kind, its equal part of the node's windows included."""
+        """Return :attr:`rank_bytes` by kind of array."""
         kinds = sorted({*self.private_bytes, *self.shared_bytes})
         return {kind: self.private_bytes[kind] + self.shared_bytes[kind] // self.node.size for kind in kinds}
 

@@ -1,9 +1,10 @@
-"""One model to its user, however its parameters are spread over pipeline stages and tensor ranks.
+"""Read and write all parameters of a model by name, although pipeline stages and tensor ranks hold parts of it.
 
-[Note: who holds what] An engine's own layout describes what one pair of pipeline stage and tensor rank holds. A
-parameter with a ``part`` is held in slices by the tensor ranks of its stage; one without is held whole by all of them
-with equal bits, and tensor rank 0 speaks for it. A ``guest`` is a second copy of a parameter of another stage: it takes
-that one's values and is never asked for its own. The ranks of a data group hold the same, whole or in shards.
+[Note: who holds what] An engine's layout describes the parameters on one pipeline stage and tensor rank. A parameter
+with a ``part`` is split: each tensor rank of its stage holds a slice. A parameter without a ``part`` is held whole by
+all tensor ranks, with equal bits, and is read from tensor rank 0. A ``guest`` is a copy of a parameter whose home is
+another stage; its values come from there and are never read from the copy. All ranks of a data group hold the same
+parameters, whole or in shards.
 """
 
 from __future__ import annotations
@@ -21,48 +22,48 @@ from mpizero.layout.parts import part_rows, part_runs, part_shape, put_rows, tak
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.types import Array, ParameterSpec
 
-#: ``held(name)`` returns all values of a parameter that this rank holds, as they stand there.
+#: ``held(name)`` returns all values of a parameter of this rank's layout, as a flat array.
 Held = Callable[[str], Array]
 
 
 class Piece(NamedTuple):
-    """Hold what one rank of a model group says of a unit: a parameter of the whole model, as that rank declares it."""
+    """Hold a parameter of the whole model (``entry``), and its spec on the rank that it is read from."""
 
     entry: ParameterUse
     spec: ParameterSpec
 
 
 def speaks_for(spec: ParameterSpec, here: Coordinates) -> bool:
-    """Tell whether the ranks of this pipeline stage and tensor rank write a parameter that they hold."""
+    """Tell whether a parameter is read from this pipeline stage and tensor rank, which hold it."""
     return spec.guest is None and (spec.part is not None or here.tensor == 0)
 
 
 class GlobalView:
-    """All parameters of a model under their global names and shapes.
+    """Give access to all parameters of a model under their global names and shapes.
 
-    Construction is collective over the model group (``grid.model``). Where pipeline and tensor groups have one rank
-    each, this is the store by another name: no copies or messages of its own.
+    Construction is collective over the model group (``grid.model``). If the model is not split, this calls the store,
+    and makes no copies and sends no messages of its own.
 
     Parameters
     ----------
     blocks : mapping of str to sequence of ParameterSpec
         The parameters of the whole, unsplit model, by block in order of use.
     store : ParameterStore
-        What this rank holds.
+        The parameters that this rank holds.
     grid : ProcessGrid
         The ranks.
 
     Attributes
     ----------
     layout : FlatLayout
-        Of the whole model, a unit a block; that of the store where nothing is split.
+        The layout of the whole model, in which each block is a unit; the store's layout if the model is not split.
     nodes : int
-        The most groups of ranks with memory of their own that any data group has.
+        The largest number of nodes, or of ranks with private memory, in any data group.
 
     Raises
     ------
     LayoutError
-        On every rank, if what the ranks hold does not make up the model; names the parameter.
+        On every rank, if the parts that ranks hold do not make up the model. It names the parameter.
     """
 
     def __init__(self, blocks: Mapping[str, Sequence[ParameterSpec]], store: ParameterStore, grid: ProcessGrid) -> None:
@@ -74,7 +75,7 @@ class GlobalView:
             self._exchange()
 
     def _exchange(self) -> None:
-        """Learn what the other ranks of the model group hold. Collective over the model group."""
+        """Exchange which parameters each rank of the model group holds. Collective over the model group."""
         grid, declared = self.grid, tuple(entry.spec for entry in self.store.layout.parameters)
         everyone = grid.model.allgather_object((tuple(grid.here), self.nodes, declared), "what ranks hold")
         here = [Coordinates(*place) for place, _, _ in everyone]
@@ -86,7 +87,7 @@ class GlobalView:
         self._sends = [place.context == 0 for place in here]
 
     def _spoken(self, here: Coordinates, specs: Sequence[ParameterSpec]) -> list[list[Piece]]:
-        """List what a rank says of each unit."""
+        """List the parameters of each unit that are read from a rank."""
         units: list[list[Piece]] = [[] for _ in self.layout.units]
         for spec in specs:
             if speaks_for(spec, here):
@@ -98,12 +99,12 @@ class GlobalView:
 
     @property
     def parameter_count(self) -> int:
-        """Parameters of the whole model, copies not counted."""
+        """Number of parameters of the whole model; copies are not counted."""
         return self.layout.size
 
     @property
     def gathers(self) -> bool:
-        """Whether reading parameters takes messages; the same on every rank of the world."""
+        """Whether reading parameters sends messages; the same on every rank of the world."""
         return self._split or self.store.sharded
 
     def vector(self) -> Array:
@@ -119,10 +120,10 @@ class GlobalView:
         return whole
 
     def units(self) -> Iterator[Array]:
-        """Yield the values of one unit after the other, each a new 1-D array; every rank takes all of them.
+        """Yield the values of one unit after the other, each as a new 1-D array; every rank must take all of them.
 
-        Collective over the world. At a time a rank holds one unit and the messages that it came in, and with sharded
-        parameters the unit of its own layout that is gathered for it.
+        Collective over the world. At any time a rank holds one unit, a buffer for its messages and, with sharded
+        parameters, one gathered unit of its own layout.
         """
         held = self._held()
         for unit in self.layout.units:
@@ -138,10 +139,10 @@ class GlobalView:
         return {spec.name: part.reshape(spec.shape).copy() for spec, part in parts}
 
     def assemble(self, held: Array) -> Array:
-        """Return what stands in the order of the whole model, from what stands in that of the store's layout.
+        """Assemble an array in the order of the whole model, from one in the order of the store's layout on each rank.
 
-        Collective over the model group. For arrays that are like the parameters, such as optimizer state: each rank
-        gives all values of its pipeline stage and tensor rank, and copies count as little as they do there.
+        Collective over the model group. This is for arrays shaped like the parameters, such as optimizer state. Each
+        rank gives all values of its pipeline stage and tensor rank. Values of guests are not used.
         """
         if not self._split:
             return held.copy()
@@ -158,7 +159,7 @@ class GlobalView:
         return out
 
     def _held(self) -> Held:
-        """Return what reads parameters of this rank's layout; keeps the last unit that had to be gathered."""
+        """Return a function that reads a parameter of this rank's layout; it keeps the last unit that it gathered."""
         layout, store = self.store.layout, self.store
         if not store.sharded:
             return self._views(store.values)
@@ -175,12 +176,12 @@ class GlobalView:
         return read
 
     def _views(self, values: Array) -> Held:
-        """Return what looks up parameters in an array in the order of this rank's layout."""
+        """Return a function that reads a parameter from an array in the order of this rank's layout."""
         by_name = self.store.layout.by_name
         return lambda name: values[by_name[name].span.start : by_name[name].span.stop]
 
     def _assemble(self, unit: Unit, held: Held, out: Array) -> None:
-        """Fill ``out`` with a unit of the whole model. Collective over the world if ``held`` gathers."""
+        """Fill ``out`` with the values of a unit of the whole model. Collective over the world if ``held`` gathers."""
         if not unit.span.size:
             return
         group = self.grid.model
@@ -204,7 +205,7 @@ class GlobalView:
     # ------------------------------------------------------------------ writing
 
     def fill(self, values: Array) -> None:
-        """Set all parameters, copies too, from the same full vector on every rank. Collective over the world."""
+        """Set all parameters, guests too, from a vector that is equal on every rank. Collective over the world."""
         if not self._split:
             self.store.fill(values)
             return
@@ -215,7 +216,7 @@ class GlobalView:
         store.publish()
 
     def owned(self, values: Array) -> Array:
-        """Return what this rank owns of a full vector: the concatenation of its ranges. Not collective."""
+        """Return this rank's shard of a vector of all parameters: its ranges, concatenated. Not collective."""
         share = self.store.share
         found = np.empty(share.size, values.dtype)
         for span, offset in zip(share.spans, share.offsets, strict=True):
@@ -223,7 +224,7 @@ class GlobalView:
         return found
 
     def _fill_range(self, values: Array, span: Span, out: Array) -> None:
-        """Copy a range of what this rank holds from a full vector."""
+        """Copy the values of a range of this rank's layout from a vector of all parameters."""
         for entry, part in self.store.layout.pieces(span):
             home, target = self.home(entry.spec), out[part.start - span.start : part.stop - span.start]
             take(entry.spec, values[home.span.start : home.span.stop], part.start - entry.offset, target)
@@ -231,16 +232,16 @@ class GlobalView:
     # ------------------------------------------------------------------ questions (not collective)
 
     def home(self, spec: ParameterSpec) -> ParameterUse:
-        """Return the parameter of the whole model that a held one is, is a slice of, or is a copy of."""
+        """Return the parameter of the whole model of which ``spec``, on this rank, is the whole, a slice or a copy."""
         return self.layout.by_name[spec.guest or spec.name]
 
     def writes(self, spec: ParameterSpec) -> bool:
-        """Tell whether this rank writes its share of a parameter that it holds."""
+        """Tell whether a parameter is read from this rank, and so saved by it."""
         return speaks_for(spec, self.grid.here)
 
 
 def take(spec: ParameterSpec, whole: Array, start: int, out: Array) -> None:
-    """Copy elements ``start ...`` of a held parameter, whole or a slice, from all values of the parameter."""
+    """Fill ``out`` with elements from ``start`` on of a rank's (part of a) parameter, from the whole parameter."""
     if spec.part is None:
         out[:] = whole[start : start + out.size]
     else:
@@ -248,12 +249,12 @@ def take(spec: ParameterSpec, whole: Array, start: int, out: Array) -> None:
 
 
 def in_whole(spec: ParameterSpec, start: int, values: Array) -> Iterator[tuple[int, Array]]:
-    """Cut values of a held parameter, from element ``start`` on, into views of ranges of the whole parameter.
+    """Cut values of a rank's (part of a) parameter, from element ``start`` on, into ranges of the whole parameter.
 
     Yields
     ------
     (int, Array)
-        The first element in the whole, and the view.
+        The first element in the whole parameter, and a view of the values from there on.
     """
     if spec.part is None:
         yield start, values
@@ -263,7 +264,7 @@ def in_whole(spec: ParameterSpec, start: int, values: Array) -> Iterator[tuple[i
 
 
 def check_holdings(layout: FlatLayout, here: Sequence[Coordinates], held: Sequence[Sequence[ParameterSpec]]) -> None:
-    """Check that what the ranks of a model group hold makes up the whole model, each element once.
+    """Check that the ranks of a model group together hold each element of the model exactly once.
 
     Not collective: every rank calls it with the same arguments.
 

@@ -1,13 +1,15 @@
-"""Send updated parameters to the copies of all groups, during the next forward pass (ZeRO-1 and 2).
+"""Send updated parameters to the copies on all nodes, during the next forward pass (ZeRO-1 and 2).
 
-[Note: regions] The flat order is cut into regions, in the order in which blocks use them. Of each the owners' ranges
-are gathered by messages of their own, all begun at once; a rank that reads a block waits for the regions up to its last
-one. Where ranks of a node share the copy, each brings a part of a region, so it is complete once all of them have
-theirs: they say so by a barrier that does not block, one a region, begun as soon as its messages have arrived.
+[Note: regions] The parameters are cut into regions, in the order in which blocks use them. Each region is gathered from
+its owners by an all-gather of its own; all of them begin at once. Before a rank reads a block, it waits for the regions
+up to the last one that the block uses. Where ranks of a node share one copy, each rank receives a part of the region.
+The region is complete when all of them have received their parts. A non-blocking barrier for each region tells that; a
+rank begins it as soon as its own messages have arrived.
 
-[Note: nobody waits for a rank that waits] Such a barrier ends only when every rank of the node has begun it, so a rank
-begins all of them before it blocks in anything else: :meth:`Publication.wait` comes at the end of a rank's passes,
-before any other call of the node (``MessageProgress.finish``), and with every other use of the values.
+[Note: nobody waits for a rank that waits] Such a barrier ends only when every rank of the node has begun it. So a rank
+must begin all of them before it blocks in anything else. :meth:`Publication.wait` does that: it is called at the end of
+a rank's passes, before any other collective of the node (``MessageProgress.finish``), and before any other use of the
+parameters.
 """
 
 from __future__ import annotations
@@ -25,25 +27,25 @@ from mpizero.parallel.parameters.allocator import Memory
 from mpizero.parallel.parameters.shards import Share
 from mpizero.types import Array
 
-#: Elements that a region has at least, unless the unit ends before: smaller messages cost more than they bring ahead.
+#: The least number of elements in a region, unless its unit ends before: many small messages would take longer.
 REGION = 1 << 16
 
 
 class Publication:
-    """Send what one update has changed. Construction is collective over the data group.
+    """Gather the parameters that one update has changed. Construction is collective over the data group.
 
     Parameters
     ----------
     grid : ProcessGrid
-        The ranks; its peers exchange.
+        The ranks; peers exchange parameters.
     memory : Memory
-        Has the window of the copy.
+        The allocator that has the shared window of ``values``.
     values : 1-D array
-        The copy of this rank's group, with this rank's ranges updated.
+        The node's copy of the parameters, in which this rank's ranges are updated.
     regions : sequence of (int, Span)
-        Index of the unit, and the range of the flat order; each is inside its unit.
+        For each region the index of its unit, and its range of the flat parameter vector.
     shares : sequence of Share
-        What each peer owns.
+        The shards that the peers own.
     """
 
     def __init__(
@@ -69,18 +71,18 @@ class Publication:
         return self._ready == len(self._gatherings)
 
     def poll(self) -> bool:
-        """Let messages move on and tell whether this rank's own have all arrived and left. Not collective."""
+        """Make messages progress, and tell whether all of this rank's sends and receives have ended. Not collective."""
         while self._arrived < len(self._gatherings) and self._gatherings[self._arrived].test():
             self._note()
         return self._arrived == len(self._gatherings)
 
     def wait_own(self) -> None:
-        """Return when all of this rank's own messages have arrived and left. Not collective."""
+        """Wait until all of this rank's sends and receives have ended. Not collective."""
         for gathering in self._gatherings:
             gathering.wait()
 
     def wait(self, regions: int | None = None) -> None:
-        """Return when the first ``regions`` (None: all) are complete. Collective over the data group in the end."""
+        """Wait until the first ``regions`` (None: all) are complete. Not collective, but every rank must wait for all once."""
         count = len(self._gatherings) if regions is None else regions
         while self._arrived < count:
             self._gatherings[self._arrived].wait()
@@ -93,15 +95,15 @@ class Publication:
             self._memory.synchronize()
 
     def _note(self) -> None:
-        """Tell the ranks of the node that one more region has arrived here."""
+        """Begin the barrier that tells the ranks of the node that one more region has arrived here."""
         self._arrived += 1
         self._barriers.append(self._memory.ibarrier("published"))
 
 
 def let_arrive(published: list[Publication], seconds: float = 10.0) -> None:
-    """Let what is still in flight to a store arrive before its memory, or MPI, is gone; give up after a while.
+    """Wait, for at most ``seconds``, for messages in flight to a store whose memory is about to be freed.
 
-    Not collective. For programs that end, or drop a model, without closing it.
+    Not collective. This is for programs that end, or drop a model, without closing it.
     """
     limit = time.monotonic() + seconds
     with contextlib.suppress(MpizeroError):  # others have ended or closed the communicator

@@ -1,4 +1,4 @@
-"""Tell which ranges of parameters and gradients a rank owns, and where each of them stands."""
+"""Compute which ranges of parameters and gradients a rank owns, and their offsets in its arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpizero.types import ParameterSpec
 
 @dataclass(frozen=True)
 class Share:
-    """Describe what one rank owns: one range of the flat order a unit, and the gradients that belong to it."""
+    """Describe the shard of data rank ``rank``: one range of each unit's parameters, and their gradients."""
 
     layout: FlatLayout
     rank: int
@@ -21,7 +21,7 @@ class Share:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """The owned ranges of the flat order, one a unit."""
+        """The owned range of each unit, in the flat vector of all parameters."""
         return self.layout.shards(self.rank, self.parts)
 
     @cached_property
@@ -31,17 +31,17 @@ class Share:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """The start of each unit's range in the concatenation of all of them."""
+        """The start of each unit's owned range in the concatenation of all owned ranges."""
         return _running([span.size for span in self.spans])
 
     @cached_property
     def gradient_spans(self) -> tuple[tuple[Span, ...], ...]:
-        """For each unit, the owned ranges of its gradient space."""
+        """For each unit, the owned ranges of its gradients; tied uses have ranges of their own."""
         return tuple(self.layout.gradient_spans(unit, self.spans) for unit in self.layout.units)
 
     @cached_property
     def gradient_offsets(self) -> tuple[int, ...]:
-        """The start of each unit's owned gradients in the concatenation of all of them."""
+        """The start of each unit's owned gradients in the concatenation of all owned gradients."""
         return _running([sum(span.size for span in spans) for spans in self.gradient_spans])
 
     @cached_property
@@ -50,12 +50,12 @@ class Share:
         return sum(span.size for spans in self.gradient_spans for span in spans)
 
     def row_spans(self, unit: int) -> tuple[Span, ...]:
-        """Return the owned ranges of a unit's gradients in a row that holds the gradients of all units."""
+        """Return the owned ranges of a unit's gradients in a row, a copy of the whole gradient vector."""
         base = self.layout.gradient_bases[unit]
         return tuple(span.shift(base) for span in self.gradient_spans[unit])
 
     def shard_position(self, unit: int, gradient: int) -> int:
-        """Return where element ``gradient`` of a unit's gradient space stands in the concatenation."""
+        """Return the place of element ``gradient`` of a unit's gradients in the concatenation of owned gradients."""
         position = self.gradient_offsets[unit]
         for span in self.gradient_spans[unit]:
             if span.start <= gradient < span.stop:
@@ -67,8 +67,8 @@ class Share:
 class UpdatePiece(NamedTuple):
     """Describe a contiguous range of one trainable parameter that this rank updates.
 
-    ``store``, ``gradient`` and ``state`` are its starts in the parameter store, in the reduced gradient and in the
-    optimizer's arrays; ``uses`` are the starts of the gradients of its later, tied uses.
+    ``store``, ``gradient`` and ``state`` are where the range begins in the parameter store, in the reduced gradient and
+    in the optimizer's arrays. ``uses`` are where the gradients of its tied uses begin in the reduced gradient.
     """
 
     entry: ParameterUse
@@ -98,18 +98,19 @@ class UpdateRun(NamedTuple):
 def update_pieces(
     shares: Sequence[Share], groups: dict[ParameterSpec, int], store_bases: Sequence[int] | None, in_rows: bool
 ) -> tuple[UpdatePiece, ...]:
-    """List what a rank updates.
+    """List the pieces of parameters that a rank updates.
 
     Parameters
     ----------
     shares : sequence of Share
-        What it updates: its own share, or with replicated optimizer state those of all its peers.
+        The shards that it updates: its own, or with replicated optimizer state those of all its peers.
     groups : dict
         The optimizer's group of each parameter.
     store_bases : sequence of int or None
-        Where each share starts in a sharded store; None for a store that holds the whole flat order.
+        Where each shard starts in a sharded store; None for a store that holds all parameters.
     in_rows : bool
-        Whether the reduced gradient stands in a row of all gradients (else in the concatenation of the owned ones).
+        Whether the reduced gradient is in a row, a copy of the whole gradient vector. Otherwise it is an array of the
+        owned gradients only.
     """
     pieces: list[UpdatePiece] = []
     state = 0
@@ -138,7 +139,7 @@ def _locate(share: Share, entry: ParameterUse, inside: int, in_rows: bool) -> in
 
 
 def runs_of(pieces: Sequence[UpdatePiece]) -> tuple[UpdateRun, ...]:
-    """Join neighbouring pieces of the same optimizer group."""
+    """Join neighbouring pieces of the same optimizer group into runs."""
     runs: list[UpdateRun] = []
     for piece in pieces:
         run = UpdateRun(piece.store, piece.gradient, piece.state, piece.size, piece.group)

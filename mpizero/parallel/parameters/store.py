@@ -1,4 +1,4 @@
-"""Store parameters: one whole copy per group of ranks that share memory, or this group's shards only."""
+"""Store parameters: each node (or rank with private memory) has a copy of all, or only its ranks' shards."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from mpizero.parallel.parameters.publication import Publication, let_arrive
 from mpizero.parallel.parameters.shards import Share
 from mpizero.types import Array, BlockModel
 
-#: Units that a sharded store has room for.
+#: Number of gathered units that a sharded store has room for.
 SLOTS = 2
 
 
 class ParameterViews(dict[str, Any]):
-    """Hold nested views of parameters, by name; :meth:`poll` lets messages in flight move on.
+    """Hold nested views of parameters, by name; :meth:`poll` makes messages in flight progress.
 
-    Layers made of others call it between them, by :func:`mpizero.nn.layer.poll`.
+    Layers that consist of other layers call it between those, by :func:`mpizero.nn.layer.poll`.
     """
 
     __slots__ = ("poll",)
@@ -52,45 +52,45 @@ class ParameterProvider(Protocol):
 
     @property
     def progress(self) -> MessageProgress:
-        """Lets messages in flight move on, to be polled between layers."""
+        """Return the object that runners poll between layers, so that messages in flight progress."""
 
     def wait(self, block: str | None = None) -> None:
-        """Return when the published values that a block uses are here; unless one is named, all."""
+        """Wait until the published parameters of a block have arrived; without a block, all parameters."""
 
 
 class ParameterStore:
-    """Store the values of all parameters, whole or sharded over groups.
+    """Store the parameters: all of them on every node, or only the shards of the node's ranks.
 
-    With a single group the window of the group is the shard of every rank and nothing is ever gathered.
+    With a single node that shares memory, the node's window holds all parameters, and nothing is ever gathered.
 
-    [Note: the next unit] A sharded store has room for two units. While the one is used, the one that its user will ask
-    for next is gathered into the other: that begins when the first is complete on all ranks of the group, so nobody
-    reads any more what stood in that place before. Every rank begins and takes the same units in the same order.
+    [Note: the next unit] A sharded store has two slots for gathered units. While one unit is used, the next one is
+    gathered into the other slot (a prefetch). That begins when the current unit is complete on all ranks of the node:
+    then no rank reads the other slot any more. Every rank gathers the same units in the same order.
 
-    [Note: newer values on a GPU] A rank that is alone and trains on a GPU has newer values there than here. They are
-    brought when somebody asks for :attr:`values`, for a range to write, or for a unit.
+    [Note: newer values on a GPU] If a rank is alone in its data group and trains on a GPU, the GPU has newer parameters
+    than this store. They are copied to the host when :attr:`values`, a range to write, or a unit is asked for.
 
     Parameters
     ----------
     layout : FlatLayout
-        The flat order.
+        The layout of the flat parameter vector.
     grid : ProcessGrid
         The ranks.
     memory : Memory
-        Where the arrays come from.
+        Allocates the arrays.
     sharded : bool
-        Whether each group keeps its ranks' shards only; units are then gathered when they are needed.
+        Whether each node keeps only its ranks' shards; units are then gathered when they are needed.
     dtype : numpy dtype
-        Of all parameters.
+        The type of all parameters.
     timeline : Timeline, optional
-        Is told when units are gathered and values published.
+        Records when units are gathered and parameters published.
 
     Attributes
     ----------
     dtype : numpy dtype
-        As given.
+        The type of all parameters.
     version : int
-        How often values were published: 1 while they are the start values.
+        How often parameters were published; 1 while they have their initial values.
     """
 
     def __init__(
@@ -131,20 +131,20 @@ class ParameterStore:
 
     @property
     def values(self) -> Array:
-        """All values that this group holds. Collective over the data group where some are still in flight."""
+        """All parameters that this node holds. Collective over the data group if some are still in flight."""
         if self._published:
             self.wait()
         return self._values_here()
 
     def take_from(self, source: Callable[[Array], None]) -> None:
-        """Take newer values from ``source``, which copies them, when they are needed. Not collective.
+        """Set the function that copies newer parameters from a GPU to the store when they are needed. Not collective.
 
-        Until a range is requested to be written; see [Note: newer values on a GPU].
+        It is dropped when a range is requested for writing; see [Note: newer values on a GPU].
         """
         self._source, self._outdated = source, True
 
     def refresh(self) -> None:
-        """Bring the newer values of the GPU, even if they have been brought before. Not collective."""
+        """Copy the parameters from the GPU, if they are newer there, even if that was done before. Not collective."""
         if self._source is not None:
             self._source(self._values)
             self._outdated = False
@@ -156,7 +156,7 @@ class ParameterStore:
 
     @property
     def base(self) -> int:
-        """The place where this rank's shard starts in a sharded store."""
+        """Where this rank's shard starts in the arrays of a sharded store."""
         return int(self.bases[self.grid.node.rank])
 
     def owned(self, unit: int) -> Array:
@@ -177,11 +177,11 @@ class ParameterStore:
         Parameters
         ----------
         unit : Unit
-            What is wanted now.
+            The unit to gather now.
         following : Unit or None
-            What every rank asks for next, if that is known; begun at once. See [Note: the next unit].
+            The unit that every rank needs next, if that is known; its gather begins at once. See [Note: the next unit].
         by_block : bool
-            Leave it to the caller to :meth:`wait` for the published values of each block before it takes them.
+            Whether the caller itself calls :meth:`wait` for each block before it reads the block's parameters.
         """
         slot = 0
         if self._published and not by_block:
@@ -200,19 +200,20 @@ class ParameterStore:
         yield self._views[key]
 
     def unsharded(self, unit: Unit) -> Array:
-        """Return the values of the unit that a sharded store has gathered last. Not collective."""
+        """Return the parameters of the unit that a sharded store has gathered last. Not collective."""
         return self._slots[(self._next - 1) % len(self._slots)][: unit.gathered]
 
     def publish(self, *, exchange: bool = True, later: bool = False) -> None:
-        """Make what owners wrote readable by all. Collective over the data group.
+        """Make updated parameters readable by all ranks. Collective over the data group.
 
         Parameters
         ----------
         exchange : bool
-            Bring every rank's owned range to the copies of all groups; without it each group has written its whole
-            copy itself.
+            Whether to send every rank's owned ranges to the copies on all nodes. If not, each node has written its
+            whole copy itself.
         later : bool
-            Return while values are in flight: the next passes wait for each block's, everything else for all.
+            Whether to return while parameters are in flight. The next passes then wait for the parameters of each
+            block; everything else waits for all.
         """
         with self.timeline.span("publication"):
             self.wait()
@@ -226,9 +227,10 @@ class ParameterStore:
         self.version += 1
 
     def wait(self, block: str | None = None) -> None:
-        """Return when the published values that a block uses are here; unless one is named, all.
+        """Wait until the published parameters of a block have arrived; without a block, all parameters.
 
-        Collective over the data group, in the end; see [Note: regions].
+        Every rank of the data group must end up waiting for all; see [Note: regions] in
+        ``parallel/parameters/publication.py``.
         """
         if self._published:
             with self.timeline.span("publication", block or ""):
@@ -237,14 +239,14 @@ class ParameterStore:
                 self._published.clear()
 
     def _last_region(self, block: str) -> int:
-        """Return how many regions, from the first on, hold all that a block uses."""
+        """Return how many regions, from the first on, contain all parameters of a block."""
         ends = [e.span.stop for e in self.layout.entries if e.block == block and e.spec.size]
         return sum(region.start < max(ends, default=0) for _, region in self._regions)
 
     def begin(self, model: Any) -> None:
-        """Give every owned range the start values of ``model``; nobody ever holds more than one tensor besides.
+        """Set all parameters to the initial values of ``model``; each rank computes those of its own ranges.
 
-        Collective over all ranks.
+        Collective over all ranks. A rank needs memory for at most one more tensor at a time.
         """
         from mpizero.nn.initialize import initial_values
 
@@ -261,7 +263,7 @@ class ParameterStore:
         self.publish()
 
     def gathered(self, unit: Unit) -> Array:
-        """Return a new 1-D array of a unit's own parameters. Collective over the data group."""
+        """Return a new 1-D array of a unit's parameters, without tied uses. Collective over the data group."""
         if not self.sharded:
             return self.values[unit.span.start : unit.span.stop].copy()
         with self.unshard(unit):
@@ -270,7 +272,7 @@ class ParameterStore:
         return values
 
     def fill(self, values: Array) -> None:
-        """Set all parameters from the same full vector on every rank. Collective over the data group."""
+        """Set all parameters from a vector that is equal on every rank. Collective over the data group."""
         self.memory.barrier("fill")  # who still reads, reads the old values
         for unit in self.layout.units:
             span = self.share.spans[unit.index]
@@ -278,25 +280,25 @@ class ParameterStore:
         self.publish()
 
     def copy_from(self, other: ParameterStore) -> None:
-        """Take the values of a store of the same layout and grid. Collective over the data group."""
+        """Copy the parameters of another store of the same layout and grid. Collective over the data group."""
         for unit in self.layout.units:
             self.owned(unit.index)[:] = other.owned(unit.index)
         self.publish()
 
     def poll(self) -> None:
-        """Let parameters in flight move on. Not collective."""
+        """Make parameters in flight progress. Not collective."""
         if self._coming is not None:
             self._coming[1].test()
         elif self._published:
             self._published[0].poll()
 
     def _begin(self, unit: Unit) -> None:
-        """Start to gather a unit into the place that is not in use. Collective over the data group."""
+        """Begin to gather a unit into the slot that is not in use. Collective over the data group."""
         spans = [self._slot_spans(unit, share) for share in self.peer_shares]
         self._coming = unit, begin_gather(self.grid.peers, self._sent(unit), self._slots[self._next], spans)
 
     def _bring(self, unit: Unit) -> int:
-        """Return the slot where a unit stands now. Collective over the data group."""
+        """Finish gathering a unit, and return the number of its slot. Collective over the data group."""
         if self._coming is not None and self._coming[0] is not unit:
             self._finish()  # something else came between, and takes its place: first it must be there on all ranks
             self.memory.barrier("gather")
@@ -314,7 +316,7 @@ class ParameterStore:
             self._coming = None
 
     def _slot_spans(self, unit: Unit, share: Share) -> tuple[Span, ...]:
-        """Return where the values of ``share`` stand in a gathered unit: its own range, then the tied uses'."""
+        """Return the ranges of a gathered unit that ``share`` owns: of its own parameters, then of each tied use."""
         spans = [share.spans[unit.index].shift(-unit.span.start)]
         place = unit.span.size
         for entry in unit.aliases:
@@ -335,9 +337,9 @@ class ParameterStore:
         return self.layout.by_name[str(name)].unit
 
     def unit_views(self, unit: Unit, buffer: Array) -> dict[str, Any]:
-        """Return nested views, by block, of a buffer that holds what the unit's is read from: all, or it alone.
+        """Return nested views of a unit's parameters, by block, in ``buffer``. Not collective.
 
-        Not collective.
+        The buffer holds the gathered unit alone if the store is sharded, and all parameters if not.
         """
         placed: dict[str, list[tuple[str, int, tuple[int, ...]]]] = {block: [] for block in unit.blocks}
         alias = unit.span.size
@@ -355,7 +357,7 @@ class ParameterStore:
 
 
 def flat_names(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Array]]:
-    """Yield dotted names and arrays of nested views."""
+    """Yield the dotted name and the array of every view in a nested dictionary."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from flat_names(value, f"{prefix}{name}.")
