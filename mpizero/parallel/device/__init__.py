@@ -1,1 +1,1 @@
-"""Compute on a GPU: copies of parameters, optimizer updates, and where arrays live."""
+"""Compute on a GPU: hold copies of parameters there, update them, and copy arrays to and from the host."""

@@ -1,11 +1,12 @@
-"""Choose where a rank computes, on the host or on a GPU, and copy between the two.
+"""Choose whether a rank computes on the host or on a GPU, and copy arrays between the two.
 
-[Note: a GPU's step] Parameters and gradient sums stay on the host, in the same memory and by the same code whatever
-computes. A unit's parameters are copied to the GPU, its blocks run there, and the gradient of each micro-batch comes
-back as soon as its backward ends; the sums go to the GPU once more, for the update of this rank's ranges
-([Note: an update on a GPU]). A rank that is alone in its data group adds up and updates on its GPU, by the same tree,
-and the host takes values when somebody asks for them. So every strategy, layout and checkpoint is the host's, and
-results have the same bits on any number of ranks as far as a GPU's products repeat theirs.
+[Note: a GPU's step] Parameters and gradient sums stay on the host, in the same memory and with the same code as without
+a GPU. A unit's parameters are copied to the GPU and its blocks run there. The gradient of each micro-batch is copied
+back to the host as soon as its backward pass ends. The summed gradients are copied to the GPU again, which updates this
+rank's ranges ([Note: an update on a GPU] in ``parallel/device/device_update.py``). A rank that is alone in its data
+group instead adds and updates on its GPU, in the order of the same tree; parameters are copied to the host only when
+they are asked for there. So strategies, layouts and checkpoints are those of the host. Results have the same bits on
+any number of ranks, provided that the GPU's matrix products are reproducible.
 """
 
 from __future__ import annotations
@@ -33,30 +34,30 @@ from mpizero.types import Group
 
 
 class ComputeDevice:
-    """Compute on the host, without copies; :class:`CudaComputeDevice` overrides what needs them."""
+    """Compute on the host, without copies; :class:`CudaComputeDevice` overrides the methods that must copy."""
 
-    #: Whether to report the end of every block, so that its gradients can be checked and sent at once; on a GPU
-    #: each check would have to wait for it.
+    #: Whether to report the end of every block, so that its gradients can be checked and sent at once. Not on a GPU,
+    #: where each check would have to wait for the GPU.
     tells_blocks = True
 
-    #: Whether gradients stay on this rank's GPU, in rows: no other rank adds to them.
+    #: Whether gradients stay on this rank's GPU, because no other rank adds to them.
     keeps_gradients = False
-    #: The number of the GPU, where there is one.
+    #: The number of the GPU on its node; None without a GPU.
     device_number: int | None = None
 
     def share_gradients(self, ranks: int) -> None:
-        """Take the number of ranks that add up gradients, before anything below is used. Not collective."""
+        """Set the number of ranks in the data group, before any method below is called. Not collective."""
 
     def allocator(self, memory: Memory) -> Allocator:
-        """Return what gives gradients their memory. Not collective."""
+        """Return the allocator of gradients. Not collective."""
         return memory
 
     def parameter_provider(self, store: ParameterStore) -> ParameterProvider:
-        """Return the parameters of ``store`` where layers use them."""
+        """Return the provider of the parameters of ``store`` on the device where layers compute."""
         return store
 
     def updater(self, optimizer: Any, store: ParameterStore, scope: UpdateScope) -> Updater:
-        """Return an optimizer for the ranges of ``store`` that this rank updates; see :class:`Updater`."""
+        """Return an updater for the ranges of ``store`` that this rank updates; see :class:`Updater`."""
         return Updater(optimizer, store, scope)
 
     def held(self) -> dict[str, int]:
@@ -64,37 +65,37 @@ class ComputeDevice:
         return {}
 
     def group(self, group: Group) -> Group:
-        """Return a group whose methods take and return arrays as layers have them."""
+        """Return a group whose methods take and return arrays on the device where layers compute."""
         return group
 
     def pipeline_p2p(self, comm: Communicator) -> PipelineP2P:
-        """Return the point-to-point messages of such arrays between pipeline stages."""
+        """Return the object that sends arrays of that device between pipeline stages."""
         return PipelineP2P(comm)
 
     def describe(self) -> str:
-        """Return the end of a line about a run: the device. Not collective."""
+        """Return a text about the device, appended to the line that describes a run. Not collective."""
         return ""
 
     def check_batch(self, x: Any, y: Any) -> None:
-        """Refuse a batch that cannot be brought to where layers are, on all ranks alike. Not collective.
+        """Raise an error for a batch that cannot be copied to the device. Not collective.
 
-        All ranks have the same types: redistributing it has checked that.
+        All ranks raise it, because their batches have the same types: redistributing the batch has checked that.
         """
 
     def put(self, values: Any) -> Any:
-        """Return samples, targets or None where layers can use them."""
+        """Copy samples, targets or None to the device where layers compute, and return the copy."""
         return values
 
     def put_job(self, job: Job) -> Job:
-        """Return a job with its samples where layers can use them."""
+        """Return the job with its samples copied to the device where layers compute."""
         return job
 
     def target(self, unit: Unit, host: Any) -> Any:
-        """Return the views that layers write a unit's gradients to; ``host`` are those where they shall end."""
+        """Return the views that layers write a unit's gradients to; ``host`` are the views on the host."""
         return host
 
     def done(self, unit: Unit, host: Any) -> None:
-        """Bring a unit's gradients, complete now, to ``host``."""
+        """Copy a unit's gradients, which are complete now, to ``host``."""
 
 
 class CudaComputeDevice(ComputeDevice):
@@ -105,7 +106,7 @@ class CudaComputeDevice(ComputeDevice):
     device : Device
         The GPU, open.
     config : ShardingConfig
-        Says what operands of products are rounded to, and where the optimizer runs.
+        Says to which type operands of products are rounded, and where the optimizer runs.
     """
 
     tells_blocks = False
@@ -117,15 +118,15 @@ class CudaComputeDevice(ComputeDevice):
         self._found: str | None = None
 
     def share_gradients(self, ranks: int) -> None:
-        """Take the number of ranks that add up gradients. Not collective."""
+        """Set the number of ranks in the data group. Not collective."""
         self.keeps_gradients = keeps_gradients_on_device(self.config, ranks)
 
     def allocator(self, memory: Memory) -> Allocator:
-        """Return the GPU's memory for gradients that stay there, else the host's. Not collective."""
+        """Return the GPU's allocator if gradients stay there, else the host's. Not collective."""
         return DeviceAllocator(self.device) if self.keeps_gradients else memory
 
     def parameter_provider(self, store: ParameterStore) -> ParameterProvider:
-        """Return the parameters of ``store`` on the GPU, with room for the gradients of its units. Not collective."""
+        """Return the copy of ``store`` on the GPU, with buffers for the gradients of a unit. Not collective."""
         return self._parameters_of(store)
 
     def _parameters_of(self, store: ParameterStore) -> DeviceParameters:
@@ -134,7 +135,7 @@ class CudaComputeDevice(ComputeDevice):
         return self._parameters
 
     def updater(self, optimizer: Any, store: ParameterStore, scope: UpdateScope) -> Updater:
-        """Return an optimizer on the GPU, or on the host where it cannot or shall not be there. Not collective.
+        """Return an updater on the GPU; on the host if the settings say so, or the optimizer needs it. Not collective.
 
         Raises
         ------
@@ -152,9 +153,9 @@ class CudaComputeDevice(ComputeDevice):
         return {kind: nbytes for kind, nbytes in sorted(self.device.held.items()) if nbytes}
 
     def group(self, group: Group) -> Group:
-        """Return the group, which takes and returns arrays of the GPU.
+        """Return a group that takes and returns arrays on the GPU.
 
-        Collective over ``config.comm`` the first time, as :meth:`pipeline_p2p` is: all ranks split a model alike.
+        The first call of this method or :meth:`pipeline_p2p` is collective over ``config.comm``.
         """
         if isinstance(group, CommunicatorGroup) and not self._indirect:
             return GpuAwareLayerGroup(group, self.device)
@@ -162,7 +163,7 @@ class CudaComputeDevice(ComputeDevice):
 
     @property
     def _indirect(self) -> str:
-        """Reason for sending messages between layers through host memory; empty where GPUs send directly.
+        """The reason why layers' messages go through host memory; "" if they go directly from GPU to GPU.
 
         Collective the first time.
         """
@@ -174,11 +175,11 @@ class CudaComputeDevice(ComputeDevice):
         return self._found
 
     def pipeline_p2p(self, comm: Communicator) -> PipelineP2P:
-        """Return the messages of GPU arrays between pipeline stages. Collective over ``config.comm`` the first time."""
+        """Return the object that sends GPU arrays between stages. Collective over ``config.comm`` the first time."""
         return HostStagedP2P(comm, self.device) if self._indirect else GpuAwareP2P(comm, self.device)
 
     def describe(self) -> str:
-        """Name this rank's GPU. Not collective."""
+        """Return a text that names this rank's GPU. Not collective."""
         products = "" if self.sixteen is None else f", products in {self.sixteen}"
         messages = "" if self._found is None else f", messages go {self._path}"
         return f"; layers compute on GPUs, here number {self.device.number} ({self.device.name}){products}{messages}"
@@ -194,7 +195,7 @@ class CudaComputeDevice(ComputeDevice):
                 self.device.check(leaf)
 
     def put(self, values: Any) -> Any:
-        """Copy an array, or those of a tree, to the GPU. Not collective."""
+        """Copy an array, or all arrays of a nested structure, to the GPU. Not collective."""
         return map_leaves(self.device.put, values)
 
     def put_job(self, job: Job) -> Job:
@@ -205,14 +206,14 @@ class CudaComputeDevice(ComputeDevice):
         return job._replace(grain=job.grain._replace(micro_batches=put))
 
     def target(self, unit: Unit, host: Any) -> Any:
-        """Return views of the GPU's buffer for one unit, or ``host``, which are on the GPU if the rank is alone.
+        """Return views of the GPU's buffer for one unit; ``host`` itself if gradients stay on the GPU.
 
         Not collective.
         """
         return host if self._fetched is None else self._fetched.views(unit)
 
     def done(self, unit: Unit, host: Any) -> None:
-        """Copy a unit's gradients from the GPU, unless they stay there. Not collective."""
+        """Copy a unit's gradients from the GPU to ``host``, unless they stay on the GPU. Not collective."""
         if self._fetched is not None:
             self._fetched.fetch(unit, host)
 
@@ -223,7 +224,7 @@ class CudaComputeDevice(ComputeDevice):
 
 
 def updates_on_device(config: ShardingConfig, optimizer: Any) -> bool:
-    """Tell whether an optimizer (of :func:`mpizero.optim.adapt`) keeps its state and runs on a GPU. Not collective.
+    """Tell whether an optimizer, as ``optim.adapt`` returns it, runs and keeps its state on a GPU. Not collective.
 
     Raises
     ------
@@ -242,15 +243,16 @@ def updates_on_device(config: ShardingConfig, optimizer: Any) -> bool:
 
 
 def open_compute_device(config: ShardingConfig, block_model: bool, device: int | None = None) -> ComputeDevice:
-    """Return the host, or this rank's GPU: the ranks of a node take its GPUs in turn, unless ``device`` says which.
+    """Return the device that this rank computes on: the host or a GPU, as ``config.device`` says.
 
-    Collective over ``config.comm``.
+    Collective over ``config.comm``. ``device`` is the number of the GPU on the node; if it is None, the ranks of a node
+    take its GPUs in turn.
 
     Raises
     ------
     ConfigError
-        On every rank, if one has no GPU, naming it and the way out; or if the model, no model of blocks, has layers of
-        its own that the GPU knows nothing of.
+        On every rank, if a rank has no GPU: the error names it and says what to do. Also if the model is a black box,
+        whose function decides by itself where it computes.
     """
     if config.device == "cpu":
         return ComputeDevice()

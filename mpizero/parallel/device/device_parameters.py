@@ -1,4 +1,4 @@
-"""Copy parameters to a GPU, and gradients from it."""
+"""Copy parameters to a GPU, and gradients from it to the host."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from mpizero.parallel.message_progress import MessageProgress
 from mpizero.parallel.parameters.store import ParameterStore, flat_names
 from mpizero.types import Array
 
-#: Elements between the starts of two gradients on a GPU: products into them are then aligned as the BLAS likes it.
+#: Gradients on a GPU start at multiples of so many elements, an alignment that suits the BLAS.
 ALIGNED = 64
 
 
 class DeviceAllocator:
-    """Allocate gradients on the GPU of a rank that is alone in its data group, and count them there."""
+    """Allocate gradients on the GPU, for a rank that is alone in its data group, and count their bytes."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
 
     def private(self, kind: str, shape: int | tuple[int, ...], dtype: Any) -> Array:
-        """Return a zeroed array of the GPU. Not collective."""
+        """Return a zeroed array on the GPU. Not collective."""
         sizes = shape if isinstance(shape, tuple) else (shape,)
         array = self.device.keep(kind, prod(sizes), dtype)
         array[:] = 0
@@ -40,17 +40,17 @@ class DeviceAllocator:
         self.device.release(kind, array)
 
     def shared(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: Any) -> tuple[Array, ...]:
-        """Return zeroed arrays of the GPU. Not collective."""
+        """Return zeroed arrays on the GPU, which only this rank uses. Not collective."""
         return tuple(self.private(kind, shape, dtype) for shape in shapes)
 
     def free_shared(self, kind: str, arrays: Sequence[Array]) -> None:
-        """Stop counting what :meth:`shared` returned. Not collective."""
+        """Stop counting the arrays that :meth:`shared` returned. Not collective."""
         for array in arrays:
             self.release(kind, array)
 
 
 class DeviceParameters:
-    """Copy the parameters of a store to a GPU: all of them, or one unit at a time where the store is sharded.
+    """Copy the parameters of a store to a GPU: all of them, or one unit at a time if the store is sharded.
 
     Parameters
     ----------
@@ -59,9 +59,9 @@ class DeviceParameters:
     device : Device
         The GPU.
     sixteen : str or None
-        What operands of products are rounded to.
+        The 16-bit type to which operands of matrix products are rounded.
     fetches : bool
-        Whether a unit's gradients need a place here from which they go to the host.
+        Whether gradients are copied to the host, so that a buffer for one unit's gradients is needed on the GPU.
     """
 
     def __init__(self, store: ParameterStore, device: Device, sixteen: str | None, *, fetches: bool) -> None:
@@ -82,7 +82,7 @@ class DeviceParameters:
     def unshard(self, unit: Unit, following: Unit | None = None, *, by_block: bool = False) -> Iterator[dict[str, Any]]:
         """Yield views of a unit's parameters on the GPU. Collective over the data group if sharded.
 
-        ``by_block`` changes nothing: what goes to the GPU must be here.
+        ``by_block`` changes nothing: parameters must have arrived on the host before they are copied to the GPU.
         """
         with self.store.unshard(unit, following) if self.store.sharded else nullcontext():
             begun = self.timeline.begin()
@@ -99,22 +99,22 @@ class DeviceParameters:
 
     @property
     def progress(self) -> MessageProgress:
-        """Lets messages in flight move on."""
+        """Return the object that makes messages in flight progress."""
         return self.store.progress
 
     def wait(self, block: str | None = None) -> None:
-        """Return when the published values of a block, or all, are on the host. Collective over the data group."""
+        """Wait until the published parameters of a block, or all, are on the host. Collective over the data group."""
         self.store.wait(block)
 
     @property
     def whole(self) -> bool:
-        """Tell whether it holds all parameters at once."""
+        """Tell whether the GPU holds all parameters at once."""
         return not self.store.sharded
 
     def current(self) -> Array:
-        """Return all parameters on the GPU, as they are on the host now; only where it is ``whole``.
+        """Return all parameters on the GPU, first copied from the host if newer there; only if it is ``whole``.
 
-        Collective over the data group where published values are still in flight.
+        Collective over the data group if published parameters are still in flight.
         """
         if self._version != self.store.version:
             self.device.write(self._values, self.store.values)
@@ -122,10 +122,10 @@ class DeviceParameters:
         return self._values
 
     def updated(self, *, on_host: bool) -> None:
-        """Note that this rank's ranges were updated here, and on the host as well if ``on_host``; publishing follows.
+        """Record that this rank's ranges were updated on the GPU, and also on the host if ``on_host``.
 
-        Not collective. A rank that updates everything has nothing to copy then; only such a one may leave the host as
-        it was, which takes the values when they are asked for.
+        Not collective. The caller publishes the parameters next. A rank alone in its data group then has nothing to
+        copy to the GPU. Only such a rank may pass ``on_host=False``: the host copies the parameters when it needs them.
         """
         if self.store.grid.data.size == 1:
             self._version = self.store.version + 1
@@ -137,7 +137,7 @@ class DeviceParameters:
 
 
 class UnitGradients:
-    """Hold one unit's gradients on a GPU until they are copied to the host, before the next unit's."""
+    """Hold one unit's gradients on a GPU until they are copied to the host; then the next unit uses the buffer."""
 
     def __init__(self, layout: FlatLayout, dtype: Any, device: Device) -> None:
         self.device = device
@@ -178,7 +178,7 @@ class UnitGradients:
 
 
 def gradient_places(unit: Unit) -> tuple[dict[tuple[str, str], int], int]:
-    """Return where the gradient of each of a unit's entries starts on a GPU, and the size of them all.
+    """Return where each gradient of a unit starts in the buffer on a GPU, and how many elements the buffer needs.
 
     Not collective.
     """

@@ -1,13 +1,14 @@
 """Update parameters on a GPU, which keeps the optimizer state.
 
-Gradients of a rank that is alone in its data group are on the GPU themselves (:class:`DeviceUpdater`): the host's pass
-runs on the GPU's arrays, and nothing is copied. Those of other ranks come from the host (:class:`StagedUpdater`).
+If a rank is alone in its data group, its gradients are on the GPU (:class:`DeviceUpdater`). The host's code then runs
+on the GPU's arrays, and nothing is copied. Otherwise gradients come from the host (:class:`StagedUpdater`).
 
-[Note: an update on a GPU] What a rank updates is one range in the order of its optimizer state. Block by block, each
-as long as the pinned buffer, gradients are summed, or copied, into that buffer and sent, the GPU's kernels run, and
-the updated parameters are read into the window that the node shares. Where the GPU has a copy of all parameters,
-values are updated in that copy; the shard of a sharded store passes through a block of its own. Kernels work element by
-element, so blocks and shards change no bit; they round as the GPU does, which may contract a product and a sum.
+[Note: an update on a GPU] The elements that a rank updates have the order of its optimizer state. They are updated in
+blocks that are as long as the pinned host buffer. For each block, gradients are summed, or copied, into the pinned
+buffer and sent to the GPU. The GPU's kernels run. Then the updated parameters are copied to the node's shared window.
+If the GPU has a copy of all parameters, they are updated in that copy. Otherwise the block's parameters are copied to a
+buffer on the GPU first. Kernels work element by element, so the cut into blocks and shards changes no bit. Results are
+rounded as on the GPU, which may contract a multiplication and an addition into one operation.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from mpizero.parallel.parameters.shards import UpdatePiece, UpdateRun
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.types import Array
 
-#: A rank uses its GPU in the thread that has opened it; the threads of a rank share the host's work only.
+#: Number of threads for updates on a GPU: a rank uses its GPU only in the thread that has opened it.
 _ONE_THREAD = 1
 
 
 class _Cut(NamedTuple):
-    """Describe elements ``first ... first + size`` of a run or piece."""
+    """Describe elements ``first:first + size`` of a run or piece."""
 
     of: UpdateRun | UpdatePiece
     first: int
@@ -42,26 +43,26 @@ class _Cut(NamedTuple):
 
     @property
     def state(self) -> int:
-        """Return its start in the optimizer's arrays."""
+        """The start of these elements in the optimizer's arrays."""
         return self.of.state + self.first
 
     @property
     def store(self) -> int:
-        """Return its start in the parameter store."""
+        """The start of these elements in the parameter store."""
         return self.of.store + self.first
 
 
 class DeviceUpdater(Updater):
-    """Run one of the library's optimizers with state and gradients on a GPU, by the same code as on the host.
+    """Run one of the library's optimizers with state and gradients on a GPU, with the same code as on the host.
 
     Parameters
     ----------
     optimizer : FlatOptimizer
-        The library's: a user's own works on arrays of the host.
+        One of the library's optimizers: a user's own works on the host only.
     store : ParameterStore
         The parameters.
     scope : UpdateScope
-        The ranges.
+        Says which ranges this rank updates.
     device_parameters : DeviceParameters
         The GPU's copy of ``store``.
     """
@@ -87,24 +88,24 @@ class DeviceUpdater(Updater):
             self.device.release("optimizer state", array)
 
     def host_state(self, *, fetch: bool = True) -> dict[str, Array]:
-        """Return a copy of the state on the host, of undefined contents with ``fetch=False``. Not collective."""
+        """Return a copy of the state on the host; with ``fetch=False`` its contents are undefined. Not collective."""
         host = {slot: np.empty(self.size, self.dtype) for slot in self.state}
         for slot, values in host.items() if fetch else ():
             self.device.read(self.state[slot], [(0, values)])
         return host
 
     def take_state(self, host: Mapping[str, Array]) -> None:
-        """Copy a state to the GPU. Not collective."""
+        """Copy optimizer state from the host to the GPU. Not collective."""
         for slot, values in host.items():
             self.device.write(self.state[slot], values)
 
     def update_fused(self, rows: Array, program: Array, divisor: Array, out: Array, threads: int) -> None:
-        """Sum, divide and update as the host does. Collective for optimizers that need norms."""
+        """Sum, divide and update on the GPU. Collective for optimizers that need norms."""
         super().update_fused(rows, self._placed(program), self._placed(divisor), out, _ONE_THREAD)
         self.device_parameters.updated(on_host=False)
 
     def update(self, reduced: Array, threads: int) -> None:
-        """Update from reduced gradients as the host does. Collective for optimizers that need norms."""
+        """Update from reduced gradients on the GPU. Collective for optimizers that need norms."""
         super().update(reduced, _ONE_THREAD)
         self.device_parameters.updated(on_host=False)
 
@@ -120,7 +121,7 @@ class DeviceUpdater(Updater):
 
 
 class StagedUpdater(DeviceUpdater):
-    """Update on a GPU from gradients of the host, which pass through buffers on the GPU, block by block."""
+    """Update on a GPU from gradients on the host, which are copied to buffers on the GPU, block by block."""
 
     def __init__(
         self, optimizer: Any, store: ParameterStore, scope: UpdateScope, device_parameters: DeviceParameters
@@ -145,7 +146,7 @@ class StagedUpdater(DeviceUpdater):
     # ------------------------------------------------------------------ updates
 
     def update_fused(self, rows: Array, program: Array, divisor: Array, out: Array, threads: int) -> None:
-        """Sum and divide on the way to the GPU, and update there; ``out`` is left as it is.
+        """Sum and divide on the host, copy the result to the GPU, and update there; ``out`` is not used.
 
         Collective for optimizers that need norms.
         """
@@ -171,7 +172,7 @@ class StagedUpdater(DeviceUpdater):
         self._update({run: copied(reduced[run.gradient : run.gradient + run.size]) for run in self.runs})
 
     def _update(self, fills: Mapping[UpdateRun | UpdatePiece, Fill]) -> None:
-        """Update from gradients that ``fills`` gives, by run or piece."""
+        """Update from the gradients that the functions ``fills`` write into a buffer, one for each run or piece."""
         hypers, norms = self.hypers(), self.optimizer.needs_tensor_norms
         placed = {group: self._placed(hyper) for group, hyper in hypers.items()}
         for first, cuts in self._blocks(sorted(fills, key=lambda run: run.state)):
@@ -208,7 +209,7 @@ class StagedUpdater(DeviceUpdater):
     # ------------------------------------------------------------------ blocks
 
     def _blocks(self, runs: Sequence[UpdateRun | UpdatePiece]) -> Iterator[tuple[int, list[_Cut]]]:
-        """Yield where each block starts in the order of the state, and the parts of ``runs`` (ascending) in it."""
+        """Yield each block: its start in the optimizer state, and the parts of ``runs`` (ascending) inside it."""
         step = STAGING // self.dtype.itemsize
         for first in range(0, self.size, step):
             cuts = []
@@ -220,7 +221,7 @@ class StagedUpdater(DeviceUpdater):
 
     @contextmanager
     def _block_parameters(self, first: int, cuts: Sequence[_Cut], *, changed: bool) -> Iterator[list[Array]]:
-        """Yield views of the parameters of a block's cuts on the GPU; copy them to the host after, if ``changed``."""
+        """Yield views of a block's parameters on the GPU; afterwards copy them to the host, if ``changed``."""
         host = [self.store.values[cut.store : cut.store + cut.size] for cut in cuts]
         if self.device_parameters.whole:
             source, starts = self.device_parameters.current(), [cut.store for cut in cuts]
@@ -234,16 +235,16 @@ class StagedUpdater(DeviceUpdater):
 
 
 def buffer_sizes(size: int, itemsize: int, *, norms: bool, whole: bool) -> tuple[int, int]:
-    """Return the elements of a GPU's buffers for the gradients and the parameters of a rank that updates ``size``.
+    """Return how many elements a GPU's buffers have: that for gradients, and that for parameters.
 
     Not collective.
 
     Parameters
     ----------
     size, itemsize : int
-        Elements, and the bytes of one.
+        Number of elements that the rank updates, and bytes of an element.
     norms : bool
-        Whether the optimizer needs norms of its directions, so that all of them are kept.
+        Whether the optimizer needs norms of its update directions, so that all directions are kept.
     whole : bool
         Whether the GPU has a copy of all parameters.
     """
@@ -252,5 +253,5 @@ def buffer_sizes(size: int, itemsize: int, *, norms: bool, whole: bool) -> tuple
 
 
 def _from(fill: Fill, cut: _Cut) -> Callable[[int, Array], object]:
-    """Return what fills from the start of a cut on."""
+    """Return a function that fills a buffer with the gradients of a cut."""
     return lambda first, out: fill(cut.first + first, out)

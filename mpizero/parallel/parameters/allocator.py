@@ -212,7 +212,7 @@ class Memory:
             self.node.node_barrier(self._windows[0][0], tag, counted=True)
 
     def ibarrier(self, tag: str = "") -> Request | None:
-        """Begin a non-blocking :meth:`barrier`; return its request, or None for a single rank. Collective over the node.
+        """Begin a non-blocking :meth:`barrier`; return its request, None for a single rank. Collective over the node.
 
         Once the request has ended, :meth:`synchronize` makes the earlier writes of all ranks visible.
         """

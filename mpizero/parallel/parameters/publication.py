@@ -82,7 +82,10 @@ class Publication:
             gathering.wait()
 
     def wait(self, regions: int | None = None) -> None:
-        """Wait until the first ``regions`` (None: all) are complete. Not collective, but every rank must wait for all once."""
+        """Wait until the first ``regions`` (None: all) are complete.
+
+        Collective over the data group, in the end: every rank must wait for all regions before the next update.
+        """
         count = len(self._gatherings) if regions is None else regions
         while self._arrived < count:
             self._gatherings[self._arrived].wait()

@@ -28,16 +28,17 @@ class BlockTimes(NamedTuple):
 def measure_blocks(model: BlockModel, x: Array, y: Array, repeats: int = 3) -> dict[str, BlockTimes]:
     """Run every block on one micro-batch and return its times, each the shortest of ``repeats``. Not collective.
 
-    Parameters of one block at a time exist, with their start values; the loss belongs to the last block.
+    Only one block's parameters, with their initial values, are in memory at a time. The loss is timed with the last
+    block.
 
     Parameters
     ----------
     model : BlockModel
         The whole model.
     x, y : array
-        A micro-batch as training has them.
+        A micro-batch like those of the training.
     repeats : int
-        Runs of each block; the first one also warms caches up.
+        Number of runs of each block, at least 2; the first one also warms up caches.
 
     Raises
     ------
@@ -74,9 +75,9 @@ def measure_blocks(model: BlockModel, x: Array, y: Array, repeats: int = 3) -> d
 
 
 def measured_costs(model: BlockModel, x: Array, y: Array, config: ShardingConfig, repeats: int = 3) -> list[float]:
-    """Return the seconds of every block, forward and backward: the ``costs`` of a pipeline.
+    """Measure the seconds of every block, forward and backward: the ``costs`` of a :class:`ParallelLayout`.
 
-    Collective over ``config.comm``: rank 0 measures while the others wait, so that all ranks cut alike.
+    Collective over ``config.comm``. Rank 0 measures and the others wait, so that all ranks cut the model alike.
     """
     comm = config.communicator
     costs: list[float] = []
@@ -91,7 +92,7 @@ def measured_costs(model: BlockModel, x: Array, y: Array, config: ShardingConfig
 def _parameters(
     model: BlockModel, block: str, specs: tuple[ParameterSpec, ...], homes: dict[str, ParameterSpec]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Make a block's parameters, and room for their gradients."""
+    """Allocate a block's parameters, with their initial values, and uninitialized gradients."""
     params, grads = {}, {}
     for spec in specs:
         name = spec.tied or joined(block, spec.name)

@@ -1,4 +1,4 @@
-"""Return the blocks of a model: the pieces that pipeline stages and units are made of."""
+"""List the blocks of a model, from which pipeline stages and units are made."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mpizero.types import BlackBoxModel, BlockModel, Init, ParameterSpec
 
 
 def blocks_of(model: Any) -> dict[str, tuple[ParameterSpec, ...]]:
-    """Return the parameter specs of a model, by block; each parameter of a black box is a block of its own.
+    """Return the parameter specs of a model, by block; in a black box each parameter counts as one block.
 
     Raises
     ------
     TypeError
-        If ``model`` is neither a block model nor a black box, naming what it lacks.
+        If ``model`` is neither a model of blocks nor a black box. It names what is missing.
     """
     if isinstance(model, BlockModel):
         return {name: tuple(block.specs()) for name, block in model.blocks.items()}

@@ -1,4 +1,4 @@
-"""Describe a model, for comparison between ranks before they place it."""
+"""Describe a model by its parts, so that ranks can check that all of them were given the same model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mpizero.fingerprint import LARGEST_ARRAY, Fingerprint
 from mpizero.layout.flat import joined
 from mpizero.types import ParameterSpec
 
-#: Parts of a model that are described under names of their own.
+#: Attributes of a model that ``describe_model`` lists under names of their own.
 _APART = frozenset({".blocks", ".loss", ".parameters"})
 
 
 def describe_model(model: Any, blocks: Mapping[str, tuple[ParameterSpec, ...]]) -> dict[str, Any]:
-    """Return the parts of a model by name: what a user wrote first, then what follows from it. Not collective."""
+    """Return the parts of a model by name: those that a user wrote, then those derived from them. Not collective."""
     described: dict[str, Any] = {"the class of the model": f"{type(model).__module__}.{type(model).__qualname__}"}
     fields = Fingerprint().parts(model).items
     described["the model"] = {step.removeprefix("."): item for step, item in fields.items() if step not in _APART}
@@ -34,13 +34,13 @@ def describe_model(model: Any, blocks: Mapping[str, tuple[ParameterSpec, ...]]) 
 
 
 def _below(layer: Any) -> list[str]:
-    """List the layers that a layer is made of, in their order: a dictionary of layers has one, others do not."""
+    """List the names of all layers inside a layer, in their order; empty for a layer without inner layers."""
     children = layer.children() if hasattr(layer, "children") else {}
     return [joined(name, inner) for name, child in children.items() for inner in ("", *_below(child))]
 
 
 def _in_pieces(values: Any) -> Any:
-    """Cut what is too large to be looked at in one piece."""
+    """Cut an array that is too large to be compared in one piece into several."""
     array = np.asarray(values)
     pieces = array.nbytes // LARGEST_ARRAY + 1
     return array if pieces == 1 else np.array_split(array.reshape(-1), pieces)

@@ -1,4 +1,4 @@
-"""Give each rank its part of a model: the blocks of its pipeline stage, split over its tensor and context group."""
+"""Cut a model: take the blocks of a rank's pipeline stage, split over its tensor and context group."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Specs = Mapping[str, tuple[ParameterSpec, ...]]
 
 
 class Use(NamedTuple):
-    """Describe one use of a parameter: its stage, and its number among the uses there."""
+    """Describe one use of a parameter: its pipeline stage, and its number among the uses on that stage."""
 
     stage: int
     number: int
@@ -46,9 +46,9 @@ class PartitionedModel:
     Attributes
     ----------
     local : BlockModel or BlackBoxModel
-        What this rank computes: its blocks, split over the tensor and context group.
+        The blocks of this rank's stage, split over the tensor and context group.
     split : BlockModel or BlackBoxModel
-        All blocks, split.
+        All blocks of the model, split over the tensor and context group.
     parallel_layout : ParallelLayout
         Sizes of the axes, schedule and cuts.
     cuts : tuple of tuple of str
@@ -84,7 +84,7 @@ class PartitionedModel:
 
     @cached_property
     def uses(self) -> dict[str, tuple[Use, ...]]:
-        """For every parameter that several stages use: its uses, in declared order."""
+        """The uses of every parameter that several stages use, in declared order."""
         return {name: uses for name, uses in self._all_uses.items() if len({use.stage for use in uses}) > 1}
 
     @property
@@ -110,8 +110,8 @@ class PartitionedModel:
     def specs(self, stage: int) -> Specs:
         """Return the parameters of a stage's blocks, by block. Not collective.
 
-        A use of a parameter whose home is on another stage has storage of its own: the first one on this stage is a
-        guest, and later ones are tied to it.
+        If a block uses a parameter whose home is another stage, this stage stores a copy of it. The first use on this
+        stage is that copy (a guest); later uses are tied to it.
         """
         every = blocks_of(self.split)
         here = [block for chunk in self.chunks_of(stage) for block in self.cuts[chunk]]
@@ -134,36 +134,37 @@ class PartitionedModel:
         return result
 
     def layout(self, stage: int, *, one_unit: bool, minimum_unit: int) -> FlatLayout:
-        """Lay out the parameters of a stage; no unit reaches over two chunks. Not collective."""
+        """Return the layout of a stage's parameters; a unit has blocks of one chunk only. Not collective."""
         groups = [self.cuts[chunk] for chunk in self.chunks_of(stage)]
         return FlatLayout.build(self.specs(stage), one_unit=one_unit, minimum_unit=minimum_unit, groups=groups)
 
     def run_on(self, x: Any, run: Run) -> Run:
-        """Add to ``run`` what split layers must know of one another for a micro-batch ``x``.
+        """Add to ``run`` how long the whole sequences of micro-batch ``x`` are, which split layers need.
 
-        Collective over the context group; one message a micro-batch instead of one a layer. The first array of a tree
-        tells how long sequences are.
+        Collective over the context group: one message per micro-batch, instead of one per layer. The first array of
+        ``x`` tells how long sequences are.
         """
         return nn.run_on(self.split, leaves_of(x)[0], run) if self.splits_layers else run
 
     def own_loss(self, loss: Any) -> Any:
-        """Return the form of ``loss`` that takes what this rank's last block gives. Not collective.
+        """Return ``loss`` adapted to the output of this rank's last block. Not collective.
 
-        Where a tensor group divides the scores of classes, a loss of whole predictions joins them first.
+        If the scores of classes are split over a tensor group, a loss that needs whole predictions is wrapped so that
+        it first joins them.
         """
         return loss if loss is None or self.parallel_layout.tensor == 1 else self.split.loss_on_parts(loss)
 
     def own_places(self, x: Array) -> Array:
-        """Return the places of a batch's sequences that this rank's context holds. Not collective."""
+        """Return this rank's places of the sequences in a batch. Not collective."""
         group = getattr(self.split, "group", None) if self.parallel_layout.context > 1 else None
         return x if group is None else nn.cut_batch(x, x, group)[0]
 
     def whole_scores(self, prediction: Array) -> Array:
-        """Return the prediction for this rank's places, with all classes. Collective over the tensor group."""
+        """Return the prediction for this rank's places, with all classes' scores. Collective over the tensor group."""
         return self.whole_prediction(prediction) if self.parallel_layout.context == 1 else prediction
 
     def whole_prediction(self, prediction: Array) -> Array:
-        """Return a prediction as one process would give it. Collective over the tensor and context group."""
+        """Join the parts of a prediction: all classes and all places. Collective over the tensor and context group."""
         if not self.splits_layers:
             return prediction
         whole: Array = self.split.whole_prediction(prediction)
@@ -176,14 +177,14 @@ def partition_model(
     parallel_layout: ParallelLayout,
     group_for: Callable[[Group], Group] = lambda group: group,
 ) -> PartitionedModel:
-    """Split a model over a rank's tensor and context group, and take the blocks of its stage.
+    """Split a model over a rank's tensor and context group, and take the blocks of its pipeline stage.
 
-    Collective over the tensor and context group. ``group_for`` gives layers the form of a group that they work with.
+    Collective over the tensor and context group. ``group_for`` wraps a group for the device where layers compute.
 
     Raises
     ------
     ConfigError
-        If the model is a black box that shall be split, or cannot be split or cut like this.
+        If the model is a black box and is to be split, or if it cannot be split or cut as asked.
     """
     sizes = {"pipeline": parallel_layout.pipeline, "tensor": parallel_layout.tensor, "context": parallel_layout.context}
     if max(sizes.values()) == 1:
@@ -208,7 +209,7 @@ def partition_model(
 
 
 def _refuse_frozen_copies(specs: Specs, chunks: Sequence[int], cuts: Sequence[Sequence[str]]) -> None:
-    """Refuse a frozen layer that shares a trained parameter of another stage: nothing would update its copy."""
+    """Raise ``ConfigError`` if a frozen layer uses a trained parameter of another stage: its copy would not change."""
     stage_of = {block: chunks[chunk] for chunk, names in enumerate(cuts) for block in names}
     homes = {joined(block, spec.name): (block, spec) for block in specs for spec in specs[block] if spec.tied is None}
     for block in specs:
@@ -225,7 +226,7 @@ def _refuse_frozen_copies(specs: Specs, chunks: Sequence[int], cuts: Sequence[Se
 
 
 def trainable_names(model: Any) -> list[str]:
-    """Return the trainable parameters of a whole model, in declared order. Not collective."""
+    """Return the names of the trainable parameters of a whole model, in declared order. Not collective."""
     return [
         joined(block, spec.name)
         for block, specs in blocks_of(model).items()

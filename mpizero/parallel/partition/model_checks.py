@@ -1,4 +1,4 @@
-"""Check that a user's own model can be trained, and name what it lacks where it is given."""
+"""Check that a user's own model can be trained, and raise an error that names what is missing."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _LAYER = ("specs", "forward", "backward")
 
 
 def check_model(model: Any) -> None:
-    """Raise unless ``model`` is a model of blocks or a black box, each part of the kind that it must be.
+    """Raise unless ``model`` is a model of blocks or a black box, and all of its parts have the right types.
 
     Not collective.
 
     Raises
     ------
     TypeError
-        Naming the part, what it is and what it must be.
+        If a part is wrong. It names the part, what it is and what it must be.
     ConfigError
-        A type of parameters, or a seed, that cannot be used.
+        If the type of the parameters, or the seed, cannot be used.
     """
     name = type(model).__name__
     if isinstance(model, type):
@@ -58,14 +58,14 @@ def check_model(model: Any) -> None:
 
 
 def check_own_modules(comm: Communicator, model: Any) -> None:
-    """Refuse a PyTorch module that several ranks train, where ranks are threads of one process.
+    """Raise if several ranks that are threads of one process train the same PyTorch module.
 
-    Collective over ``comm``. They would write to the same gradients at once, and each train on a mixture.
+    Collective over ``comm``. These ranks would write to the same gradients at once.
 
     Raises
     ------
     ConfigError
-        On all ranks, naming the module's class and the first two ranks.
+        On all ranks. It names the module's class and two of the ranks.
     """
     if comm.size == 1 or not isinstance(comm, InMemoryCommunicator) or isinstance(model, BlockModel):
         return
@@ -81,7 +81,7 @@ def check_own_modules(comm: Communicator, model: Any) -> None:
 
 
 def _trained_modules(function: Any) -> dict[int, str]:
-    """Return the PyTorch modules with parameters to train that a function refers to: class by identity."""
+    """Find the PyTorch modules with trainable parameters that a function refers to: return their class names by id."""
     torch = sys.modules.get("torch")
     found: dict[int, str] = {}
     left = [function] if torch is not None else []

@@ -22,20 +22,21 @@ class ParallelLayout:
     Parameters
     ----------
     pipeline, tensor, context : int
-        Stages, parts of split layers, parts of a sequence.
+        Number of pipeline stages, of tensor ranks that split layers, and of context ranks that split sequences.
     data : int
-        Replicas; -1 takes all remaining ranks.
+        Number of replicas; -1: as many as there are ranks for.
     order : str
-        Names of the axes, slowest first.
+        Names of the axes, slowest first: ranks that differ only in the last axis have successive numbers. The context
+        axis is added at the end if it is not named.
     schedule : str
         "gpipe", "1f1b", "interleaved", "zero_bubble" or "zero_bubble_v".
     virtual_stages : int
-        Chunks of the model on every stage ("interleaved" alone; the V shape always has two).
+        Chunks of the model on every stage; only for "interleaved". "zero_bubble_v" always has two.
     cuts : sequence of int or None
-        Number of the first block of every chunk but the first; None balances.
+        Number of the first block of every chunk but the first; None balances the costs.
     costs : sequence of float or None
-        Cost of every block, for the balance, for example :func:`measured_costs`; None takes floating-point operations,
-        or the number of parameters where the model does not tell them.
+        Cost of every block, for the balance, for example from :func:`measured_costs`. None counts floating-point
+        operations, or parameters if the model does not tell its operations.
     """
 
     pipeline: int = 1
@@ -54,17 +55,17 @@ class ParallelLayout:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """The stage of every chunk; a single stage runs the whole model, whatever the schedule."""
+        """The stage of every chunk, in the order of chunks; without a pipeline there is one chunk."""
         stages = chunk_stages(self.schedule, self.pipeline, self.virtual_stages)
         return stages if self.pipeline > 1 else (0,)
 
     def axes(self, world: int) -> Axes:
-        """Fit the axes to a number of ranks. Not collective.
+        """Return the sizes and order of the axes for a number of ranks. Not collective.
 
         Raises
         ------
         GridError
-            If they do not fit, with all the numbers.
+            If the sizes do not fit the number of ranks.
         """
         return Axes.build(
             world,
@@ -113,7 +114,7 @@ class ParallelLayout:
         return [float(sum(spec.size for spec in specs)) for specs in blocks.values()]
 
     def comparable(self) -> dict[str, Any]:
-        """Return what must be the same on every rank."""
+        """Return the settings, all of which must be equal on every rank."""
         return {**self.__dict__, "cuts": self.cuts and tuple(self.cuts), "costs": self.costs and tuple(self.costs)}
 
 
@@ -125,7 +126,7 @@ def _require_sequence(name: str, value: Any, expected: str) -> None:
 def block_operations(model: Any) -> dict[str, float] | None:
     """Return the floating-point operations of every block for one sample, forward and backward. Not collective.
 
-    None where the model does not tell the shape of its samples, or a block not what it computes.
+    None if the model does not tell the shape of its samples, or a block does not count its operations.
     """
     shape = getattr(model, "sample_shape", None)
     if shape is None:
