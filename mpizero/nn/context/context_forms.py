@@ -1,4 +1,4 @@
-"""Give every layer its form for sequences that are cut among ranks: context parallelism."""
+"""Build the context-parallel form of a model: each rank computes on its part of every sequence."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from mpizero.types import Array, BlockModel, Group, Loss, Run
 
 @dataclass(frozen=True)
 class ContextModel:
-    """Compute a model on this rank's part of each sequence; made by :func:`context_model`.
+    """Hold the context-parallel form of a model, which computes on this rank's part of each sequence.
 
-    Parameters have the names and shapes of ``model``'s. Their gradients on one rank are its share of the sum, and so
-    are the loss and its weight: both add up over ``group``.
+    Made by :func:`context_model`. Parameters have the names and shapes of those of ``model``. Gradients, loss and
+    weight on one rank are this rank's terms; their sums over ``group`` are those of the whole model.
     """
 
     model: BlockModel
@@ -57,27 +57,28 @@ class ContextModel:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The model's."""
+        """The same as in the whole model."""
         return self.model.dtype
 
     @property
     def seed(self) -> int:
-        """The model's."""
+        """The same as in the whole model."""
         return self.model.seed
 
     def run_on(self, x: Array, run: Run) -> Run:
-        """Add to ``run`` how long the sequences are of which ``x`` (samples, places) is this rank's part.
+        """Return ``run`` with the length of the whole sequences; ``x`` (samples, places) is this rank's part of them.
 
-        Collective over ``group``, unless ``run`` knows it: one small message, and the blocks need not ask.
+        Collective over ``group`` (one small message), unless ``run`` has the length already. With it the blocks need
+        no messages of their own to find it.
         """
         return with_zigzag(run, x, self.group)[0]
 
     def split(self, group: Group) -> BlockModel:
-        """Refuse: a layer is split over a tensor group or works on parts of sequences, not both. Not collective."""
+        """Raise an error, because tensor and context parallelism cannot be combined. Not collective."""
         raise _not_both(group, self.group)
 
     def whole_prediction(self, y: Array) -> Array:
-        """Put the ranks' parts ``y`` (samples, places, ...) together in the order of the sequence.
+        """Join the ranks' parts ``y`` (samples, places, ...) in the order of the sequence.
 
         Collective over ``group``; every rank gets the whole.
         """
@@ -94,10 +95,10 @@ class ContextModel:
 
 
 def context_model(model: BlockModel, group: Group) -> BlockModel:
-    """Make the form of ``model`` that works on parts of sequences, as :func:`cut_batch` cuts them.
+    """Make the context-parallel form of ``model``, which works on the parts of sequences that :func:`cut_batch` cuts.
 
-    A layer of the user's says how it does so by a method ``context(group)`` that returns such a layer,
-    itself if it works place by place.
+    A user's own layer needs a method ``context(group)`` that returns its context-parallel form. If the layer treats
+    each place of a sequence on its own, that is the layer itself.
 
     Parameters
     ----------
@@ -114,7 +115,7 @@ def context_model(model: BlockModel, group: Group) -> BlockModel:
     Raises
     ------
     ConfigError
-        A layer, or the loss, does not work on parts of sequences; or no layer looks along a sequence.
+        A layer or the loss does not work on parts of sequences, or no layer mixes the places of a sequence (attention).
     """
     if group.size == 1:
         return model
@@ -136,14 +137,15 @@ def context_model(model: BlockModel, group: Group) -> BlockModel:
 
 
 def cut_batch(x: Any, y: Any, group: Group) -> tuple[Any, Any]:
-    """Copy this rank's places out of a batch: chunks r and 2 * size - 1 - r of 2 * size.
+    """Copy this rank's places out of a batch: each sequence is cut into 2 * size chunks, of which rank r gets two.
 
-    Not collective; every rank of ``group`` must have the same batch.
+    These are chunks r and 2 * size - 1 - r (:class:`Zigzag`). Not collective; every rank of ``group`` must have the
+    same batch.
 
     Parameters
     ----------
     x, y : Array, or tree of arrays
-        Ids and targets, each array (samples, length, ...) with one length of at least 1 for all of them.
+        Ids and targets: arrays (samples, length, ...), all of the same length, which is at least 1.
     group : Group
         The context group.
 
@@ -155,7 +157,7 @@ def cut_batch(x: Any, y: Any, group: Group) -> tuple[Any, Any]:
     Raises
     ------
     DataError
-        On all ranks alike: the arrays have no sequence axis, or different ones.
+        The arrays have no sequence axis, or their lengths differ. All ranks raise this error.
     """
     shapes = [tuple(getattr(leaf, "shape", ())) for value in (x, y) for leaf in leaves_of(value)] or [()]
     if len(shapes[0]) < 2 or shapes[0][1] < 1 or any(shape[:2] != shapes[0][:2] for shape in shapes):
@@ -194,7 +196,7 @@ _PLACE_BY_PLACE = (Embedding, LayerNorm, RMSNorm, Select)
 
 
 def _attends(layer: Any) -> bool:
-    """Tell whether a layer looks along sequences; of a user's with ``context`` that is taken for granted."""
+    """Tell whether a layer mixes the places of a sequence; assumed of every user's layer that has ``context``."""
     if isinstance(layer, CausalSelfAttention) or hasattr(layer, "context"):
         return True
     inside = [layer.layer] if isinstance(layer, _WRAPPERS) else layer.children().values()
@@ -202,7 +204,7 @@ def _attends(layer: Any) -> bool:
 
 
 def _on_part(layer: Any, group: Group, where: str) -> Any:
-    """Return the form of ``layer`` for parts of sequences; itself if it works place by place."""
+    """Return the context-parallel form of ``layer``; the layer itself if it treats each place on its own."""
     if hasattr(layer, "context"):
         return layer.context(group)
     if form := _FORMS.get(type(layer)):

@@ -1,4 +1,4 @@
-"""Compute layers on this rank's places of each sequence, and count their work there."""
+"""Define context-parallel forms of layers, which compute on this rank's places of each sequence."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ L = TypeVar("L")
 
 @dataclass(frozen=True)
 class ContextDropout(Dropout):
-    """Apply :class:`Dropout` to this rank's places, with the masks that they have in the whole sequence.
+    """Apply :class:`Dropout` to this rank's places, with the mask that the places have in the whole sequence.
 
     ``x`` is (samples, places, ...); ``group`` is the context group.
     """
@@ -35,15 +35,15 @@ class ContextDropout(Dropout):
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Mask ``x`` in training; otherwise return ``x`` itself.
 
-        Collective over ``group`` in training, unless ``run`` knows the length.
+        Collective over ``group`` in training, unless ``run`` has the sequences' length.
         """
         training = run.training and self.rate > 0.0  # not drops(), which ranks without places would deny
         return super().forward(params, x, with_zigzag(run, x, self.group)[0] if training else run)
 
     def mask(self, x: Array, run: Run, window: SamplePart | None = None) -> Array:
-        """Mask ``x``, whose samples are the parts that this rank holds, or those that ``window`` says.
+        """Mask ``x``, which holds this rank's places of each sample, or the elements that ``window`` describes.
 
-        Collective over ``group``, unless ``run`` knows the length or ``window`` is given.
+        Collective over ``group``, unless ``run`` has the sequences' length or ``window`` is given.
         """
         if window is not None:
             return super().mask(x, run, window)
@@ -69,7 +69,7 @@ class ContextPosition(Position):
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Add positions to ``x`` (samples, places, features).
 
-        Collective over ``group``, unless ``run`` knows the length.
+        Collective over ``group``, unless ``run`` has the sequences' length.
         """
         zigzag = with_zigzag(run, x, self.group)[1]
         y: Array = namespace(x).array(x)
@@ -77,12 +77,12 @@ class ContextPosition(Position):
         return y, zigzag
 
     def add(self, weight: Array, x: Array, zigzag: Zigzag) -> None:
-        """Add the rows of the places that this rank holds to ``x``, in place. Not collective."""
+        """Add the table's rows for the places that this rank holds to ``x``, in place. Not collective."""
         for here, run in zigzag.pieces(self.group.rank):
             x[:, here] += weight[run]
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradient with the sum of ``dy`` over samples, zero where this rank has no place.
+        """Overwrite the gradient with the sum of ``dy`` over samples; it is zero for places of other ranks.
 
         Not collective.
         """
@@ -109,13 +109,13 @@ class ContextEmbedding(TokenEmbedding):
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Map ids (samples, places) to vectors (samples, places, features).
 
-        Collective over ``group``, unless ``run`` knows the length.
+        Collective over ``group``, unless ``run`` has the sequences' length.
 
         Raises
         ------
         DataError
-            For ids outside the vocabulary; on all ranks alike: for sequences longer than ``sequence``, and for inputs
-            that are not parts of the same sequences.
+            An id is outside the vocabulary. Or, on all ranks: sequences are longer than ``sequence``, or the ranks'
+            inputs are not parts of the same sequences.
         """
         run, zigzag = with_zigzag(run, x, self.group)
         if x.ndim != 2 or zigzag.length > self.sequence:
@@ -131,7 +131,7 @@ class ContextEmbedding(TokenEmbedding):
         return y, (ids, mask, zigzag)
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite both tables' gradients with this rank's share. Not collective."""
+        """Overwrite both tables' gradients with the terms of this rank's places. Not collective."""
         token, position, _ = self._layers
         token.backward_weights(params["token"], cache[0], pending, grads["token"])
         position.backward_weights(params["position"], cache[2], pending, grads["position"])
@@ -161,19 +161,19 @@ class ContextBlock(TransformerBlock):
         return super().forward(params, x, with_zigzag(run, x, self.group)[0])
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count this rank's products, from the shape of a whole sample. Not collective."""
+        """Count the operations of this rank; ``shape`` is the shape of a whole sample. Not collective."""
         _, attention, _, feed_forward = self._layers
         return attention.operations(shape) + feed_forward.operations(own_shape(shape, self.group))
 
 
 @dataclass(frozen=True)
 class Positionwise(Wrapper):
-    """Run a layer that treats each place on its own: unchanged on a part of the sequence, with less work to count."""
+    """Run a layer that treats each place on its own, and count its operations for this rank's places only."""
 
     group: Group
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the wrapped layer's products for this rank's places of a sample of ``shape``."""
+        """Count the wrapped layer's operations for this rank's places of a sample of ``shape``."""
         return self.layer.operations(own_shape(shape, self.group))
 
 
@@ -183,5 +183,5 @@ def own_shape(shape: tuple[int, ...], group: Group) -> tuple[int, ...]:
 
 
 def cut_layer(layer: Layer, form: Callable[..., L], group: Group) -> L:
-    """Describe ``layer`` in its form for parts of sequences, which has the same fields and ``group``."""
+    """Make the context-parallel form of ``layer``: an object of class ``form`` with the same fields and ``group``."""
     return form(**{item.name: getattr(layer, item.name) for item in fields(cast(Any, layer))}, group=group)

@@ -13,16 +13,16 @@ from mpizero.errors import DataError
 from mpizero.layout import Partition
 from mpizero.types import Array, Group, Run, ShiftRequest
 
-#: Queries and keys of one product. Tiles this small keep the scores in cache, and larger ones skip less of the masked
-#: half.
+#: Number of queries and of keys in one tile of scores. Tiles of this size stay in the cache; larger tiles would compute
+#: more scores that the causal mask hides.
 QUERIES, KEYS = 128, 512
 
 
 class Tile(NamedTuple):
-    """Describe a rectangle of attention scores that is visible at least in part.
+    """Describe a rectangle of attention scores that the causal mask does not hide completely.
 
-    ``queries`` are places of this rank's part of the sequence, ``keys`` of the part that another rank holds; ``row``
-    and ``column`` are the places of the first query and the first key in the whole sequence.
+    ``queries`` are places in this rank's part of the sequence, ``keys`` places in the part of the rank that the keys
+    come from. ``row`` and ``column`` are the places of the first query and the first key in the whole sequence.
     """
 
     queries: slice
@@ -32,7 +32,7 @@ class Tile(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """Number of keys that the first query sees, less one."""
+        """Number of keys that the first query attends to, minus one."""
         return self.row - self.column
 
 
@@ -40,13 +40,13 @@ class Tile(NamedTuple):
 class Zigzag:
     """Cut a sequence into 2 * ranks chunks by the shard rule; rank r holds chunks r and 2 * ranks - 1 - r.
 
-    Of a causal mask's lower triangle every rank then has an equal share, and with every other rank's keys an equal
-    share again. The parts differ in length by one place at most.
+    With this cut every rank has an equal share of the scores that a causal mask leaves, and also an equal share with
+    the keys of each other rank. The parts differ in length by one place at most.
 
     Parameters
     ----------
     length : int
-        Places of the whole sequence; short ones leave chunks empty.
+        Number of places of the whole sequence; in short sequences some chunks are empty.
     ranks : int
         Size of the context group.
 
@@ -65,7 +65,7 @@ class Zigzag:
         return tuple((chunks[rank], chunks[-1 - rank]) for rank in range(self.ranks))
 
     def runs(self, rank: int) -> tuple[slice, slice]:
-        """Return the two runs of places that a rank holds, one behind the other."""
+        """Return the two ranges of places in the whole sequence that a rank holds, in ascending order."""
         return self._runs[rank]
 
     @property
@@ -75,11 +75,11 @@ class Zigzag:
 
     @property
     def longest(self) -> int:
-        """The largest of :attr:`sizes`: to that many places all ranks' messages are filled up."""
+        """The largest of :attr:`sizes`; all ranks pad their messages to this number of places."""
         return -(-self.length // self.ranks)
 
     def pieces(self, rank: int) -> Iterator[tuple[slice, slice]]:
-        """Pair the places in a rank's part with those of the whole sequence, for each run."""
+        """Yield, for each of a rank's two ranges, its places in the rank's part and in the whole sequence."""
         done = 0
         for run in self._runs[rank]:
             size = run.stop - run.start
@@ -91,7 +91,7 @@ class Zigzag:
         return np.concatenate([np.arange(run.start, run.stop, dtype=np.int64) for run in self._runs[rank]])
 
     def scores(self, rank: int) -> int:
-        """Count the scores in all tiles of a rank, whosever keys they are."""
+        """Count the scores in all tiles of a rank's queries, with the keys of all ranks."""
         tiles = [
             (first, min(first + QUERIES, run.stop))
             for run in self._runs[rank]
@@ -100,10 +100,10 @@ class Zigzag:
         return sum((stop - first) * stop for first, stop in tiles)
 
     def tiles(self, rank: int, source: int) -> Iterator[Tile]:
-        """Cut the scores of a rank's queries and the keys of ``source`` into tiles.
+        """Cut the scores of a rank's queries with the keys of rank ``source`` into tiles.
 
-        What the causal mask hides whole is left out: of two chunks with the keys after the queries there is no tile,
-        and of a chunk with itself none above the diagonal.
+        Tiles that the causal mask hides completely are left out: those of a chunk of keys that comes after the queries,
+        and those above the diagonal.
         """
         for here, run in self.pieces(rank):
             for first in range(run.start, run.stop, QUERIES):
@@ -118,14 +118,16 @@ class Zigzag:
 
 
 def with_zigzag(run: Run, x: Array, group: Group) -> tuple[Run, Zigzag]:
-    """Return ``run`` with the length of the sequences that ``x`` (samples, places, ...) is a part of, and their cut.
+    """Return ``run`` with the length of the whole sequences, and their :class:`Zigzag` cut.
 
-    Collective over ``group``, unless ``run`` knows the length.
+    ``x`` (samples, places, ...) is this rank's part of the sequences. Collective over ``group``, unless ``run`` has the
+    length already.
 
     Raises
     ------
     DataError
-        The lengths on the ranks are not those of a zigzag, or the numbers of samples differ: on all ranks alike.
+        The lengths on the ranks are not those of a zigzag cut, or the numbers of samples differ. If the call is
+        collective, all ranks raise this error.
     """
     if run.length:
         here = Zigzag(run.length, group.size)
@@ -140,14 +142,14 @@ def with_zigzag(run: Run, x: Array, group: Group) -> tuple[Run, Zigzag]:
 
 
 def gather_lengths(x: Array, group: Group) -> tuple[int, ...]:
-    """Ask all ranks for the length of their part ``x`` (samples, length, ...).
+    """Gather the lengths of all ranks' parts; ``x`` (samples, length, ...) is this rank's part.
 
     Collective over ``group``.
 
     Raises
     ------
     DataError
-        The lengths are not those of a zigzag, or the numbers of samples differ: on all ranks alike.
+        The lengths are not those of a zigzag cut, or the numbers of samples differ. All ranks raise this error.
     """
     own = np.array([x.shape[:2] if x.ndim >= 2 else (-1, -1)], np.int64)
     shapes = group.all_gather(own, 0, (1,) * group.size, tag="context lengths") if group.size > 1 else own
@@ -162,10 +164,11 @@ def gather_lengths(x: Array, group: Group) -> tuple[int, ...]:
 
 
 def ring_pass(group: Group, array: Array, tag: str) -> Iterator[tuple[int, Array, ShiftRequest | None]]:
-    """Yield every rank's ``array`` with its rank, this rank's own first, and the request that fetches the next.
+    """Pass arrays around a ring of ranks; yield (rank, that rank's array, request for the next array).
 
-    Collective over ``group``: size - 1 messages for each rank. Each is in flight to the next rank while the caller
-    works with it, so it must not be written to. All ranks' arrays have the same shape.
+    This rank's own ``array`` comes first. While the caller works with an array, it is also being sent to the next rank,
+    so it must not be written to. All ranks' arrays have the same shape. Collective over ``group``: each rank sends
+    size - 1 messages.
     """
     for hop in range(group.size):
         request = group.shift([array], 1, tag) if hop < group.size - 1 else None
@@ -175,9 +178,9 @@ def ring_pass(group: Group, array: Array, tag: str) -> Iterator[tuple[int, Array
 
 
 def poll_function(*requests: ShiftRequest | None) -> Callable[[], None]:
-    """Return a function that lets the given requests move on. Not collective.
+    """Return a function that lets the messages of the given requests make progress. Not collective.
 
-    Most MPIs move large messages only inside their own calls.
+    Most MPI implementations move large messages only while a rank is inside an MPI call.
     """
     coming = [request for request in requests if request is not None]
 

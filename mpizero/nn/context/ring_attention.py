@@ -1,9 +1,9 @@
-"""Attend causally over sequences cut among ranks: keys and values travel around a ring.
+"""Compute causal attention over sequences that are cut among ranks: keys and values travel around a ring.
 
-Ring attention: Liu, Zaharia and Abbeel, 2023. The softmax runs along the keys as they arrive (Milakov and Gimelshein,
-2018; Rabe and Staats, 2021), so no rank ever holds more of the scores than a tile; the backward pass computes them
-again (Dao et al., 2022). It takes each query's maximum and sum instead of their log-sum-exp, whose rounding grows with
-the scores.
+This is ring attention (Liu, Zaharia and Abbeel, 2023). The softmax is updated as keys arrive (Milakov and Gimelshein,
+2018; Rabe and Staats, 2021), so a rank never holds more than one tile of the scores at a time. The backward pass
+computes the scores again (Dao et al., 2022). For that the forward pass keeps each query's maximum and sum of
+exponentials, not their log-sum-exp, whose rounding error grows with the scores.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from mpizero.nn.layers.workspace import Workspace
 from mpizero.nn.operations import Operations
 from mpizero.types import Array, Group, Run, ShiftRequest
 
-#: Scores computed at once, over as many samples as fit: 2 MiB of float32 stay in a core's cache.
+#: Largest number of scores computed at once, for as many samples as fit: 2 MiB of float32 stay in a core's cache.
 SCORES = 1 << 19
-#: Tiles, each for some samples.
+#: Pairs of some samples and a tile.
 _Parts = Iterator[tuple[slice, Tile]]
 
 
@@ -32,17 +32,17 @@ _Parts = Iterator[tuple[slice, Tile]]
 class RingSelfAttention(CausalSelfAttention):
     """Apply :class:`CausalSelfAttention`, with the same parameters, to this rank's part of each sequence.
 
-    ``group`` is the context group. The gradients of the parameters are those of this rank's places: their sum over
-    the group is the whole gradient. Each rank sends size - 1 messages forward and 2 * (size - 1) backward, of
-    2 * samples * ceil(length / size) * dim numbers each.
+    ``group`` is the context group. The gradients of the parameters are the terms of this rank's places; their sum over
+    the group is the whole gradient. Each rank sends size - 1 messages in the forward pass and 2 * (size - 1) in the
+    backward pass, each of 2 * samples * ceil(length / size) * dim numbers.
     """
 
     group: Group = field(kw_only=True)
 
     def attend(self, qkv: Array, bias: Array | None, run: Run, first_head: int = 0) -> tuple[Array, Any]:
-        """Mix the values of all ranks for this rank's queries: (samples, places, dim).
+        """Compute the attention of this rank's queries to the keys and values of all ranks: (samples, places, dim).
 
-        Collective over ``group``. ``bias`` is added to ``qkv`` in its memory.
+        ``bias`` is added to ``qkv`` in place. Collective over ``group``.
         """
         if bias is not None:
             qkv += bias
@@ -69,7 +69,8 @@ class RingSelfAttention(CausalSelfAttention):
     def attend_backward(self, seen: Any, dmixed: Array) -> Array:
         """Compute the gradient of ``qkv`` from what :meth:`attend` cached.
 
-        Collective over ``group``. The gradient of keys and values follows them around the ring, a hop behind.
+        The gradient of keys and values travels around the ring one message after the keys and values themselves.
+        Collective over ``group``.
         """
         qkv = seen.qkv
         xp, adjoint = namespace(qkv), _RingBackward(self, seen, dmixed)
@@ -91,18 +92,18 @@ class RingSelfAttention(CausalSelfAttention):
         return dqkv
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count this rank's products, from the shape of a whole sample. Not collective."""
+        """Count the operations of this rank; ``shape`` is the shape of a whole sample. Not collective."""
         into_qkv, projection = self._layers
         own = (Zigzag(shape[0], self.group.size).sizes[self.group.rank], *shape[1:])
         return into_qkv.operations(own) + projection.operations(own) + self.attend_operations(shape[0])
 
     def attend_operations(self, length: int) -> Operations:
-        """Count the products of this rank's tiles: two forward, five backward. Not collective."""
+        """Count the operations of this rank's tiles: two products each forward, five backward. Not collective."""
         product = 2 * self.dim * Zigzag(length, self.group.size).scores(self.group.rank)
         return Operations(2 * product, 5 * product)
 
     def _packed(self, qkv: Array, zigzag: Zigzag) -> Array:
-        """Copy keys and values, (samples, longest, 2 dim): as long on every rank."""
+        """Copy keys and values to (samples, longest, 2 dim), padded by zeros to the same length on every rank."""
         xp = namespace(qkv)
         pair: Array = xp.empty((qkv.shape[0], zigzag.longest, 2 * self.dim), qkv.dtype)
         pair[:, : qkv.shape[1]] = qkv[:, :, self.dim :]
@@ -117,7 +118,10 @@ class RingSelfAttention(CausalSelfAttention):
 
 
 class _Saved(NamedTuple):
-    """Hold what the backward pass needs; each query has its greatest score and its inverse sum of exponentials."""
+    """Hold what the backward pass needs.
+
+    ``maxima`` holds the greatest score of each query, ``shares`` the inverse of its sum of exponentials.
+    """
 
     qkv: Array
     mixed: Array
@@ -128,7 +132,7 @@ class _Saved(NamedTuple):
 
 
 class _Tiles:
-    """Compute one tile of scores after the other, forward and backward, in memory that is used again."""
+    """Compute one tile of scores after the other, forward and backward, in memory that is reused."""
 
     def __init__(self, layer: RingSelfAttention, qkv: Array, run: Run, first_head: int) -> None:
         self.zigzag = Zigzag(run.length, layer.group.size)
@@ -139,7 +143,7 @@ class _Tiles:
         self._work = Workspace(qkv)
 
     def of(self, source: int, poll: Callable[[], None]) -> _Parts:
-        """Yield all tiles with the keys of one rank, for some samples after the other; poll after each."""
+        """Yield all tiles with the keys of rank ``source``, for some samples after the others; poll after each tile."""
         chunk = self.zigzag.longest // 2 + 1
         batch = max(1, SCORES // (self._heads * min(QUERIES, chunk) * min(KEYS, chunk)))
         for first in range(0, self._samples, batch):
@@ -148,20 +152,20 @@ class _Tiles:
                 poll()
 
     def product(self, name: str, a: Array, b: Array) -> Array:
-        """Multiply matrices into the memory called ``name``."""
+        """Compute ``a @ b`` in the workspace memory called ``name``."""
         out = self._work.room(name, (*a.shape[:-1], b.shape[-1]))
         multiply(operand(a), operand(b), out)
         return out
 
     def running_softmax(self, scores: Array, some: slice, tile: Tile, maxima: Array, sums: Array) -> Array:
-        """Turn scores into exponentials; return the factors of what was summed before."""
+        """Replace scores by their exponentials; return the factors by which earlier sums must be multiplied."""
         factors = self._work.room("factors", scores.shape[:3])
         start = tile.queries.start
         self.kernels.running_softmax(scores, self.scale, tile.offset, start, maxima[some], sums[some], factors)
         return factors
 
     def dropped(self, x: Array, some: slice, tile: Tile) -> Array:
-        """Return what dropout leaves of a tile: a new array, or the tile itself."""
+        """Apply dropout to a tile of probabilities or their gradient; return a new array, or ``x`` itself."""
         if not self._dropout.drops(x, self._run):
             return x
         length, (queries, keys) = self.zigzag.length, x.shape[2:]
@@ -171,7 +175,7 @@ class _Tiles:
 
 
 class _RingBackward:
-    """Compute the backward pass of this rank's queries."""
+    """Compute the gradients that come from this rank's queries, tile by tile."""
 
     def __init__(self, layer: RingSelfAttention, seen: _Saved, dmixed: Array) -> None:
         self.tiles = _Tiles(layer, seen.qkv, seen.run, seen.first_head)
@@ -180,7 +184,7 @@ class _RingBackward:
         self._dots = namespace(dmixed).einsum("...f,...f->...", dmixed.reshape(heads), seen.mixed.reshape(heads))
 
     def add(self, over: _Parts, pair: tuple[Array, Array], dq: Array, dpair: tuple[Array, Array]) -> None:
-        """Add the gradients that pass through the scores of this rank's queries and one rank's keys."""
+        """Add to ``dq`` and ``dpair`` the gradients from this rank's queries with one rank's keys and values."""
         (k, v), (dk, dv), tiles = pair, dpair, self.tiles
         for some, tile in over:
             queries, keys = (some, slice(None), tile.queries), (some, slice(None), tile.keys)

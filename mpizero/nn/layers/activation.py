@@ -1,4 +1,4 @@
-"""Apply elementwise activations; their kernels come in pairs, ``name`` and ``name_backward``."""
+"""Apply elementwise activations; each has two kernels, ``name`` and ``name_backward``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpizero.types import EVALUATE, Array, Params, Run
 
 @dataclass(frozen=True)
 class Activation(Layer):
-    """Apply an elementwise function; a subclass names the pair of kernels."""
+    """Apply an elementwise function; a subclass sets ``kernel``, the name of its two kernels."""
 
     kernel: ClassVar[str]
 
@@ -28,20 +28,20 @@ class Activation(Layer):
         return y, x
 
     def forward_biased(self, x: Array, bias: Array | None) -> tuple[Array, Any]:
-        """Apply the activation to ``x + bias``, which takes the place of ``x``, contiguous."""
+        """Apply the activation to ``x + bias``; ``x`` is overwritten with that sum."""
         if bias is not None:
             x += bias
         return self.forward({}, x)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Multiply ``dy`` by the activation's slope."""
+        """Multiply ``dy`` by the derivative of the activation."""
         xp = namespace(cache)
         dx = xp.empty_like(cache)
         self._multiply(cache, xp.ascontiguousarray(dy), dx)
         return dx, None
 
     def backward_over(self, cache: Any, dy: Array) -> Array:
-        """Do as :meth:`backward_input` in the memory of ``dy``, which must be contiguous; saves an array as large."""
+        """Compute :meth:`backward_input` in the memory of ``dy``, which must be contiguous, to save an array."""
         self._multiply(cache, dy, dy)
         return dy
 
@@ -58,7 +58,7 @@ class GELU(Activation):
     kernel: ClassVar[str] = "gelu"
 
     def forward_biased(self, x: Array, bias: Array | None) -> tuple[Array, Any]:
-        """Apply it to ``x + bias``, which takes the place of ``x``, in one pass over memory."""
+        """Apply GELU to ``x + bias`` in one pass over memory; the cache holds the sum, and ``x`` may be overwritten."""
         if bias is None:
             return self.forward({}, x)
         xp = namespace(x)

@@ -1,4 +1,4 @@
-"""Define layers that end with a bias, which the next layer can add in its own pass over memory."""
+"""Define the base class of layers whose last bias can be added by the next operation, to save a pass over memory."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from mpizero.types import EVALUATE, Array, Params, Run
 
 
 class Affine(Layer):
-    """Define a layer whose last operation adds a bias, if it has one."""
+    """Define a layer that ends by adding a bias (or none), and can leave that addition to its caller."""
 
     @abstractmethod
     def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Compute the output before the bias is added, a new array, and the cache. Collective as the layer is."""
+        """Compute the output without the bias, as a new array, and the cache. Collective where the layer is split."""
 
     @abstractmethod
     def last_bias(self, params: Params) -> Array | None:
-        """Return the bias of the last axis, or None. Not collective."""
+        """Return the bias that :meth:`product` leaves out, or None. Not collective."""
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Compute the output and the cache that the backward pass needs. Collective where the layer is split."""

@@ -1,6 +1,6 @@
-"""Compute causal self-attention (Vaswani et al., 2017) by batched products that skip most of the masked half.
+"""Compute causal self-attention (Vaswani et al., 2017) by batched products that skip most of the masked scores.
 
-Samples and heads are taken some at a time, so that their scores and all that is made of them stay in the cache.
+A few samples or heads are computed at a time, so that their scores stay in the cache.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from mpizero.nn.layers.workspace import Workspace
 from mpizero.nn.operations import Operations
 from mpizero.types import EVALUATE, Array, Init, Params, Run
 
-#: Queries per product. 64 was fastest for 128 and 256 tokens: smaller blocks skip more of the masked half, but
-#: their products are too small for the BLAS.
+#: Number of queries per product. 64 was fastest for 128 and 256 tokens: smaller blocks skip more of the masked scores,
+#: but their products are too small for the BLAS.
 BLOCK = 64
-#: The same on a GPU, where starting a product takes as long as many small ones. Not tried on one yet.
+#: Number of queries per product on a GPU, where starting a product takes long. Not tuned on a GPU yet.
 BLOCK_ON_DEVICE = 256
-#: Bytes of scores computed at once, on CPUs and elsewhere.
+#: Largest number of bytes of scores computed at once, on CPUs and on GPUs.
 CACHE, DEVICE = 1 << 18, 1 << 28
-#: Samples and heads that are taken at once.
+#: Ranges of the samples and of the heads that are computed together.
 Part = tuple[slice, slice]
 
 
 class AttentionBase(Affine):
-    """Attend between two linear maps; the base of the whole and the split form."""
+    """Compute a linear map to queries, keys and values, attention, and a projection; base of whole and split form."""
 
     @property
     @abstractmethod
@@ -57,12 +57,12 @@ class AttentionBase(Affine):
     @property
     @abstractmethod
     def features(self) -> int:
-        """Features of an input."""
+        """Number of features of an input."""
 
     @property
     @abstractmethod
     def own_heads(self) -> tuple[CausalSelfAttention, int]:
-        """The own heads as a layer, of which only the attention is used, and the number of the first one."""
+        """The attention of this rank's heads, as a layer whose linear maps are unused, and its first head's number."""
 
     def children(self) -> dict[str, Layer]:
         """Return ``qkv`` and ``projection``. Not collective."""
@@ -70,7 +70,7 @@ class AttentionBase(Affine):
         return {"qkv": into_qkv, "projection": projection}
 
     def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Attend within each sample of ``x`` (samples, length, dim). Collective where the layer is split."""
+        """Compute the output for ``x`` (samples, length, dim) without the last bias. Collective where split."""
         require_sequences(x, self.features, "CausalSelfAttention")
         (into_qkv, projection), (own, first_head) = self._layers, self.own_heads
         qkv, qkv_cache = into_qkv.product(params["qkv"], x, run)
@@ -103,7 +103,7 @@ class AttentionBase(Affine):
         into_qkv.backward_weights(params["qkv"], cache[0], pending[0], grads["qkv"])
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the two linear maps and the products between them. Not collective."""
+        """Count the operations of the two linear maps and of the attention between them. Not collective."""
         into_qkv, projection = self._layers
         own = self.own_heads[0].attend_operations(shape[0])
         return into_qkv.operations(shape) + projection.operations(shape) + own
@@ -123,7 +123,7 @@ class CausalSelfAttention(AttentionBase):
     dropout : float
         Dropout rate of the attention probabilities.
     site : int
-        The dropout's number, unique in the model.
+        Number that keys the dropout's random mask; unique in the model.
     projection_init : Init or None
         Start values of the output projection's weight; None takes :class:`Linear`'s.
     init : Init or None
@@ -158,19 +158,20 @@ class CausalSelfAttention(AttentionBase):
 
     @property
     def features(self) -> int:
-        """Features of an input."""
+        """Number of features of an input."""
         return self.dim
 
     @property
     def own_heads(self) -> tuple[CausalSelfAttention, int]:
-        """The layer itself, whose heads begin with the first one."""
+        """The layer itself, which has all heads, and 0, the number of its first head."""
         return self, 0
 
     def attend(self, qkv: Array, bias: Array | None, run: Run, first_head: int = 0) -> tuple[Array, Any]:
-        """Mix the values of ``qkv + bias`` (samples, length, 3 dim) into (samples, length, dim).
+        """Compute attention from queries, keys and values, ``qkv + bias`` (samples, length, 3 dim).
 
-        ``qkv`` may be overwritten. Where these are some of a wider layer's heads, ``first_head`` is the first one's
-        number there: dropout masks depend on it.
+        Returns the mixed values (samples, length, dim) and the cache. ``qkv`` may be overwritten. Where the heads are
+        some of those of a split layer, ``first_head`` is the number of the first of them in the whole layer; dropout
+        masks depend on it.
         """
         xp, (samples, length, _) = namespace(qkv), qkv.shape
         if not length:
@@ -221,9 +222,9 @@ class CausalSelfAttention(AttentionBase):
         return dqkv
 
     def _keeps_probabilities(self, length: int) -> bool:
-        """Tell whether probabilities, which take no more room than four arrays of ``dim`` features, are kept.
+        """Tell whether the probabilities are kept for the backward pass: if they are no larger than four activations.
 
-        Those of longer sequences are computed again in the backward pass, with the same bits.
+        For longer sequences they are computed again in the backward pass, with the same bits.
         """
         return length <= 4 * (self.dim // self.heads)
 
@@ -232,7 +233,7 @@ class CausalSelfAttention(AttentionBase):
         return 1.0 / math.sqrt(self.dim // self.heads)
 
     def _heads(self, qkv: Array) -> Array:
-        """View (samples, length, 3 dim) as three of (samples, heads, length, dim / heads)."""
+        """View (samples, length, 3 dim) as (3, samples, heads, length, dim / heads)."""
         samples, length, _ = qkv.shape
         return qkv.reshape(samples, length, 3, self.heads, self.dim // self.heads).transpose(2, 0, 3, 1, 4)
 
@@ -242,9 +243,9 @@ class CausalSelfAttention(AttentionBase):
         return x.reshape(samples, length, self.heads, self.dim // self.heads).transpose(0, 2, 1, 3)
 
     def attend_operations(self, length: int) -> Operations:
-        """Count the products of :meth:`attend` that are not skipped as masked, on a CPU.
+        """Count the operations of :meth:`attend` and its backward pass on a CPU, without those skipped as masked.
 
-        A GPU skips less: see :data:`BLOCK_ON_DEVICE`.
+        A GPU skips fewer: see :data:`BLOCK_ON_DEVICE`.
         """
         sizes = [(stop - start, stop, length - start) for start, stop in _blocks(length)]
         seen = sum(2 * self.dim * queries * before for queries, before, _ in sizes)
@@ -253,7 +254,7 @@ class CausalSelfAttention(AttentionBase):
         return Operations(2 * seen, again + 2 * seen + 2 * seeing)
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
-        """Add the two products and the attention between them."""
+        """Add nodes for the two linear maps and the attention between them."""
         into_qkv, projection = self._layers
         node = into_qkv.trace(graph, f"{name}.qkv", source)
         settings = {"heads": self.heads, "scale": self._scale, "dropout": self.dropout}
@@ -266,9 +267,10 @@ def _blocks(length: int, size: int = BLOCK) -> Iterator[tuple[int, int]]:
 
 
 class _Heads:
-    """Compute some heads after the others, forward and backward, in memory that is used again.
+    """Compute one group of heads after the other, forward and backward, in memory that is reused.
 
-    Strided views of the heads would do, without a copy, but the BLAS takes twice as long for their products.
+    The heads are copied to contiguous memory. Strided views would need no copy, but the BLAS takes twice as long for
+    their products.
     """
 
     def __init__(self, layer: CausalSelfAttention, apart: Array, run: Run, first_head: int) -> None:
@@ -279,7 +281,7 @@ class _Heads:
         self._kernels = kernels.backend(apart).attention
 
     def parts(self) -> Iterator[Part]:
-        """Cut samples and heads into parts: some samples, or some heads of one sample."""
+        """Cut samples and heads into parts that fit the cache: some whole samples, or some heads of one sample."""
         _, samples, heads, length, _ = self.apart.shape
         limit = CACHE if isinstance(self.apart, np.ndarray) else DEVICE
         fitting = max(1, limit // max(1, length * length * self.apart.itemsize))
@@ -289,11 +291,11 @@ class _Heads:
                 yield slice(first, min(first + some, samples)), slice(head, min(head + several, heads))
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """Cut the queries: the keys that those of a block can see end where the block does."""
+        """Cut the queries into blocks (start, stop); the queries of a block see no key from ``stop`` on."""
         return _blocks(self.apart.shape[3], BLOCK if isinstance(self.apart, np.ndarray) else BLOCK_ON_DEVICE)
 
     def take(self, qkv: Array, bias: Array | None, some: slice) -> None:
-        """Keep queries, keys and values of some samples of ``qkv + bias`` (samples, length, 3 dim), head by head."""
+        """Store queries, keys and values of some samples of ``qkv + bias`` (samples, length, 3 dim), head by head."""
         rows = _rows(qkv[some])
         self._kernels.split_heads(rows, rows[:0].reshape(-1) if bias is None else bias, 0, some.start, self.apart)
 
@@ -304,7 +306,7 @@ class _Heads:
         return some.stop - some.start, heads.stop - heads.start, length, length
 
     def room(self, name: str, shape: tuple[int, ...]) -> Array:
-        """Return memory of undefined contents, used again under this name."""
+        """Return the workspace memory called ``name``, of undefined contents; see :meth:`Workspace.room`."""
         return self._work.room(name, shape)
 
     def heads(self, kind: int, part: Part) -> Array:
@@ -313,14 +315,14 @@ class _Heads:
         return heads
 
     def transposed(self, kind: int, part: Part) -> Array:
-        """Copy what :meth:`heads` gives, transposed: (samples, heads, size, length)."""
+        """Copy the result of :meth:`heads`, transposed to (samples, heads, size, length)."""
         heads = self.heads(kind, part)
         out = self.room("transposed", (*heads.shape[:2], heads.shape[3], heads.shape[2]))
         self._kernels.transposed_heads(heads, out)
         return out
 
     def copied(self, x: Array, part: Part) -> Array:
-        """Copy a part of ``x`` (samples, length, dim) as :meth:`heads` would give it."""
+        """Copy a part of ``x`` (samples, length, dim) to the layout of :meth:`heads`."""
         some, heads = part
         rows, shape = _rows(x[some]), self.heads(0, part).shape
         out = self.room("copied", shape)
@@ -328,7 +330,7 @@ class _Heads:
         return out
 
     def probabilities(self, part: Part, scores: Array) -> Array:
-        """Compute a part's probabilities in the memory of ``scores``."""
+        """Compute the attention probabilities of a part in the memory of ``scores``."""
         q, k_transposed = operand(self.heads(0, part)), operand(self.transposed(1, part))
         for start, stop in self.blocks():
             multiply(q[:, :, start:stop], k_transposed[..., :stop], scores[:, :, start:stop, :stop])
@@ -336,11 +338,11 @@ class _Heads:
         return scores
 
     def softmax_backward(self, probabilities: Array, dscores: Array) -> None:
-        """Replace the gradient of a part's probabilities by that of its scores."""
+        """Replace the gradient of a part's probabilities, ``dscores``, by the gradient of its scores."""
         self._kernels.causal_softmax_backward(_matrices(probabilities), _matrices(dscores), self._scale)
 
     def dropped(self, x: Array, part: Part) -> Array:
-        """Return what dropout leaves of a part's probabilities or their gradient: a new array, or ``x`` itself."""
+        """Apply dropout to a part's probabilities or their gradient; return a new array, or ``x`` itself."""
         dropout = self._layer.probability_dropout
         if not dropout.drops(x, self._run):
             return x

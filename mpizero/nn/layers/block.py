@@ -22,7 +22,7 @@ from mpizero.types import EVALUATE, Array, Init, Params, Run
 
 
 class FeedForwardBase(Affine):
-    """Apply two linear layers with an activation between them; the base of the whole and the split form."""
+    """Apply two linear layers with an activation between them; the base class of the whole and the split form."""
 
     @property
     @abstractmethod
@@ -34,7 +34,7 @@ class FeedForwardBase(Affine):
         return {"expand": expand, "projection": projection}
 
     def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ``x`` (..., dim) to the same shape. Collective where the layers are split."""
+        """Compute the output for ``x`` (..., dim) without the last bias. Collective where the layers are split."""
         expand, act, projection = self._layers
         hidden, expand_cache = expand.product(params["expand"], x, run)
         active, act_cache = act.forward_biased(hidden, expand.last_bias(params["expand"]))
@@ -43,7 +43,7 @@ class FeedForwardBase(Affine):
         return y, (expand_cache, act_cache, projection_cache)
 
     def last_bias(self, params: Params) -> Array | None:
-        """Return the projection's. Not collective."""
+        """Return the projection's bias. Not collective."""
         return self._layers[2].last_bias(params["projection"])
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
@@ -63,7 +63,7 @@ class FeedForwardBase(Affine):
         expand.backward_weights(params["expand"], cache[0], pending[0], grads["expand"])
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count both linear layers' products. Not collective."""
+        """Count the operations of both linear layers. Not collective."""
         expand, _, projection = self._layers
         return expand.operations(shape) + projection.operations(expand.output_shape(shape))
 
@@ -71,14 +71,14 @@ class FeedForwardBase(Affine):
 @explains
 @dataclass(frozen=True)
 class FeedForward(FeedForwardBase):
-    """Apply two linear layers with an activation between them, place by place.
+    """Apply two linear layers with an activation between them, to each place of a sequence on its own.
 
     Parameters
     ----------
     dim : int
         Features of input and output.
     hidden : int or None
-        Features in between; None is ``4 * dim``.
+        Number of features between the two layers; None is ``4 * dim``.
     activation : str
         "gelu", "silu", "relu" or "tanh".
     init, projection_init : Init or None
@@ -97,7 +97,7 @@ class FeedForward(FeedForwardBase):
 
     @property
     def width(self) -> int:
-        """Features between the two linear layers."""
+        """Number of features between the two linear layers."""
         return 4 * self.dim if self.hidden is None else self.hidden
 
     @cached_property
@@ -109,7 +109,7 @@ class FeedForward(FeedForwardBase):
         )
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
-        """Add the three layers in a row."""
+        """Add nodes for the three layers, one after the other."""
         expand, act, projection = self._layers
         node = expand.trace(graph, f"{name}.expand", source)
         node = act.trace(graph, f"{name}.activation", node)
@@ -117,7 +117,7 @@ class FeedForward(FeedForwardBase):
 
 
 class TransformerBlockBase(Layer):
-    """Compute a pre-norm block; the base of the whole and the split form."""
+    """Compute a pre-norm transformer block; the base class of the whole and the split form."""
 
     @property
     @abstractmethod
@@ -128,11 +128,11 @@ class TransformerBlockBase(Layer):
     def _dropouts(self) -> tuple[Dropout, Dropout]: ...
 
     def _dropped(self, dropout: Dropout, x: Array, run: Run) -> Array:
-        """Mask what this rank holds of ``x``; the gradient is the same function of ``dy``. Not collective."""
+        """Apply dropout to what this rank holds of ``x``; the backward pass calls this for ``dy``. Not collective."""
         return dropout.mask(x, run) if dropout.drops(x, run) else x
 
     def _joined(self, branch: Array, bias: Array | None, dropout: Dropout, stream: Array, run: Run) -> Array:
-        """Add bias and residual stream to what a branch computed, in its memory; dropout comes in between."""
+        """Add the bias to a branch's result, apply dropout, add the residual stream; all in the branch's memory."""
         xp = namespace(branch)
         if bias is None or dropout.drops(branch, run):
             if bias is not None:
@@ -152,7 +152,7 @@ class TransformerBlockBase(Layer):
         return {"norm1": norm1, "attention": attention, "norm2": norm2, "feed_forward": feed_forward}
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ``x`` (samples, length, dim) to the same shape. Collective where the layers are."""
+        """Map ``x`` (samples, length, dim) to the same shape. Collective where the layers are split."""
         norm1, attention, norm2, feed_forward = self._layers
         drop1, drop2 = self._dropouts
         require_sequences(x, norm1.features, "TransformerBlock")
@@ -170,7 +170,7 @@ class TransformerBlockBase(Layer):
         return y, (norm1_cache, attention_cache, norm2_cache, feed_cache, run)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Compute the gradient of ``x``. Collective where the layers are."""
+        """Compute the gradient of ``x``. Collective where the layers are split."""
         norm1, attention, norm2, feed_forward = self._layers
         drop1, drop2 = self._dropouts
         norm1_cache, attention_cache, norm2_cache, feed_cache, run = cache
@@ -186,14 +186,14 @@ class TransformerBlockBase(Layer):
         return dx, (norm1_pending, attention_pending, norm2_pending, feed_pending)
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradients of all four layers. Collective where the layers are."""
+        """Overwrite the gradients of all four layers. Collective where the layers are split."""
         parts = zip(reversed(self.children().items()), reversed(cache[:4]), reversed(pending), strict=True)
         for (name, layer), layer_cache, layer_pending in parts:
             poll(params)
             layer.backward_weights(params[name], layer_cache, layer_pending, grads[name])
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the products of attention and feed-forward. Not collective."""
+        """Count the operations of attention and feed-forward. Not collective."""
         return self._layers[1].operations(shape) + self._layers[3].operations(shape)
 
 
@@ -207,11 +207,11 @@ class TransformerBlock(TransformerBlockBase):
     dim, heads : int
         Features and attention heads.
     dropout : float
-        Rate of the three dropouts: of attention probabilities and of what each branch adds.
+        Rate of the three dropouts: of the attention probabilities, and of the result of each of the two branches.
     site : int
-        The first of three consecutive dropout numbers that belong to this block.
+        First of the three consecutive numbers that key the random masks of this block's dropouts.
     residual_scale : float
-        Factor on the start values of the two projections that write into the residual stream; GPT-2 takes
+        Factor on the start values of the two projections that write into the residual stream. GPT-2 uses
         1/sqrt(2 * layers), so that the stream's variance does not grow with depth.
     """
 
@@ -236,7 +236,7 @@ class TransformerBlock(TransformerBlockBase):
         return Dropout(self.dropout, self.site + 1), Dropout(self.dropout, self.site + 2)
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
-        """Add both branches and their residual sums."""
+        """Add nodes for both branches and their residual sums."""
         norm1, attention, norm2, feed_forward = self._layers
         drop1, drop2 = self._dropouts
         node = norm1.trace(graph, f"{name}.norm1", source)

@@ -1,4 +1,4 @@
-"""Apply dropout whose mask is a function of the sample's place in the global batch, never of a rank."""
+"""Apply dropout whose mask depends on the sample's place in the global batch, never on a rank."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mpizero.validation import require, whole
 
 
 class SamplePart(NamedTuple):
-    """Describe the elements of whole samples that an array holds when a rank has a part of each sample.
+    """Describe which elements of each sample an array holds, where a rank has only a part of each sample.
 
-    The part is planes of ``rows`` rows of ``width`` elements: element j of row r of plane p is element
-    ``offset + p * plane_step + r * row_step + j`` of the whole sample, counted in C order. One row is a contiguous
-    part, such as some places of a sequence or some heads of all scores.
+    The part consists of planes, a plane of ``rows`` rows, a row of ``width`` contiguous elements. Element j of row r of
+    plane p is element ``offset + p * plane_step + r * row_step + j`` of the whole sample, counted in C order. With one
+    row the part is contiguous: for example some places of a sequence, or the scores of some heads.
     """
 
     offset: int
@@ -33,9 +33,10 @@ class SamplePart(NamedTuple):
 class Dropout(Layer):
     """Zero each element with probability ``rate`` and scale the others by ``1 / (1 - rate)``, in training only.
 
-    The mask is drawn by Philox with key (``run.seed``, ``site``, ``run.step``) and counter (global sample, element
-    within the sample): cutting a batch over ranks or micro-batches, or recomputing a forward pass, gives the same
-    mask. ``site`` must be unique within a model, or two places share a mask.
+    The mask is drawn by Philox with key (``run.seed``, ``site``, ``run.step``) and counter (index of the sample in the
+    global batch, element within the sample). So the mask is the same however a batch is cut over ranks or
+    micro-batches, and when a forward pass is repeated. ``site`` must be unique within a model, or two dropouts use the
+    same mask.
     """
 
     rate: float
@@ -61,10 +62,10 @@ class Dropout(Layer):
         return run.training and self.rate > 0.0 and x.size > 0
 
     def mask(self, x: Array, run: Run, window: SamplePart | None = None) -> Array:
-        """Mask ``x`` (samples, ...), whose samples are whole or the parts that ``window`` says.
+        """Mask ``x`` (samples, ...), which holds whole samples or the parts of them that ``window`` describes.
 
-        Parts of a sample, masked on their own, are the parts of the masked sample. The gradient is the same function
-        of ``dy``.
+        Parts of a sample get the mask that they have in the whole sample. The backward pass calls this function with
+        ``dy``.
         """
         xp = namespace(x)
         x = xp.ascontiguousarray(x)
@@ -84,5 +85,5 @@ class Dropout(Layer):
         return y
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
-        """Add a node only where elements are dropped in training."""
+        """Add a node to the graph, unless the rate is 0."""
         return graph.add_layer(self, name, source, source.shape) if self.rate else source

@@ -19,7 +19,7 @@ from mpizero.types import EVALUATE, Array, Init, ParameterSpec, Params, Run
 @explains
 @dataclass(frozen=True)
 class Embedding(Layer):
-    """Look up row ``id`` of ``weight`` (items, features) for every integer id; takes no weight decay.
+    """Look up row ``id`` of ``weight`` (items, features) for every integer id; the weight takes no weight decay.
 
     The input has no gradient, so ``backward_input`` returns None for it.
     """
@@ -44,11 +44,11 @@ class Embedding(Layer):
         return rows.reshape(*x.shape, self.features), ids
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Return no input gradient."""
+        """Return None, because integer ids have no gradient, and ``dy`` for the weight half."""
         return None, dy
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the table's gradient with the sum of ``dy`` over each id's places."""
+        """Overwrite row ``id`` of the table's gradient with the sum of ``dy`` over the places that hold this id."""
         gradient = grads["weight"]
         gradient[...] = 0
         rows = namespace(pending).ascontiguousarray(pending.reshape(cache.size, self.features))
@@ -62,7 +62,7 @@ class Embedding(Layer):
 @explains
 @dataclass(frozen=True)
 class Position(Layer):
-    """Add row t of ``weight`` (sequence, features) to every sample's place t; takes no weight decay."""
+    """Add row t of ``weight`` (sequence, features) to place t of every sample; the weight takes no weight decay."""
 
     sequence: int
     features: int
@@ -92,11 +92,11 @@ class Position(Layer):
         return x + params["weight"][: x.shape[1]], None
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Pass ``dy`` through."""
+        """Return ``dy`` itself: the gradient of the input and of what was added are the same."""
         return dy, dy
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradient with the sum of ``dy`` over samples, zero past its length."""
+        """Overwrite the gradient with the sum of ``dy`` over samples; it is zero for places past the input's length."""
         length = pending.shape[1]
         namespace(pending).sum(pending, axis=0, out=grads["weight"][:length])
         grads["weight"][length:] = 0
@@ -105,16 +105,16 @@ class Position(Layer):
 @explains
 @dataclass(frozen=True)
 class TokenEmbedding(Layer):
-    """Turn token ids into vectors: token table plus position table, then dropout. A language model's first block.
+    """Turn token ids into vectors: look up tokens, add positions, apply dropout; a language model's first block.
 
     Parameters
     ----------
     vocabulary, sequence, features : int
-        Number of token ids, greatest length of a sequence, length of a vector.
+        Number of token ids, greatest length of a sequence, and number of features of a vector.
     dropout : float
         Dropout rate.
     site : int
-        The dropout's number, unique in the model.
+        Number that keys the dropout's random mask; unique in the model.
     """
 
     vocabulary: int
@@ -145,7 +145,7 @@ class TokenEmbedding(Layer):
         Raises
         ------
         DataError
-            For ids outside the vocabulary, more than ``sequence`` of them, or another number of axes.
+            An id is outside the vocabulary, a sample has more than ``sequence`` ids, or ``x`` has not two axes.
         """
         self.require_ids(x)
         token, position, dropout = self._layers
@@ -155,7 +155,7 @@ class TokenEmbedding(Layer):
         return y, (ids, mask)
 
     def require_ids(self, x: Array) -> None:
-        """Raise :class:`DataError` unless ``x`` has the shape of ids."""
+        """Raise :class:`DataError` unless ``x`` has the shape (samples, length <= sequence)."""
         require_array(x, "TokenEmbedding")
         if x.ndim != 2 or x.shape[1] > self.sequence:
             raise DataError(
@@ -164,7 +164,7 @@ class TokenEmbedding(Layer):
             )
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Return no input gradient."""
+        """Return None, because integer ids have no gradient, and the gradient before dropout for the weight half."""
         return None, self._layers[2].backward_input({}, cache[1], dy)[0]
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
@@ -178,11 +178,11 @@ class TokenEmbedding(Layer):
         return (*shape, self.features)
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count no products: rows are copied."""
+        """Return zero operations, because a look-up has no matrix products."""
         return Operations()
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
-        """Add lookup, positions and dropout."""
+        """Add nodes for the token table, the positions and the dropout."""
         token, position, dropout = self._layers
         node = token.trace(graph, f"{name}.token", source)
         node = position.trace(graph, f"{name}.position", node)

@@ -1,4 +1,4 @@
-"""Use layers whose parameters are not trained."""
+"""Define a wrapper that keeps a layer's parameters from being trained."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpizero.types import Array, ParameterSpec, Params
 class Frozen(Wrapper):
     """Use a layer without training it: its parameters have no gradient and no optimizer state.
 
-    Gradients still flow through to its input. Parameters keep the wrapped layer's names.
+    The gradient of the layer's input is still computed. Parameters keep the wrapped layer's names.
     """
 
     def specs(self) -> tuple[ParameterSpec, ...]:
@@ -24,12 +24,12 @@ class Frozen(Wrapper):
         return tuple(replace(spec, trainable=False) for spec in self.layer.specs())
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Run the wrapped layer's input half. Collective as it is."""
+        """Run the wrapped layer's input half. Collective where the layer is split."""
         return self.layer.backward_input(params, cache, dy)[0], None
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Write nothing. Not collective."""
+        """Write no gradients, because there are none. Not collective."""
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the wrapped layer's products without those of its weights' gradients. Not collective."""
+        """Count the wrapped layer's operations without those of its weights' gradients. Not collective."""
         return replace(self.layer.operations(shape), backward_weights=0)

@@ -1,4 +1,4 @@
-"""Turn a language model's features into logits of its vocabulary."""
+"""Define the last block of a language model, which computes logits of its vocabulary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpizero.types import EVALUATE, Array, Params, Run
 
 
 class LanguageHeadBase(Layer):
-    """Apply a norm, then project onto the vocabulary; the base of the whole and the split form."""
+    """Apply a norm, then project onto the vocabulary; the base class of the whole and the split form."""
 
     @property
     @abstractmethod
@@ -45,14 +45,14 @@ class LanguageHeadBase(Layer):
         return dx, (norm_pending, projection_pending)
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradients of the norm and of this use of the table. Collective where split."""
+        """Overwrite the gradients of the norm and of this use of the projection's weight. Collective where split."""
         norm, projection = self._layers
         projection.backward_weights(params["projection"], cache[1], pending[1], grads["projection"])
         poll(params)
         norm.backward_weights(params["norm"], cache[0], pending[0], grads["norm"])
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the projection's products. Not collective."""
+        """Count the projection's operations. Not collective."""
         return self._layers[1].operations(shape)
 
 
@@ -61,7 +61,7 @@ class LanguageHeadBase(Layer):
 class LanguageHead(LanguageHeadBase):
     """Apply the final norm, then project onto the vocabulary: a language model's last block.
 
-    ``tied`` names the parameter whose storage the projection shares, or is None.
+    ``tied`` is the name of the parameter that the projection uses as its weight (the token table), or None.
     """
 
     dim: int
@@ -77,6 +77,6 @@ class LanguageHead(LanguageHeadBase):
         return (*shape[:-1], self.vocabulary)
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
-        """Add norm and projection."""
+        """Add nodes for norm and projection."""
         norm, projection = self._layers
         return projection.trace(graph, f"{name}.projection", norm.trace(graph, f"{name}.norm", source))

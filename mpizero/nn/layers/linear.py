@@ -1,4 +1,4 @@
-"""Compute affine maps, and the projection onto a vocabulary that may share the embedding's table."""
+"""Define linear layers: an affine map, and a projection onto a vocabulary that may share the embedding's table."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from mpizero.types import EVALUATE, Array, Init, ParameterSpec, Params, Run
 class Linear(Affine):
     """Compute ``y = x @ weight + bias`` on the last axis.
 
-    ``weight`` is stored as (inputs, outputs), the transpose of PyTorch's: the three products of a training step
-    then read activations row by row (tokens, features), and splitting the outputs of a matrix over ranks cuts
-    columns, its inputs rows.
+    ``weight`` is stored as (inputs, outputs), the transpose of PyTorch's. So the three products of a training step read
+    activations row by row (tokens, features). Splitting the outputs over ranks cuts columns, splitting the inputs cuts
+    rows.
 
     Parameters
     ----------
     inputs, outputs : int
-        Sizes of the last axis before and after.
+        Size of the last axis of the input and of the output.
     bias : bool
         Whether a bias is added; it takes no weight decay.
     init : Init or None
         Start values of the weight; None is uniform on +-1/sqrt(inputs).
     input_gradient : bool
-        False for a model's first layer, whose input needs no gradient: saves one of the three products.
+        False for a model's first layer, whose input needs no gradient. This saves one of the three products.
     """
 
     inputs: int
@@ -51,7 +51,7 @@ class Linear(Affine):
         return (weight, ParameterSpec("bias", (self.outputs,), decay=False)) if self.bias else (weight,)
 
     def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ``x`` (..., inputs) to (..., outputs) in the weight's dtype."""
+        """Compute ``x @ weight`` without the bias, for ``x`` (..., inputs), in the weight's dtype."""
         weight = params["weight"]
         rows = as_rows(x, self.inputs, weight.dtype, "Linear")
         return matmul(rows, weight).reshape(*x.shape[:-1], self.outputs), rows
@@ -78,17 +78,17 @@ class Linear(Affine):
         return (*shape[:-1], self.outputs)
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the three products."""
+        """Count the operations of the three products: output, input gradient, weight gradient."""
         return linear_operations(prod(shape[:-1]), self.inputs, self.outputs, self.input_gradient)
 
 
 @explains
 @dataclass(frozen=True)
 class Projection(Layer):
-    """Compute ``logits = x @ weight.T``, with ``weight`` (classes, features) stored as an embedding's table is.
+    """Compute ``logits = x @ weight.T``; ``weight`` (classes, features) is stored like an embedding's table.
 
-    With ``tied`` the weight is another parameter's storage, received as ``params["weight"]``; this use writes its
-    own gradient slot, and the owner of the parameter adds the uses.
+    If ``tied`` is given, ``params["weight"]`` is the array of the parameter of that name. This use writes its gradient
+    to an array of its own; mpizero adds the gradients of all uses afterwards.
     """
 
     features: int
@@ -125,5 +125,5 @@ class Projection(Layer):
         return (*shape[:-1], self.classes)
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the three products."""
+        """Count the operations of the three products: output, input gradient, weight gradient."""
         return linear_operations(prod(shape[:-1]), self.features, self.classes)

@@ -20,7 +20,7 @@ def _require(where: str, features: int, eps: float) -> None:
 @explains
 @dataclass(frozen=True)
 class LayerNorm(Layer):
-    """Shift and scale each row to mean 0 and variance 1, then apply ``weight`` and ``bias``. Ba et al., 2016."""
+    """Shift and scale the last axis to mean 0 and variance 1, then apply ``weight`` and ``bias`` (Ba et al., 2016)."""
 
     features: int
     eps: float = 1e-5
@@ -29,7 +29,7 @@ class LayerNorm(Layer):
         _require("LayerNorm", self.features, self.eps)
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe ``weight`` (ones) and ``bias`` (zeros), without decay."""
+        """Describe ``weight`` (starts as ones) and ``bias`` (zeros), without weight decay."""
         return (
             ParameterSpec("weight", (self.features,), Init("ones"), decay=False),
             ParameterSpec("bias", (self.features,), decay=False),
@@ -50,9 +50,10 @@ class LayerNorm(Layer):
         return self.backward_joined(params, cache, dy, None)
 
     def backward_joined(self, params: Params, cache: Any, dy: Array, residual: Array | None) -> tuple[Array, Any]:
-        """Compute ``residual`` plus the gradient of ``x``; a new array.
+        """Compute the gradient of ``x`` plus ``residual`` (if not None), as a new array.
 
-        One pass over memory also gives the gradients of the parameters, which wait in what is pending.
+        The same pass over memory computes the gradients of the parameters; they are the second result, from which
+        :meth:`backward_weights` copies them.
         """
         rows, mean, rstd = cache
         weight = params["weight"]
@@ -71,7 +72,7 @@ class LayerNorm(Layer):
 @explains
 @dataclass(frozen=True)
 class RMSNorm(Layer):
-    """Scale each row to root mean square 1, then apply ``weight``. Zhang and Sennrich, 2019."""
+    """Scale the last axis to root mean square 1, then apply ``weight`` (Zhang and Sennrich, 2019)."""
 
     features: int
     eps: float = 1e-6
@@ -80,7 +81,7 @@ class RMSNorm(Layer):
         _require("RMSNorm", self.features, self.eps)
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe ``weight`` (ones), without decay."""
+        """Describe ``weight`` (starts as ones), without weight decay."""
         return (ParameterSpec("weight", (self.features,), Init("ones"), decay=False),)
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:

@@ -1,4 +1,4 @@
-"""Keep memory that one computation after the other uses again."""
+"""Keep temporary arrays, so that repeated computations allocate them once."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from mpizero.types import Array
 
 
 class Workspace:
-    """Keep memory by name, to be used again for one product after the other.
+    """Keep temporary arrays by name, to be reused by one computation after the other.
 
     Parameters
     ----------
     like : Array
-        An array of the library and dtype that the memory shall have.
+        An array of the library (NumPy or CuPy) and dtype that the temporary arrays shall have.
     """
 
     def __init__(self, like: Array) -> None:
@@ -22,7 +22,7 @@ class Workspace:
         self._flat: dict[str, Array] = {}
 
     def room(self, name: str, shape: tuple[int, ...]) -> Array:
-        """Return a contiguous array of undefined contents that ends the life of the last one of this name."""
+        """Return a contiguous array of undefined contents; it reuses the memory of the last array of this name."""
         size = prod(shape)
         if name not in self._flat or self._flat[name].size < size:
             self._flat[name] = namespace(self._like).empty_like(self._like, shape=(size,))

@@ -1,4 +1,4 @@
-"""Run another layer in a different way; the base of such layers."""
+"""Define the base class of layers that run another layer in a different way."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
 
 @dataclass(frozen=True)
 class Wrapper(Layer):
-    """Run ``layer``, whose parameters keep their names; a subclass overrides what it does in a different way."""
+    """Run ``layer``, whose parameters keep their names; a subclass overrides the methods that it changes."""
 
     layer: Layer
 
@@ -25,15 +25,15 @@ class Wrapper(Layer):
         return self.layer.specs()
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Run the wrapped layer. Collective as it is."""
+        """Run the wrapped layer. Collective where the layer is split."""
         return self.layer.forward(params, x, run)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Run the wrapped layer's input half. Collective as it is."""
+        """Run the wrapped layer's input half. Collective where the layer is split."""
         return self.layer.backward_input(params, cache, dy)
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Run the wrapped layer's weight half. Collective as it is."""
+        """Run the wrapped layer's weight half. Collective where the layer is split."""
         self.layer.backward_weights(params, cache, pending, grads)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ class Wrapper(Layer):
         return self if layer is self.layer else replace(self, layer=layer)
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the wrapped layer's products. Not collective."""
+        """Count the wrapped layer's operations. Not collective."""
         return self.layer.operations(shape)
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:

@@ -1,1 +1,1 @@
-"""Provide models made of layers, MLP and GPT, and functions for any model of blocks."""
+"""Provide the models MLP and GPT, and functions for any model that is made of blocks."""

@@ -1,4 +1,4 @@
-"""Evaluate whole models in one process: parameters by name, predictions, and loss with gradients."""
+"""Work with whole models in one process: make parameters, compute predictions, losses and gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def model_specs(model: BlockModel) -> tuple[ParameterSpec, ...]:
 
 
 def initial_parameters(model: BlockModel) -> dict[str, Array]:
-    """Make a model's start values, a contiguous array for each name; tied uses have none. Not collective."""
+    """Make a model's start values, one contiguous array for each parameter, none for tied uses. Not collective."""
     values: dict[str, Array] = {}
     for spec in model_specs(model):
         if spec.tied is None:
@@ -39,25 +39,25 @@ def initial_parameters(model: BlockModel) -> dict[str, Array]:
 
 
 def bind(model: BlockModel, named: Mapping[str, Array]) -> dict[str, dict[str, Any]]:
-    """Arrange named parameters as the layers want them: by block, then nested by dotted path. Not collective.
+    """Arrange named parameters in the form that layers take: by block, then nested by dotted name. Not collective.
 
     Parameters
     ----------
     model : BlockModel
         The model.
     named : mapping of str to Array
-        An array for each global name that is not tied, of the shape and dtype the model declares.
+        One array for each parameter, of the shape and dtype that the model declares; none for tied uses.
 
     Returns
     -------
     dict
-        ``bound["blocks.0"]["attention"]["qkv"]["weight"]`` is the very array of ``named``, not a copy; a tied use
-        shows the array it shares.
+        Nested dictionaries. ``bound["blocks.0"]["attention"]["qkv"]["weight"]`` is the array in ``named``, not a copy.
+        A tied use gets the array of the parameter that it shares.
 
     Raises
     ------
     LayoutError
-        Naming what is missing, unknown or of another shape or dtype.
+        A parameter is missing, unknown, or of another shape or dtype.
     """
     wanted = {spec.name: spec for spec in model_specs(model) if spec.tied is None}
     _require_equal_names(set(wanted), set(named))
@@ -80,14 +80,14 @@ def nest(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def evaluate(model: BlockModel, params: Mapping[str, Params], x: Array, run: Run = EVALUATE) -> Array:
-    """Compute a model's output, keeping nothing for a backward pass. Collective where the model is split.
+    """Compute a model's output without keeping caches for a backward pass. Collective where the model is split.
 
     Parameters
     ----------
     model : BlockModel
         The model.
     params : mapping of str to Params
-        Nested parameters by block, as :func:`bind` gives them.
+        Nested parameters by block, as :func:`bind` returns them.
     x : Array
         Samples on the first axis.
     run : Run
@@ -111,7 +111,7 @@ def loss_and_gradients(
     scale: float = 1.0,
     slots: Mapping[str, Array] | None = None,
 ) -> tuple[float, float, dict[str, Array]]:
-    """Run a model forward and backward; tied uses are added. Collective where the model is split.
+    """Run a model forward and backward; add the gradients of tied uses. Collective where the model is split.
 
     Parameters
     ----------
@@ -124,17 +124,17 @@ def loss_and_gradients(
     run : Run
         ``run.training`` turns dropout on.
     scale : float
-        Factor of the gradients.
+        Factor on the gradients.
     slots : mapping of str to Array, optional
-        Memory for the gradients, from :func:`gradient_slots`; a training loop that passes the same each step spares
-        the system a fresh zeroed page for every 4 KiB of them.
+        Arrays for the gradients, from :func:`gradient_slots`. A training loop should pass the same ones in each step;
+        otherwise new memory is allocated every time.
 
     Returns
     -------
     loss_sum, weight : float
-        The sum of the losses and what it counts for: their ratio is the mean loss.
+        The sum of the losses and their total weight; the ratio is the mean loss.
     gradients : dict of str to Array
-        The gradient of ``scale * loss_sum`` for each trainable name: arrays of ``slots`` where it was given.
+        The gradient of ``scale * loss_sum`` for each trainable parameter: arrays of ``slots`` where given.
     """
     params = bind(model, named)
     try:
@@ -163,18 +163,18 @@ def loss_and_gradients(
 
 
 def gradient_slots(model: BlockModel, like: Array | None = None) -> dict[str, Array]:
-    """Allocate a gradient for each trainable use of a parameter, tied uses included. Not collective.
+    """Allocate a gradient array for each trainable use of a parameter, tied uses included. Not collective.
 
-    ``like`` is an array of the library (NumPy, CuPy) the gradients shall belong to; None is NumPy.
+    ``like`` is an array of the library (NumPy or CuPy) that the gradients shall belong to; None is NumPy.
     """
     xp = np if like is None else namespace(like)
     return {spec.name: xp.empty(spec.shape, model.dtype) for spec in model_specs(model) if spec.trainable}
 
 
 def model_operations(model: BlockModel, input_shape: tuple[int, ...]) -> dict[str, Operations]:
-    """Count the floating-point operations of each block's products for one sample of ``input_shape``.
+    """Count the floating-point operations of each block's matrix products for one sample of ``input_shape``.
 
-    Of a split model these are this rank's own. Not collective.
+    For a split model only this rank's operations are counted. Not collective.
     """
     counts = {}
     for block, layer in model.blocks.items():
@@ -194,16 +194,16 @@ def export_computation_graph(model: BlockModel, input_shape: tuple[int, ...]) ->
     Parameters
     ----------
     model : BlockModel
-        The model; each layer must know how its children are joined (:meth:`Layer.trace`).
+        The model. A layer made of others must define :meth:`Layer.trace`, which says how they are joined.
     input_shape : tuple of int
         Shape of one sample.
 
     Returns
     -------
     dict
-        ``nodes`` in the order of evaluation, each with its name, op, the names of its inputs, the shape of its
-        output, its parameters (global name, shape, whether it is a tied use) and its settings; ``inputs`` and
-        ``outputs`` name the ends.
+        ``nodes`` lists the nodes in the order of evaluation. Each has its name, its operation, the names of its inputs,
+        the shape of its output, its parameters (global name, shape, whether it is a tied use) and its settings.
+        ``inputs`` and ``outputs`` name the model's inputs and outputs.
     """
     graph, node = Graph(), NodeOutput("x", input_shape)
     for block, layer in model.blocks.items():

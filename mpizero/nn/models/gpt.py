@@ -27,31 +27,31 @@ from mpizero.types import Array, BlockModel, Group, Params
 from mpizero.validation import require, seed
 
 _TOKEN_TABLE = "embedding.token.weight"
-#: Random numbers are keyed by site: 0 is the embedding's dropout, then three for each block.
+#: Each dropout has a number, its site, that keys its random mask: 0 is the embedding's, then each block has three.
 _SITES_PER_BLOCK = 3
 
 
 @explains
 @dataclass(frozen=True)
 class GPT:
-    """Describe a GPT as blocks: "embedding", "blocks.0", ..., "head".
+    """Describe a GPT, made of the blocks "embedding", "blocks.0", ..., "head".
 
     Inputs are integer ids (samples, length), targets the same shape; a target below 0 is ignored.
 
     Parameters
     ----------
     dim, layers, heads : int
-        Features, transformer blocks, attention heads (they must divide ``dim``).
+        Number of features, of transformer blocks, and of attention heads (which must divide ``dim``).
     sequence : int
         Greatest length of an input.
     vocabulary : int
         Number of ids; 256 reads text as bytes.
     dropout : float
-        Rate of every dropout: embedding, attention probabilities, both branches of a block.
+        Rate of every dropout: after the embedding, of attention probabilities, and of both branches of a block.
     tied : bool
         Whether the head shares the embedding's token table.
     activation_checkpointing : bool
-        Keep only each block's input and compute the rest again in the backward pass.
+        Whether only each block's input is kept, and the rest is computed again in the backward pass.
     dtype : dtype
         float32 or float64.
     seed : int
@@ -60,7 +60,7 @@ class GPT:
     Raises
     ------
     ConfigError
-        For sizes, rates or dtypes that cannot be used, naming them.
+        A size, rate or dtype is not allowed.
     """
 
     dim: int
@@ -112,10 +112,11 @@ class GPT:
         return (self.sequence,)
 
     def split(self, group: Group) -> BlockModel:
-        """Split heads, hidden features and vocabulary, and the activations between them by places.
+        """Return the tensor-parallel form: heads, hidden features and vocabulary are split over ``group``.
 
-        Ranks hold (samples, own places, dim) between blocks and (samples, length, own items) of the logits: full
-        logits exist on none. Places, features and items are split by the shard rule.
+        Between the blocks a rank holds its own places of the sequences, (samples, own places, dim). Of the logits it
+        holds its own vocabulary items, (samples, length, own items); no rank holds all logits. Places, features and
+        items are split by the shard rule.
 
         Raises
         ------
@@ -133,10 +134,10 @@ class GPT:
         return SplitModel(self, group, blocks, loss, cuts, self.vocabulary, sequences=True)
 
     def feature_importance(self, params: Mapping[str, Params]) -> dict[str, float]:
-        """Return each vocabulary item's share of the token table's length.
+        """Return, for each vocabulary item, its share of the norms of the token table's rows.
 
-        The Euclidean norm of the item's embedding row, divided by the sum over all rows: items that training never
-        touched keep the norm of their start values. Keys are "0", "1", ... (for bytes: the byte's value).
+        This is the Euclidean norm of the item's embedding, divided by the sum of the norms of all items. Items that did
+        not occur in training keep the norm of their start values. Keys are "0", "1", ... (for bytes: the byte's value).
         """
         table = np.asarray(params["embedding"]["token"]["weight"], np.float64)
         norms = np.sqrt(np.square(table).sum(axis=1))
@@ -144,11 +145,11 @@ class GPT:
 
     @property
     def active_feature_indices(self) -> tuple[int, ...]:
-        """All vocabulary items."""
+        """The numbers of all vocabulary items."""
         return tuple(range(self.vocabulary))
 
     def with_active_features(self, indices: tuple[int, ...]) -> GPT:
-        """Refuse: a text may hold any item of the vocabulary."""
+        """Raise an error, because a text may hold any item of the vocabulary."""
         raise UnsupportedError("a GPT cannot ignore vocabulary items: every id of a text takes part in its context")
 
     def export_computation_graph(self) -> dict[str, Any]:
@@ -156,9 +157,10 @@ class GPT:
         return export_computation_graph(self, self.sample_shape)
 
     def compile_predictor(self, params: Mapping[str, Params]) -> Callable[[Array], Array]:
-        """Return a compiled function from ids to logits, on a copy of the parameters.
+        """Compile a function that computes logits from ids, with a copy of the parameters.
 
-        It equals :func:`mpizero.nn.evaluate` within rounding, takes ids of any length up to ``sequence``, and needs
-        no BLAS: meant for small batches, where its one call costs less than the layers' many.
+        Its results equal those of :func:`mpizero.nn.evaluate` within rounding. It takes ids of any length up to
+        ``sequence`` and needs no BLAS. It is meant for small batches, where one call costs less than the many calls of
+        the layers.
         """
         return compile_gpt(self, params)

@@ -27,7 +27,7 @@ from mpizero.validation import require, seed
 @explains
 @dataclass(frozen=True)
 class Select(Layer):
-    """Keep some of the input's features and replace the others by zeros."""
+    """Keep the features of the input whose indices are in ``active``, and replace the others by zeros."""
 
     features: int
     active: tuple[int, ...]
@@ -38,7 +38,7 @@ class Select(Layer):
             raise ConfigError(f"Select: active={self.active!r} must lie in 0 to {self.features - 1}")
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Copy ``x`` (..., features) without the features that are not active."""
+        """Copy ``x`` (..., features), with zeros for the features that are not active."""
         require_numbers(x, "Select")
         if x.shape[-1:] != (self.features,):
             raise DataError(
@@ -49,26 +49,26 @@ class Select(Layer):
         return y, None
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Copy ``dy`` without the features that are not active."""
+        """Copy ``dy``, with zeros for the features that are not active."""
         return self.forward({}, dy)
 
 
 @explains
 @dataclass(frozen=True)
 class MLP:
-    """Describe a fully connected network as blocks: "hidden.0", "hidden.1", ..., "output".
+    """Describe a fully connected network, made of the blocks "hidden.0", "hidden.1", ..., "output".
 
-    Inputs are (samples, features); targets are (samples,) integers for a classifier, (samples, outputs) numbers for
-    a regressor. Inputs of another dtype are cast to the model's.
+    Inputs are (samples, features). Targets are integers (samples,) for a classifier, numbers (samples, outputs) for a
+    regressor. Inputs of another dtype are cast to the model's.
 
     Parameters
     ----------
     features : int
-        Features of a sample.
+        Number of features of a sample.
     hidden : sequence of int
         Widths of the hidden layers; empty gives a linear model.
     outputs : int
-        Classes, or numbers to predict.
+        Number of classes, or of numbers to predict.
     activation : str
         "gelu", "silu", "relu" or "tanh".
     task : str
@@ -78,12 +78,12 @@ class MLP:
     seed : int
         Key of the start values.
     active_features : tuple of int or None
-        The features in use; the others are taken as zeros, in training too. None uses all.
+        Indices of the features that are used; the others are replaced by zeros, in training too. None uses all.
 
     Raises
     ------
     ConfigError
-        For sizes, names or dtypes that cannot be used, naming them.
+        A size, name or dtype is not allowed.
     """
 
     features: int
@@ -149,10 +149,11 @@ class MLP:
         return (self.features,)
 
     def split(self, group: Group) -> BlockModel:
-        """Split the layers alternately by columns and by rows, so that two of them cost one sum each way.
+        """Return the tensor-parallel form: layers are split alternately by columns and by rows.
 
-        Every rank gets the whole outputs. Of an odd number of layers the last one is split by columns, and its outputs
-        are joined. Features are split by the shard rule.
+        So two layers together need one all-reduce in the forward pass and one in the backward pass. If the number of
+        layers is odd, the last layer is split by columns and its outputs are gathered. Every rank gets all outputs.
+        Features are split by the shard rule.
         """
         if group.size == 1:
             return self
@@ -172,11 +173,11 @@ class MLP:
         return SplitModel(self, group, blocks, self.loss, cuts)
 
     def feature_importance(self, params: Mapping[str, Params]) -> dict[str, float]:
-        """Return each feature's share of the first layer's absolute weights.
+        """Return, for each feature, its share of the first layer's absolute weights.
 
-        The mean absolute weight from the feature to the first layer, divided by the sum over all features; features
-        that are not active have 0. Features on different scales are comparable only if the inputs were standardized.
-        Keys are "0", "1", ...
+        This is the mean absolute weight of the feature in the first layer, divided by the sum of these means over all
+        features. Features that are not active have 0. Features on different scales are comparable only if the inputs
+        were standardized. Keys are "0", "1", ...
         """
         first = next(iter(self.blocks))
         means = np.abs(np.asarray(params[first]["linear"]["weight"], np.float64)).mean(axis=1)
@@ -187,11 +188,11 @@ class MLP:
 
     @property
     def active_feature_indices(self) -> tuple[int, ...]:
-        """The features in use."""
+        """Indices of the features that are used."""
         return tuple(range(self.features)) if self.active_features is None else self.active_features
 
     def with_active_features(self, indices: Sequence[int]) -> MLP:
-        """Return a model with the same parameters that uses only the features ``indices``."""
+        """Return a model of the same parameters that uses only the features with the given indices."""
         return replace(self, active_features=tuple(indices))
 
     def export_computation_graph(self) -> dict[str, Any]:
@@ -199,9 +200,9 @@ class MLP:
         return export_computation_graph(self, self.sample_shape)
 
     def compile_predictor(self, params: Mapping[str, Params]) -> Callable[[Array], Array]:
-        """Return a compiled function from samples to outputs, on a copy of the parameters.
+        """Compile a function that computes outputs from samples, with a copy of the parameters.
 
-        It equals :func:`mpizero.nn.evaluate` within rounding and needs no BLAS: meant for small batches, where its
-        one call costs less than the layers' many.
+        Its results equal those of :func:`mpizero.nn.evaluate` within rounding, and it needs no BLAS. It is meant for
+        small batches, where one call costs less than the many calls of the layers.
         """
         return compile_mlp(self, params)

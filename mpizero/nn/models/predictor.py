@@ -1,4 +1,4 @@
-"""Compile prediction: a whole model in one kernel call, without BLAS and without layers."""
+"""Compile a model's forward pass to one kernel, which needs no BLAS and calls no layers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from mpizero.types import Array, Params
 
 @dataclass(frozen=True)
 class GPTPredictor:
-    """Predict logits from ids (samples, length) by a compiled GPT; build with :func:`compile_gpt`.
+    """Compute logits from ids (samples, length) by one kernel call; made by :func:`compile_gpt`.
 
-    ``sizes`` are dim, layers, heads, vocabulary, sequence.
+    ``sizes`` are dim, layers, heads, vocabulary and sequence; ``scalars`` the norms' eps and the factor on attention
+    scores; ``packed`` all parameters in one flat array.
     """
 
     sizes: tuple[int, int, int, int, int]
@@ -53,7 +54,7 @@ class GPTPredictor:
 
 @dataclass(frozen=True)
 class MLPPredictor:
-    """Predict from samples (samples, features) by a compiled MLP; build with :func:`compile_mlp`."""
+    """Compute outputs from ``x`` (samples, features) by one kernel call; made by :func:`compile_mlp`."""
 
     widths: Array
     activation: str
@@ -76,7 +77,7 @@ class MLPPredictor:
 
 
 def compile_gpt(model: Any, params: Mapping[str, Params]) -> Callable[[Array], Array]:
-    """Pack a GPT's parameters for the kernel and compile it."""
+    """Pack a GPT's parameters into one array, and compile the kernel that predicts with them."""
     arrays = [params["embedding"]["token"]["weight"], params["embedding"]["position"]["weight"]]
     for index in range(model.layers):
         block = params[f"blocks.{index}"]
@@ -102,7 +103,7 @@ def compile_gpt(model: Any, params: Mapping[str, Params]) -> Callable[[Array], A
 
 
 def compile_mlp(model: Any, params: Mapping[str, Params]) -> Callable[[Array], Array]:
-    """Pack an MLP's parameters for the kernel and compile it."""
+    """Pack an MLP's parameters into one array, and compile the kernel that predicts with them."""
     layers = [params[block]["linear"] for block in model.blocks]
     packed = _packed([array for layer in layers for array in (layer["weight"], layer["bias"])], model.dtype)
     widths = np.array([model.features, *model.hidden, model.outputs], np.int64)

@@ -1,4 +1,4 @@
-"""Translate weights of a GPT from and to PyTorch's names.
+"""Convert weights of a GPT from and to PyTorch's names and layout.
 
 [Note: names in PyTorch] The names are those of GPT-2's published state dict, which nanoGPT and Hugging Face's
 ``GPT2LMHeadModel`` share (the latter's base model leaves out the prefix ``transformer.``; both are read):
@@ -19,12 +19,12 @@ head.norm.weight, .bias                       transformer.ln_f.weight, .bias
 head.projection.weight (untied models only)   lm_head.weight
 ============================================  ==========================================
 
-``torch.nn.Linear`` stores weights as (outputs, inputs); ours are (inputs, outputs), see
-:class:`mpizero.nn.Linear`, so the four matrices of a block are transposed. GPT-2's own ``Conv1D`` stores them as we
-do. Which of the two a state dict holds is read from the shape of ``c_attn``, which is never square. The tables
-(``wte``, ``wpe``, ``lm_head``) have the same layout everywhere. Causal masks saved as buffers (``attn.bias``,
-``attn.masked_bias``) are ignored. GELU here is the tanh form: ``torch.nn.GELU(approximate="tanh")``, GPT-2's
-"gelu_new"; a model trained with the exact form gives slightly other logits.
+``torch.nn.Linear`` stores weights as (outputs, inputs), mpizero as (inputs, outputs) (:class:`mpizero.nn.Linear`), so
+the four matrices of a block are transposed. GPT-2's own ``Conv1D`` stores them as (inputs, outputs), too. Which of the
+two a state dict holds is seen from the shape of ``c_attn``, which is never square. The tables (``wte``, ``wpe``,
+``lm_head``) have the same layout everywhere. Causal masks saved as buffers (``attn.bias``, ``attn.masked_bias``) are
+ignored. mpizero's GELU is the tanh form: ``torch.nn.GELU(approximate="tanh")``, GPT-2's "gelu_new". A model trained
+with the exact form gives slightly different logits here.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _ENDS = {
 
 
 def torch_name(name: str) -> str:
-    """Translate one of a GPT's parameter names into PyTorch's; see the module's note."""
+    """Translate the name of a GPT's parameter into PyTorch's; see [Note: names in PyTorch]."""
     if name in _ENDS:
         return _ENDS[name]
     _, index, rest = name.split(".", 2)
@@ -67,24 +67,24 @@ def torch_name(name: str) -> str:
 
 
 def from_torch(model: GPT, state: Mapping[str, Any]) -> dict[str, Array]:
-    """Translate a PyTorch state dict into a GPT's named parameters.
+    """Convert a PyTorch state dict into a GPT's named parameters.
 
     Parameters
     ----------
     model : GPT
-        The model the weights are for; values are cast to its dtype.
+        The model that the weights are for; values are cast to its dtype.
     state : mapping of str to tensor or array
         A state dict; tensors may lie on any device.
 
     Returns
     -------
     dict of str to Array
-        A contiguous array for each parameter that is not tied, as :func:`mpizero.nn.bind` takes them.
+        One contiguous array for each parameter, none for tied uses, as :func:`mpizero.nn.bind` takes them.
 
     Raises
     ------
     LayoutError
-        Naming the entry that is missing or of another shape.
+        An entry is missing or of another shape; the message names it.
     """
     prefix = "" if "wte.weight" in state else _PREFIX
     turned = _stores_outputs_first(model, state, prefix)
@@ -105,13 +105,13 @@ def from_torch(model: GPT, state: Mapping[str, Any]) -> dict[str, Array]:
 
 
 def to_torch(model: GPT, named: Mapping[str, Array]) -> dict[str, Array]:
-    """Translate named parameters into PyTorch's names and ``torch.nn.Linear``'s layout.
+    """Convert named parameters to PyTorch's names and the layout of ``torch.nn.Linear``.
 
     Returns
     -------
     dict of str to Array
-        NumPy arrays; ``{name: torch.from_numpy(value)}`` is a state dict. ``lm_head.weight`` is always there, the
-        same array as ``transformer.wte.weight`` where the model is tied.
+        NumPy arrays; ``{name: torch.from_numpy(value)}`` of them is a state dict. ``lm_head.weight`` is always there;
+        if the model is tied, it is the same array as ``transformer.wte.weight``.
     """
     state = {}
     for spec in model_specs(model):

@@ -14,22 +14,22 @@ from mpizero.types import Group
 
 @dataclass(frozen=True)
 class SplitAttention(AttentionBase):
-    """Attend with the own heads: their queries, keys and values are columns, their outputs rows of the two matrices.
+    """Compute attention with this rank's heads; the first linear map is split by columns, the projection by rows.
 
     Parameters
     ----------
     whole : CausalSelfAttention
         The unsplit layer; the group's size divides its heads.
     group : Group
-        The ranks it is split over.
+        The ranks that the layer is split over.
     sequence : bool
-        Whether inputs and outputs are parts of sequences, (samples, own places, dim). The gradient of the
-        projection's bias is then the own part's term.
+        Whether inputs and outputs are parts of sequences, (samples, own places, dim). The gradient of the projection's
+        bias is then the term of this rank's places, to be summed over the ranks.
 
     Raises
     ------
     ConfigError
-        The heads cannot be split evenly.
+        The number of ranks does not divide the number of heads.
     """
 
     whole: CausalSelfAttention
@@ -46,12 +46,12 @@ class SplitAttention(AttentionBase):
 
     @property
     def features(self) -> int:
-        """Features of an input."""
+        """Number of features of an input."""
         return self.whole.dim
 
     @cached_property
     def own_heads(self) -> tuple[CausalSelfAttention, int]:
-        """The own heads as a layer, of which only the attention is used, and the number of the first one."""
+        """The attention of this rank's heads, as a layer whose linear maps are unused, and its first head's number."""
         whole, size = self.whole, self.group.size
         own = replace(whole, dim=whole.dim // size, heads=whole.heads // size)
         return own, self.group.rank * own.heads

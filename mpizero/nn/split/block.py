@@ -1,4 +1,4 @@
-"""Split transformer blocks over a tensor group, sequence-parallel between (Korthikanti et al., 2022, section 4.2)."""
+"""Split transformer blocks over a tensor group, with sequence parallelism (Korthikanti et al., 2022, section 4.2)."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class SplitFeedForward(FeedForwardBase):
     whole : FeedForward
         The unsplit layer; hidden features are split by the shard rule.
     group : Group
-        The ranks it is split over.
+        The ranks that the layer is split over.
     sequence : bool
-        Whether inputs and outputs are parts of sequences, (samples, own places, dim). The gradient of the
-        projection's bias is then the own part's term.
+        Whether inputs and outputs are parts of sequences, (samples, own places, dim). The gradient of the projection's
+        bias is then the term of this rank's places, to be summed over the ranks.
     """
 
     whole: FeedForward
@@ -47,19 +47,20 @@ class SplitFeedForward(FeedForwardBase):
 
 @dataclass(frozen=True)
 class SplitBlock(TransformerBlockBase):
-    """Compute a pre-norm block with split heads and hidden features; all else is split by places of the sequence.
+    """Compute a pre-norm block whose heads and hidden features are split; all else is split by places of the sequence.
 
-    Between its column-row pairs a rank works on its own places only, so norms, dropouts and the residual stream take
-    1 / size of the time and memory. Messages of a pass: forward a gather and a reduce-scatter for each of the two
-    pairs; backward the same again, another gather for each pair in the weight half, since inputs of the column
-    products are kept in parts, and one sum of the gradients of all parameters that every rank holds whole.
+    Attention and feed-forward are each a pair of linear maps, split by columns and then by rows. Outside of these pairs
+    a rank works on its own places only, so norms, dropouts and the residual stream take 1 / size of the time and
+    memory. The forward pass sends an all-gather and a reduce-scatter for each of the two pairs. The backward pass sends
+    the same. Its weight half sends another all-gather for each pair, because a rank keeps only its part of the inputs,
+    and one all-reduce of the gradients of all parameters that every rank holds whole.
 
     Parameters
     ----------
     whole : TransformerBlock
         The unsplit layer.
     group : Group
-        The ranks it is split over.
+        The ranks that the layer is split over.
     """
 
     whole: TransformerBlock
@@ -86,19 +87,19 @@ class SplitBlock(TransformerBlockBase):
         return dropped(dropout, x, run, self.group)
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map the own places ``x`` (samples, places, dim) to the same shape. Collective over the group."""
+        """Map this rank's places ``x`` (samples, places, dim) to the same shape. Collective over the group."""
         return super().forward(params, x, require_length(run, x, self.group))
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the own parts' gradients, and those of what every rank holds whole. Collective over the group."""
+        """Overwrite the gradients of this rank's parts and of the parameters held whole. Collective over the group."""
         super().backward_weights(params, cache, pending, grads)
         complete_shared(self, self.group, grads, "block: shared gradients")
 
 
 def dropped(dropout: Dropout, x: Array, run: Run, group: Group) -> Array:
-    """Mask the own places ``x`` (samples, places, features) as the unsplit model masks the whole sequence.
+    """Apply dropout to this rank's places ``x`` (samples, places, features) with the mask of the unsplit model.
 
-    The gradient is the same function of ``dy``.
+    The backward pass calls this function with ``dy``.
     """
     if not dropout.drops(x, run):
         return x
@@ -108,23 +109,23 @@ def dropped(dropout: Dropout, x: Array, run: Run, group: Group) -> Array:
 
 @dataclass(frozen=True)
 class SequenceParallel(Wrapper):
-    """Run a layer that works on parts of sequences between activations that are whole on every rank."""
+    """Run a layer that works on parts of sequences, with input and output that are whole on every rank."""
 
     group: Group
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Run the layer on this rank's places of ``x`` (samples, length, ...) and gather the results. Collective."""
+        """Run the layer on this rank's places of ``x`` (samples, length, ...), gather the results. Collective."""
         require_sequences(x, None, "TransformerBlock")
         cut, join = Split(self.group, 1, x.shape[1]), Gather(self.group, 1, x.shape[1])
         y, cache = self.layer.forward(params, cut.forward(x), replace(run, length=x.shape[1]))
         return join.forward(y), (cut, cache, join)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Compute the gradient of ``x``, whole. Collective over the group."""
+        """Compute the whole gradient of ``x``. Collective over the group."""
         cut, inner, join = cache
         dx, pending = self.layer.backward_input(params, inner, join.backward(dy))
         return cut.backward(known(dx)), pending
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Run the wrapped layer's weight half. Collective as it is."""
+        """Run the wrapped layer's weight half. Collective over the group."""
         self.layer.backward_weights(params, cache[1], pending, grads)

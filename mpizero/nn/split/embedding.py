@@ -19,18 +19,20 @@ from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
 
 @dataclass(frozen=True)
 class SplitEmbedding(Layer):
-    """Look up ids in a table whose rows are split by the shard rule: each vector is found by one rank.
+    """Look up ids in a table whose rows are split over the ranks by the shard rule.
 
-    Its sum with the other ranks' zeros is exact, so vectors and gradients have the bits of the unsplit layer.
+    Each vector is found by one rank, the other ranks have zeros, and the ranks' vectors are summed. This sum is exact,
+    so vectors and gradients have the bits of the unsplit layer.
 
     Parameters
     ----------
     whole : Embedding
         The unsplit layer.
     group : Group
-        The ranks it is split over.
+        The ranks that the layer is split over.
     sequence : bool
-        Whether each rank gets the vectors of its places only, of ids (samples, length); else it gets all.
+        Whether each rank gets the vectors of its own places only; then ids are (samples, length). Otherwise every rank
+        gets all vectors.
     """
 
     whole: Embedding
@@ -39,15 +41,15 @@ class SplitEmbedding(Layer):
 
     @cached_property
     def ranges(self) -> Ranges:
-        """The rows this rank holds."""
+        """The range of rows that this rank holds."""
         return (own_range(self.whole.items, self.group),)
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe the own rows of ``weight``. Not collective."""
+        """Describe this rank's rows of ``weight``. Not collective."""
         return tuple(part_of(spec, 0, self.ranges) for spec in self.whole.own_specs())
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ids to vectors, as the unsplit layer or of the own places only. Collective over the group."""
+        """Map ids to vectors, of all places or of this rank's places only. Collective over the group."""
         weight = params["weight"]
         ids = as_ids(x, self.whole.items, "Embedding").reshape(-1) - self.ranges[0][0]
         rows = namespace(weight).empty((ids.size, self.whole.features), weight.dtype)
@@ -57,38 +59,39 @@ class SplitEmbedding(Layer):
         return leave.forward(rows.reshape(*x.shape, self.whole.features)), (ids, leave)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Return no input gradient. Not collective."""
+        """Return None, because integer ids have no gradient, and what the weight half needs. Not collective."""
         return None, dy
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the own rows' gradient. Collective over the group if sequences are split."""
+        """Overwrite the gradient of this rank's rows. Collective over the group if sequences are split."""
         self.add_rows(cache[0], cache[1].backward(pending), grads["weight"])
 
     def add_rows(self, ids: Array, dy: Array, gradient: Array) -> None:
-        """Overwrite ``gradient`` with the sum of ``dy`` over the places of each own id. Not collective."""
+        """Overwrite each row of ``gradient`` with the sum of ``dy`` over the places of the row's id. Not collective."""
         gradient[...] = 0
         rows = namespace(dy).ascontiguousarray(dy.reshape(ids.size, self.whole.features))
         kernels.backend(gradient).embedding.scatter_add(rows, ids, gradient)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the unsplit layer's. Not collective."""
+        """Return the unsplit layer's output shape. Not collective."""
         return self.whole.output_shape(shape)
 
 
 @dataclass(frozen=True)
 class SplitTokenEmbedding(Layer):
-    """Look up tokens in a table split by rows, add positions of a whole table, then apply dropout.
+    """Look up tokens in a table that is split by rows, add positions from a whole table, then apply dropout.
 
-    Messages: a reduce-scatter forward and a gather in the weight half, or a sum forward if ``sequence`` is false.
+    With ``sequence`` the forward pass sends a reduce-scatter, the weight half an all-gather. Without it the forward
+    pass sends an all-reduce.
 
     Parameters
     ----------
     whole : TokenEmbedding
         The unsplit layer.
     group : Group
-        The ranks it is split over.
+        The ranks that the layer is split over.
     sequence : bool
-        Whether each rank gets the vectors of its places only.
+        Whether each rank gets the vectors of its own places only.
     """
 
     whole: TokenEmbedding
@@ -116,11 +119,11 @@ class SplitTokenEmbedding(Layer):
         return self._dropped(dropout, vectors, run), (cache, run)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Return no input gradient. Not collective."""
+        """Return None, because integer ids have no gradient, and what the weight half needs. Not collective."""
         return None, self._dropped(self._layers[2], dy, cache[1])
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the own rows' gradient and the positions'. Collective over the group if sequences are split."""
+        """Overwrite the gradients of this rank's rows and of the positions. Collective if sequences are split."""
         token, position, _ = self._layers
         ids, leave = cache[0]
         dy = leave.backward(pending)  # all places, which both tables need
@@ -133,9 +136,9 @@ class SplitTokenEmbedding(Layer):
         return dropout.mask(x, run) if dropout.drops(x, run) else x
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the unsplit layer's. Not collective."""
+        """Return the unsplit layer's output shape. Not collective."""
         return self.whole.output_shape(shape)
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count no products: rows are copied. Not collective."""
+        """Return zero operations, because a look-up has no matrix products. Not collective."""
         return Operations()

@@ -1,4 +1,4 @@
-"""Compute a language model's last block and loss over a tensor group; no rank has the full logits."""
+"""Split a language model's last block and its loss over a tensor group, so that no rank holds all logits."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from mpizero.types import EVALUATE, Array, Group, Params, Run
 
 @dataclass(frozen=True)
 class SplitHead(LanguageHeadBase):
-    """Apply the final norm to own places of sequences, then compute logits of own vocabulary items for all places.
+    """Apply the final norm to this rank's places, then compute the logits of its vocabulary items for all places.
 
-    Messages: a gather forward, a reduce-scatter backward; in the weight half a gather and a sum of the norm's
-    gradients.
+    The forward pass sends an all-gather, the backward pass a reduce-scatter, and its weight half an all-gather and an
+    all-reduce of the norm's gradients.
 
     Parameters
     ----------
     whole : LanguageHead
         The unsplit layer.
     group : Group
-        The ranks it is split over.
+        The ranks that the layer is split over.
     """
 
     whole: LanguageHead
@@ -43,16 +43,16 @@ class SplitHead(LanguageHeadBase):
         return norm, SplitProjection(projection, self.group, sequence=True)
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map own places (samples, places, dim) to logits (samples, length, own items). Collective over the group."""
+        """Map this rank's places (samples, places, dim) to logits (samples, length, own items). Collective."""
         return super().forward(params, x, require_length(run, x, self.group))
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradients of the norm and of this use of the own items. Collective over the group."""
+        """Overwrite the gradients of the norm and of this rank's vocabulary items. Collective over the group."""
         super().backward_weights(params, cache, pending, grads)
         complete_shared(self, self.group, grads, "head: shared gradients")
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the unsplit layer's. Not collective."""
+        """Return the unsplit layer's output shape. Not collective."""
         return self.whole.output_shape(shape)
 
 
@@ -60,18 +60,18 @@ class SplitHead(LanguageHeadBase):
 class SplitCrossEntropy:
     """Compute the cross-entropy of logits that are split over the ranks by classes.
 
-    Each rank reduces its logits of a place to their maximum, the sum of their exponentials over it, and the target's
-    logit if it is here. One message of these three gives every rank the whole loss, with the same bits; the gradient
-    of the own logits needs no other.
+    For each place a rank reduces its logits to three numbers: their maximum, the sum of their exponentials relative to
+    the maximum, and the target's logit if this rank holds it. One all-gather of these numbers is enough for every rank
+    to compute the whole loss, with the same bits. The gradient of this rank's logits needs no other message.
 
     Parameters
     ----------
     whole : CrossEntropy
         The unsplit loss.
     group : Group
-        The ranks the classes are split over.
+        The ranks that the classes are split over.
     classes : int
-        Number of classes of all ranks.
+        Number of classes of all ranks together.
     """
 
     whole: CrossEntropy
@@ -79,21 +79,21 @@ class SplitCrossEntropy:
     classes: int
 
     def forward(self, prediction: Array, target: Array) -> tuple[float, float, Any]:
-        """Sum the losses of all counted targets, in float64. Collective over the group.
+        """Sum the losses of all targets that are not negative, in float64. Collective over the group.
 
         Parameters
         ----------
         prediction : Array
-            The own logits, (..., own classes).
+            This rank's logits, (..., own classes).
         target : Array
             As for :class:`mpizero.nn.CrossEntropy`, the same on every rank.
 
         Returns
         -------
         loss_sum, weight : float
-            The sum and the number of counted targets, the same on every rank.
+            The sum, and the number of targets that are not negative; the same on every rank.
         cache : Any
-            For :meth:`backward`.
+            The intermediate results that :meth:`backward` needs.
         """
         targets = self.whole.as_targets(target, prediction.shape[:-1], self.classes)
         xp, loss = namespace(prediction), kernels.backend(prediction).loss
@@ -108,7 +108,7 @@ class SplitCrossEntropy:
         return float(losses.sum()), counted, (logits, targets, merged, prediction.shape)
 
     def backward(self, cache: Any, scale: float = 1.0) -> Array:
-        """Compute ``scale`` times the gradient of the loss sum for the own logits. Not collective."""
+        """Compute ``scale`` times the gradient of the loss sum for this rank's logits. Not collective."""
         logits, targets, merged, shape = cache
         gradient: Array = namespace(logits).empty_like(logits)
         first = own_range(self.classes, self.group)[0]
@@ -117,5 +117,5 @@ class SplitCrossEntropy:
         return gradient.reshape(shape)
 
     def joined(self, prediction: Array) -> Array:
-        """Return the logits of all classes. Collective over the group."""
+        """Gather the logits of all classes on every rank. Collective over the group."""
         return Gather(self.group, prediction.ndim - 1, self.classes).forward(prediction)

@@ -19,22 +19,22 @@ from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
 
 
 class SplitLinearBase(Affine):
-    """Define what linear layers split by columns and by rows have in common."""
+    """Define what :class:`ColumnLinear` and :class:`RowLinear` have in common."""
 
     whole: Linear
 
     @property
     @abstractmethod
     def ranges(self) -> Ranges:
-        """The columns or rows this rank holds."""
+        """The ranges of columns or rows that this rank holds."""
 
     @cached_property
     def held(self) -> int:
-        """Number of columns or rows this rank holds."""
+        """Number of columns or rows that this rank holds."""
         return size_of(self.ranges)
 
     def last_bias(self, params: Params) -> Array | None:
-        """Return ``bias``, or this rank's part of it, where there is one."""
+        """Return ``bias``, or this rank's part of it; None where the layer has no bias."""
         return params["bias"] if self.whole.bias else None
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -44,19 +44,19 @@ class SplitLinearBase(Affine):
 
 @dataclass(frozen=True)
 class ColumnLinear(SplitLinearBase):
-    """Apply the own columns of a linear map: from whole inputs to own outputs.
+    """Apply this rank's columns of a linear map: whole inputs give this rank's part of the outputs.
 
     Parameters
     ----------
     whole : Linear
         The unsplit layer.
     group : Group
-        The ranks it is split over.
+        The ranks that the layer is split over.
     columns : tuple of (int, int) or None
-        The columns this rank holds; None takes the shard rule's.
+        The ranges of columns that this rank holds; None takes those of the shard rule.
     sequence : bool
-        Whether inputs are parts of sequences, (samples, own places, inputs), which are joined before the product, and
-        once more for the weight's gradient: a rank keeps its own part only.
+        Whether inputs are parts of sequences, (samples, own places, inputs). They are gathered before the product, and
+        again for the weight's gradient, because a rank keeps only its own part.
     """
 
     whole: Linear
@@ -66,15 +66,15 @@ class ColumnLinear(SplitLinearBase):
 
     @cached_property
     def ranges(self) -> Ranges:
-        """The columns this rank holds."""
+        """The ranges of columns that this rank holds."""
         return self.columns or (own_range(self.whole.outputs, self.group),)
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe the own columns of ``weight`` and, where there is one, the own part of ``bias``. Not collective."""
+        """Describe this rank's columns of ``weight`` and its part of ``bias``, if there is one. Not collective."""
         return tuple(part_of(spec, len(spec.shape) - 1, self.ranges) for spec in self.whole.own_specs())
 
     def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ``x`` (..., inputs) to (..., own outputs). Collective over the group if sequences are split."""
+        """Map ``x`` (..., inputs) to (..., own outputs), without the bias. Collective if sequences are split."""
         weight = params["weight"]
         x = as_rows(x, self.whole.inputs, weight.dtype, "Linear").reshape(x.shape)
         entry: Region = Expand(self.group, 1, run.length) if self.sequence else Copy(self.group)
@@ -91,7 +91,7 @@ class ColumnLinear(SplitLinearBase):
         return cache[1].backward(dx), rows
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the own columns' gradients. Collective over the group if sequences are split."""
+        """Overwrite the gradients of this rank's columns. Collective over the group if sequences are split."""
         x, entry = cache
         inputs = entry.forward(x).reshape(pending.shape[0], self.whole.inputs)
         matmul(inputs.T, pending, out=grads["weight"])
@@ -99,26 +99,26 @@ class ColumnLinear(SplitLinearBase):
             sum_rows(pending, grads["bias"])
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the products with the own columns. Not collective."""
+        """Count the operations with this rank's columns. Not collective."""
         return linear_operations(prod(shape[:-1]), self.whole.inputs, self.held, self.whole.input_gradient)
 
 
 @dataclass(frozen=True)
 class RowLinear(SplitLinearBase):
-    """Apply the own rows of a linear map: from own inputs to the whole output, summed over the ranks.
+    """Apply this rank's rows of a linear map: its part of the inputs gives one term of the outputs' sum over the ranks.
 
-    The bias is whole on every rank and added to the sum. Between the halves of the backward pass a rank holds the whole
-    gradient of the outputs.
+    Every rank holds the whole bias, which is added to the sum. Between the halves of the backward pass a rank holds the
+    whole gradient of the outputs.
 
     Parameters
     ----------
     whole : Linear
         The unsplit layer.
     group : Group
-        The ranks it is split over.
+        The ranks that the layer is split over.
     sequence : bool
-        Whether each rank keeps its part of the sequences of the sum only. The bias's gradient is then the own part's
-        term: the block that uses the layer completes it.
+        Whether each rank gets the sum for its own places of the sequences only. The bias's gradient is then the term of
+        these places; the block that uses the layer sums it over the ranks.
     """
 
     whole: Linear
@@ -127,16 +127,16 @@ class RowLinear(SplitLinearBase):
 
     @cached_property
     def ranges(self) -> Ranges:
-        """The rows this rank holds."""
+        """The range of rows that this rank holds."""
         return (own_range(self.whole.inputs, self.group),)
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe the own rows of ``weight`` and, where there is one, the whole ``bias``. Not collective."""
+        """Describe this rank's rows of ``weight`` and the whole ``bias``, if there is one. Not collective."""
         weight, *bias = self.whole.own_specs()
         return part_of(weight, 0, self.ranges), *bias
 
     def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ``x`` (..., own inputs) to (..., outputs), or to its own places of that. Collective over the group."""
+        """Map ``x`` (..., own inputs) to (..., outputs), of all places or this rank's. Collective over the group."""
         weight = params["weight"]
         rows = as_rows(x, self.held, weight.dtype, "Linear")
         leave: Region = Scatter(self.group, 1, x.shape[1]) if self.sequence else Reduce(self.group)
@@ -151,14 +151,14 @@ class RowLinear(SplitLinearBase):
         return matmul(above, params["weight"].T).reshape(*terms.shape[:-1], self.held), (above, dy)
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the own rows' gradient, and the bias's or the own part's term of it. Not collective."""
+        """Overwrite the gradient of this rank's rows, and of the bias (or this rank's term of it). Not collective."""
         above, dy = pending
         matmul(cache[0].T, above, out=grads["weight"])
         if self.whole.bias:
             sum_rows(dy.reshape(prod(dy.shape[:-1]), self.whole.outputs), grads["bias"])
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the products with the own rows. Not collective."""
+        """Count the operations with this rank's rows. Not collective."""
         return linear_operations(prod(shape[:-1]), self.held, self.whole.outputs)
 
 
@@ -166,7 +166,8 @@ class RowLinear(SplitLinearBase):
 class SplitLinear(Wrapper):
     """Split a linear map by columns, with inputs and outputs that are whole on every rank.
 
-    For a layer on its own. Two in a row cost fewer messages as :class:`ColumnLinear` and :class:`RowLinear`.
+    Use it for a single layer. Two linear layers in sequence need fewer messages as :class:`ColumnLinear` followed by
+    :class:`RowLinear`.
     """
 
     layer: ColumnLinear
@@ -182,24 +183,24 @@ class SplitLinear(Wrapper):
         return self.layer.backward_input(params, cache[0], cache[1].backward(dy))
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the own columns' gradients. Not collective."""
+        """Overwrite the gradients of this rank's columns. Not collective."""
         self.layer.backward_weights(params, cache[0], pending, grads)
 
 
 @dataclass(frozen=True)
 class SplitProjection(Layer):
-    """Apply a projection whose classes are split over the ranks: from whole inputs to own logits.
+    """Apply a projection whose classes are split over the ranks: whole inputs give the logits of this rank's classes.
 
     Parameters
     ----------
     whole : Projection
         The unsplit layer.
     group : Group
-        The ranks it is split over.
+        The ranks that the layer is split over.
     sequence : bool
-        As for :class:`ColumnLinear`.
+        Whether inputs are parts of sequences, as for :class:`ColumnLinear`.
     joined : bool
-        Whether every rank gets all logits.
+        Whether the logits are gathered, so that every rank gets all of them.
     """
 
     whole: Projection
@@ -209,15 +210,15 @@ class SplitProjection(Layer):
 
     @cached_property
     def ranges(self) -> Ranges:
-        """The classes this rank holds."""
+        """The range of classes that this rank holds."""
         return (own_range(self.whole.classes, self.group),)
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe the own rows of ``weight``. Not collective."""
+        """Describe this rank's rows of ``weight``. Not collective."""
         return tuple(part_of(spec, 0, self.ranges) for spec in self.whole.own_specs())
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ``x`` (..., features) to own or joined logits. Collective over the group if inputs or logits move."""
+        """Map ``x`` (..., features) to this rank's logits or to all. Collective with ``sequence`` or ``joined``."""
         weight = params["weight"]
         x = as_rows(x, self.whole.features, weight.dtype, "Projection").reshape(x.shape)
         entry: Region = Expand(self.group, 1, run.length) if self.sequence else Copy(self.group)
@@ -236,7 +237,7 @@ class SplitProjection(Layer):
         return entry.backward(dx), rows
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the own classes' gradients. Collective over the group if sequences are split."""
+        """Overwrite the gradients of this rank's classes. Collective over the group if sequences are split."""
         x, entry, _ = cache
         inputs = entry.forward(x).reshape(pending.shape[0], self.whole.features)
         matmul(pending.T, inputs, out=grads["weight"])
@@ -246,5 +247,5 @@ class SplitProjection(Layer):
         return self.whole.output_shape(shape)
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the products with the own classes. Not collective."""
+        """Count the operations with this rank's classes. Not collective."""
         return linear_operations(prod(shape[:-1]), self.whole.features, size_of(self.ranges))

@@ -16,16 +16,16 @@ from mpizero.types import Array, BlockModel, Group, Layer, Loss, Run
 
 @dataclass(frozen=True)
 class JoinedLoss:
-    """Compute a loss of whole predictions on ranks that hold a part of the last axis each: join the parts first.
+    """Compute a loss where each rank holds a part of the predictions' last axis: gather the parts, then apply the loss.
 
     Parameters
     ----------
     loss : Loss
         The loss of whole predictions.
     group : Group
-        The ranks; each computes the whole loss.
+        The ranks that hold the parts; each of them computes the whole loss.
     outputs : int
-        Length of the last axis.
+        Length of the last axis of whole predictions.
     """
 
     loss: Loss
@@ -39,7 +39,7 @@ class JoinedLoss:
         return loss_sum, weight, (cache, join)
 
     def backward(self, cache: Any, scale: float = 1.0) -> Array:
-        """Compute ``scale`` times the gradient of the loss sum for the own part. Not collective."""
+        """Compute ``scale`` times the gradient of the loss sum for this rank's part. Not collective."""
         inner, join = cache
         gradient: Array = join.take(self.loss.backward(inner, scale))
         return gradient
@@ -47,27 +47,27 @@ class JoinedLoss:
 
 @dataclass(frozen=True, eq=False)
 class SplitModel:
-    """Hold one rank's part of a model: a block model whose passes and loss are collective over ``group``.
+    """Hold one rank's part of a tensor-parallel model; its passes and its loss are collective over ``group``.
 
     Loss and weight are those of the whole model, the same on every rank.
 
     Parameters
     ----------
     whole : BlockModel
-        The unsplit model, which names, seed and dtype come from.
+        The unsplit model; parameter names, seed and dtype are the same.
     group : Group
-        The ranks it is split over; all of them work on the same samples.
+        The ranks that the model is split over; all of them work on the same samples.
     blocks : mapping of str to Layer
         The blocks by name, in order.
     loss : Loss
-        The loss, which takes what the last block returns on this rank, and the whole target.
+        The loss. It takes what the last block returns on this rank, and the whole target.
     cuts : mapping of str to int
-        For each block whose output this rank holds a part of, the axis of one sample's output that is cut by the
-        shard rule.
+        The blocks of whose output this rank holds only a part. For each of them, the axis of one sample's output that
+        is cut by the shard rule.
     outputs : int or None
-        Length of the prediction's last axis where each rank has a part of it; None where predictions are whole.
+        Length of the prediction's last axis, if each rank has a part of that axis; None if predictions are whole.
     sequences : bool
-        Whether blocks work on parts of the input's second axis.
+        Whether blocks work on parts of sequences, the input's second axis.
     """
 
     whole: BlockModel
@@ -80,31 +80,31 @@ class SplitModel:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The unsplit model's."""
+        """The same as in the unsplit model."""
         return self.whole.dtype
 
     @property
     def seed(self) -> int:
-        """The unsplit model's."""
+        """The same as in the unsplit model."""
         return self.whole.seed
 
     def run_on(self, x: Array, run: Run) -> Run:
-        """Add to ``run`` what blocks must know of the whole ``x``; without it they ask each other. Not collective."""
+        """Return ``run`` with the length of the sequences ``x``, which saves the blocks a message. Not collective."""
         return replace(run, length=x.shape[1]) if self.sequences and getattr(x, "ndim", 0) > 1 else run
 
     def whole_prediction(self, y: Array) -> Array:
-        """Return the prediction as one process would give it, from what the last block returned here.
+        """Return the whole prediction; ``y`` is what the last block returned on this rank.
 
-        Collective over ``group`` where ranks have parts of it.
+        Collective over ``group`` where each rank has a part of the prediction.
         """
         return y if self.outputs is None else Gather(self.group, y.ndim - 1, self.outputs).forward(y)
 
     def loss_on_parts(self, loss: Loss) -> Loss:
-        """Return a loss of whole predictions as one of what the last block returns here. Not collective."""
+        """Adapt a loss of whole predictions to take what the last block returns on this rank. Not collective."""
         return loss if self.outputs is None else JoinedLoss(loss, self.group, self.outputs)
 
     def held_shape(self, block: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of what this rank holds of a block's output ``shape``, for one sample. Not collective."""
+        """Return the shape of this rank's part of a block's output of ``shape``, for one sample. Not collective."""
         if block not in self.cuts:
             return shape
         axis = self.cuts[block] % len(shape)
@@ -118,20 +118,20 @@ def split_model(model: BlockModel, group: Group) -> BlockModel:
     Parameters
     ----------
     model : BlockModel
-        A model with a method ``split(group)``, as the library's own have, or one of layers with such a method
-        (:meth:`mpizero.nn.Layer.split`); layers without stay whole on every rank.
+        A model with a method ``split(group)``, such as mpizero's own models, or a model of layers with such a method
+        (:meth:`mpizero.nn.Layer.split`). Layers without that method stay whole on every rank.
     group : Group
-        The ranks; one rank gets ``model`` itself.
+        The ranks to split the model over. If there is only one, ``model`` itself is returned.
 
     Returns
     -------
     BlockModel
-        What this rank computes; :func:`whole_prediction` joins what it predicts.
+        This rank's part of the model. :func:`whole_prediction` joins the ranks' predictions.
 
     Raises
     ------
     ConfigError
-        Nothing can be split, or what can be has too few heads.
+        Nothing in the model can be split, or the number of ranks does not divide the number of heads.
     """
     if group.size == 1:
         return model
@@ -152,12 +152,15 @@ def split_model(model: BlockModel, group: Group) -> BlockModel:
 
 
 def whole_prediction(model: BlockModel, y: Array) -> Array:
-    """Return the prediction as one process would give it, of any model. Collective where ``model`` is split."""
+    """Return the whole prediction of any model from its output ``y`` on this rank. Collective if ``model`` is split."""
     join = getattr(model, "whole_prediction", None)
     return y if join is None else join(y)
 
 
 def run_on(model: BlockModel, x: Array, run: Run) -> Run:
-    """Add to ``run`` what the blocks of a split model must know of its whole input ``x``. Not collective."""
+    """Return ``run`` with what the blocks of a split model need to know of its input ``x``, such as its length.
+
+    Collective only for a :class:`~mpizero.nn.ContextModel`.
+    """
     know = getattr(model, "run_on", None)
     return run if know is None else know(x, run)

@@ -1,4 +1,4 @@
-"""Compute the part of a parameter and of a sequence that a rank of a tensor group holds."""
+"""Compute which part of a parameter and of a sequence a rank of a tensor group holds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 def own_range(length: int, group: Group) -> tuple[int, int]:
-    """Return this rank's range of ``length`` items by the shard rule. Not collective."""
+    """Return the range (start, stop) of ``length`` items that this rank holds by the shard rule. Not collective."""
     shard = Partition(length, group.size).shard(group.rank)
     return shard.start, shard.stop
 
@@ -29,15 +29,17 @@ def size_of(ranges: Ranges) -> int:
 
 
 def part_of(spec: ParameterSpec, axis: int, ranges: Ranges) -> ParameterSpec:
-    """Describe the ranges of a whole parameter along ``axis``; it starts as the whole one does. Not collective."""
+    """Describe a part of a parameter, its ``ranges`` along ``axis``; start values stay the same. Not collective."""
     shape = (*spec.shape[:axis], size_of(ranges), *spec.shape[axis + 1 :])
     return replace(spec, shape=shape, part=Part(spec.shape, axis, ranges))
 
 
 def complete_shared(layer: Layer, group: Group, grads: Params, tag: str) -> None:
-    """Add up the gradients of the parameters that every rank holds whole but saw only part of the places for.
+    """Sum over the ranks the gradients of a layer's parameters that every rank holds whole.
 
-    Collective over ``group``: one message.
+    Each rank has computed the term of its own places of the sequences.
+
+    Collective over ``group``, with one message.
     """
     shared = [_found(grads, spec.name) for spec in layer.specs() if spec.part is None and spec.trainable]
     complete(group, shared, tag)
@@ -51,9 +53,9 @@ def _found(tree: Any, name: str) -> Array:
 
 
 def require_length(run: Run, x: Array, group: Group) -> Run:
-    """Return ``run`` with the whole length of the sequences of which ``x`` (samples, places, ...) is this rank's part.
+    """Return ``run`` with the length of the whole sequences; ``x`` (samples, places, ...) is this rank's part of them.
 
-    Collective over ``group`` unless ``run`` knows the length.
+    Collective over ``group``, unless ``run`` has the length already.
 
     Raises
     ------

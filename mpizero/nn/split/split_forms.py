@@ -1,7 +1,7 @@
-"""Register the split form of every layer that has one: [Note: split forms].
+"""Register the tensor-parallel (split) form of every layer that has one.
 
-[Note: split forms] A layer does not know how it is split. :meth:`mpizero.nn.Layer.split` looks its class up in one
-table, which this module fills when :mod:`mpizero.nn` is imported; a user's own layer overrides ``split`` instead.
+[Note: split forms] A layer does not know how it is split. :meth:`mpizero.nn.Layer.split` looks the layer's class up in
+one table, which this module fills when :mod:`mpizero.nn` is imported. A user's own layer overrides ``split`` instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mpizero.types import Group
 
 
 def _split_head(head: LanguageHead, group: Group) -> Layer:
-    """Split the vocabulary; every rank gets all logits."""
+    """Split the head's projection by vocabulary items; its output, all logits, is whole on every rank."""
     layers = head.children()
     return Sequential({**layers, "projection": layers["projection"].split(group)})
 
