@@ -1,17 +1,17 @@
-"""Train one GPT with mpizero, PyTorch and DeepSpeed alternately: tokens a second, memory, ratios.
+"""Train one GPT with mpizero, PyTorch and DeepSpeed alternately, and print tokens a second, memory and ratios.
 
-All contenders train the same architecture on CPU, with AdamW, as many ranks, one thread each, the same number of
-samples a rank, and no clipping: mpizero's four strategies, started by mpiexec; PyTorch's DDP, DDP with
-ZeroRedundancyOptimizer and FSDP2, and DeepSpeed's ZeRO-1, 2 and 3, all over gloo, started with the environment of
-torchrun. "products alone" makes only the matrix products of the same step by NumPy: a limit for all. Every contender is
-started once alone, for its memory; then all of them are started and take turns of a few steps, so that a slow moment of
-the machine meets neighbours alike. Ratios are taken inside a round; shown are medians over rounds, and in parentheses
-least and most.
+All contenders train the same architecture on CPU, with AdamW, on the same number of ranks of one thread each, with the
+same number of samples a rank, and without clipping. They are mpizero's four strategies, started by mpiexec; PyTorch's
+DDP, DDP with ZeroRedundancyOptimizer, and FSDP2; and DeepSpeed's ZeRO-1, 2 and 3. The latter two use gloo and start
+with the environment of torchrun. "products alone" computes only the matrix products of the same step by NumPy, as a
+limit for all. Every contender is first run alone, to measure its memory. Then all of them are started, and each in turn
+trains a few steps while the others sleep, so that a slow moment of the machine affects them alike. Ratios are taken
+inside a round. The tables show medians over rounds, and in parentheses least and most.
 
-``--bits`` asks another question: does the same training, with the same global batch, end with the same bits on 1, 2 and
-4 ranks?
+With ``--bits`` nothing is timed: each contender trains with one global batch on 1, 2 and 4 ranks, and the bits of the
+results are compared.
 
-The peers want an environment of their own, named by ``--peers-python``:
+PyTorch and DeepSpeed need an environment of their own, whose interpreter is given by ``--peers-python``:
 ``python3 -m venv peers && DS_BUILD_OPS=0 peers/bin/pip install torch==2.13.0 deepspeed`` (the CPU build of PyTorch).
 """
 
@@ -35,7 +35,7 @@ from harness import Team, TeamError, alternate, chosen, one_thread, parser, serv
 
 from mpizero.measurement import Measurement
 
-with contextlib.suppress(ImportError):  # the peers' interpreter need not have what mpizero stands on
+with contextlib.suppress(ImportError):  # the interpreter of PyTorch and DeepSpeed need not have mpizero's dependencies
     from mpizero.train.doctor.machine_facts import described
     from mpizero.train.run.process_memory import proportional
 
@@ -52,9 +52,9 @@ PRESETS = {
     "base": {"ranks": 2, "dim": 256, "layers": 4, "heads": 4, "batch": 8, "sequence": 128, "steps": 8},
     "strong": {"ranks": 2, "dim": 256, "layers": 4, "heads": 4, "batch": 1, "sequence": 64, "steps": 40},
 }
-#: Seconds between two looks at the memory of the processes.
+#: Seconds between two measurements of the processes' memory.
 GLANCE = 0.02
-#: Builds what DeepSpeed compiles at run time, once, before its ranks ask for it together.
+#: A program that builds DeepSpeed's Adam, which is compiled at run time, before several ranks do so at once.
 BUILD = "from deepspeed.accelerator import get_accelerator as get; get().create_op_builder('FusedAdamBuilder').load()"
 
 
@@ -84,7 +84,7 @@ def arguments() -> argparse.Namespace:
 
 
 def worker(args: argparse.Namespace) -> None:
-    """Be one rank of one contender."""
+    """Run as one rank of one contender."""
     shape = {name: getattr(args, name) for name in SHAPE}
     one: Any
     if args.be in PEERS:
@@ -106,7 +106,7 @@ def worker(args: argparse.Namespace) -> None:
 
 
 def team(args: argparse.Namespace, name: str, own_adam: bool) -> Team:
-    """Start one contender's ranks by its customary launcher."""
+    """Start the ranks of one contender: mpizero's by mpiexec, the others with torchrun's environment."""
     values = {key: getattr(args, key) for key in SHAPE}
     words = [__file__, *(word for key, value in values.items() for word in (f"--{key}", str(value)))]
     if args.grain:
@@ -138,7 +138,7 @@ def team(args: argparse.Namespace, name: str, own_adam: bool) -> Team:
 
 
 def require(args: argparse.Namespace) -> bool:
-    """Leave with the way out where something is missing; tell whether DeepSpeed's own fused Adam can be built."""
+    """End with advice if a module is missing; return whether DeepSpeed's own fused Adam can be built."""
     wanted = {name.partition("-")[0] for name in args.contenders if name in PEERS}
     environment = one_thread() | {
         "DS_ACCELERATOR": "cpu",
@@ -166,7 +166,7 @@ def require(args: argparse.Namespace) -> bool:
 
 @contextlib.contextmanager
 def watched(pids: Sequence[int]) -> Iterator[dict[str, int]]:
-    """Yield the most memory that one process, and all of them together, are seen with inside the block."""
+    """Measure the largest memory of one process, and of all, until the end of the block; yield a dictionary of both."""
     most = {"rank": 0, "node": 0}
     stop = threading.Event()
 
@@ -187,7 +187,7 @@ def watched(pids: Sequence[int]) -> Iterator[dict[str, int]]:
 
 
 def memory(args: argparse.Namespace, name: str, own_adam: bool) -> dict[str, Any]:
-    """Run one contender alone; return what it is and its memory."""
+    """Run one contender alone, and return its version and its memory."""
     with team(args, name, own_adam) as alone:
         pids = list(alone.pids.values())
         with watched(pids) as before:
@@ -199,7 +199,7 @@ def memory(args: argparse.Namespace, name: str, own_adam: bool) -> dict[str, Any
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run everything; return the figures."""
+    """Run all contenders, first each alone and then alternately, and return the figures."""
     own_adam = require(args)
     names = args.contenders
     results: dict[str, dict[str, Any]] = {name: {} for name in names}
@@ -234,7 +234,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def report(found: dict[str, Any]) -> str:
-    """Return the figures for people."""
+    """Return the figures as a table for people."""
     shape, results = found["configuration"], found["results"]
     versions = sorted({row["version"] for row in results.values()} - {"mpizero"})
     lines = [
@@ -262,7 +262,7 @@ def report(found: dict[str, Any]) -> str:
 
 
 def compare_bits(args: argparse.Namespace) -> dict[str, list[str]]:
-    """Train with one global batch on 1, 2 and 4 ranks; return the hashes of the results."""
+    """Train each contender with one global batch on 1, 2 and 4 ranks, and return the hashes of the parameters."""
     own_adam = require(args)
     total = args.ranks * args.batch
     if total % 4:
@@ -282,7 +282,7 @@ def compare_bits(args: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def report_bits(args: argparse.Namespace, found: dict[str, list[str]]) -> str:
-    """Return the hashes for people."""
+    """Return the hashes, and whether they agree, as text for people."""
     lines = [f"after 10 steps with {args.ranks * args.batch} sequences each, on 1, 2 and 4 ranks:"]
     for name, hashes in found.items():
         different = len(set(hashes))
@@ -292,7 +292,7 @@ def report_bits(args: argparse.Namespace, found: dict[str, list[str]]) -> str:
 
 
 def main() -> None:
-    """Run all contenders alternately and compare."""
+    """Run all contenders, and print the figures or the comparison of bits."""
     args = arguments()
     if args.be:
         worker(args)

@@ -1,12 +1,12 @@
-"""Measure what the collective contract costs a training step: the same steps with and without it, alternately.
+"""Measure the time in a training step of checking that all ranks call the same collectives (the contract).
 
     mpiexec -n 2 python scripts/benchmarks/contract_overhead.py [--rounds 30] [--steps 100] [--hidden 64 64]
 
-Both sides train a small model by the engine itself, whose step of about 1 ms makes the collectives of a real one.
-Without the contract, `CallTrace.begin` only counts and `mismatch_term` is 0: what was there before it. The rounds
-alternate; the figure is the median over rounds of the ratio of neighbours, with its quartiles. On a busy machine take
-many short rounds, and the fastest of them. What other programs do is not in the last figure: the processor time of the
-calls themselves, as often as a step makes them, as a share of the step.
+Steps with and without the contract alternate. Both train a small model, whose step of about 1 ms calls the same
+collectives as a large one. Without the contract, `CallTrace.begin` only counts, and `mismatch_term` is 0. The figure is
+the median over rounds of the ratio of neighbouring steps, with its quartiles. On a busy machine use many short rounds,
+and take the fastest. The last figure does not depend on other programs: it is the processor time of the contract's
+calls in a step, as a share of the step.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from mpizero.comm.recording.call_trace import CallTrace
 
 
 def count_only(self: CallTrace, call: tuple[Any, ...]) -> int:
-    """Do what a communicator did before it kept records."""
+    """Count a call without recording it, in place of ``CallTrace.begin``."""
     sequence = self.started = self.started + 1
     return sequence
 
 
 class Switch:
-    """Turn the contract on and off, on all ranks alike."""
+    """Switch the contract on and off."""
 
     def __init__(self) -> None:
         self.begin, self.number = CallTrace.begin, MpiCommunicator.mismatch_term
 
     def set(self, on: bool) -> None:
-        """Put the real methods, or what was there before, in place."""
+        """Install the real methods, or methods that do nothing but count."""
         CallTrace.begin = self.begin if on else count_only
         MpiCommunicator.mismatch_term = self.number if on else lambda self: 0
 
 
 def seconds(model: Any, x: Any, y: Any, steps: int) -> float:
-    """Return the seconds of a step."""
+    """Train ``steps`` steps, and return the seconds of one."""
     started = time.perf_counter()
     for _ in range(steps):
         model.train(x, y)
@@ -52,7 +52,7 @@ def seconds(model: Any, x: Any, y: Any, steps: int) -> float:
 
 
 def processor_seconds(work: Callable[[], object], times: int = 2000, rounds: int = 25) -> float:
-    """Return the processor time of one call, the least of some rounds."""
+    """Return the processor time of one call of ``work``, the least of some rounds."""
     found = []
     for _ in range(rounds):
         started = time.thread_time()
@@ -63,7 +63,7 @@ def processor_seconds(work: Callable[[], object], times: int = 2000, rounds: int
 
 
 def records(work: Callable[[], object]) -> int:
-    """Return how many collectives are recorded meanwhile."""
+    """Call ``work``, and return how many collectives are recorded in it."""
     begin, made = CallTrace.begin, []
     CallTrace.begin = lambda self, call: made.append(call) or begin(self, call)
     try:
@@ -74,14 +74,14 @@ def records(work: Callable[[], object]) -> int:
 
 
 def cost_of_a_step(comm: MpiCommunicator, calls: float) -> float:
-    """Return the processor time of the records of a step and of their comparison, less what only counting takes."""
+    """Return the processor time that recording and comparing a step's calls takes, beyond counting them."""
     trace, call = CallTrace("cost"), ("allreduce", "cost", "f", 1000, "sum")
     record = processor_seconds(lambda: trace.begin(call)) - processor_seconds(lambda: count_only(trace, call))
     return calls * record + processor_seconds(comm.mismatch_term)
 
 
 def main() -> None:
-    """Print one line on rank 0."""
+    """Measure, and print one line on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=100)

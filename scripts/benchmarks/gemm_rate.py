@@ -1,13 +1,13 @@
 """Measure the share of the GEMM rate that one process reaches over a whole training step of a GPT.
 
-Alternately, in one process and one thread: a whole step (forward, backward, AdamW), forward and backward alone, and the
-matrix products of the linear layers at the step's own shapes, by the same BLAS, into arrays that exist. The rate of
-these is the GEMM rate. A step's rate is the operations of all its products, as the layers count them (of attention,
-those that are not skipped as masked), over its seconds; its share is that over the GEMM rate of the same round. Shown
-are medians over rounds and, in parentheses, least and most. ``--clock cpu`` counts processor time, for machines that
-are not quiet.
+One process with one thread times alternately: a whole step (forward, backward, AdamW); forward and backward alone; and
+the matrix products of the linear layers with the step's shapes, by the same BLAS, into allocated arrays. The rate of
+these products is the GEMM rate. A step's rate is the operations of all its products, as the layers count them, divided
+by its seconds; products of attention that are skipped as masked do not count. The step's share is its rate divided by
+the GEMM rate of the same round. The tables show medians over rounds and, in parentheses, least and most.
+``--clock cpu`` measures processor time, for machines on which other programs run.
 
-``--kinds`` then tells how long each kind of layer takes within forward and backward, and its products' rate.
+``--kinds`` also prints the time of each kind of layer in forward and backward, and the rate of its products.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def arguments() -> argparse.Namespace:
 
 
 def seconds(args: argparse.Namespace, work: Callable[[], Any]) -> float:
-    """Time one call."""
+    """Return the seconds of one call by the chosen clock."""
     clock = CLOCKS[args.clock]
     started = clock()
     work()
@@ -68,7 +68,7 @@ def seconds(args: argparse.Namespace, work: Callable[[], Any]) -> float:
 def compare(
     args: argparse.Namespace, works: dict[str, Callable[[], Any]], counted: float, products: LinearProducts
 ) -> None:
-    """Print seconds, rates and shares of all works."""
+    """Time all works alternately, and print their seconds, rates and shares of the GEMM rate."""
     for work in works.values():
         work()
     found = alternate(args.rounds, list(works), lambda name: seconds(args, works[name]), quiet=True)
@@ -86,7 +86,7 @@ def compare(
 
 @contextmanager
 def timed_methods(args: argparse.Namespace, spent: Counter[str], operations: Counter[str]) -> Iterator[None]:
-    """Let the layers' methods add their seconds, those of their children taken out, to ``spent``."""
+    """Inside the block, add the seconds of the layers' methods, without those of inner layers, to ``spent``."""
     clock, inside = CLOCKS[args.clock], [0.0]
     rows = args.batch * args.sequence
 
@@ -134,7 +134,7 @@ def timed_methods(args: argparse.Namespace, spent: Counter[str], operations: Cou
 
 
 def tell_kinds(args: argparse.Namespace, work: Callable[[], Any]) -> None:
-    """Print the median seconds of each kind of layer over the rounds."""
+    """Print the median seconds and the rate of each kind of layer."""
     rounds: list[Counter[str]] = []
     operations: Counter[str] = Counter()
     for _ in range(args.rounds):

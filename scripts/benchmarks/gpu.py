@@ -1,16 +1,17 @@
-"""Compare training on a GPU with the CPU's losses, the GPU's copy rate and PyTorch's tokens a second.
+"""Compare training on a GPU: its losses with the CPU's, its AdamW with a copy, its tokens a second with PyTorch's.
 
-Three parts, each on this process's first GPU; speeds are taken in turns, ratios inside a round, and shown are medians
-over rounds and, in parentheses, least and most.
+There are three parts, each on this process's first GPU. Contenders run alternately, and ratios are taken inside a
+round. The output has medians over rounds and, in parentheses, least and most.
 
-1. ``losses``: a small GPT in float32 trains some steps on the GPU and on the CPU; shown is the largest relative
-   difference of their losses, which must stay below 1e-4.
+1. ``losses``: a small GPT in float32 trains some steps on the GPU and on the CPU. The largest relative difference of
+   their losses must stay below 1e-4.
 2. ``kernel``: the fused AdamW kernel (reads 4 and writes 3 floats an element) beside a copy within the GPU's memory of
    as many bytes: its share of the GPU's copy rate.
 3. ``train``: whole steps of a GPT in float32 and with products in bfloat16, beside PyTorch's eager mode (float32 and
    autocast to bfloat16) with its fused AdamW, where a PyTorch that finds the GPU can be imported.
 
-Without a GPU it says why and ends with status 69. In Numba's simulator only the first part runs: it has no speed.
+Without a GPU the script says why and ends with status 69. In Numba's simulator only the first part runs, because the
+speed of the simulator means nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from mpizero.measurement import Measurement
 
 PARTS = ("losses", "kernel", "train")
 LIMIT = 1e-4
-#: Floats that AdamW reads and writes an element.
+#: Floats that AdamW reads and writes for one element.
 TOUCHED = 7
 RATE = 1e-3
 
@@ -60,13 +61,13 @@ def shape_of(args: argparse.Namespace) -> dict[str, int]:
 
 
 def samples(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
-    """Return one batch of random ids, and the ids that follow."""
+    """Return one batch of random token ids, and the ids that follow them as targets."""
     ids = np.random.default_rng(0).integers(0, args.vocabulary, (args.batch, args.sequence + 1))
     return ids[:, :-1].copy(), ids[:, 1:].copy()
 
 
 def losses(args: argparse.Namespace) -> bool:
-    """Compare the losses of GPU and CPU; tell whether they are near enough."""
+    """Compare the losses of GPU and CPU, and return whether they agree within the bound."""
     small = {"dim": 64, "layers": 2, "heads": 4, "sequence": 32, "vocabulary": 64, "batch": 8}
     args = argparse.Namespace(
         **{**vars(args), **{name: min(size, getattr(args, name)) for name, size in small.items()}}
@@ -88,7 +89,7 @@ def losses(args: argparse.Namespace) -> bool:
 
 
 def kernel(args: argparse.Namespace, device: devices.Device) -> None:
-    """Compare AdamW with the GPU's copy rate."""
+    """Compare the rate of the fused AdamW kernel with the GPU's copy rate."""
     import cupy
 
     size, repeat = int(args.parameters), 10
@@ -118,7 +119,7 @@ def kernel(args: argparse.Namespace, device: devices.Device) -> None:
 
 
 class Ours:
-    """Make steps of mpizero."""
+    """Train a GPT with mpizero on the GPU."""
 
     def __init__(self, args: argparse.Namespace, precision: str | None) -> None:
         self.config = mz.ShardingConfig(device="cuda", micro_batch=args.batch, mixed_precision=precision)
@@ -127,11 +128,11 @@ class Ours:
         self.batch = samples(args)
 
     def step(self) -> None:
-        """Train once; the host has the new parameters afterwards."""
+        """Train one step; the host has the new parameters afterwards."""
         self.model.train(*self.batch)
 
     def wait(self) -> None:
-        """Wait for the GPU: a step has."""
+        """Do nothing: a step has already waited for the GPU."""
 
     def close(self) -> None:
         """Free the model."""
@@ -140,7 +141,7 @@ class Ours:
 
 
 class Torch:
-    """Make steps of PyTorch in eager mode."""
+    """Train a GPT with PyTorch in eager mode on the GPU."""
 
     def __init__(self, args: argparse.Namespace, precision: str | None) -> None:
         import torch
@@ -153,7 +154,7 @@ class Torch:
         self.x, self.y = (torch.from_numpy(values).cuda() for values in samples(args))
 
     def step(self) -> None:
-        """Train once."""
+        """Train one step."""
         with self.torch.autocast("cuda", self.torch.bfloat16, enabled=self.sixteen):
             loss = self.model(self.x, self.y)
         loss.backward()
@@ -165,11 +166,11 @@ class Torch:
         self.torch.cuda.synchronize()
 
     def close(self) -> None:
-        """Leave the rest to the garbage collector."""
+        """Do nothing: the garbage collector frees the model."""
 
 
 def contenders(args: argparse.Namespace) -> dict[str, Any]:
-    """Build everyone who can run here."""
+    """Build all trainings that can run here: mpizero's, and PyTorch's if it finds the GPU."""
     made: dict[str, Any] = {f"mpizero {p or 'float32'}": Ours(args, p) for p in (None, "bfloat16")}
     try:
         import torch
@@ -183,7 +184,7 @@ def contenders(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Compare tokens a second."""
+    """Time the steps of all trainings alternately, and print tokens a second."""
     made = contenders(args)
 
     def seconds(name: str) -> float:
@@ -209,7 +210,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Run the parts."""
+    """Run the chosen parts, and return the exit status."""
     args = arguments()
     count, reason = devices.found()
     if not count:

@@ -1,8 +1,8 @@
-"""Send one message of 2.5 GiB of uint8 on every path that differs, and look at each byte where it arrives.
+"""Send one message of 2.5 GiB of uint8 by each kind of call, and check every byte that arrives.
 
-Start it on two ranks: ``mpiexec -n 2 python scripts/benchmarks/long_messages.py``. Two ranks take twice the size in
-memory. ``--limit`` is the length of the pieces in which messages travel; one above the size sends it whole, which shows
-what the MPI library makes of more than 2 GiB.
+Start it on two ranks: ``mpiexec -n 2 python scripts/benchmarks/long_messages.py``. Each rank takes the size of the
+message in memory. ``--limit`` is the length of the pieces into which messages are cut. A limit above the size sends the
+message in one piece, which shows whether the MPI library can send more than 2 GiB.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ PERIOD = 251
 
 
 def pattern(size: int) -> np.ndarray:
-    """Return bytes of which no piece looks like another."""
+    """Return bytes in which a piece at a wrong place is recognized."""
     block = np.arange(PERIOD * 4096, dtype=np.uint32) % PERIOD
     return np.resize(block.astype(np.uint8), size)
 
 
 def right(arrived: np.ndarray) -> bool:
-    """Compare piece by piece, in little memory."""
+    """Tell whether all bytes are those of :func:`pattern`, compared piece by piece to save memory."""
     step = PERIOD << 16
     cuts = range(0, arrived.size, step)
     return all(np.array_equal(arrived[i : i + step], pattern(min(step, arrived.size - i))) for i in cuts)
 
 
 def message(comm: MpiCommunicator, size: int) -> np.ndarray | None:
-    """Rank 0 sends to rank 1."""
+    """Send the message from rank 0 to rank 1, and return the bytes that arrived, None on other ranks."""
     if comm.rank == 0:
         comm.send(pattern(size), 1)
     elif comm.rank == 1:
@@ -44,14 +44,14 @@ def message(comm: MpiCommunicator, size: int) -> np.ndarray | None:
 
 
 def broadcast(comm: MpiCommunicator, size: int) -> np.ndarray | None:
-    """Rank 0 sends to all."""
+    """Broadcast the message from rank 0 to all ranks, and return the bytes that arrived."""
     buffer = pattern(size) if comm.rank == 0 else np.zeros(size, np.uint8)
     comm.broadcast(buffer)
     return buffer
 
 
 def blocks(comm: MpiCommunicator, size: int) -> np.ndarray | None:
-    """Rank 0 has one long block, for rank 1."""
+    """Send the message as the one block of an all-to-all, from rank 0 to rank 1, and return the bytes that arrived."""
     sent, taken = [0] * comm.size, [0] * comm.size
     if comm.rank == 0:
         sent[1] = size
@@ -66,7 +66,7 @@ PATHS = {path.__name__: path for path in (message, broadcast, blocks)}
 
 
 def main() -> None:
-    """Run every path once, and say what arrived."""
+    """Send the message once by every kind of call, and print whether it arrived."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bytes", type=int, default=5 << 29, help="length of the message (default 2.5 GiB)")
     parser.add_argument("--limit", type=int, default=MESSAGE_LIMIT, help="length of a piece (default 1 GiB)")

@@ -1,15 +1,16 @@
-"""Sum gradients, update by AdamW, have the parameters ready: beside MPI's collectives, streams, PyTorch, plain sums.
+"""Compare mpizero's gradient sum and AdamW update with MPI's collectives, plain loops, PyTorch and plain sums.
 
-Three comparisons of contenders that run alternately; ratios are taken inside a round, shown are medians over rounds,
-and in parentheses least and most.
+In each of three comparisons the contenders run alternately. Ratios are taken inside a round. The tables show medians
+over rounds, and in parentheses least and most.
 
-1. Two ranks, one gradient each in place; timed until every rank can read the new parameters. ``mpizero`` is the
-   library's fused pass over its window; the others go through ``Reduce_scatter`` and ``Allgather`` or ``Allreduce``,
+1. Two ranks with one computed gradient each; timed until every rank can read the new parameters. ``mpizero`` is the
+   library's fused pass over its shared window. The others use ``Reduce_scatter`` and ``Allgather``, or ``Allreduce``,
    with the library's AdamW kernel or with NumPy. ``stream`` is a plain Numba loop with the same reads and writes (5 and
-   3 an element) over the same memory, ``stream, private`` over arrays of each rank's own.
+   3 an element) over the same memory; ``stream, private`` is that loop over private arrays of each rank.
 2. One process: the AdamW kernel, a plain Numba loop with its reads and writes (4 and 3), and PyTorch's fused AdamW.
-3. Two ranks train a GPT with several micro-batches a rank: gradients added by the canonical tree (``exact``), or in
-   order into one buffer (``plain``, ``accumulate``). ``one micro-batch`` is another shape of products, for orientation.
+3. Two ranks train a GPT with several micro-batches a rank. Their gradients are added by the canonical tree
+   (``exact``), or one after the other into one buffer (``plain``, ``accumulate``). ``one micro-batch`` computes the
+   same samples in one larger product, for orientation.
 
 PyTorch comes from ``--peers-python`` (see ``scripts/benchmarks/compare.py``); without it the second part has no peer.
 """
@@ -36,7 +37,7 @@ COLLECTIVES = ("reduce-scatter", "allreduce", "reduce-scatter, NumPy", "allreduc
 STREAMS = ("stream", "stream, private")
 KERNEL, KERNEL_STREAM, TORCH = "AdamW kernel", "stream", "PyTorch fused"
 EXACT, PLAIN, WHOLE = "exact", "plain", "one micro-batch"
-#: Arrays read and written by an element of each case that is bound by memory.
+#: Floats that are read and written for one element, for the cases that are limited by memory.
 TOUCHED = {OURS: 8, "stream": 8, "stream, private": 8}
 TOUCHED_ALONE = {KERNEL: 7, KERNEL_STREAM: 7, TORCH: 7}
 
@@ -57,7 +58,7 @@ def arguments() -> argparse.Namespace:
 
 
 def streams() -> tuple[Any, Any]:
-    """Return plain Numba loops with the reads and writes of sum and update, and of the update alone."""
+    """Return two plain Numba loops: with the reads and writes of sum and update, and of the update alone."""
     import numba
 
     @numba.njit(error_model="numpy")
@@ -79,7 +80,7 @@ def streams() -> tuple[Any, Any]:
 
 
 class Exchanges:
-    """Run one rank of the first part: every way from one gradient a rank to new parameters on all."""
+    """Run one rank of the first comparison: each case goes from one gradient a rank to new parameters on all ranks."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         from mpi4py import MPI
@@ -93,7 +94,7 @@ class Exchanges:
         config = mz.ShardingConfig(comm=self.world, micro_batch=1)
         self.optimizer = mz.AdamW(lr=1e-4)
         self.model = mz.distribute(plain, self.optimizer, strategy=args.strategy, config=config)
-        self.model.train(np.zeros((1, 1)), np.zeros(1))  # makes windows and state, and leaves gradients in the rows
+        self.model.train(np.zeros((1, 1)), np.zeros(1))  # makes windows and state, and leaves gradients in them
         half = size // RANKS
         self.counts = [half, size - half]
         self.mine = slice(0, half) if self.rank == 0 else slice(half, size)
@@ -114,7 +115,7 @@ class Exchanges:
         }
 
     def fused(self) -> Callable[[], None]:
-        """Return what the engine does once the backward pass has left its gradients in the rows."""
+        """Return the engine's step after the backward pass: sum the ranks' gradients in the window and update."""
         from mpizero.comm.reduce.segments import program_array
 
         engine = self.model.engine
@@ -130,23 +131,23 @@ class Exchanges:
         return run
 
     def reduce_scatter(self, update: Callable[[slice, np.ndarray], None]) -> None:
-        """Sum one part of the gradient, update that part of the parameters, gather them."""
+        """Sum this rank's part of the gradient, update that part of the parameters, and gather all parts."""
         self.world.Reduce_scatter(self.gradient, self.part, self.counts)
         update(self.mine, self.part)
         self.world.Allgatherv(self.mpi.IN_PLACE, [self.weights, self.counts])
 
     def allreduce(self, update: Callable[[slice, np.ndarray], None]) -> None:
-        """Sum the whole gradient on every rank, and let every rank update everything."""
+        """Sum the whole gradient on every rank, and update all parameters on every rank."""
         self.world.Allreduce(self.gradient, self.work[0])
         update(slice(0, self.weights.size), self.work[0])
 
     def kernel(self, part: slice, gradient: np.ndarray) -> None:
-        """Update by the library's kernel."""
+        """Update a part of the parameters by the library's AdamW kernel."""
         state = {slot: values[part] for slot, values in self.moments.items()}
         self.optimizer.apply(self.weights[part], gradient, state, self.hyper)
 
     def numpy(self, part: slice, gradient: np.ndarray) -> None:
-        """Update by NumPy, without temporaries; two of the parameters' size are there."""
+        """Update a part of the parameters by NumPy, into work arrays that are already allocated."""
         shrink, beta1, rest1, beta2, rest2, rate, correction, eps = self.hyper
         w, (m, v) = self.weights[part], (values[part] for values in self.moments.values())
         step = self.work[1][: gradient.size]
@@ -166,7 +167,7 @@ class Exchanges:
         np.subtract(w, step, out=w)
 
     def same_memory(self) -> Callable[[], None]:
-        """Return the stream over the very memory of the fused pass."""
+        """Return the plain loop over the same memory as the fused pass."""
         engine = self.model.engine
         (run,) = engine.updater.plain_runs
         w, state = engine.updater._run_arrays(run.store, run.state, run.size)
@@ -175,7 +176,7 @@ class Exchanges:
         return lambda: self.stream(w, m, v, a, b)
 
     def own_memory(self) -> Callable[[], None]:
-        """Return the stream over arrays of this rank alone."""
+        """Return the plain loop over private arrays of this rank."""
         w, m, v, a, b = (np.zeros(self.part.size, np.float32) for _ in range(5))
         return lambda: self.stream(w, m, v, a, b)
 
@@ -185,7 +186,7 @@ class Exchanges:
 
 
 class Alone:
-    """Run the second part: the kernel and its stream in one process."""
+    """Run the second comparison: the AdamW kernel and the plain loop in one process."""
 
     rank = 0
 
@@ -208,7 +209,7 @@ class Alone:
 
 
 class Sums:
-    """Run one rank of the third part: the same GPT with its gradients summed in two ways."""
+    """Run one rank of the third comparison: one GPT, whose gradients are summed in two ways."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         from mpi4py import MPI
@@ -237,7 +238,7 @@ class Sums:
 
 
 def worker(args: argparse.Namespace) -> None:
-    """Be one process of a team."""
+    """Run as one process of a team."""
     one: Any
     if args.be == "torch":
         from comparing.peers import FusedAdamW
@@ -250,7 +251,7 @@ def worker(args: argparse.Namespace) -> None:
 
 
 def team(args: argparse.Namespace, name: str) -> Team:
-    """Start the processes of one part."""
+    """Start the processes of one comparison."""
     words = ["--parameters", str(args.parameters), "--strategy", args.strategy, "--micro-batch", str(args.micro_batch)]
     ranks = 1 if name in ("kernel", "torch") else RANKS
     launch = [args.peers_python if name == "torch" else sys.executable]
@@ -260,7 +261,7 @@ def team(args: argparse.Namespace, name: str) -> Team:
 
 
 def measure(args: argparse.Namespace, part: str) -> dict[str, list[float]]:
-    """Return the seconds of every case of one part, by round."""
+    """Return the seconds of every case of one comparison, by round."""
     names = {"sum": (OURS, *COLLECTIVES, *STREAMS), "kernel": (KERNEL, KERNEL_STREAM, TORCH)}.get(
         part, (EXACT, PLAIN, WHOLE)
     )
@@ -282,7 +283,7 @@ def measure(args: argparse.Namespace, part: str) -> dict[str, list[float]]:
 
 
 def report(part: str, seconds: dict[str, list[float]], parameters: int) -> str:
-    """Return one part's figures for people."""
+    """Return the figures of one comparison as a table for people."""
     base = {"sum": OURS, "kernel": KERNEL, "exact": EXACT}[part]
     per_rank = parameters / (RANKS if part == "sum" else 1)
     touched = {"sum": TOUCHED, "kernel": TOUCHED_ALONE}.get(part, {})
@@ -300,7 +301,7 @@ def report(part: str, seconds: dict[str, list[float]], parameters: int) -> str:
 
 
 def main() -> None:
-    """Measure all parts."""
+    """Run all comparisons, and print their figures."""
     args = arguments()
     if args.be:
         worker(args)

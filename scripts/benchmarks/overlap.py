@@ -1,18 +1,18 @@
-"""Time training steps whose messages overlap with computing, beside the same steps that wait for every message.
+"""Time training steps whose messages overlap with computation, beside the same steps that wait for every message.
 
 Start it with ``scripts/two_hosts.sh -- python scripts/benchmarks/overlap.py``, by the mpiexec of a cluster, or on one
 node with ``--memory private``. Every strategy trains a GPT (dim 256, 4 layers) in three ways alternately:
 
 * ``hidden``: what the library does,
-* ``sums``: the same, but no gradients travel while blocks compute: each unit's exchange is waited for as soon as it has
-  begun (ZeRO-2 and 3), or rows are exchanged when the backward pass is over (DDP; ZeRO-1 always does so),
+* ``sums``: the same, but no gradients are sent while blocks compute. Under ZeRO-2 and 3 each unit's exchange is waited
+  for as soon as it has begun; under DDP whole gradients are exchanged after the backward pass (ZeRO-1 always does so),
 * ``waiting``: every message is waited for as soon as it has begun.
 
-All run the same program with the same bits. Times are those of the slowest rank; ratios are taken inside a round of
-three steps. *Messages* is the time that a rank spends in them, the mean over ranks.
+All three compute the same bits. Times are those of the slowest rank; ratios are taken inside a round of three steps.
+*Messages* is the time that a rank spends in messages, the mean over ranks.
 
-With ``--buckets`` it asks instead whether ``bucket_mb = "auto"`` chooses well: every strategy trains until it has
-chosen, and then with all sizes alternately.
+With ``--buckets`` it checks instead whether ``bucket_mb = "auto"`` chooses well: every strategy trains until the size
+of its buckets is chosen, and then with all sizes alternately.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from mpizero.parallel.gradients import row_buffer
 from mpizero.parallel.parameters import publication, store
 
 WORLD = MPI.COMM_WORLD
-#: Steps within which a bucket is chosen, if there is one to choose.
+#: Most steps until a size of buckets is chosen.
 TRIALS = 50
 #: Phases of a step that messages of parameters and gradients belong to.
 MESSAGES = ("publication", "reduction")
@@ -59,7 +59,7 @@ def arguments() -> argparse.Namespace:
 
 @contextmanager
 def waiting_for_sums() -> Iterator[None]:
-    """Sum no gradients behind computing."""
+    """Inside the block, exchange gradients without overlap with computation."""
     begin, behind = exact.ExactExchange.begin_segment, row_buffer.overlaps_reduction
 
     def begun(self: exact.ExactExchange, segment: Any, **_: Any) -> Any:
@@ -76,7 +76,7 @@ def waiting_for_sums() -> Iterator[None]:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Wait for every message as soon as it has begun."""
+    """Inside the block, wait for every message as soon as it has begun."""
     begin = exact.begin_gather
 
     def begun(*values: Any, **named: Any) -> exact.Gathering:
@@ -101,7 +101,7 @@ WAYS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 
 
 class Training:
-    """Train by one strategy on one batch."""
+    """Train a GPT by one strategy, on one batch again and again."""
 
     def __init__(self, strategy: str, args: argparse.Namespace, bucket_mb: str | None = None) -> None:
         shared = args.memory == "shared"
@@ -114,7 +114,7 @@ class Training:
         self.x, self.y = tokens[:, :-1], tokens[:, 1:]
 
     def step(self) -> tuple[float, float]:
-        """Train once; return the slowest rank's seconds, and the mean of those in messages."""
+        """Train one step, and return the slowest rank's seconds and the mean seconds of a rank in messages."""
         WORLD.Barrier()
         with traced(self.model.engine) as timeline:
             timeline.take()
@@ -126,13 +126,13 @@ class Training:
         return WORLD.allreduce(seconds, MPI.MAX), WORLD.allreduce(inside) / WORLD.size
 
     def close(self) -> None:
-        """Free the windows."""
+        """Free the model and its shared windows."""
         self.model.close()
         self.config.close()
 
 
 def measure(strategy: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Train in all ways alternately, after two rounds that do not count."""
+    """Train in all three ways alternately, after two rounds that do not count, and return the figures."""
     training = Training(strategy, args)
 
     def one(way: str) -> tuple[float, float]:
@@ -149,7 +149,7 @@ def measure(strategy: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def sweep(strategy: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Train until a bucket has been chosen, then alternately with every size that was tried."""
+    """Train until a size of buckets is chosen, then alternately with every size that was tried."""
     training = Training(strategy, args, "auto")
     for _ in range(TRIALS):
         training.step()
@@ -167,7 +167,7 @@ def sweep(strategy: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def swept(result: dict[str, Any]) -> str:
-    """Return what one strategy has chosen, and how long its steps take with every size beside it."""
+    """Return a line with the size that one strategy chose, and the time of its steps with every size."""
     seconds, chosen = result["seconds"], result["chosen"]
     if not seconds:
         return f"{result['strategy']:6s} nothing travels: no size was tried"
@@ -179,7 +179,7 @@ def swept(result: dict[str, Any]) -> str:
 
 
 def row(result: dict[str, Any]) -> str:
-    """Return one strategy's figures for people."""
+    """Return one strategy's figures as a line of the table."""
     seconds, messages = result["seconds"], result["messages"]
     figures = [1e3 * statistics.median(part[way]) for part in (seconds, messages) for way in WAYS]
     ratios = [f"   {Measurement.of_ratios(seconds[way], seconds['hidden'])}" for way in ("waiting", "sums")]
@@ -187,7 +187,7 @@ def row(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure every strategy."""
+    """Measure every strategy, and print the figures on rank 0."""
     args = arguments()
     if WORLD.size == 1:
         sys.exit("one rank sends no messages: start this with mpiexec or scripts/two_hosts.sh")

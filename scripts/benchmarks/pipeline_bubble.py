@@ -1,12 +1,13 @@
-"""Measure how long pipeline stages wait in real steps, and compare with the simulator on the same stage times.
+"""Measure how long pipeline stages wait in real steps, and compare with a simulation with the measured times.
 
-Trains a GPT on two ranks of one thread each, with every schedule in turn, several times over. In each step every
-instruction is timed without its waits. Medians of these times go into ``mpizero.layout.simulate``; the idle share it
-finds is compared with the measured one: the share of the time from the common start of a step's pipeline to the end of
-its last stage in which a stage does not compute, as a mean over the stages. The median over the runs counts.
+It trains a GPT on two ranks of one thread each, with every schedule in turn, several times over. In each step every
+instruction is timed without its waits. The medians of these times are given to ``mpizero.layout.simulate``. The idle
+share that it finds is compared with the measured one. The idle share of a step is the time in which a stage does not
+compute, divided by the time from the common start of the pipeline to the end of its last stage, as a mean over the
+stages. The median over the runs is compared.
 
-Exit status 1 where a schedule waits over three points longer than simulated, or a zero-bubble schedule as long as
-1F1B. The cores must have nothing else to do.
+The exit status is 1 if a schedule's idle share is over three percentage points above the simulated one, or if a
+zero-bubble schedule idles as long as 1F1B. Nothing else may run on the cores.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from harness import chosen, parser, result_of
 
 from mpizero.train.doctor.machine_facts import described
 
-#: Schedules and their virtual stages.
+#: The schedules, with the number of virtual stages of each.
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1, "zero_bubble_v": 1}
-#: How much larger than the simulated one a measured share may be.
+#: By how much the measured idle share may exceed the simulated one.
 MARGIN = 0.03
 VOCABULARY = 256
 Row = dict[str, Any]
@@ -53,9 +54,9 @@ def arguments() -> argparse.Namespace:
 
 
 class Probe:
-    """Time what a pipeline runner does, instruction by instruction.
+    """Time every instruction that a pipeline runner executes.
 
-    It takes the place of two methods of the runner: a hook for a benchmark alone is not worth its cost in every step.
+    It replaces two methods of the runner, because a hook in the runner would cost time in every user's step.
     """
 
     def __init__(self, runner: Any, world: Any) -> None:
@@ -66,7 +67,7 @@ class Probe:
         runner.run, runner._execute = self.run, self.execute
 
     def run(self, jobs: Any, run_of: Any) -> None:
-        """Run a step's pipeline and note this stage's idle share of it."""
+        """Run the pipeline of one step, and record the idle share of this stage."""
         busy_before = sum(map(sum, self.seconds.values()))
         self.world.Barrier()
         started = max(self.world.allgather(time.perf_counter()))
@@ -75,7 +76,7 @@ class Probe:
         self.idle.append(1 - (sum(map(sum, self.seconds.values())) - busy_before) / (ended - started))
 
     def execute(self, instruction: Any, watched: Any, run_of: Any) -> None:
-        """Run one instruction and note how long it took without waiting."""
+        """Run one instruction, and record its seconds without waiting."""
         pipeline_p2p = self.runner.pipeline_p2p
         started, waited = time.perf_counter(), pipeline_p2p.waited
         self._execute(instruction, watched, run_of)
@@ -83,13 +84,13 @@ class Probe:
         self.seconds[instruction.kind, instruction.chunk].append(taken)
 
     def clear(self) -> None:
-        """Forget what the first steps took."""
+        """Drop the times of the steps so far, which warm up."""
         self.seconds.clear()
         self.idle.clear()
 
 
 def measured(args: argparse.Namespace, schedule: str) -> Row:
-    """Train some steps by one schedule; return the medians. Collective over all ranks."""
+    """Train some steps by one schedule, and return the median times. Collective over all ranks."""
     from mpi4py import MPI
 
     import mpizero as mz
@@ -118,7 +119,7 @@ def measured(args: argparse.Namespace, schedule: str) -> Row:
 
 
 def simulated(args: argparse.Namespace, schedule: str, costs: dict[str, float]) -> list[float]:
-    """Return the idle share of every stage that the simulator finds with the measured times."""
+    """Simulate the schedule with the measured times, and return the idle share of every stage."""
     from mpizero.layout import Costs, build_schedule, simulate
 
     built = build_schedule(schedule, args.ranks, args.micro_batches, SCHEDULES[schedule])
@@ -133,7 +134,7 @@ def simulated(args: argparse.Namespace, schedule: str, costs: dict[str, float]) 
 
 
 def worker(args: argparse.Namespace) -> None:
-    """Be one rank; rank 0 prints the rows of all runs."""
+    """Run as one rank: train with all schedules; rank 0 prints the rows of all runs."""
     from mpi4py import MPI
 
     rows = []
@@ -146,7 +147,7 @@ def worker(args: argparse.Namespace) -> None:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Row]:
-    """Return the medians over the runs of every schedule."""
+    """Return the medians over all runs, by schedule."""
     found: dict[str, Row] = {}
     for schedule in dict.fromkeys(row["schedule"] for row in rows):
         mine = [row for row in rows if row["schedule"] == schedule]
@@ -161,7 +162,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Row]:
 
 
 def complaints(found: dict[str, Row]) -> list[str]:
-    """Return what is not as it should be."""
+    """Describe the schedules that wait longer than they should."""
     wrong = [
         f"{schedule} waits {row['measured']:.1%}, more than {MARGIN:.0%} over the simulated {row['simulated']:.1%}"
         for schedule, row in found.items()
@@ -175,7 +176,7 @@ def complaints(found: dict[str, Row]) -> list[str]:
 
 
 def print_table(args: argparse.Namespace, found: dict[str, Row]) -> None:
-    """Print one line a schedule, and the times of its chunks."""
+    """Print one line for each schedule, with the times of its chunks."""
     print(
         f"{args.ranks} ranks on {described()}, "
         f"{args.micro_batches} micro-batches of {args.micro_batch} x {args.sequence} tokens, "
@@ -199,7 +200,7 @@ def print_table(args: argparse.Namespace, found: dict[str, Row]) -> None:
 
 
 def main() -> None:
-    """Measure, simulate and compare."""
+    """Measure, simulate, and print the comparison."""
     args = arguments()
     if args.be:
         worker(args)

@@ -1,20 +1,20 @@
 #!/usr/bin/env python
-"""Put steps beside the model of their cost, bytes beside the plan, and time beside the number of parameters.
+"""Compare measured steps with their expected time, bytes with the plan, and time with the number of parameters.
 
-``model``: a GPT under every strategy on one and on two ranks, alternately; the median step beside what ``mpizero plan
---machine`` expects of it. The factor measured / expected on one rank has what the model leaves out (layers besides
-their products, Python); it is then taken over to two ranks, where "over factor", which is measured / (factor x
-expected), is the model's error. Without ``--machine`` the machine is measured first, on as many ranks.
+``model``: a GPT trains under every strategy on one and on two ranks, alternately. The median step is compared with the
+time that ``mpizero plan --machine`` expects. The factor measured / expected on one rank contains what the expectation
+leaves out (layers besides their products, Python). On two ranks, "over factor" is measured / (factor x expected), the
+error of the expectation. Without ``--machine`` the machine is measured first, on as many ranks.
 
-``bytes``: every strategy on 4 and 8 ranks, whatever the number of cores, on shared and on private memory, and split
-into stages and parts: bytes and messages that were counted, and memory, must be those planned. Exit status 1 if any is
-not. Nothing is timed.
+``bytes``: every strategy trains on 4 and 8 ranks, on shared and on private memory, also with pipelines and tensor
+groups. The counted bytes, messages and memory must be those of the plan; else the exit status is 1. Nothing is timed,
+so the number of cores does not matter.
 
-``growth``: GPTs of one width and 4 to 64 million parameters on the same tokens, one process each, alternately; the line
-from which medians are least off, relatively; time a parameter, and by how much each model is off the line. ``--dim``
-chooses the width.
+``growth``: GPTs of one width and 4 to 64 million parameters train on the same tokens, one process each, alternately. A
+line is fitted to the medians, with least relative error; printed are the time per parameter, and each model's distance
+from the line. ``--dim`` chooses the width.
 
-Shown are medians over rounds, and in parentheses least and most. Nothing else should run meanwhile.
+The tables show medians over rounds, and in parentheses least and most. Nothing else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from mpizero.measurement import Measurement  # noqa: E402
 
 CONFIG = Path(__file__).resolve().parent / "growing" / "small.toml"
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
-#: Sequences of a rank and step, and of a grain, in "model"; tokens of a step in "growth".
+#: In "model", sequences of a rank in a step, and of a grain; in "growth", sequences and tokens of each in a step.
 BATCH, GRAIN, TOKENS = 8, 4, (4, 128)
 
 
@@ -72,7 +72,7 @@ def arguments() -> argparse.Namespace:
 
 
 def be_one(args: argparse.Namespace) -> None:
-    """Be one rank of one training."""
+    """Run as one rank of one training."""
     from comparing.ours import Ours
 
     one = Ours(args.be, args.shape, args.shape["grain"])
@@ -90,7 +90,7 @@ def team(args: argparse.Namespace, name: str, strategy: str, shape: dict[str, in
 def measure(
     args: argparse.Namespace, trainings: dict[str, tuple[str, dict[str, int]]]
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Train everything alternately; return the seconds of a step by round, and the parameters of each."""
+    """Run all trainings alternately; return the seconds of a step by round, and the numbers of parameters."""
     teams: dict[str, Team] = {}
     try:
         for name, (strategy, shape) in trainings.items():
@@ -113,7 +113,7 @@ def measure(
 
 
 def expected(machine: Path, ranks: int, strategy: str) -> float:
-    """Return the seconds that a step of the small GPT should take."""
+    """Return the seconds that ``mpizero plan`` expects of a step of the small GPT."""
     settings = (f"parallel.strategy={strategy}", f"train.global_batch={ranks * BATCH}", f"train.micro_batch={GRAIN}")
     words = [sys.executable, "-m", "mpizero", "plan", str(CONFIG), "--ranks", str(ranks), "--json"]
     words += ["--machine", str(machine), *(word for setting in settings for word in ("--set", setting))]
@@ -122,7 +122,7 @@ def expected(machine: Path, ranks: int, strategy: str) -> float:
 
 
 def check_model(args: argparse.Namespace) -> None:
-    """Print the model's steps beside real ones."""
+    """Print the expected seconds of steps beside the measured ones."""
     with tempfile.TemporaryDirectory(prefix="scaling-") as folder:
         machine = args.machine or Path(folder) / "machine.json"
         if not args.machine:
@@ -144,7 +144,7 @@ def check_model(args: argparse.Namespace) -> None:
         ratios = Measurement.of([s / plans[name] for s in seconds[name]])
         measured = Measurement.of([1e3 * s for s in seconds[name]])
         error = ""
-        if shape["ranks"] > 1:  # rounds are neighbours in time: the factor is that of the same round
+        if shape["ranks"] > 1:  # the factor is taken from the same round, which ran at the same time
             alone = [s / plans[f"{strategy} on 1"] for s in seconds[f"{strategy} on 1"]]
             error = str(Measurement.of_ratios([s / plans[name] for s in seconds[name]], alone))
         print(f"{name:14s} {1e3 * plans[name]:12.1f} {measured!s:>24s} {ratios!s:>22s} {error:>22s}")
@@ -154,7 +154,7 @@ def check_model(args: argparse.Namespace) -> None:
 
 
 def check_growth(args: argparse.Namespace) -> None:
-    """Print the time of a step against the number of parameters."""
+    """Print the time of a step for each number of parameters, and the fitted line."""
     batch, sequence = TOKENS
     shape = {"dim": args.dim, "heads": max(1, args.dim // 64), "sequence": sequence, "vocabulary": 256, "batch": batch}
     trainings: dict[str, tuple[str, dict[str, int]]] = {}
@@ -181,7 +181,7 @@ def check_growth(args: argparse.Namespace) -> None:
 
 
 def check_bytes(args: argparse.Namespace) -> None:
-    """Run every layout and compare what it counted with what was planned."""
+    """Run every layout, and compare the counted bytes, messages and memory with the plan."""
     wrong = 0
     print(f"{'ranks':>5s} {'layout':44s} {'memory':8s} {'bytes sent':>14s} {'messages':>9s}  as planned, on all ranks")
     for ranks, layout in LAYOUTS:
@@ -196,7 +196,7 @@ def check_bytes(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the chosen part, and print its table."""
     args = arguments()
     if args.be and args.part == "bytes":
         found: list[dict[str, Any]] = rows(json.loads(args.be))

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Make the tables of docs/scaling.md again: each figure comes from ``mpizero plan --json`` on the assumed cluster.
+"""Make the tables of docs/scaling.md from ``mpizero plan --json`` on an assumed cluster, and compare or write them.
 
-Without options, every table is made and compared with the page; what differs is shown, and the exit status is 1. With
-``--write`` the page gets the new tables. ``--tables`` chooses some of them. ``--machine`` writes the machine file of
-the assumed cluster again, from what is assumed in ``growing/assumed.py``. Nothing is measured, no rank is started; a
-plan of the largest model takes some ten seconds and half a gigabyte.
+Without options, every table is made and compared with the page; differences are printed, and the exit status is then 1.
+With ``--write`` the new tables are written into the page. ``--tables`` chooses some of them. ``--machine`` writes the
+machine file of the assumed cluster anew, from ``growing/assumed.py``. Nothing is measured, and no rank is started. A
+plan of the largest model takes about ten seconds and half a gigabyte.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def replaced(page: str, table: Table, text: str) -> str:
 
 
 def main() -> None:
-    """Make tables; compare or write."""
+    """Make the chosen tables, and compare them with the page or write them."""
     args = arguments()
     if args.machine:
         write_machine(str(MACHINE), Assumed().machine(rows=2048, dim=12288))
@@ -63,7 +63,7 @@ def main() -> None:
                 planned[row] = row.plan()
         text = markdown(table, planned)
         page = replaced(page, table, text)
-        if args.write:  # what was made stays, whatever happens to the next
+        if args.write:  # write each table at once, so that it stays if a later one fails
             PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), table, text), encoding="utf-8")
     if page != old and not args.write:
         told = difflib.unified_diff(old.splitlines(), page.splitlines(), "docs/scaling.md", "made again", lineterm="")

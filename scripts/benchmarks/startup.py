@@ -1,10 +1,11 @@
-"""Measure the seconds until a script trains: ``import mpizero``, and from ``mpiexec`` to the first step; or memory.
+"""Measure the seconds of ``import mpizero``, and from ``mpiexec`` to the end of the first step; or memory.
 
-Kernels are compiled by one run that is not counted. Then the import, the interpreter alone, and jobs of 2 and 8 ranks
-run alternately. The time of a job is from before ``mpiexec`` to the end of the first step on the last rank. Its parts
-are those of the slowest rank: until Python runs the script, imports with ``MPI_Init``, building the model, the step.
-``--memory`` instead builds a model of 64 million parameters on 8 ranks of one node and compares what the kernel says
-its processes have more than before (proportional set size, summed) with one copy of the parameters.
+A first run, which is not counted, compiles the kernels. Then the import, the interpreter alone, and jobs of 2 and 8
+ranks run alternately. The time of a job is from before ``mpiexec`` to the end of the first step on the last rank. Its
+parts are those of the slowest rank: until Python runs the script; imports with ``MPI_Init``; building the model; the
+step.
+``--memory`` instead builds a model of 64 million parameters on 8 ranks of one node. It compares the growth of the
+processes' memory (proportional set size, summed over the ranks) with the size of one copy of the parameters.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def arguments() -> argparse.Namespace:
 
 
 def job(started: float, strategy: str) -> None:
-    """Be one rank: build a small GPT, train one step, and let rank 0 print when what was done."""
+    """Run as one rank: build a small GPT and train one step; rank 0 prints the seconds of each part."""
     marks = [started, time.monotonic()]
     import numpy as np
     from mpi4py import MPI
@@ -59,7 +60,7 @@ def job(started: float, strategy: str) -> None:
 
 
 def memory(parameters: int, strategy: str) -> None:
-    """Be one rank: build a model, read all of it, and let rank 0 print how much more memory the ranks have."""
+    """Run as one rank: build a model and read all of it; rank 0 prints the growth of each rank's memory."""
     from mpi4py import MPI
 
     import mpizero as mz
@@ -75,7 +76,7 @@ def memory(parameters: int, strategy: str) -> None:
     seen = 0.0
     for unit in model.engine.layout.units:
         with model.engine.store.unshard(unit) as named:
-            seen += sum(float(leaf.sum()) for leaf in leaves(named))  # every page is mapped by every rank
+            seen += sum(float(leaf.sum()) for leaf in leaves(named))  # so that every rank maps every page
     grown = comm.allgather_object(idle_size(comm) - before)
     facts = model.metadata()
     if comm.rank == 0:
@@ -95,12 +96,12 @@ def leaves(tree: Any) -> Any:
 
 
 def launched(args: argparse.Namespace, ranks: int, *words: str) -> dict[str, Any]:
-    """Run one job and return what its rank 0 printed."""
+    """Run one job, and return the JSON document that its rank 0 printed."""
     return dict(result_of(args.mpiexec, ranks, __file__, "--strategy", args.strategy, *words))
 
 
 def python(code: str) -> float:
-    """Return the seconds of an interpreter that runs ``code``, or what it prints."""
+    """Run ``code`` in a new interpreter, and return the number that it prints, or else its seconds."""
     started = time.monotonic()
     printed = output_of([sys.executable, "-c", code])
     return float(printed) if printed else time.monotonic() - started
@@ -143,7 +144,7 @@ def report(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure what was asked for."""
+    """Measure start-up times, or with ``--memory`` memory, and print the figures."""
     args = arguments()
     if args.be == "job":
         job(args.started, args.strategy)

@@ -1,18 +1,18 @@
-"""Sum a gradient over two hosts: the library's exchange between nodes beside the flat one and MPI's own Allreduce.
+"""Time summing a gradient over two hosts by mpizero's hierarchical exchange, its flat exchange, and MPI_Allreduce.
 
 Start it with ``scripts/two_hosts.sh -- python scripts/benchmarks/two_hosts.py``, or by the mpiexec of a cluster. Every
-contender sums one float32 gradient of each rank over all of them and leaves the sum wherever parameters are updated:
+contender sums one float32 gradient of each rank over all ranks, and leaves the sum where the parameters are updated:
 
-* ``hierarchical``: ranks of a node sum in shared memory, and ranks with the same place on their nodes exchange slices,
+* ``hierarchical``: the ranks of a node sum in shared memory, and peers exchange slices,
 * ``flat``: the same library with private memory, so that all ranks exchange slices with all others,
-* ``hierarchical-half``, ``flat-half``: the first half of these, after which the owner of a slice has its sum (ZeRO),
-* ``bf16``, ``int8``, ``topk``: the hierarchical one with messages of 16 bits, of 8 bits, or of the largest hundredth of
-  the values (``gradient_compression``),
+* ``hierarchical-half``, ``flat-half``: the first half of these exchanges, after which each slice's owner has its sum,
+* ``bf16``, ``int8``, ``topk``: the hierarchical exchange with messages of 16 bits, of 8 bits, or of only the largest
+  hundredth of the values (``gradient_compression``),
 * ``allreduce``: ``MPI_Allreduce`` of the MPI library, in place,
-* ``link``: no sum at all; every rank sends to its peer, and gets from it, the bytes that the hierarchical one has to.
+* ``link``: no sum; every rank exchanges with its peer as many bytes as in the hierarchical exchange.
 
-Each round runs each of them once, in turning order. Times are those of the slowest rank; ratios are taken inside a
-round, medians over rounds. Bytes are those that the interfaces have counted, a host, headers included.
+Each round runs each contender once, and begins with another one. Times are those of the slowest rank. Ratios are taken
+inside a round, and medians over rounds. Bytes are those of one host, counted by its network interfaces with headers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Exchange:
-    """Exchange the gradient of a black box by the library, without computing anything."""
+    """Exchange the gradient of a black-box model by the library, without computing it."""
 
     def __init__(self, gradient: Any, name: str) -> None:
         kind, _, half = name.partition("-")
@@ -62,27 +62,27 @@ class Exchange:
         self.totals = self.model.engine.local_gradients(np.zeros((1, 1)), np.zeros(1))
 
     def __call__(self) -> None:
-        """Sum what the ranks hold; the mean of means is the mean, so it can be repeated."""
+        """Average the gradients of all ranks in place; doing so again changes nothing, as all are equal then."""
         self.model.engine.reduce_local(self.totals)
 
     @property
     def sent(self) -> int:
-        """Bytes that the library says this rank has sent."""
+        """Return the bytes that the library counts as sent by this rank."""
         return self.model.engine.grid.bytes_sent
 
     @property
     def peers(self) -> Any:
-        """The ranks with the same place on their nodes."""
+        """Return the communicator of this rank's peers."""
         return self.model.engine.grid.peers
 
     def close(self) -> None:
-        """Free the windows."""
+        """Free the model and its windows."""
         self.model.close()
         self.config.close()
 
 
 def allreduce(size: int) -> Callable[[], None]:
-    """Return the MPI library's own sum of one gradient a rank."""
+    """Return a function that sums one gradient a rank by ``MPI_Allreduce``."""
     gradient = np.ones(size, np.float32)
 
     def run() -> None:
@@ -93,7 +93,7 @@ def allreduce(size: int) -> Callable[[], None]:
 
 
 def link(size: int, node_size: int, peers: Any) -> Callable[[], None]:
-    """Return what only moves the bytes of the hierarchical exchange: a reduce-scatter's and an all-gather's."""
+    """Return a function that sends the bytes of the hierarchical exchange, a reduce-scatter and an all-gather."""
     part = size // node_size // peers.size
     send = np.ones(part * peers.size, np.float32)
     recv = np.empty_like(send)
@@ -107,7 +107,7 @@ def link(size: int, node_size: int, peers: Any) -> Callable[[], None]:
 
 
 def counted(node: MPI.Comm) -> int:
-    """Return the bytes that all hosts have sent, by their interfaces' own count."""
+    """Return the bytes that all hosts have sent, as their network interfaces count them."""
     mine = 0
     if node.rank == 0:
         files = (path / "statistics" / "tx_bytes" for path in INTERFACES.iterdir() if path.name != "lo")
@@ -116,7 +116,7 @@ def counted(node: MPI.Comm) -> int:
 
 
 def timed(run: Callable[[], None], node: MPI.Comm) -> tuple[float, int]:
-    """Run once; return the slowest rank's seconds, and the bytes sent by all hosts."""
+    """Call ``run`` once, and return the slowest rank's seconds and the bytes sent by all hosts."""
     before = counted(node)
     WORLD.Barrier()
     started = time.perf_counter()
@@ -127,7 +127,7 @@ def timed(run: Callable[[], None], node: MPI.Comm) -> tuple[float, int]:
 
 
 def measure(size: int, names: list[str], rounds: int, node: MPI.Comm) -> dict[str, Any]:
-    """Run all contenders, first once unseen, then ``rounds`` times."""
+    """Run all contenders, first once without timing, then in ``rounds`` rounds, and return the figures."""
     nodes = int(WORLD.allreduce(int(node.rank == 0)))
     gradient = np.random.default_rng(WORLD.rank).standard_normal(size, np.float32)
     exchanges = {
@@ -151,7 +151,7 @@ def measure(size: int, names: list[str], rounds: int, node: MPI.Comm) -> dict[st
 
 
 def table(result: dict[str, Any]) -> str:
-    """Return one size's figures for people."""
+    """Return the figures of one size of the gradient as a table for people."""
     base = result["rows"].get("hierarchical")
     size = 4 * result["parameters"]
     lines = [
@@ -170,7 +170,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure every size."""
+    """Measure every size of the gradient, and print the tables."""
     args = arguments()
     names = chosen("--contenders", args.contenders, CONTENDERS)
     node = WORLD.Split_type(MPI.COMM_TYPE_SHARED)

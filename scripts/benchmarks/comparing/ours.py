@@ -1,4 +1,4 @@
-"""Run one rank of mpizero, or one that only makes the matrix products of the same step."""
+"""Run one rank of a training by mpizero, or of only the matrix products of the same step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
-#: What can be reached: the products of the step by NumPy's BLAS, into memory that is there.
+#: Name of the contender that computes only the step's products, by NumPy's BLAS into allocated memory.
 LIMIT = "products alone"
 
 
@@ -24,7 +24,7 @@ class Ours:
         self.mz, self.world, self.strategy, self.shape, self.grain = mz, MPI.COMM_WORLD, strategy, shape, grain
 
     def prepare(self) -> dict[str, Any]:
-        """Build the model, on all ranks; return what it is."""
+        """Build the model on all ranks, and return its number of parameters and version."""
         from mpizero.train.doctor.machine_facts import blas
 
         mz, shape = self.mz, self.shape
@@ -46,9 +46,9 @@ class Ours:
 
 
 class LinearProducts:
-    """Make the three products of each linear map of a GPT: forward, gradient of the input, gradient of the weights.
+    """Compute three products for each linear map of a GPT: forward, gradient of the input, gradient of the weights.
 
-    ``reuse`` lets maps of one shape share their arrays.
+    With ``reuse``, maps of the same shape share their arrays.
     """
 
     def __init__(self, shape: dict[str, int], *, reuse: bool = False) -> None:
@@ -65,7 +65,7 @@ class LinearProducts:
                 self.products += made * (count if reuse else 1)
 
     def __call__(self) -> None:
-        """Make all products of a step's linear maps."""
+        """Compute all products of a step's linear maps."""
         from mpizero.kernels.blas import matmul
 
         for left, right, out in self.products:
@@ -73,7 +73,7 @@ class LinearProducts:
 
 
 class Products:
-    """Make the matrix products of one rank's step, nothing else: the linear maps', and attention's by their count."""
+    """Time only the matrix products of one rank's step; attention's are not run, but added by their operations."""
 
     def __init__(self, strategy: str, shape: dict[str, int], grain: int | None) -> None:
         from mpi4py import MPI
@@ -81,14 +81,14 @@ class Products:
         self.world, self.shape = MPI.COMM_WORLD, shape
 
     def prepare(self) -> dict[str, Any]:
-        """Make operands and results."""
+        """Allocate operands and results, and count the operations of attention."""
         from mpizero.nn import GPT, model_operations
         from mpizero.train.doctor.machine_facts import blas
 
         self.linear, shape = LinearProducts(self.shape), self.shape
         gpt = GPT(shape["dim"], shape["layers"], shape["heads"], shape["sequence"], vocabulary=shape["vocabulary"])
         counted = model_operations(gpt, (shape["sequence"],)).values()
-        # Attention's own products are small and batched; they are taken to run as fast as the others.
+        # Attention's products are small and batched; it is assumed that they run as fast as the others.
         self.stretch = shape["batch"] * sum(operations.total for operations in counted) / self.linear.operations
         return {"parameters": None, "version": f"NumPy {np.__version__}", "note": blas()}
 
@@ -98,7 +98,7 @@ class Products:
 
 
 def data(shape: dict[str, int], rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return one rank's part of the global batch; speed does not depend on the text."""
+    """Return one rank's part of the global batch, of random tokens."""
     total = shape["ranks"] * shape["batch"]
     text = np.random.default_rng(0).integers(0, shape["vocabulary"], (total, shape["sequence"] + 1))
     mine = text[rank * shape["batch"] : (rank + 1) * shape["batch"]]
@@ -106,7 +106,7 @@ def data(shape: dict[str, int], rank: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def timed(step: Callable[[], Any], barrier: Callable[[], Any], warmup: int, steps: int) -> float:
-    """Return the seconds of ``steps`` steps after ``warmup`` others."""
+    """Call ``step`` ``warmup`` times, then ``steps`` times between two barriers, and return the latter's seconds."""
     for _ in range(warmup):
         step()
     barrier()

@@ -1,4 +1,4 @@
-"""Run one rank of PyTorch or DeepSpeed on the same GPT, started the way their launchers start it."""
+"""Run one rank of a training of the same GPT by PyTorch or DeepSpeed, in the environment of their launchers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RATE = 1e-3
 
 
 class Block(nn.Module):
-    """Compute a pre-norm block: fused causal attention, GELU by tanh."""
+    """Compute a pre-norm transformer block: fused causal attention, GELU by tanh."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Attend, then feed forward."""
+        """Compute attention, then the feed-forward layers."""
         samples, length, dim = x.shape
         qkv = self.qkv(self.norm1(x)).view(samples, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(*qkv, is_causal=True)
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Build the model of ``mpizero.nn.GPT``: learned positions, the token embedding tied to the head."""
+    """Build the model of ``mpizero.nn.GPT`` in PyTorch: learned positions, the token embedding tied to the head."""
 
     def __init__(self, shape: dict[str, int]) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class GPT(nn.Module):
 
 
 class Peer:
-    """Hold the group, model and samples; subclasses wrap the model and make the step."""
+    """Train a GPT on one rank; subclasses wrap the model for a strategy and define its step."""
 
     def __init__(self, shape: dict[str, int]) -> None:
         self.shape, self.rank = shape, int(os.environ["RANK"])
@@ -62,7 +62,7 @@ class Peer:
         torch.manual_seed(0)
 
     def prepare(self) -> dict[str, Any]:
-        """Build the model, on all ranks; return what it is."""
+        """Build the model on all ranks, and return its number of parameters and version."""
         self.join()
         plain = GPT(self.shape)
         count = sum(p.numel() for p in plain.parameters())
@@ -72,15 +72,15 @@ class Peer:
         return {"parameters": count, "version": version, "note": note}
 
     def join(self) -> None:
-        """Meet the other ranks, as torchrun's environment says."""
+        """Initialize the process group by torchrun's environment."""
         distributed.init_process_group("gloo")
 
     def wrap(self, plain: nn.Module) -> tuple[str, str]:
-        """Make ``self.model`` and ``self.optimizer``; return the version, and what a reader should know."""
+        """Make ``self.model`` and ``self.optimizer``; return the library's version, and a note for the reader."""
         raise NotImplementedError
 
     def step(self) -> None:
-        """Train once."""
+        """Train one step."""
         loss = self.model(self.x, self.y)
         loss.backward()
         self.optimizer.step()
@@ -106,7 +106,7 @@ class TorchDDP(Peer):
     """Train by DistributedDataParallel with the fused AdamW."""
 
     def wrap(self, plain: nn.Module) -> tuple[str, str]:
-        """Replicate everything."""
+        """Wrap the model so that all of its state is replicated."""
         self.model = nn.parallel.DistributedDataParallel(plain)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, fused=True)
         return f"PyTorch {torch.__version__}", ""
@@ -116,7 +116,7 @@ class TorchZero1(Peer):
     """Train by DistributedDataParallel with ZeroRedundancyOptimizer around the fused AdamW."""
 
     def wrap(self, plain: nn.Module) -> tuple[str, str]:
-        """Shard the optimizer's state."""
+        """Wrap the model so that optimizer state is sharded."""
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         self.model = nn.parallel.DistributedDataParallel(plain)
@@ -130,7 +130,7 @@ class TorchFSDP2(Peer):
     """Train by ``fully_shard`` on every block and on the whole, with the fused AdamW."""
 
     def wrap(self, plain: Any) -> tuple[str, str]:
-        """Shard parameters, gradients and state."""
+        """Wrap the model so that parameters, gradients and optimizer state are sharded."""
         from torch.distributed.fsdp import fully_shard
 
         mesh = distributed.init_device_mesh("cpu", (self.shape["ranks"],))
@@ -142,7 +142,7 @@ class TorchFSDP2(Peer):
         return f"PyTorch {torch.__version__}", ""
 
     def values(self) -> list[torch.Tensor]:
-        """Gather the shards."""
+        """Gather and return all whole parameters."""
         return [value.full_tensor() for value in self.model.state_dict().values()]
 
 
@@ -152,13 +152,13 @@ class DeepSpeed(Peer):
     stage = 0
 
     def join(self) -> None:
-        """Meet the other ranks by DeepSpeed's own call."""
+        """Initialize the process group by DeepSpeed's own call."""
         import deepspeed
 
         deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
 
     def wrap(self, plain: nn.Module) -> tuple[str, str]:
-        """Shard by stages; its own fused Adam where the benchmark has found that it can be built."""
+        """Wrap the model in DeepSpeed's engine, with DeepSpeed's own fused Adam if it can be built here."""
         import deepspeed
 
         own = os.environ.get("COMPARE_DEEPSPEED_ADAM") == "own"
@@ -180,7 +180,7 @@ class DeepSpeed(Peer):
         return f"DeepSpeed {deepspeed.__version__}", f"{'DeepSpeed' if own else 'PyTorch'}'s fused AdamW"
 
     def step(self) -> None:
-        """Train once, by the engine's own calls."""
+        """Train one step by the calls of DeepSpeed's engine."""
         loss = self.model(self.x, self.y)
         self.model.backward(loss)
         self.model.step()
@@ -195,19 +195,19 @@ class DeepSpeed(Peer):
 
 
 class DeepSpeed1(DeepSpeed):
-    """Shard optimizer state."""
+    """Train by ZeRO-1, which shards optimizer state."""
 
     stage = 1
 
 
 class DeepSpeed2(DeepSpeed):
-    """Shard optimizer state and gradients."""
+    """Train by ZeRO-2, which shards optimizer state and gradients."""
 
     stage = 2
 
 
 class DeepSpeed3(DeepSpeed):
-    """Shard optimizer state, gradients and parameters."""
+    """Train by ZeRO-3, which shards optimizer state, gradients and parameters."""
 
     stage = 3
 
@@ -223,7 +223,7 @@ CLASSES: dict[str, type[Peer]] = {
 
 
 class FusedAdamW:
-    """Run PyTorch's fused AdamW on one flat tensor, alone."""
+    """Run only PyTorch's fused AdamW, on one flat tensor."""
 
     def __init__(self, size: int) -> None:
         torch.set_num_threads(1)

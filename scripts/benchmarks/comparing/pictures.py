@@ -1,4 +1,4 @@
-"""Draw the bars of a comparison as PNG (needs the extra ``plot``)."""
+"""Draw bar charts of a comparison as PNG (needs the extra ``plot``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OURS, THEIRS, BOUND = "tab:blue", "tab:gray", "tab:red"
 
 
 def draw(found: dict[str, Any], folder: Path, ours: Sequence[str], limit: str) -> list[Path]:
-    """Write ``speed.png``, and ``memory.png`` where that was measured, into ``folder``, which is made; return them."""
+    """Draw ``speed.png``, and ``memory.png`` if memory was measured, into ``folder``, and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = {name: row for name, row in found["results"].items() if name != limit}
     colors = [OURS if name in ours else THEIRS for name in rows]

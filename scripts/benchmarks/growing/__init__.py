@@ -1,1 +1,1 @@
-"""Measure and plan how cost grows: the parts of scaling.py and scaling_page.py."""
+"""Measure and plan how the cost of training grows with the model: parts of scaling.py and scaling_page.py."""

@@ -1,4 +1,4 @@
-"""Describe a cluster that is assumed, not measured, and make its machine file."""
+"""Describe an assumed cluster, which was not measured, and make its machine file."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from mpizero.measurement import Measurement
 from mpizero.planning.machine_file import NEEDED, Machine, MatrixProduct, MemoryPass, MessageSpeed
 
-#: Arrays read and written by the passes that a machine file must have.
+#: Numbers of arrays that are read and written by each pass over memory that a machine file must have.
 MIXES = {"read": (1, 0), "copy": (1, 1), "sum of 2": (2, 1), "sum of 4": (4, 1), "AdamW": (4, 3), "sum + AdamW": (5, 3)}
-#: Elements of the arrays of those passes, and bytes of the larger message of each kind.
+#: Elements of each array of these passes, and bytes of the larger message of each kind.
 ELEMENTS, LARGE = 10**9, 10**9
 
 
@@ -45,7 +45,7 @@ class Assumed:
     collective: float = 2e-5
 
     def machine(self, rows: int, dim: int) -> Machine:
-        """Return the machine file's contents, with products of so many rows and features. Not collective."""
+        """Return the contents of the machine file, with a product of ``rows`` rows and ``dim`` features."""
         passes = tuple(self._pass(name, *MIXES[name]) for name in NEEDED)
         seconds = _exactly(2 * rows * dim * 3 * dim / self.rate)
         product = MatrixProduct("query, key, value", "forward", 1, rows, dim, 3 * dim, True, seconds, seconds)

@@ -1,4 +1,4 @@
-"""Compare the memory and messages that ranks count in a training with those planned."""
+"""Compare the memory and messages that ranks count in a training with the plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mpizero.train.bench.layout_memory import LayoutRequest, LayoutTable, measur
 from mpizero.train.bench.strategy_memory import MemoryRequest
 from mpizero.train.config.sections import ParallelSection
 
-#: Numbers of ranks, and the sizes of the axes that are not replicas.
+#: The layouts: number of ranks, and sizes of the axes; the remaining ranks are replicas.
 LAYOUTS: tuple[tuple[int, dict[str, int]], ...] = (
     (4, {}),
     (4, {"pipeline": 2}),
@@ -21,7 +21,7 @@ PARAMETERS, MICRO_BATCHES = 400_000, 4
 
 
 def rows(layout: dict[str, int]) -> list[dict[str, Any]]:
-    """Train with every strategy on both kinds of memory; return a row for each on rank 0, none elsewhere.
+    """Train with every strategy on shared and private memory, and return one row for each on rank 0.
 
     Collective over all ranks of the job.
     """
@@ -34,7 +34,7 @@ def rows(layout: dict[str, int]) -> list[dict[str, Any]]:
 
 
 def _row(table: LayoutTable) -> dict[str, Any]:
-    """Count the figures of all ranks that are not as planned: bytes, messages, every part of memory."""
+    """Return a row with the number of figures (bytes, messages, parts of memory) that are not as planned."""
     wrong = 0
     for rank in table.rows:
         wrong += rank.sent != rank.planned_sent

@@ -1,4 +1,4 @@
-"""Make the tables of docs/scaling.md from plans."""
+"""Define the tables of docs/scaling.md, and format them from plans."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from harness import output_of
 FOLDER = Path(__file__).resolve().parent
 CONFIG, MACHINE = FOLDER / "gpt3.toml", FOLDER / "assumed.json"
 RANKS_PER_NODE, MEMORY_PER_NODE = 8, "1536GB"
-#: Replicas of the model at 512 ranks, and how many micro-batches each has in the rows of a table.
+#: Replicas of the model on 512 ranks, and micro-batches of a replica in the rows of a table.
 REPLICAS, MICRO_BATCHES = 8, (8, 32, 192)
 STRATEGIES = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
 SCHEDULES = {"1f1b": 1, "interleaved": 2, "zero_bubble": 1}
-#: Stages and replicas of the layouts, 8 tensor parts each, by ranks.
+#: Stages and replicas of the layouts by number of ranks; all have tensor groups of 8.
 LAYOUTS = {8: (1, 1), 64: (8, 1), 512: (8, 8)}
-#: Models of about 340 million parameters a rank, by ranks: features, layers, heads.
+#: Features, layers and heads of models with about 340 million parameters a rank, by number of ranks.
 GROWING = {8: (2560, 32, 32), 64: (6144, 48, 64), 512: (12288, 96, 96)}
 
 Plan = Mapping[str, Any]
@@ -29,16 +29,16 @@ Plan = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """Describe a row of a table.
+    """Describe a row of a table by the training that is planned for it.
 
     Attributes
     ----------
     name : str
-        For ``--rows``, unique.
+        Unique name of the row.
     ranks : int
-        How many are planned.
+        Number of ranks of the plan.
     settings : tuple of str
-        What differs from the configuration file, as for ``--set``.
+        Settings that differ from the configuration file, as for ``--set``.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Row:
     settings: tuple[str, ...]
 
     def plan(self) -> Plan:
-        """Run ``mpizero plan`` and return what it says."""
+        """Run ``mpizero plan``, and return its JSON document."""
         command = [sys.executable, "-m", "mpizero", "plan", str(CONFIG), "--ranks", str(self.ranks), "--json"]
         command += ["--ranks-per-node", str(RANKS_PER_NODE), "--memory-per-node", MEMORY_PER_NODE]
         command += ["--machine", str(MACHINE)]
@@ -62,13 +62,13 @@ class Table:
     Attributes
     ----------
     name : str
-        Which place of the page it fills.
+        Name of the table's place in the page.
     head : tuple of str
         Titles of the columns.
     rows : tuple of Row
-        What is planned.
+        Rows of the table.
     cells : callable
-        Makes a row's cells of the row and its plan.
+        Returns the cells of a row, given the row and its plan.
     """
 
     name: str
@@ -148,35 +148,35 @@ def seconds(plan: Plan) -> float:
 
 
 def efficiency(plan: Plan) -> float:
-    """Return the share of a step in which ranks make products, in the mean over ranks."""
+    """Return the share of a step in which ranks compute forward and backward, the mean over ranks."""
     busy = statistics.fmean(rank["forward"] + rank["backward"] for rank in plan["expected"]["ranks"])
     return busy / seconds(plan)
 
 
 def fullest(plan: Plan) -> Plan:
-    """Return the rank with most memory."""
+    """Return the plan of the rank that needs most memory."""
     found: Plan = max(plan["ranks"], key=lambda rank: rank["bytes"])
     return found
 
 
 def mine(rank: Plan, *parts: str) -> float:
-    """Return a rank's bytes in some parts of memory, its equal part of windows included."""
+    """Return a rank's bytes in the named kinds of memory, with its equal part of shared windows."""
     held = [rank["memory"][part] for part in parts if part in rank["memory"]]
     return sum(part["private"] + part["shared"] / part["sharers"] for part in held)
 
 
 def giga(nbytes: float, digits: int = 1) -> str:
-    """Write bytes as gigabytes."""
+    """Format bytes as gigabytes."""
     return f"{nbytes / 1e9:,.{digits}f}"
 
 
 def percent(share: float) -> str:
-    """Write a share."""
+    """Format a share in percent."""
     return f"{100 * share:.1f} %"
 
 
 def time(value: float) -> str:
-    """Write seconds with four digits or so."""
+    """Format seconds with about four digits."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
@@ -203,7 +203,7 @@ def _sent(row: Row, plan: Plan) -> list[str]:
 
 
 def _phases(row: Row, plan: Plan) -> list[str]:
-    """Return the phases of the slowest rank, which become a column."""
+    """Return the seconds of the slowest rank's phases, which become a column of the table."""
     parts = plan["expected"]["ranks"][plan["expected"]["rank"]]
     return [*map(time, parts.values()), time(seconds(plan)), percent(efficiency(plan))]
 

@@ -1,8 +1,8 @@
-"""Run contenders alternately on one machine: options, processes, rounds.
+"""Run contenders alternately on one machine: parse options, start processes, time rounds.
 
-A benchmark starts every *team* (the processes of one contender), which connect to it and wait; it then tells one
-team at a time what to do, and the others sleep in a read, so that neighbours see the same machine. Messages are JSON
-lines over a Unix socket, which every contender's interpreter has, whatever else it has.
+A benchmark starts all *teams*; a team is the processes of one contender. They connect to the benchmark and wait. It
+then lets one team at a time work, while the others sleep in a read, so that contenders that follow each other see the
+same machine. Messages are lines of JSON over a Unix socket, because every contender's interpreter supports that.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def parser(doc: str, *, rounds: int = 0, mpiexec: bool = False, json: bool = Fal
 
 
 def chosen(option: str, text: str, known: Iterable[str]) -> list[str]:
-    """Return the names that an option lists; leave where one is unknown."""
+    """Return the names that an option lists; end the script if one is unknown."""
     names = [name for name in text.split(",") if name]
     if unknown := sorted(set(names) - set(known)):
         sys.exit(f"{option}: unknown {', '.join(unknown)}; expected {', '.join(known)}")
@@ -52,7 +52,7 @@ def chosen(option: str, text: str, known: Iterable[str]) -> list[str]:
 
 
 def output_of(command: Sequence[str], status: Container[int] = (0,)) -> str:
-    """Run a command of one thread a process to its end, and return what it prints; leave where it fails."""
+    """Run a command, with one thread a process, and return its standard output; end the script if it fails."""
     done = subprocess.run(command, env=one_thread(), capture_output=True, text=True, check=False)
     if done.returncode not in status:
         sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
@@ -60,25 +60,25 @@ def output_of(command: Sequence[str], status: Container[int] = (0,)) -> str:
 
 
 def result_of(mpiexec: str, ranks: int, *words: str) -> Any:
-    """Run a job of this Python; return the JSON document that its rank 0 prints last."""
+    """Run an MPI job with this Python, and return the JSON document in the last line that it prints."""
     return json.loads(output_of([mpiexec, "-n", str(ranks), sys.executable, *words]).splitlines()[-1])
 
 
 class TeamError(Exception):
-    """Raised when a contender ended or did not reply; the message has the end of what it wrote."""
+    """Raised when a contender ended or did not reply; the message has the end of its output."""
 
 
 def serve(path: str, rank: int, actions: Mapping[str, Callable[..., Any]]) -> None:
-    """Be one process of a team: do what the benchmark says until it says that this was all.
+    """Run as one process of a team: perform the actions that the benchmark asks for, until it closes the connection.
 
     Parameters
     ----------
     path : str
-        The socket of the benchmark.
+        Path of the benchmark's socket.
     rank : int
-        Of this process in its team.
+        Number of this process in its team.
     actions : mapping of str to callable
-        What it can do; arguments come as keywords, results must be fit for JSON.
+        The actions by name; arguments come as keywords, and results must be values for JSON.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
@@ -95,18 +95,18 @@ def _say(stream: Any, value: Any) -> None:
 
 
 class Team:
-    """Start the processes of one contender, and let them work when asked.
+    """Start the processes of one contender, and let them perform actions.
 
     Parameters
     ----------
     name : str
-        For messages.
+        Name of the contender in messages.
     ranks : int
-        How many processes connect.
+        Number of processes that connect.
     commands : callable
         ``commands(path)`` returns the commands to start, given the socket's path.
     environment : mapping
-        What the commands' environment has beside :func:`one_thread`.
+        Environment variables of the commands, besides those of :func:`one_thread`.
     """
 
     def __init__(
@@ -156,17 +156,17 @@ class Team:
                 continue
             connection.settimeout(PATIENCE)
             stream = connection.makefile("rw", encoding="utf-8")
-            connection.close()  # the stream keeps it
+            connection.close()  # the stream keeps the connection open
             told = json.loads(stream.readline())
             self._streams[told["rank"]], self.pids[told["rank"]] = stream, told["pid"]
 
     def ask(self, do: str, **order: Any) -> list[Any]:
-        """Let all processes do something at once; return their replies by rank.
+        """Let all processes perform the action ``do`` at once, and return their results by rank.
 
         Raises
         ------
         TeamError
-            If one of them has ended or does not reply.
+            If a process has ended or does not reply.
         """
         replies = []
         try:
@@ -186,7 +186,7 @@ class Team:
         return "\n".join([f"{self.name} {what}; the end of what it wrote:", *lines[-25:]])
 
     def close(self) -> None:
-        """Let the processes end, and end those that do not."""
+        """Close the connections, so that the processes end, and kill those that do not."""
         for stream in self._streams.values():
             stream.close()
         for job in self._jobs:
@@ -204,16 +204,16 @@ class Team:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close it."""
+        """Close the team."""
         self.close()
 
 
 def alternate(
     rounds: int, names: Sequence[K], measure: Callable[[K], T], *, warm_up: int = 0, quiet: bool = False
 ) -> dict[K, list[T]]:
-    """Measure every name once a round, each round beginning with another one; return the values by name.
+    """Measure every name once in each round, and return the values by name; each round begins with another name.
 
-    ``warm_up`` rounds come before and are not kept; ``quiet`` tells nothing on standard error.
+    Before these, ``warm_up`` rounds run that are not kept. With ``quiet`` the progress is not printed.
     """
     found: dict[K, list[T]] = {name: [] for name in names}
     for number in range(-warm_up, rounds):
@@ -227,18 +227,18 @@ def alternate(
 
 
 def tell(line: str) -> None:
-    """Show on standard error how far it is."""
+    """Print a line about the progress on standard error."""
     print(line, file=sys.stderr, flush=True)
 
 
 def one_thread() -> dict[str, str]:
-    """Return an environment in which numerical libraries take one thread, and this checkout can be imported."""
+    """Return environment variables with which numerical libraries use one thread, and this checkout is imported."""
     threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | dict.fromkeys(threads, "1") | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def beside(python: str, program: str) -> str:
-    """Return the program of an interpreter's own environment, or the one on the path."""
+    """Return the path of a program beside an interpreter; its bare name, to be searched in PATH, if it is not there."""
     own = Path(python).with_name(program)
     return str(own) if own.exists() else program
