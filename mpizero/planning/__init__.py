@@ -1,4 +1,4 @@
-"""Compute memory, messages and work of every rank of a training by formula, without starting any."""
+"""Predict memory, messages and work of every rank of a training by formula, without running the training."""
 
 from mpizero.planning.byte_counts import Sent
 from mpizero.planning.rank_memory import PARTS, MemoryBytes

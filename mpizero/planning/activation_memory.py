@@ -1,4 +1,4 @@
-"""Compute the memory of a rank during its micro-batches: caches of blocks, and arrays of the block that runs."""
+"""Predict the memory of a rank during its micro-batches: caches of blocks, and arrays of the running block."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from mpizero.planning.model_part import ModelPart
 
 @dataclass(frozen=True)
 class ChunkActivations:
-    """Compute the memory that one micro-batch of a chunk keeps, block by block.
+    """Compute the memory that one micro-batch needs on a chunk, from the trials of the chunk's blocks.
 
-    [Note: borders] An array between two blocks is the output of one and the input of the next; it lives once, and as
-    long as either keeps it. What the first block of the model is given belongs to the data.
+    [Note: borders] A border is the array between two blocks: the output of one and the input of the next. It is counted
+    once, and stays in memory as long as either block keeps it. The input of the model's first block is not counted; it
+    belongs to the data.
 
     Attributes
     ----------
     trials : tuple of BlockTrial
-        Of the chunk's blocks, and of the loss after the last.
+        The trials of the chunk's blocks, and of the loss after the model's last block.
     entry : int
         Bytes of the chunk's input.
     """
@@ -34,12 +35,12 @@ class ChunkActivations:
 
     @cached_property
     def _borders(self) -> tuple[int, ...]:
-        """Bytes of the array before each block, and of that after the last; 0 where a block passes its input on."""
+        """Bytes of the borders: before each block, and after the last; 0 if a block returns its input unchanged."""
         return (self.entry, *(0 if trial.passes else trial.output.nbytes for trial in self.trials))
 
     @cached_property
     def _kept_borders(self) -> tuple[int, ...]:
-        """The same, 0 for those that no cache keeps."""
+        """Bytes of the borders that caches keep for the backward pass; 0 for the others."""
         return self._borders_kept_by(self.trials)
 
     def _borders_kept_by(self, trials: Sequence[BlockTrial]) -> tuple[int, ...]:
@@ -53,69 +54,69 @@ class ChunkActivations:
 
     @cached_property
     def whole(self) -> int:
-        """Bytes between forward and backward."""
+        """Bytes that the chunk keeps between its forward and its backward pass."""
         return sum(trial.kept.own for trial in self.trials) + sum(self._kept_borders)
 
     @cached_property
     def deferred(self) -> int:
-        """Bytes between input half and weight half; of the loss nothing is left by then."""
+        """Bytes that the chunk keeps between the two halves of its backward pass, for inputs and for weights."""
         blocks = [trial for trial in self.trials if not trial.is_loss]
         return sum(trial.kept.deferred for trial in blocks) + sum(self._borders_kept_by(blocks))
 
     @cached_property
     def _levels(self) -> tuple[int, ...]:
-        """Bytes kept by all blocks before each one, its own input not included."""
+        """Bytes that all blocks before each block keep, without that block's input."""
         each = (trial.kept.own + border for trial, border in zip(self.trials, self._kept_borders, strict=False))
         return tuple(accumulate(each, initial=0))
 
     @cached_property
     def forward_peak(self) -> int:
-        """The most that a forward takes."""
+        """The most bytes that the forward pass needs at once."""
         parts = zip(self._levels, self._borders, self.trials, strict=False)
         return max(level + border + trial.peaks.forward for level, border, trial in parts)
 
     @cached_property
     def backward_peak(self) -> int:
-        """The most that both halves of a backward take, one block after the other giving up its cache."""
+        """The most bytes that a whole backward pass needs at once; each block frees its cache when it has run."""
         parts = zip(self._levels[1:], self._kept_borders[1:], self.trials, strict=True)
         return max(level + border * trial.kept.output + trial.backward_peak for level, border, trial in parts)
 
     @cached_property
     def input_peak(self) -> int:
-        """The most that an input half takes, while what it defers takes the place of caches."""
+        """The most bytes that the backward pass for inputs needs at once; it replaces caches by what weights need."""
         more = accumulate((t.kept.deferred - t.kept.own for t in reversed(self.trials)), initial=0)
         found = (extra + trial.peaks.input for extra, trial in zip(more, reversed(self.trials), strict=False))
         return self.whole + max(found)
 
     @cached_property
     def weights_peak(self) -> int:
-        """The most that a weight half takes."""
+        """The most bytes that the backward pass for weights needs at once."""
         return self.deferred + max(trial.peaks.weights for trial in self.trials)
 
     @property
     def ends(self) -> int:
-        """Bytes of the prediction and of what the loss keeps."""
+        """Bytes of the prediction and of the arrays that the loss keeps."""
         return self._borders[-2] + self.trials[-1].kept.own
 
     def peak(self, kind: str) -> int:
-        """Return the most bytes that an instruction takes of this micro-batch. Not collective."""
+        """Return the most bytes that an instruction of this kind needs at once for this micro-batch. Not collective."""
         found: int = getattr(self, f"{kind.removeprefix('backward_')}_peak")
         return found
 
 
 class ActivationPeaks(NamedTuple):
-    """Hold the bytes at the fullest moments of a step.
+    """Hold the largest amounts of memory that a rank needs for micro-batches at any moment of a step.
 
     Attributes
     ----------
     kept : int
-        The most bytes that wait for a backward pass.
+        The most bytes that are kept for backward passes.
     caches : int
-        The most caches, each of one chunk and one micro-batch, that do.
+        The most caches, each of one chunk and one micro-batch, that are kept at once.
     most : int
-        The most bytes of all while a block runs.
+        The most bytes while a block runs: the kept ones and those of the block.
     total : int
-        The same with messages in flight.
+        The most bytes including messages in flight.
     """
 
     kept: int
@@ -125,16 +126,16 @@ class ActivationPeaks(NamedTuple):
 
 
 class StageActivations:
-    """Follow the memory of one rank through its micro-batches, from forward to backward.
+    """Simulate the memory of one rank through the instructions of a step.
 
     Parameters
     ----------
     part : ModelPart
-        What the rank computes.
+        The rank's part of the model.
     jobs : sequence of int
-        The samples of its micro-batches; 0 is an absent one.
+        The samples in each of its micro-batches; 0 for one that only other replicas have.
     program : sequence of Instruction
-        What it does with them.
+        The forward and backward passes of these micro-batches, in order.
     """
 
     def __init__(self, part: ModelPart, jobs: Sequence[int], program: Sequence[Instruction]) -> None:
@@ -142,7 +143,7 @@ class StageActivations:
         self._chunks: dict[tuple[int, int], ChunkActivations] = {}
 
     def chunk(self, chunk: int, samples: int) -> ChunkActivations:
-        """Return what one micro-batch of a chunk keeps. Not collective."""
+        """Return the memory that one micro-batch of a chunk needs. Not collective."""
         if (chunk, samples) not in self._chunks:
             entry = self.part.output(chunk - 1, samples) if chunk else 0
             self._chunks[chunk, samples] = ChunkActivations(tuple(self.part.tried(chunk, samples)), entry)
@@ -150,7 +151,7 @@ class StageActivations:
 
     @cached_property
     def figures(self) -> ActivationPeaks:
-        """Return the bytes at the fullest moments of a step."""
+        """The largest amounts of memory at any moment of a step."""
         held: dict[tuple[int, int], int] = {}
         kept = caches = most = total = 0
         alone = self.part.partitioned.parallel_layout.pipeline == 1
@@ -173,7 +174,7 @@ class StageActivations:
         return ActivationPeaks(kept, caches, most, total)
 
     def _messages(self, place: int) -> int:
-        """Return the bytes of the receives posted ahead while an instruction runs, and of what was sent before it."""
+        """Return the bytes of messages while an instruction runs: receives posted early, and the previous send."""
         if self.part.partitioned.parallel_layout.pipeline == 1:
             return 0
         ahead = sum(self._received(instruction) for instruction in self.program[place + 1 : place + AHEAD])

@@ -1,10 +1,10 @@
-"""Run the blocks of a model one at a time, to measure what each keeps, sends to its group and puts out.
+"""Run the blocks of a model one at a time, to measure the memory, group calls and output of each.
 
-[Note: trials] No formula knows what a user's layer keeps, so each kind of block (equal but for the number of its
-dropout) runs forward and backward once, on two and on three samples (an array of one sample may be contiguous where
-one of several is not), alone, with parameters of zero in memory that is freed afterwards; their products, zeros too,
-are not computed. What it keeps and sends is taken to grow evenly with the samples; where its calls show that it does
-not, the block runs on the real micro-batch.
+[Note: trials] No formula knows what a user's layer keeps. So each kind of block runs forward and backward alone, on two
+and on three samples. (Not on one: an array of one sample may be contiguous where one of several is not.) Blocks that
+differ only in the number of their dropout are of one kind. Parameters are zeros, in memory that is freed afterwards;
+matrix products with them are not computed. Memory and messages are assumed to grow linearly with the number of samples.
+If a block's group calls show that they do not, it runs on as many samples as the real micro-batch has.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from mpizero.planning.byte_counts import GroupCall, RecordingGroup
 from mpizero.planning.fake_array import FakeArray
 from mpizero.types import Array, Layer, Loss, Run
 
-#: Samples of the smaller of two tries.
+#: Number of samples in the smaller of the two trials.
 FEW = 2
-#: Where dropout numbers stand in a layer's text.
+#: Matches the number of a dropout in a layer's ``repr``.
 _SITE = re.compile(r"\bsite=\d+")
 
 
@@ -45,7 +45,7 @@ class ArrayForm(NamedTuple):
 
     @classmethod
     def of(cls, array: Array) -> ArrayForm:
-        """Return the form of ``array``. Not collective."""
+        """Return the shape and dtype of ``array``. Not collective."""
         return cls(tuple(array.shape), array.dtype.name)
 
 
@@ -55,9 +55,9 @@ class KeptMemory(NamedTuple):
     Attributes
     ----------
     own : int
-        Bytes of the arrays in the cache that the block has made and does not put out.
+        Bytes of the arrays in the cache that are neither the block's input nor its output nor parameters.
     deferred : int
-        Bytes that take the place of ``own`` between input half and weight half.
+        The same between the two halves of the backward pass, for inputs and for weights.
     input, output : bool
         Whether the cache keeps the block's input and its output.
     """
@@ -69,9 +69,9 @@ class KeptMemory(NamedTuple):
 
 
 class PassPeaks(NamedTuple):
-    """Hold the most bytes that each pass of a block takes at once, more than at its start.
+    """Hold the most bytes that each pass of a block allocates at once, counted from the start of the pass.
 
-    Outputs and gradients are included: a forward's output, an input half's gradients of output and input.
+    They include a forward pass's output, and in the backward pass for inputs the gradients of output and input.
     """
 
     forward: int
@@ -80,20 +80,20 @@ class PassPeaks(NamedTuple):
 
 
 class BlockTrial(NamedTuple):
-    """Describe the run of one block, or of the loss, on one micro-batch.
+    """Hold what was measured in a trial run of one block, or of the loss, on one micro-batch.
 
     Attributes
     ----------
     output, gradient : ArrayForm or None
-        Of the output, and of the input's gradient; None where there is none.
+        Shape and type of the output, and of the input's gradient; None if there is no such gradient.
     passes : bool
-        Whether the output is (a view of) the input.
+        Whether the output is the input, or a view of it.
     kept : KeptMemory
-        What it keeps.
+        The arrays that the block keeps between its passes.
     peaks : PassPeaks
-        What it takes besides while it runs.
+        The memory that each pass allocates while it runs.
     calls : tuple of GroupCall
-        What it calls its group for, forward and backward.
+        The block's calls of its tensor or context group, forward and backward.
     """
 
     output: ArrayForm
@@ -105,26 +105,26 @@ class BlockTrial(NamedTuple):
 
     @property
     def is_loss(self) -> bool:
-        """Tell whether this is the loss: only the loss puts out one number, not samples."""
+        """Tell whether this is the loss: only the loss returns one number instead of samples."""
         return not self.output.shape
 
     @property
     def backward_peak(self) -> int:
-        """The most that both halves of a backward take in a row, more than ``kept.own``."""
+        """The most bytes that a whole backward pass needs at once, in addition to ``kept.own``."""
         ends = self.output.nbytes + (0 if self.gradient is None else self.gradient.nbytes)
         return max(self.peaks.input, self.kept.deferred - self.kept.own + ends + self.peaks.weights)
 
 
 @dataclass(frozen=True)
 class TrialSample:
-    """Hold one sample of the data and the run of a batch of them.
+    """Hold one sample of the data, and the ``Run`` for a batch of copies of it.
 
     Attributes
     ----------
     x, y : array
-        One sample each, with its first axis.
+        Input and target of one sample, with a first axis of length 1 or more.
     run : Run
-        What blocks are told.
+        The ``Run`` that blocks are given.
     """
 
     x: Array
@@ -132,25 +132,25 @@ class TrialSample:
     run: Run
 
     def batch(self, samples: int) -> tuple[Array, Array]:
-        """Return the sample so many times. Not collective."""
+        """Return input and target of a batch that has the sample ``samples`` times. Not collective."""
         return np.repeat(self.x[:1], samples, axis=0), np.repeat(self.y[:1], samples, axis=0)
 
 
 class BlockTrials:
-    """Run the blocks of one rank's part of a model, each kind once.
+    """Try the blocks of a model as one rank has them, each kind of block once ([Note: trials]).
 
     Parameters
     ----------
     blocks : mapping of str to Layer
         All blocks of the model, split over ``group``.
     loss : Loss
-        Its loss, split likewise.
+        The model's loss, split likewise.
     sample : TrialSample
-        What the first block is given.
+        The sample that the first block is given.
     group : RecordingGroup
-        What split layers call.
+        The group that split layers call.
     dtype : numpy dtype
-        Of the parameters.
+        The type of the parameters.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class BlockTrials:
         self._found: dict[int, dict[str, BlockTrial]] = {}
 
     def of(self, samples: int) -> dict[str, BlockTrial]:
-        """Return the trial of every block, and of the loss under the name "", for so many samples. Not collective."""
+        """Return the trial of every block, and of the loss as "", on ``samples`` samples. Not collective."""
         if samples not in self._found:
             if samples <= FEW + 1:
                 self._found[samples] = self._run(samples)
@@ -175,12 +175,12 @@ class BlockTrials:
 
     @property
     def shapes(self) -> tuple[Any, ...]:
-        """Shapes of what one sample gives the first block, and of all parameters."""
+        """The shapes of the sample's input and target, and of all parameters."""
         parameters = [tuple(spec.shape for spec in layer.specs()) for layer in self.blocks.values()]
         return self.sample.x.shape, self.sample.y.shape, parameters
 
     def _run(self, samples: int) -> dict[str, BlockTrial]:
-        """Try every kind of block on so many samples, each on the output of the one before."""
+        """Try every kind of block on ``samples`` samples, each on the output of the block before."""
         x, y = self.sample.batch(samples)
         value: Any = x
         found: dict[str, BlockTrial] = {}
@@ -205,7 +205,7 @@ class BlockTrials:
         return found
 
     def _warm(self, kind: str, attempt: Callable[[], Any]) -> None:
-        """Try something once before it counts: what is imported or compiled on first use takes memory that stays."""
+        """Run ``attempt`` once, uncounted: imports and compilation on first use allocate memory that stays."""
         if kind not in self._warmed:
             self._warmed.add(kind)
             attempt()
@@ -247,7 +247,7 @@ class BlockTrials:
         )
 
     def _parameters(self, layer: Layer) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return parameters of zero, which take no memory while they are only read, and room for gradients."""
+        """Return zeroed parameters, which occupy no memory while they are only read, and uninitialized gradients."""
         specs = [(spec.name, spec.shape, spec.size) for spec in layer.specs()]
         size = sum(count for _, _, count in specs)
         starts = np.concatenate([[0], np.cumsum([count for _, _, count in specs])]).tolist()
@@ -257,12 +257,12 @@ class BlockTrials:
 
 
 def _kind(layer: Layer) -> str:
-    """Return a text that is the same for blocks which differ in the numbers of their dropouts only."""
+    """Return a text that is equal for blocks which differ only in the numbers of their dropouts."""
     return _SITE.sub("site", repr(layer))
 
 
 def _grown(few: BlockTrial, more: BlockTrial, samples: int) -> BlockTrial | None:
-    """Continue what a few samples and one more take; None if it does not grow evenly."""
+    """Extrapolate two trials, on ``FEW`` and on one more sample, to ``samples``; None if calls do not grow linearly."""
     calls = _calls(few.calls, more.calls, samples)
     if calls is None:
         return None
@@ -293,18 +293,18 @@ def _calls(few: Sequence[GroupCall], more: Sequence[GroupCall], samples: int) ->
 
 
 class _PeakMemory:
-    """Measure the most memory that Python and NumPy have taken since a moment, in bytes."""
+    """Measure the peak of the memory that Python and NumPy allocate from a moment on, in bytes."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """Count from now on. Not collective."""
+        """Start a new measurement. Not collective."""
         tracemalloc.reset_peak()
         self._start = tracemalloc.get_traced_memory()[0]
 
     def peak(self) -> int:
-        """Return the most since then. Not collective."""
+        """Return the peak since the start of the measurement. Not collective."""
         return tracemalloc.get_traced_memory()[1] - self._start
 
 
@@ -321,14 +321,14 @@ def _watched() -> Iterator[_PeakMemory]:
 
 
 def _owner(array: Array) -> Array:
-    """Return the array that owns an array's memory."""
+    """Return the array that owns the memory of ``array``, which may be a view."""
     while isinstance(array.base, np.ndarray):
         array = array.base
     return array
 
 
 def _held(tree: Any, others: frozenset[int]) -> int:
-    """Return the bytes of the arrays in ``tree`` whose memory no array of ``others`` owns."""
+    """Return the bytes of the arrays in ``tree``, except those whose memory is owned by ``others`` (ids of arrays)."""
     return sum(owner.nbytes for owner in map(_owner, _arrays(tree)) if id(owner) not in others)
 
 
@@ -337,7 +337,7 @@ def _owners(tree: Any) -> frozenset[int]:
 
 
 def _arrays(value: Any) -> list[Array]:
-    """List the arrays in nested containers, one for each owner of memory."""
+    """List the arrays in nested containers; of views of the same memory only one."""
     found: dict[int, Array] = {}
     seen: set[int] = set()
     left = [value]

@@ -1,7 +1,7 @@
-"""Count the bytes that collectives send, by formula, and record the calls of split layers without other ranks.
+"""Compute the bytes that collectives send, by formula, and record the group calls of split layers on one rank.
 
-The formulas are those of ``comm/``: ``counters`` ([Note: bytes on the wire] in ``comm/transport.py``), the pieces of
-``comm/reduce/exact.py``, and the messages or the window of ``comm/group/model_group.py``.
+The formulas follow the code of ``comm/``: what its counters count ([Note: bytes on the wire] in ``comm/transport.py``),
+the pieces of ``comm/reduce/exact.py``, and the messages or windows of ``comm/group/model_group.py``.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from mpizero.types import Array
 
 
 class Sent(NamedTuple):
-    """Count the bytes that one rank sends to others, and the calls that send any."""
+    """Hold the bytes that one rank sends to others, and the number of calls that send any."""
 
     bytes: int = 0
     messages: int = 0
 
     def __add__(self, other: object) -> Sent:
-        """Add both numbers."""
+        """Add bytes and messages."""
         if not isinstance(other, Sent):
             return NotImplemented
         return Sent(self.bytes + other.bytes, self.messages + other.messages)
 
     def times(self, count: int) -> Sent:
-        """Return the same so many times. Not collective."""
+        """Return bytes and messages multiplied by ``count``. Not collective."""
         return Sent(self.bytes * count, self.messages * count)
 
 
 def total_sent(parts: Iterable[Sent]) -> Sent:
-    """Add up. Not collective."""
+    """Return the sum of ``parts``. Not collective."""
     found = Sent()
     for part, count in Counter(parts).items():
         found += part.times(count)
@@ -46,12 +46,12 @@ def total_sent(parts: Iterable[Sent]) -> Sent:
 
 
 def one_call(nbytes: int) -> Sent:
-    """Count one call that sends ``nbytes``. Not collective."""
+    """Return the cost of one call that sends ``nbytes``; nothing for 0 bytes. Not collective."""
     return Sent(nbytes, 1) if nbytes else Sent()
 
 
 class ExchangeCost(NamedTuple):
-    """Count what a rank sends in a sum or gather between peers, and the bytes of its buffers."""
+    """Hold what a rank sends in a sum or all-gather between peers, and the bytes of the buffers it needs."""
 
     sent: Sent
     send_buffer: int
@@ -68,7 +68,7 @@ def exchange_cost(
     codec: Codec | None = None,
     elements: int | None = None,
 ) -> ExchangeCost:
-    """Count :class:`mpizero.comm.reduce.exact.ExactExchange`: everybody's partial sums over everybody's ranges.
+    """Return the cost of one :class:`mpizero.comm.reduce.exact.ExactExchange`: partial sums sent to their owners.
 
     Not collective.
 
@@ -77,15 +77,15 @@ def exchange_cost(
     totals : sequence of int
         Elements of the ranges of each peer.
     peer : int
-        Which of them sends.
+        The peer whose cost is computed.
     counts : sequence of int
-        Partial sums of each group.
+        Number of partial sums that each peer's node sends.
     itemsize : int
         Bytes of an element.
     codec : Codec or None
-        What packs the messages.
+        Compresses the messages; None: they are not compressed.
     elements : int or None
-        Those of a bucket.
+        Elements of a bucket; None is the default.
     """
     if len(totals) == 1:
         return ExchangeCost(Sent(), 0, 0)
@@ -106,14 +106,14 @@ def exchange_cost(
 
 
 def segment_cost(widths: Sequence[int], peer: int, counts: Sequence[int], itemsize: int) -> ExchangeCost:
-    """Count one segment of an exchange, uncompressed, in which each peer sums so many elements. Not collective."""
+    """Return the cost of one uncompressed segment, in which peer i sums ``widths[i]`` elements. Not collective."""
     mine, others = counts[peer], sum(widths) - widths[peer]
     sent = one_call(mine * others * itemsize)
     return ExchangeCost(sent, mine * sum(widths) * itemsize, sum(counts) * widths[peer] * itemsize)
 
 
 def _packed(elements: int, step: int, codec: Codec) -> int:
-    """Return the bytes of so many elements that travel in steps."""
+    """Return the compressed bytes of ``elements`` elements that are sent in steps of ``step``."""
     full, rest = divmod(elements, step)
     return full * codec.packed(step) + codec.packed(rest)
 
@@ -121,9 +121,9 @@ def _packed(elements: int, step: int, codec: Codec) -> int:
 def gather_cost(
     totals: Sequence[int], peer: int, itemsize: int, codec: Codec | None = None, elements: int | None = None
 ) -> ExchangeCost:
-    """Count :func:`mpizero.comm.reduce.exact.gather_spans` of so many elements of each peer, or ``gather_packed``.
+    """Return the cost of an all-gather in which peer i sends ``totals[i]`` elements.
 
-    Not collective.
+    Not collective. It is :func:`mpizero.comm.reduce.exact.gather_spans`, with a codec ``gather_packed``.
     """
     if len(totals) == 1 or not max(totals):
         return ExchangeCost(Sent(), 0, 0)
@@ -140,23 +140,23 @@ def gather_cost(
 
 
 def direct_gather_cost(columns: Iterable[Sequence[int]], peer: int, itemsize: int) -> ExchangeCost:
-    """Count :func:`mpizero.comm.reduce.exact.begin_gather`, which takes no buffers. Not collective.
+    """Return the cost of :func:`mpizero.comm.reduce.exact.begin_gather`, which needs no buffers. Not collective.
 
-    ``columns`` has, for every span of a peer, the elements of all peers.
+    ``columns[j][i]`` is the number of elements in span j of peer i.
     """
     own = [(sizes[peer], len(sizes) - 1) for sizes in columns]
     return ExchangeCost(total_sent(one_call(size * itemsize * others) for size, others in own), 0, 0)
 
 
 class WindowCopies(NamedTuple):
-    """Count the copies of one call of a group whose ranks share a window.
+    """Hold the copies that one call of a group makes, if its ranks share a window.
 
     Attributes
     ----------
     passes : tuple of (int, int)
-        Bytes that each pass over memory reads, and writes.
+        For each pass over memory the bytes that it reads and those that it writes.
     barriers : int
-        How often the ranks wait for each other.
+        Number of barriers of the group.
     """
 
     passes: tuple[tuple[int, int], ...]
@@ -164,18 +164,18 @@ class WindowCopies(NamedTuple):
 
 
 class GroupCall(NamedTuple):
-    """Describe one call of a method of :class:`mpizero.types.Group`, the same on all ranks up to the own block.
+    """Describe one call of a method of :class:`mpizero.types.Group`; all ranks of the group make it together.
 
     Attributes
     ----------
     kind : str
         "reduce", "gather", "scatter" or "shift".
     unit : int
-        Elements; of one index along the axis where blocks are cut along one.
+        Elements of the array; for "gather" and "scatter" those at one index of the axis along which it is cut.
     sizes : tuple of int
-        Length of each rank's block along the axis; empty for the others.
+        Length of each rank's block along that axis; empty for "reduce" and "shift".
     outer : int
-        Indices of the axes before it.
+        Product of the lengths of the axes before that axis; otherwise 1.
     itemsize : int
         Bytes of an element.
     """
@@ -187,7 +187,7 @@ class GroupCall(NamedTuple):
     itemsize: int
 
     def sent(self, rank: int, size: int, *, in_window: bool) -> Sent:
-        """Return what one of ``size`` ranks sends, through a window or by messages. Not collective."""
+        """Return what rank ``rank`` of ``size`` sends; through a window only shifts send messages. Not collective."""
         if self.kind == "shift":
             return one_call(self.unit * self.itemsize)
         if in_window:
@@ -202,7 +202,7 @@ class GroupCall(NamedTuple):
         return one_call((self.unit - own) * self.itemsize) + one_call(own * self.itemsize * (size - 1))
 
     def copies(self, rank: int, size: int) -> WindowCopies:
-        """Return what the call reads and writes in a window of ``size`` ranks, as ``comm/group/window.py`` does it.
+        """Return the copies that the call makes through a window of ``size`` ranks, as in ``comm/group/window.py``.
 
         Not collective.
         """
@@ -220,7 +220,7 @@ class GroupCall(NamedTuple):
         return WindowCopies(((whole, whole), (size * whole, whole)), 1)
 
     def _sums_parts(self, size: int) -> bool:
-        """Tell whether every rank sums a part in the window, and all copy the sum."""
+        """Tell whether every rank sums one part in the window, and all ranks then copy the whole sum."""
         return size >= window.SHARED_SUM_RANKS and self.unit * self.itemsize >= window.SHARED_SUM_BYTES
 
     def rooms(self, rank: int, size: int) -> dict[str, int]:
@@ -238,7 +238,7 @@ class GroupCall(NamedTuple):
         return {"arrived": size * own, "total": own}
 
     def half(self, size: int) -> int:
-        """Return the bytes that the call takes in each half of a window. Not collective."""
+        """Return the bytes that the call needs in each half of a window. Not collective."""
         if self.kind == "shift":
             return 0
         nbytes = self.unit * (sum(self.sizes) if self.sizes else 1) * self.itemsize
@@ -249,7 +249,7 @@ class GroupCall(NamedTuple):
 
 
 def window_bytes(calls: Iterable[GroupCall], size: int) -> int:
-    """Return the bytes of the window through which a group of ``size`` ranks makes these calls. Not collective."""
+    """Return the bytes of the window that a group of ``size`` ranks needs for these calls. Not collective."""
     needed = max((call.half(size) for call in calls if call.kind != "shift"), default=0)
     if not needed:
         return 0
@@ -257,14 +257,14 @@ def window_bytes(calls: Iterable[GroupCall], size: int) -> int:
 
 
 class RecordingGroup:
-    """Record the calls of the split layers of one rank without other ranks: right shapes, meaningless values.
+    """Stand in for the group of split layers, on one rank: record the calls, return arrays of the right shapes.
 
-    A :class:`mpizero.types.Group`. No method is collective.
+    It implements :class:`mpizero.types.Group`, but no method is collective, and returned values are meaningless.
 
     Attributes
     ----------
     calls : list of GroupCall
-        What was called since the list was emptied.
+        The calls since the list was last emptied.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -272,20 +272,20 @@ class RecordingGroup:
         self.calls: list[GroupCall] = []
 
     def __repr__(self) -> str:
-        """Show the size only: layers are compared by their text."""
+        """Return a text with the size only, because layers are compared by their texts."""
         return f"group of {self.size}"
 
     def all_reduce(self, x: Array, tag: str = "") -> Array:
-        """Return a copy."""
+        """Record the call; return a copy of ``x``."""
         self.calls.append(GroupCall("reduce", x.size, (), 1, x.itemsize))
         return np.array(x, order="C")
 
     def all_max(self, x: Array, tag: str = "") -> Array:
-        """Return a copy."""
+        """Record the call; return a copy of ``x``."""
         return self.all_reduce(x, tag)
 
     def all_gather(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
-        """Return zeros with the own block at its place."""
+        """Record the call; return zeros with this rank's block in its place."""
         call = self._along("gather", x, axis, sizes)
         shape = list(x.shape)
         shape[axis] = sum(call.sizes)
@@ -295,14 +295,14 @@ class RecordingGroup:
         return whole
 
     def reduce_scatter(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
-        """Return a copy of the own block."""
+        """Record the call; return a copy of this rank's block of ``x``."""
         call = self._along("scatter", x, axis, sizes)
         start = sum(call.sizes[: self.rank])
         block = np.moveaxis(x, axis, 0)[start : start + call.sizes[self.rank]]
         return np.array(np.moveaxis(block, 0, axis), order="C")
 
     def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> _Shifted:
-        """Return copies at once."""
+        """Record the call; return a finished request with copies of ``arrays``."""
         if by % self.size:
             self.calls += [GroupCall("shift", x.size, (), 1, x.itemsize) for x in arrays]
         return _Shifted(tuple(np.array(x, order="C") for x in arrays))
@@ -316,7 +316,7 @@ class RecordingGroup:
 
 
 class _Shifted(NamedTuple):
-    """Hold arrays that have arrived; a :class:`mpizero.types.ShiftRequest`."""
+    """Implement :class:`mpizero.types.ShiftRequest` for arrays that have already arrived."""
 
     arrays: tuple[Array, ...]
 

@@ -15,7 +15,7 @@ from mpizero.measurement import Measurement
 from mpizero.text import printable
 from mpizero.validation import Check, Unexpected, flag, positive, whole
 
-#: What the file calls itself, and the only version of its form so far.
+#: The name of the file format, and the only version of it so far.
 FORMAT, VERSION = "mpizero-machine", 1
 _LIMIT = 1 << 20
 _REMEDY = "measure it again: mpiexec -n N python -m mpizero bench machine"
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class MemoryPass:
-    """Hold the seconds of a pass over memory: plain, and by the library's own kernel of the same mix.
+    """Hold the seconds of a pass over memory: a plain one, and the library's kernel with the same reads and writes.
 
     Attributes
     ----------
@@ -34,13 +34,13 @@ class MemoryPass:
     reads, writes : int
         Arrays that a pass reads and writes.
     elements, itemsize : int
-        Of each array.
+        Elements of each array, and bytes of an element.
     one, every : Measurement
         Seconds of the plain pass: of one rank alone, and of the slowest of all ranks at once.
     own_one, own_every : Measurement
         Seconds of the library's kernel.
     ratio_one, ratio_every : Measurement
-        Its seconds by those of the plain pass, taken in each repetition.
+        Seconds of the kernel divided by those of the plain pass, in each repetition.
     """
 
     name: str
@@ -72,9 +72,9 @@ class MatrixProduct:
     batch, rows, inner, columns : int
         ``batch`` products of (rows, inner) and (inner, columns).
     linear : bool
-        Whether it is one of the products with a parameter that make up a block, from which :attr:`Machine.rate` comes.
+        Whether it is a product with a parameter, as in a block's linear layers. :meth:`Machine.rate` uses only these.
     one, every : Measurement
-        Seconds: of one rank alone, and of the slowest of all ranks at once.
+        Seconds of one rank alone, and of the slowest of all ranks at once.
     """
 
     name: str
@@ -89,7 +89,7 @@ class MatrixProduct:
 
     @property
     def operations(self) -> int:
-        """Floating-point operations."""
+        """Floating-point operations of all ``batch`` products."""
         return 2 * self.batch * self.rows * self.inner * self.columns
 
 
@@ -104,11 +104,11 @@ class MessageSpeed:
     where : str
         "all ranks"; for messages from one to one "inside a node" or "between nodes".
     nbytes : int
-        What a rank has to give: the whole vector of an exchange or allreduce, its own block of a gather.
+        Bytes of a rank's input: the whole vector of an exchange or allreduce, its own block of a gather.
     sent : int
-        Of these and their copies, what a rank sends to others.
+        Bytes that a rank sends to others, all copies counted.
     seconds : Measurement
-        Of the slowest rank.
+        Seconds of the slowest rank.
     """
 
     operation: str
@@ -120,16 +120,16 @@ class MessageSpeed:
 
 @dataclass(frozen=True)
 class FileSpeed:
-    """Hold the seconds of a file that all ranks write or read, each its own part.
+    """Hold the seconds in which all ranks write or read one file, each rank its own part.
 
     Attributes
     ----------
     operation : str
-        "write with fsync", "read" (what the system had to fetch again) or "read from memory".
+        "write with fsync", "read" (from the disk again) or "read from memory" (from the page cache).
     nbytes : int
-        Of all ranks.
+        Bytes of all ranks together.
     seconds : Measurement
-        Of the slowest rank.
+        Seconds of the slowest rank.
     """
 
     operation: str
@@ -146,15 +146,15 @@ class Machine:
     host, date, cpu, blas : str
         Name of the first rank's node, when the measurement ended (UTC), kind of core, BLAS of NumPy.
     libraries : dict of str to str
-        Versions of Python, mpizero and what they stand on, MPI among them.
+        Versions of Python, mpizero and the libraries they use, MPI among them.
     ranks, nodes, ranks_per_node, threads : int
-        Who measured together; the most ranks of a node; BLAS threads of a rank.
+        Ranks and nodes that measured together, the most ranks on a node, and BLAS threads of a rank.
     dtype : str
-        Of the products.
+        Type of the matrix products.
     repeat : int
-        Repetitions, interleaved.
+        Number of repetitions; measurements take turns.
     streams, products, messages, files : tuple
-        The figures.
+        The measurements.
     """
 
     host: str
@@ -174,12 +174,15 @@ class Machine:
     files: tuple[FileSpeed, ...]
 
     def rate(self, ranks_per_node: int) -> float:
-        """Return the floating-point operations a second of one of so many ranks of a node. Not collective.
+        """Return the floating-point operations per second of one rank on a node of ``ranks_per_node``. Not collective.
 
-        It is that of the linear products of a block together, each form of each product once. [Note: limits] Limits are
-        taken from the fastest repetition: others had to share the machine with something else. [Note: other numbers of
-        ranks] Measured are one rank alone and all of them. Of fewer ranks than were measured none is faster than one
-        alone nor gets less than its share of what all had; more ranks share what all had.
+        It is the rate of all linear products of a block together, each form of each product once.
+
+        [Note: limits] The fastest repetition counts, because in slower ones something else used the machine as well.
+
+        [Note: other numbers of ranks] One rank alone and all ranks at once were measured. For another number of ranks
+        on a node, a rank gets an equal part of the rate that all measured ranks had together, but at most the rate of
+        one rank alone.
         """
         chosen = [product for product in self.products if product.linear]
         work = sum(product.operations for product in chosen)
@@ -188,7 +191,7 @@ class Machine:
         return _shared(one, every, self.ranks_per_node, ranks_per_node)
 
     def bandwidth(self, name: str, ranks_per_node: int) -> float:
-        """Return the bytes a second that the plain pass ``name`` moves for one of so many ranks of a node.
+        """Return the bytes per second that the plain pass ``name`` moves, for one rank on a node of ``ranks_per_node``.
 
         Not collective. See [Note: limits] and [Note: other numbers of ranks].
         """
@@ -197,9 +200,9 @@ class Machine:
         return _shared(one, every, self.ranks_per_node, ranks_per_node)
 
     def pass_seconds(self, read: int, written: int, ranks_per_node: int) -> float:
-        """Return how long a pass takes one of so many ranks of a node, which reads and writes so many bytes.
+        """Return the seconds in which a rank on a node of ``ranks_per_node`` reads and writes so many bytes.
 
-        Not collective. The bandwidth is that of the pass measured whose share of writes is nearest.
+        Not collective. The bandwidth is that of the measured pass whose share of writes is nearest.
         """
         if not read + written:
             return 0.0
@@ -212,17 +215,17 @@ class Machine:
         return stream.writes / (stream.reads + stream.writes)
 
     def longest_way(self, ranks: int, ranks_per_node: int) -> str:
-        """Return where messages from one of so many ranks to one other go at most, as far as was measured.
+        """Return the slowest measured kind of path between two ranks: "between nodes" or "inside a node".
 
         Not collective.
         """
         return "between nodes" if self.nodes > 1 and ranks > ranks_per_node else "inside a node"
 
     def seconds(self, operation: str, sent: float, where: str = "all ranks") -> float:
-        """Return how long a collective takes in which a rank sends so many bytes, between those measured.
+        """Return the seconds of a collective in which a rank sends ``sent`` bytes, by interpolation.
 
-        Not collective. Linear from size to size; beyond the largest by its bandwidth. 0 where nothing was measured: on
-        one rank. See [Note: limits].
+        Not collective. Times are linear between the measured sizes, and follow the bandwidth of the largest size beyond
+        it. 0 if nothing was measured, as on one rank. See [Note: limits].
         """
         known = sorted((m.sent, m.seconds.least) for m in self.messages if (m.operation, m.where) == (operation, where))
         if not known:
@@ -239,12 +242,15 @@ class Machine:
 
 
 def _shared(one: float, every: float, measured: int, wanted: int) -> float:
-    """Return a rank's part of what a node gives to ``wanted`` ranks, from one rank's and from ``measured`` ranks'."""
+    """Return one rank's rate on a node of ``wanted`` ranks: see [Note: other numbers of ranks].
+
+    ``one`` is the rate of a rank alone, ``every`` that of each of ``measured`` ranks at once.
+    """
     return min(one, every * measured / wanted)
 
 
 def write_machine(path: str, machine: Machine) -> None:
-    """Store a machine file; an older one of this name is replaced at once or stays as it is. Not collective."""
+    """Write a machine file; an older file of this name is replaced atomically. Not collective."""
     target = Path(path)
     document = {"format": FORMAT, "version": VERSION, **asdict(machine)}
     draft = target.with_name(f".{target.name}.{os.getpid()}")
@@ -253,12 +259,13 @@ def write_machine(path: str, machine: Machine) -> None:
 
 
 def read_machine(path: str) -> Machine:
-    """Return what a machine file says. Not collective.
+    """Read a machine file. Not collective.
 
     Raises
     ------
     DataError
-        The file is missing, foreign, of another version, or damaged; names the file, the place and the reason.
+        If the file is missing, damaged, of another kind or of another version. It names the file, the place and the
+        reason.
     """
     try:
         with Path(path).open("rb") as file:
@@ -297,12 +304,12 @@ def _check(machine: Machine) -> None:
             raise ValueError(f"{key}: expected at least 1, found {getattr(machine, key)}")
 
 
-#: The passes that a machine file must have.
+#: Names of the memory passes that a machine file must have.
 NEEDED = ("read", "copy", "sum of 2", "sum of 4", "AdamW", "sum + AdamW")
 
 
 def _parsed(kind: Any, value: Any, where: str) -> Any:
-    """Return ``value`` as a ``kind``; ValueError names the place where it is none."""
+    """Convert ``value`` to the type ``kind``; otherwise raise ``ValueError`` that names the place in the file."""
     origin = get_origin(kind)
     if origin is tuple:
         items = _of(list, value, where, "a list")

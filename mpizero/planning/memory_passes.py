@@ -1,7 +1,7 @@
 """Count the bytes that sums, updates and checks of one rank read and write in a step.
 
-[Note: least passes] Every row of a sum is read once and every result written once; a sum that an optimizer takes up at
-once is never written. Of copies into and out of messages nothing is counted: they belong to the messages.
+[Note: least passes] Every row of a sum is read once and every result is written once. A sum that a fused update uses at
+once is not written. Copies into and out of message buffers are not counted here; they belong to the messages.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from mpizero.planning.traffic import RankTraffic
 
 
 class PassBytes(NamedTuple):
-    """Count the bytes that a rank reads, and those that it writes."""
+    """Hold the bytes that a pass over memory reads, and those that it writes."""
 
     read: int = 0
     written: int = 0
 
     @property
     def bytes(self) -> int:
-        """All that moves."""
+        """Bytes read and written together."""
         return self.read + self.written
 
 
 @dataclass(frozen=True)
 class StepPasses:
-    """Count the passes over memory of one rank.
+    """Compute the passes over memory of one rank in a step.
 
     Attributes
     ----------
     traffic : RankTraffic
-        What it holds and sends.
+        The rank's part of the model, and its messages.
     """
 
     traffic: RankTraffic
@@ -58,13 +58,13 @@ class StepPasses:
 
     @property
     def _group(self) -> int:
-        """Elements of the gradients that this rank folds for its peers, its own included."""
+        """Elements of the gradients of which this rank computes its node's partial sums: its peers' and its own."""
         gradients = self.traffic.part.shards.gradients
         return sum(sum(gradients[rank]) for rank in self.traffic.grid.peer_ranks)
 
     @property
     def fused(self) -> bool:
-        """Tell whether the optimizer reads sums as they are made; in waves, the last row of the stack."""
+        """Tell whether sum and update are one pass; in waves the update reads the final row of the stack."""
         training, partitioned = self.traffic.training, self.traffic.part.partitioned
         return fuses_update(
             training.optimizer,
@@ -77,7 +77,7 @@ class StepPasses:
     # ------------------------------------------------------------------ by phase
 
     def local_sums(self) -> list[PassBytes]:
-        """Return the checks of every micro-batch's gradient, and the sums of those that one rank holds.
+        """Return the passes that check every micro-batch's gradients, and those that add gradients within the rank.
 
         Not collective.
         """
@@ -94,7 +94,7 @@ class StepPasses:
         return found
 
     def reduction(self) -> list[PassBytes]:
-        """Return the sums over ranks, except what the optimizer takes up at once. Not collective."""
+        """Return the passes that sum over ranks, except the final sum of a fused update. Not collective."""
         return list(self._waves() if self.traffic.training.step.waves else self._rows())
 
     def _rows(self) -> Iterator[PassBytes]:
@@ -118,7 +118,7 @@ class StepPasses:
             yield self._pass(elements, _rows_read(program), 1)
 
     def optimizer(self) -> list[PassBytes]:
-        """Return norm and update, with the sum where it is taken up at once. Not collective."""
+        """Return the bytes of norm and update, with the final sum if the update is fused. Not collective."""
         training = self.traffic.training
         arrays = 1 + len(training.optimizer.slots)
         rows = 1
@@ -132,5 +132,5 @@ class StepPasses:
 
 
 def _rows_read(program: Program) -> int:
-    """Return how many rows a program reads."""
+    """Return how many rows a tree program reads."""
     return sum(code != -1 for code in program)

@@ -1,4 +1,4 @@
-"""Compute what the ranks of one pipeline stage, tensor part and context part hold, compute and put out."""
+"""Describe the part of a model on one pipeline stage, tensor rank and context rank: size, work and output."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class ModelPart:
     Attributes
     ----------
     partitioned : PartitionedModel
-        Its blocks.
+        The rank's blocks.
     trials : BlockTrials
-        Tries of the blocks of all stages.
+        Trial runs of the blocks of all stages.
     asked : tuple of GroupCall
-        What ranks ask each other before a chunk's forward.
+        The group calls before a chunk's forward pass, in which ranks learn how long sequences are.
     shape : tuple of int
-        Of one whole sample.
+        Shape of one whole sample.
     layouts : mapping of int to FlatLayout
-        The parameters of every stage with this tensor part.
+        The layout of the parameters of every stage, on this tensor rank.
     parts : int
         Ranks of the data group.
     """
@@ -60,7 +60,7 @@ class ModelPart:
         row: Placement,
         minimum_unit: int,
     ) -> ModelPart:
-        """Split the model as a rank would. Not collective.
+        """Split the model as the rank of ``grid`` would. Not collective.
 
         Raises
         ------
@@ -79,12 +79,12 @@ class ModelPart:
 
     @cached_property
     def layout(self) -> FlatLayout:
-        """The parameters of this stage."""
+        """The layout of this stage's parameters."""
         return self.layouts[self.partitioned.stage]
 
     @cached_property
     def shards(self) -> ShardSizes:
-        """Return the sizes of what every rank of the data group owns."""
+        """The sizes of the shards of all ranks of the data group."""
         return ShardSizes(self.layout, self.parts)
 
     def blocks(self, chunk: int) -> tuple[str, ...]:
@@ -93,31 +93,31 @@ class ModelPart:
 
     @property
     def last_chunk(self) -> int:
-        """The chunk with the model's last block."""
+        """The number of the chunk with the model's last block."""
         return len(self.partitioned.cuts) - 1
 
     def tried(self, chunk: int, samples: int) -> list[BlockTrial]:
-        """Return the trials of a chunk's blocks, the loss included in the last. Not collective."""
+        """Return the trials of a chunk's blocks, and of the loss if it is the last chunk. Not collective."""
         found = self.trials.of(samples)
         names = [*self.blocks(chunk), *([""] if chunk == self.last_chunk else [])]
         return [found[name] for name in names]
 
     def calls(self, chunk: int, samples: int) -> list[GroupCall]:
-        """Return what a chunk's layers call for one micro-batch. Not collective."""
+        """Return the group calls of a chunk's layers for one micro-batch. Not collective."""
         return [*self.asked, *(call for trial in self.tried(chunk, samples) for call in trial.calls)]
 
     def output(self, chunk: int, samples: int) -> int:
-        """Return the bytes that a chunk sends on. Not collective."""
+        """Return the bytes of a chunk's output for one micro-batch. Not collective."""
         return self.trials.of(samples)[self.blocks(chunk)[-1]].output.nbytes
 
     def gradient(self, chunk: int, samples: int) -> int:
-        """Return the bytes that a chunk sends back. Not collective."""
+        """Return the bytes of the gradient of a chunk's input for one micro-batch. Not collective."""
         form = self.trials.of(samples)[self.blocks(chunk)[0]].gradient
         return 0 if form is None else form.nbytes
 
     @cached_property
     def operations(self) -> dict[str, Operations] | None:
-        """The floating-point work of every block for one sample; None where a block does not count it."""
+        """The floating-point work of every block for one sample; None if a block does not count it."""
         shape: tuple[int, ...] = self.shape
         found: dict[str, Operations] = {}
         for name, layer in self.partitioned.split.blocks.items():
@@ -139,24 +139,24 @@ class ModelPart:
         return total
 
     def like(self, other: ModelPart, samples: int) -> ModelPart:
-        """Return this part with the tries of another, if they are the same by all that can be seen. Not collective.
+        """Return this part with the trials of ``other``, if these must be equal; else this part. Not collective.
 
-        Equal are shapes of inputs and parameters, and of the blocks that calls cut arrays into, with few or with
-        ``samples`` samples.
+        They are taken to be equal if inputs and parameters have the same shapes, and if all group calls, with at most
+        ``samples`` samples, cut arrays into blocks of equal size.
         """
         mine, theirs = (part.trials for part in (self, other))
         even = all(len(set(call.sizes)) <= 1 for trial in theirs.of(min(FEW, samples)).values() for call in trial.calls)
         return replace(self, trials=theirs) if even and mine.shapes == theirs.shapes else self
 
     def on(self, stage: int) -> ModelPart:
-        """Return the same part of another stage. Not collective."""
+        """Return the part on another stage, for the same tensor and context rank. Not collective."""
         return replace(self, partitioned=replace(self.partitioned, stage=stage))
 
 
 def _local(
     sample: TrialSample, partitioned: PartitionedModel, group: RecordingGroup
 ) -> tuple[TrialSample, tuple[GroupCall, ...]]:
-    """Return what the blocks of a part are given of a sample and are told, and what it takes to know that.
+    """Return the part of a sample that a rank's blocks are given, and the group calls made before they run.
 
     Not collective.
     """

@@ -1,4 +1,4 @@
-"""Compute the groups of every rank of a job that does not run, as :class:`mpizero.comm.ProcessGrid` finds them."""
+"""Compute the groups of every rank of a planned job, equal to those of :class:`mpizero.comm.ProcessGrid` in a run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mpizero.planning.byte_counts import RecordingGroup
 
 
 class PlannedGroup(NamedTuple):
-    """Describe a group from one of its ranks.
+    """Describe a group of ranks, as seen by one of its ranks.
 
     Attributes
     ----------
     rank, size : int
-        Place in the group, and size of the group.
+        The rank's number in the group, and the size of the group.
     shares_memory : bool
         Whether the members may allocate windows together.
     """
@@ -29,7 +29,7 @@ class PlannedGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class PlannedGrid(NodeOrder):
-    """Hold the groups that one rank would belong to, with the names of :class:`mpizero.comm.ProcessGrid`."""
+    """Hold the groups of one rank of a planned job, with the names of :class:`mpizero.comm.ProcessGrid`."""
 
     axes: Axes
     here: Coordinates
@@ -47,25 +47,25 @@ class PlannedGrid(NodeOrder):
 
     @cached_property
     def tensor_group(self) -> RecordingGroup:
-        """Return the recorder that split layers get as their tensor group."""
+        """The recorder that split layers call instead of a tensor group."""
         return RecordingGroup(self.tensor.rank, self.tensor.size)
 
     @cached_property
     def context_group(self) -> RecordingGroup:
-        """Return the recorder that layers for cut sequences get as their context group."""
+        """The recorder that layers on parts of sequences call instead of a context group."""
         return RecordingGroup(self.context.rank, self.context.size)
 
 
 @dataclass(frozen=True)
 class PlannedRanks:
-    """Place all ranks of a job that does not run on nodes.
+    """Assign all ranks of a planned job to nodes.
 
     Parameters
     ----------
     axes : Axes
         Sizes and order of the axes.
     hosts : tuple of int
-        The first rank of the node of every rank.
+        For every rank, the first rank of its node.
     share : bool
         Whether ranks of a node share memory.
     """
@@ -78,7 +78,7 @@ class PlannedRanks:
     def build(
         cls, axes: Axes, *, ranks_per_node: int | None = None, simulated: int | None = None, share: bool = True
     ) -> PlannedRanks:
-        """Put consecutive ranks on nodes. Not collective.
+        """Assign consecutive ranks to each node. Not collective.
 
         Parameters
         ----------
@@ -87,7 +87,7 @@ class PlannedRanks:
         ranks_per_node : int or None
             Ranks of a real node; None puts all of them on one.
         simulated : int or None
-            Ranks of a simulated node (``ShardingConfig.ranks_per_node``): each real one is cut into such.
+            Ranks of a simulated node (``ShardingConfig.ranks_per_node``), into which each real node is cut.
         share : bool
             Whether ranks of a node share memory.
         """
@@ -98,12 +98,15 @@ class PlannedRanks:
         return ranks if share and axes.context == 1 else ranks._in_waves()
 
     def _in_waves(self) -> PlannedRanks:
-        """Give up sharing memory where the parts of a grain would not be neighbours in a wave, as the engine does."""
+        """Return ranks that share no memory if, as in the engine, context groups need that.
+
+        The parts of a grain must have successive places in a wave; shared memory may order ranks differently.
+        """
         grid = self.grid(0)
         return self.private() if self.share and grid.order != tuple(range(grid.data.size)) else self
 
     def private(self) -> PlannedRanks:
-        """Return the same ranks, each with its own memory. Not collective."""
+        """Return the same ranks without shared memory. Not collective."""
         return PlannedRanks(self.axes, self.hosts, share=False)
 
     @property
@@ -117,7 +120,7 @@ class PlannedRanks:
         return self.share and bool(uneven_counts(self.axes, self.hosts))
 
     def inside_nodes(self, group: str) -> bool:
-        """Tell whether every group of this name lies on one node. Not collective."""
+        """Tell whether each group of this name is inside one node. Not collective."""
         return inside_nodes(self.axes, group, self.hosts)
 
     def grid(self, rank: int) -> PlannedGrid:

@@ -43,7 +43,7 @@ def refused(error: MemoryError, what: str, advice: str) -> OutOfMemoryError:
 
 @contextmanager
 def needing(what: str, advice: str) -> Iterator[None]:
-    """Turn a ``MemoryError`` of the block into an error that says what the memory was for. Not collective.
+    """Replace a ``MemoryError`` of the block by an error that says what the memory was for. Not collective.
 
     Raises
     ------
