@@ -1,13 +1,14 @@
-"""Compute what one rank holds, by part: the engine's allocations, and what its model keeps between passes.
+"""Predict the memory of one rank, by part: the engine's allocations, and the arrays of a step.
 
 [Note: held bytes] The parts up to "exchange buffers" are those that
-:class:`mpizero.parallel.parameters.allocator.Memory` counts, to the byte: private arrays, and windows of the node in
-whole pages. "group buffers" are the messages or the window of a tensor or context group. The rest lives while a step
-runs: "activations" are what blocks keep for their backward pass, "working arrays" what else there is at the fullest
-moment, while a block runs, and "messages" what a pipeline stage then sends and waits for besides, at most. Where
-layers compute on GPUs, the first two are there, beside copies of parameters and of a unit's gradients (of a rank
-that is alone in its data group all gradients), and optimizer state with its buffers where that is updated there; the
-host's only working array is then what copies pass through.
+:class:`mpizero.parallel.parameters.allocator.Memory` counts, and agree with it to the byte: private arrays, and shared
+windows in whole pages. "group buffers" are the message buffers or the window of a tensor or context group. The other
+parts exist only during a step. "activations" are the most bytes that blocks keep for their backward passes. "working
+arrays" are what is needed in addition at the moment of most memory, while a block runs. "messages" are the additional
+bytes of a pipeline stage's messages in flight. If layers compute on GPUs, activations and working arrays are there. The
+GPU then also has copies of the parameters and of one unit's gradients (of all gradients, if a rank is alone in its data
+group), and the optimizer state with its buffers if the update runs there. The host's only working array is then the
+buffer for copies.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ PARTS = (
 
 
 class MemoryBytes(NamedTuple):
-    """Count the bytes of one part of a rank's memory.
+    """Hold the bytes of one part of a rank's memory.
 
     Attributes
     ----------
     private : int
-        Of this rank alone.
+        Bytes of this rank alone.
     shared : int
-        Of a window that ``sharers`` ranks hold together.
+        Bytes of a window that ``sharers`` ranks share.
     sharers : int
-        How many ranks these are.
+        Number of ranks that share the window.
     """
 
     private: int = 0
@@ -62,7 +63,7 @@ class MemoryBytes(NamedTuple):
 
     @property
     def mine(self) -> int:
-        """The private bytes and the equal part of the window."""
+        """The private bytes, and this rank's equal part of the window."""
         return self.private + self.shared // self.sharers
 
 
@@ -73,16 +74,16 @@ class RankMemory:
     Attributes
     ----------
     traffic : RankTraffic
-        What the rank does.
+        The rank's part of the model, and its messages.
     flow : StageActivations
-        What its micro-batches keep.
+        The memory of its micro-batches.
     """
 
     traffic: RankTraffic
     flow: StageActivations
 
     def parts(self) -> dict[str, MemoryBytes]:
-        """Return the rank's memory by part, without those that are empty. Not collective."""
+        """Return the rank's memory on the host by part, without empty parts. Not collective."""
         figures = self.flow.figures
         found = {
             "parameters": self._parameters(),
@@ -99,7 +100,7 @@ class RankMemory:
         return {part: held for part, held in found.items() if held.private or held.shared}
 
     def device(self) -> dict[str, int]:
-        """Return the bytes that the rank holds on its GPU, by part; nothing without one. Not collective."""
+        """Return the bytes that the rank holds on its GPU, by part; empty without a GPU. Not collective."""
         if not self._on_device:
             return {}
         layout, figures = self.traffic.part.layout, self.flow.figures
@@ -128,7 +129,7 @@ class RankMemory:
 
     @property
     def _host_work(self) -> int:
-        """Return what copies pass through, and the reduced gradient that a user's own optimizer takes from the GPU."""
+        """The bytes of the buffer for copies, and of the reduced gradient if an optimizer on the host needs it."""
         fetched = self._keeps_gradients and not self._updates_on_device
         return STAGING + (self.traffic.part.layout.gradient_size * self._item if fetched else 0)
 
@@ -147,7 +148,7 @@ class RankMemory:
         return self.traffic.training.itemsize
 
     def _shared(self, *sizes: int) -> MemoryBytes:
-        """Return arrays that all ranks of the node hold together: one window, each array in whole pages."""
+        """Return the memory of arrays that the node's ranks share: one window, each array in whole pages."""
         sharers = self.traffic.grid.node.size
         if sharers == 1:
             return MemoryBytes(sum(sizes))
@@ -160,7 +161,7 @@ class RankMemory:
         return self._shared(sum(shards.shares[rank].size for rank in grid.node_ranks) * self._item)
 
     def _gradients(self) -> MemoryBytes:
-        """Return rows of whole gradients, or a wave buffer and the owner's stack; and what adds micro-batches."""
+        """Return the memory of gradients: rows, or a wave buffer with its stack; and the sum of micro-batches."""
         traffic, shards = self.traffic, self.traffic.part.shards
         step, grid = traffic.training.step, traffic.grid
         if not step.waves:
@@ -175,16 +176,16 @@ class RankMemory:
 
     @property
     def _folded(self) -> int:
-        """Return the bytes that hold a grain's micro-batches while they are added."""
+        """The bytes of the buffer in which a grain's micro-batches are added."""
         several = self.traffic.training.step.accumulate > 1 and any(self.traffic.jobs)
         return self.traffic.part.layout.gradient_size * self._item if several else 0
 
     def _state(self) -> int:
-        """Return the elements of the optimizer's arrays."""
+        """Return the number of elements in this rank's optimizer state."""
         return len(self.traffic.training.optimizer.slots) * self.traffic.updated
 
     def _residuals(self) -> MemoryBytes:
-        """Return what compression leaves out, before and after a step."""
+        """Return the memory of compression's residuals: those of the last step, and those of the current step."""
         traffic = self.traffic
         totals = [sum(traffic.part.shards.gradients[rank]) for rank in traffic.grid.peer_ranks]
         replicated = not traffic.training.row.shard_optimizer
@@ -192,7 +193,7 @@ class RankMemory:
         return MemoryBytes(2 * sum(sizes) * self._item)
 
     def _buffers(self) -> MemoryBytes:
-        """Return the gathered units, and the place where gradients of frozen parameters are left."""
+        """Return the memory of gathered units, and of the buffer for gradients of frozen parameters."""
         units = MemoryBytes()
         if self.traffic.sharded:
             units = self._shared(*[self.traffic.part.layout.largest_gathered * self._item] * SLOTS)
@@ -203,7 +204,7 @@ class RankMemory:
         return self.traffic.part.layout.largest_frozen * self._item
 
     def _exchange_buffers(self) -> int:
-        """Return the largest buffers that messages of gradients pass through."""
+        """Return the bytes of the largest buffers that messages of gradients need."""
         traffic = self.traffic
         every = [*traffic.reductions(), *traffic.replications()]  # parameters go straight to their places
         found = max((e.send_buffer for e in every), default=0) + max((e.receive_buffer for e in every), default=0)
@@ -212,7 +213,7 @@ class RankMemory:
         )
 
     def _group_buffers(self) -> MemoryBytes:
-        """Return what a tensor or context group keeps for its calls."""
+        """Return the memory that a tensor or context group keeps for its calls: a window, or message buffers."""
         group = self.traffic.group
         if group.shares_memory:
             return MemoryBytes(0, window_bytes(self.traffic.calls, group.size), group.size)

@@ -1,4 +1,4 @@
-"""Compute the sizes of what every data rank of a stage owns, once for all of them."""
+"""Compute the sizes of the shards of all data ranks of a stage."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mpizero.parallel.parameters.shards import Share
 
 @dataclass(frozen=True)
 class ShardSizes:
-    """Compute the sizes of the parts of a layout that ``parts`` data ranks own.
+    """Compute the sizes of the shards into which ``parts`` data ranks divide a layout.
 
     Attributes
     ----------
     layout : FlatLayout
-        What one stage and tensor part holds.
+        The parameters on one pipeline stage and tensor rank.
     parts : int
         Ranks of the data group.
     """
@@ -26,34 +26,34 @@ class ShardSizes:
 
     @cached_property
     def shares(self) -> tuple[Share, ...]:
-        """Return the shares of all data ranks."""
+        """The shards of all data ranks."""
         return tuple(Share(self.layout, rank, self.parts) for rank in range(self.parts))
 
     @cached_property
     def gradients(self) -> tuple[tuple[int, ...], ...]:
-        """For each data rank, the gradient elements that it owns of each unit."""
+        """For each data rank, the number of gradient elements that it owns in each unit."""
         return tuple(tuple(sum(s.size for s in spans) for spans in share.gradient_spans) for share in self.shares)
 
     @cached_property
     def trained(self) -> tuple[int, ...]:
-        """For each data rank, the elements that it keeps optimizer state for: tied uses have none of their own."""
+        """For each data rank, the number of elements with optimizer state, which tied uses do not have."""
         return tuple(sum(spans[0].size for spans in share.gradient_spans) for share in self.shares)
 
     def parameters(self, rank: int, unit: int, region: Span) -> int:
-        """Return the elements of a region of a unit that a data rank owns. Not collective."""
+        """Return how many elements of a region of a unit a data rank owns. Not collective."""
         return self.shares[rank].spans[unit].intersect(region).size
 
     def gathered(self, rank: int, unit: Unit) -> tuple[int, ...]:
-        """Return the elements that a data rank brings when a unit is gathered. Not collective.
+        """Return how many elements a data rank sends when a unit is gathered. Not collective.
 
-        First those of its own range, then those of each tied use.
+        The first number is for the unit's own parameters, the others are for each tied use.
         """
         spans = self.shares[rank].spans
         homes = [(entry, self.layout.by_name[str(entry.spec.tied)].unit) for entry in unit.aliases]
         return (spans[unit.index].size, *(entry.span.intersect(spans[home]).size for entry, home in homes))
 
     def squares(self, rank: int) -> int:
-        """Return the partial sums of squares that a data rank tells for norms. Not collective."""
+        """Return how many partial sums of squares a data rank sends for norms. Not collective."""
         found = 0
         for unit, span in zip(self.layout.units, self.shares[rank].spans, strict=True):
             for entry in unit.entries:

@@ -22,11 +22,11 @@ class StepBatches:
     Attributes
     ----------
     grains : Grains
-        Of the global batch.
+        The grains of the global batch.
     accumulate : int
-        Micro-batches of a full grain.
+        Micro-batches in a full grain.
     waves : bool
-        Whether grains are assigned in waves.
+        Whether grains are computed in waves.
     """
 
     grains: Grains
@@ -34,7 +34,7 @@ class StepBatches:
     waves: bool
 
     def rows_plan(self, grid: PlannedGrid) -> RowsPlan:
-        """Return how whole gradients are folded and summed. Not collective."""
+        """Return the plan by which rows of gradients are added. Not collective."""
         count, key = self.grains.count * grid.context.size, _kind(grid)
         if key not in self._rows_plans:
             shares = contiguous_shares(grid, count)
@@ -42,7 +42,7 @@ class StepBatches:
         return self._rows_plans[key]
 
     def wave_plan(self, grid: PlannedGrid) -> WavePlan:
-        """Return how the gradients of units are summed wave by wave. Not collective."""
+        """Return the plan by which gradients are added wave by wave. Not collective."""
         if (key := _kind(grid)) not in self._wave_plans:
             self._wave_plans[key] = layout.wave_plan(self.grains.count * grid.context.size, grid.group_sizes)
         return self._wave_plans[key]
@@ -56,7 +56,7 @@ class StepBatches:
         return {}
 
     def jobs(self, grid: PlannedGrid) -> tuple[int, ...]:
-        """Return the samples of the micro-batches that a rank takes part in, in order; 0 where it has none to compute.
+        """Return the number of samples in each micro-batch of a rank; 0 if it only joins the others' collectives.
 
         Not collective.
         """
@@ -74,7 +74,7 @@ class StepBatches:
         return tuple(found)
 
     def micro_batches(self, grain: int) -> tuple[int, ...]:
-        """Return the samples of each micro-batch of a grain. Not collective."""
+        """Return the number of samples in each micro-batch of a grain. Not collective."""
         return tuple(part.stop - part.start for part in self.grains.micro_batches(grain, self.accumulate))
 
     def owners(self, grid: PlannedGrid) -> Sequence[int]:
@@ -82,9 +82,9 @@ class StepBatches:
         return (wave_owners if self.waves else contiguous_owners)(grid, self.grains.count)
 
     def samples_moved(self, grid: PlannedGrid) -> int:
-        """Return how many samples a rank sends to the owners of their grains, when batches are contiguous.
+        """Return how many samples a rank sends to the ranks that compute their grains.
 
-        Not collective.
+        Not collective. Each rank is assumed to bring a contiguous run of whole grains, as equal as possible.
         """
         ranks, mine = grid.batch.size, grid.batch.rank
         own = self.grains.samples_of(mine, ranks)
@@ -99,12 +99,12 @@ class StepBatches:
 
     @cached_property
     def largest(self) -> int:
-        """Samples of the largest micro-batch."""
+        """Number of samples in the largest micro-batch."""
         return max(
             (size for grain in range(min(1, self.grains.count)) for size in self.micro_batches(grain)), default=0
         )
 
 
 def _kind(grid: PlannedGrid) -> tuple[int, ...]:
-    """Return what all ranks have in common whose data groups assign and sum grains alike."""
+    """Return a key that is equal for ranks whose data groups assign and add grains in the same way."""
     return grid.data.size, grid.batch.size, grid.context.size, *grid.group_sizes

@@ -1,4 +1,4 @@
-"""Compute the least time of each phase of a step on a measured machine: work by rate, bytes by bandwidth."""
+"""Compute the least time of each phase of a step on a measured machine: work over rate, bytes over bandwidth."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mpizero.planning.machine_file import Machine
 from mpizero.planning.memory_passes import PassBytes, StepPasses
 from mpizero.planning.traffic import RankTraffic
 
-#: The phases of a step, as `bench step` tells them apart. "local sums" are the checks and sums of gradients inside a
-#: rank; "agreement" redistributes samples and agrees on losses and norms; "waiting" is for other ranks, in any phase.
+#: The phases of a step that `bench step` measures. "local sums" are checks and sums of gradients inside a rank.
+#: "agreement" redistributes samples and agrees on losses and norms. "waiting" is waiting for other ranks in any phase.
 PHASES = (
     "forward",
     "backward",
@@ -26,7 +26,7 @@ PHASES = (
     "agreement",
     "waiting",
 )
-#: By which measured operation the messages of a purpose go.
+#: For each purpose of messages, the measured operation whose times are used; "gather" for the others.
 _OPERATIONS = {"tensor": "allreduce", "context": "one to one", "ties": "one to one", "samples": "exchange"}
 
 
@@ -37,11 +37,11 @@ class TimeFloors:
     Attributes
     ----------
     plan : TrainingPlan
-        What every rank holds, sends and computes.
+        The plan: what every rank holds, sends and computes.
     machine : Machine
-        What the machine can do.
+        The measured speeds of the machine.
     ranks_per_node : int
-        How many share a node's cores and memory.
+        Number of ranks that share a node's cores and memory.
     """
 
     plan: TrainingPlan
@@ -49,9 +49,9 @@ class TimeFloors:
     ranks_per_node: int
 
     def of(self, rank: int) -> dict[str, float]:
-        """Return the seconds of one rank's phases, 0 where it has nothing to do. Not collective.
+        """Return the least seconds of each phase on one rank. Not collective.
 
-        Work that layers do not count is missing.
+        The work of layers that do not count their operations is missing.
         """
         traffic = self.plan.traffic(rank)
         passes, sent = StepPasses(traffic), traffic.sent()
@@ -73,12 +73,12 @@ class TimeFloors:
 
     @cached_property
     def by_rank(self) -> tuple[dict[str, float], ...]:
-        """The phases of every rank."""
+        """The least seconds of each phase, for every rank."""
         return tuple(self.of(rank) for rank in range(self.plan.ranks))
 
     @property
     def slowest(self) -> int:
-        """The rank whose phases take longest together."""
+        """The rank whose phases together take longest."""
         return max(range(self.plan.ranks), key=lambda rank: sum(self.by_rank[rank].values()))
 
     # ------------------------------------------------------------------ parts
@@ -102,7 +102,7 @@ class TimeFloors:
         return sent.messages * self.machine.seconds(operation, sent.bytes / sent.messages, where)
 
     def _windows(self, traffic: RankTraffic) -> float:
-        """Return the seconds of what a tensor or context group copies, sums and waits for in its window."""
+        """Return the seconds in which a tensor or context group copies, sums and waits in its window."""
         group, found = traffic.group, 0.0
         for call, times in traffic.calls.items() if group.shares_memory else ():
             copies = call.copies(group.rank, group.size)
@@ -118,7 +118,7 @@ class TimeFloors:
         return sum(count * self._messages(operation, sent) for sent, count in alike)
 
     def _reduction(self, traffic: RankTraffic, sent: dict[str, Sent]) -> float:
-        """Return the seconds of a reduction's messages and of the barriers before owners read others' rows."""
+        """Return the seconds of a reduction's messages, and of the barriers before ranks read each other's rows."""
         ties = self._purpose("ties", sent["ties"]) if "ties" in sent else 0.0
         rows = self._exchanges("exchange", traffic.reductions()) + self._exchanges("gather", traffic.replications())
         times = 1
@@ -136,7 +136,7 @@ class TimeFloors:
         return self.machine.seconds("barrier", 0) if traffic.grid.node.size > 1 else 0.0
 
     def _bubble(self, traffic: RankTraffic) -> float:
-        """Return how long a stage has nothing to do in the simulated pipeline."""
+        """Return the seconds in which a stage is idle in the simulated pipeline."""
         simulation = self.plan.simulation
         if simulation is None:
             return 0.0

@@ -1,4 +1,4 @@
-"""Compute what one rank sends in a training step, by purpose, with the formulas of the engine's collectives."""
+"""Compute the bytes that one rank sends in a training step, by purpose, with formulas for each collective."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from mpizero.comm import ProcessGrid
     from mpizero.parallel.config import ShardingConfig
 
-#: What messages are for, in the order in which they are shown. "control" is what ranks agree on: sizes of the batch,
-#: losses and weights, the learning rate, whether replicas have the same samples.
+#: The purposes of messages, in the order in which they are shown. "control" messages are those by which ranks agree on
+#: the sizes of the batch, losses and weights, the learning rate, and whether replicas have the same samples.
 PURPOSES = ("gradients", "parameters", "tensor", "activations", "context", "ties", "samples", "norms", "control")
 
 
@@ -46,19 +46,19 @@ class PlannedTraining:
     Attributes
     ----------
     row : Placement
-        The row of the placement table.
+        The strategy's row of the placement table.
     config : ShardingConfig
-        Its settings; its communicator is never asked for.
+        The settings; the communicator is not used.
     optimizer : optimizer
         As :func:`mpizero.optim.adapt` returns it.
     step : StepBatches
-        The global batch.
+        The global batch and how it is assigned to ranks.
     itemsize : int
         Bytes of a parameter.
     sample_bytes : tuple of int
         Bytes of one sample's input, and of its target.
     loss_scale : bool
-        Whether the loss is scaled.
+        Whether the training has a loss scale.
     """
 
     row: Placement
@@ -71,17 +71,17 @@ class PlannedTraining:
 
     @property
     def codec(self) -> Codec | None:
-        """Return the codec of gradients between nodes."""
+        """The codec of gradient messages between nodes; None without compression."""
         return gradient_codec(self.config.gradient_compression, self.itemsize)
 
     @property
     def bucket(self) -> int | None:
-        """Elements of a bucket of gradients; None, the default size, too where it will be tuned."""
+        """Elements of a bucket of gradients; None is the default size, also assumed if the size is tuned."""
         return self.config.bucket_elements(self.itemsize)
 
     @property
     def needs_norm(self) -> bool:
-        """Tell whether the sum must be seen before the update."""
+        """Tell whether the norm of the summed gradient is needed before the update."""
         return needs_norm(self.config, self.codec, loss_scale=self.loss_scale)
 
 
@@ -92,11 +92,11 @@ class RankTraffic:
     Attributes
     ----------
     training : PlannedTraining
-        What is trained.
+        The parts of the plan that are equal for all ranks.
     part : ModelPart
-        What the rank holds.
+        The rank's part of the model.
     grid : PlannedGrid
-        Its groups.
+        The rank's groups.
     """
 
     training: PlannedTraining
@@ -104,7 +104,7 @@ class RankTraffic:
     grid: PlannedGrid
 
     def sent(self) -> dict[str, Sent]:
-        """Return what the rank sends in a step, by purpose, without those that send nothing. Not collective."""
+        """Return what the rank sends in a step, by purpose; purposes without messages are left out. Not collective."""
         return dict(self._sent)
 
     @cached_property
@@ -119,17 +119,17 @@ class RankTraffic:
 
     @cached_property
     def updated(self) -> int:
-        """The elements that this rank updates."""
+        """The number of elements that this rank updates."""
         return sum(self.part.shards.trained[rank] for rank in updated_by(self.training.row, self.grid))
 
     @cached_property
     def jobs(self) -> tuple[int, ...]:
-        """The samples of this rank's micro-batches; 0 is an absent one."""
+        """The number of samples in each micro-batch of this rank; 0 if only other ranks have it."""
         return self.training.step.jobs(self.grid)
 
     @cached_property
     def program(self) -> tuple[Instruction, ...]:
-        """Return the instructions of this rank's stage, with absent micro-batches, without padding ones."""
+        """The instructions of this rank's stage for all its micro-batches, without those that only pad the schedule."""
         axes, jobs = self.part.partitioned.parallel_layout, len(self.jobs)
         if self.grid.pipeline.size == 1 or not jobs:
             every = range(jobs)
@@ -166,7 +166,7 @@ class RankTraffic:
 
     @property
     def _row_counts(self) -> list[int]:
-        """Partial sums that each group has of its rows."""
+        """The number of partial sums that each peer's node computes from its rows."""
         return [len(sums) for sums in self.training.step.rows_plan(self.grid).group_programs]
 
     @property
@@ -176,7 +176,7 @@ class RankTraffic:
 
     @cached_property
     def _buckets(self) -> list[Bucket]:
-        """The buckets in which rows are summed then."""
+        """The buckets of a reduction that overlaps the backward pass."""
         layout, shares = self.part.layout, self.part.shards.shares
         spans = [
             [span for unit in layout.units for span in shares[rank].row_spans(unit.index)]
@@ -185,7 +185,7 @@ class RankTraffic:
         return cut_buckets(spans, layout.gradient_size, self._row_counts, self.training.bucket)
 
     def replications(self) -> list[ExchangeCost]:
-        """Return the gathers of reduced gradients, where every group keeps all optimizer state. Not collective."""
+        """Return the all-gathers of reduced gradients, if every node keeps all optimizer state. Not collective."""
         if self.training.row.shard_optimizer:
             return []
         if self._overlaps:
@@ -196,7 +196,7 @@ class RankTraffic:
         return [gather_cost(totals, self.grid.peers.rank, training.itemsize, training.codec, training.bucket)]
 
     def publications(self) -> list[ExchangeCost]:
-        """Return the gathers by which updated parameters reach the copies of all groups. Not collective."""
+        """Return the all-gathers that bring updated parameters to the copies on all nodes. Not collective."""
         if self.sharded:
             return []
         shards, peers = self.part.shards, self.grid.peer_ranks
@@ -210,7 +210,7 @@ class RankTraffic:
         ]
 
     def gathers(self) -> list[ExchangeCost]:
-        """Return the gathers of units before the passes of a step. Not collective."""
+        """Return the all-gathers of units in all passes of a step. Not collective."""
         if not self.sharded:
             return []
         units = {chunk: self.part.layout.units_of(self.part.blocks(chunk)) for chunk in self.part.partitioned.chunks}
@@ -244,7 +244,7 @@ class RankTraffic:
 
     @cached_property
     def calls(self) -> Counter[GroupCall]:
-        """Count the calls that the rank makes of its tensor or context group in a step."""
+        """The calls of the rank's tensor or context group in a step, and how often each is made."""
         found = Counter[GroupCall]()
         if self.group.size > 1:
             for samples, micro_batches in sorted(Counter(job for job in self.jobs if job).items()):
@@ -255,7 +255,7 @@ class RankTraffic:
 
     @property
     def group(self) -> PlannedGroup:
-        """The tensor or context group; one of them has one rank."""
+        """The tensor or the context group: the one of more than one rank, since at most one has."""
         return self.grid.tensor if self.grid.tensor.size > 1 else self.grid.context
 
     def _activations(self) -> Sent:
@@ -301,7 +301,7 @@ class RankTraffic:
         return squares.times(times)
 
     def _counted(self) -> int:
-        """Return how many parameters this rank tells the sum of to the ranks of its replica."""
+        """Return for how many parameters this rank sends a sum of squares to the ranks of its replica."""
         if self.grid.here.context:
             return 0
         specs = [e.spec for e in self.part.layout.parameters if e.spec.trainable and e.spec.guest is None]

@@ -1,4 +1,4 @@
-"""Plan a training: memory, messages, work and idleness of every rank, without starting any."""
+"""Plan a training: predict memory, messages, work and idle time of every rank without running the training."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ from mpizero.types import Array, Run
 
 
 def _at_once(nbytes: int) -> float:
-    """Take no time for a message."""
+    """Return 0 seconds, as the time of any message."""
     return 0.0
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """Describe what one rank holds and does in a step.
+    """Hold what one rank keeps in memory, sends and computes in a step.
 
     Attributes
     ----------
     rank : int
-        In the world.
+        The rank's number in the world.
     here : Coordinates
-        Its place.
+        Its coordinates on the axes of parallelism.
     node : int
         Number of its node.
     memory : dict of str to MemoryBytes
-        By part ([Note: held bytes]).
+        Memory on the host by part ([Note: held bytes] in ``planning/rank_memory.py``).
     device_memory : dict of str to int
-        Bytes on its GPU by part; empty without one.
+        Bytes on its GPU by part; empty without a GPU.
     sent : dict of str to Sent
-        By purpose.
+        Bytes and messages that it sends, by purpose.
     samples, micro_batches : int
-        What it computes.
+        Number of samples and micro-batches that it computes.
     operations : int or None
-        Floating-point operations; None where a layer does not count its own.
+        Its floating-point operations; None if a layer does not count its own.
     caches : int
-        The most caches, of one chunk and one micro-batch, that it holds at once.
+        The most caches, each of one chunk and one micro-batch, that it holds at once.
     """
 
     rank: int
@@ -70,55 +70,57 @@ class RankPlan:
 
     @property
     def bytes(self) -> int:
-        """All of its memory, its equal part of windows included."""
+        """All bytes of its host memory, an equal part of shared windows included."""
         return sum(held.mine for held in self.memory.values())
 
     @property
     def bytes_sent(self) -> int:
-        """All that it sends in a step."""
+        """All bytes that it sends in a step."""
         return sum(sent.bytes for sent in self.sent.values())
 
     @property
     def messages(self) -> int:
-        """All messages that it sends in a step."""
+        """Number of all messages that it sends in a step."""
         return sum(sent.messages for sent in self.sent.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """Plan a training; only single blocks run, each kind once ([Note: trials]).
+    """Predict memory, messages and work of a training.
+
+    Only single blocks run, each kind once ([Note: trials] in ``planning/block_trial.py``).
 
     Parameters
     ----------
     model : BlockModel
-        What is trained.
+        The model to be trained.
     optimizer : optimizer
-        Anything that :func:`mpizero.optim.adapt` takes.
+        Any optimizer that :func:`mpizero.optim.adapt` accepts.
     config : ShardingConfig
-        Its settings; the communicator is not used.
+        The settings; the communicator is not used.
     row : Placement
-        The row of the placement table.
+        The strategy's row of the placement table.
     parallel_layout : ParallelLayout
         Sizes of the axes, schedule and cuts.
     ranks : int
-        How many there would be.
+        Number of ranks in the job.
     ranks_per_node : int or None
-        Ranks of a real node; None puts all on one.
+        Ranks on a real node; None puts all ranks on one node.
     global_batch : int
-        Samples of a step, which ranks bring as :func:`mpizero.data.batches` gives them.
+        Samples in a step. Each rank is assumed to bring those that :func:`mpizero.data.batches` gives it.
     x, y : array
-        At least one sample of the data.
+        Inputs and targets of at least one sample.
     loss_scale : bool
-        Whether the loss is scaled.
+        Whether the training has a loss scale.
     rate : float
-        Floating-point operations that a rank makes in a second of the simulated pipeline.
+        Floating-point operations per second of a rank, for the simulated pipeline.
     message : callable
-        Gives the seconds that so many bytes take from one stage to the next.
+        Returns the seconds that a message of the given number of bytes takes from one stage to the next.
 
     Raises
     ------
     GridError, ConfigError
-        As the training itself would, when the figures are asked for.
+        The errors that the training itself would raise; they are raised when a figure is first read.
     """
 
     model: Any
@@ -157,7 +159,7 @@ class TrainingPlan:
 
     @cached_property
     def training(self) -> PlannedTraining:
-        """Return the parts of the plan that do not depend on the rank."""
+        """The parts of the plan that are equal for all ranks."""
         ranks = self.axes.data * self.axes.context
         step = StepBatches(self.grains, self.config.accumulate, assigns_waves(self.row, self.config, ranks))
         sizes = (self.x[:1].nbytes, self.y[:1].nbytes)
@@ -170,7 +172,7 @@ class TrainingPlan:
         return tuple(self._plan(rank) for rank in range(self.ranks))
 
     def traffic(self, rank: int) -> RankTraffic:
-        """Return the messages of one rank. Not collective."""
+        """Return the object that computes one rank's messages. Not collective."""
         if rank not in self._traffic:
             grid = self.places.grid(rank)
             self._traffic[rank] = RankTraffic(self.training, self.part(grid), grid)
@@ -209,7 +211,7 @@ class TrainingPlan:
         return {}
 
     def _flow(self, traffic: RankTraffic) -> StageActivations:
-        """Return what micro-batches keep, once for all ranks of a stage and part whose micro-batches are alike."""
+        """Return the memory of a rank's micro-batches, computed once for all ranks that need the same."""
         _, tensor, _, context = traffic.grid.here
         key = (traffic.part.partitioned.stage, tensor, context, traffic.jobs)
         if key not in self._flows:
@@ -221,7 +223,7 @@ class TrainingPlan:
         return {}
 
     def part(self, grid: PlannedGrid) -> ModelPart:
-        """Return what ranks of this stage, tensor part and context part have in common. Not collective."""
+        """Return the part of the model on a rank's stage, tensor and context rank, computed once. Not collective."""
         stage, tensor, _, context = grid.here
         if (tensor, context) not in self._parts:
             sample = TrialSample(self.x, self.y, Run(training=True, seed=getattr(self.model, "seed", 0)))
@@ -239,9 +241,10 @@ class TrainingPlan:
 
     @cached_property
     def simulation(self) -> Simulation | None:
-        """The first replica's pipeline; None without a pipeline.
+        """The simulated pipeline of the first replica; None without a pipeline.
 
-        Where layers do not count their work, a parameter counts as one operation of a sample in each pass and half.
+        If layers do not count their operations, each parameter counts as one operation per sample, in the forward pass
+        and in each half of the backward pass.
         """
         if self.axes.pipeline == 1:
             return None
@@ -251,7 +254,7 @@ class TrainingPlan:
 
     @property
     def micro_batches(self) -> int:
-        """The micro-batches that the first replica, which has most, takes part in."""
+        """The number of micro-batches of the first replica, which has the most."""
         return len(self.traffic(0).jobs)
 
     def _costs(self, part: ModelPart) -> Costs:
@@ -273,7 +276,7 @@ class TrainingPlan:
 
     @cached_property
     def node_bytes(self) -> dict[int, int]:
-        """The memory of every node: private arrays of its ranks, and each window once."""
+        """The bytes of host memory on every node: private arrays of its ranks, and each shared window once."""
         found: dict[int, float] = {}
         for plan in self.by_rank:
             own = sum(held.private + held.shared / held.sharers for held in plan.memory.values())
@@ -290,5 +293,5 @@ class TrainingPlan:
 
     @property
     def idle(self) -> tuple[int, ...]:
-        """The ranks that have nothing to compute."""
+        """The ranks that compute no samples."""
         return tuple(plan.rank for plan in self.by_rank if not plan.samples)

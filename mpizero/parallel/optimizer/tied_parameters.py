@@ -3,8 +3,8 @@
 [Note: cut ties] Every stage that uses such a parameter stores a copy of it. On different stages, different ranks may
 own the same range of it, because their units differ. First each stage sums the gradients of its own uses over grains.
 Then it receives the gradients of the other stages' uses, and adds all uses in declared order. All stages make the same
-update, so the copies stay equal to the bit without another message. Norms and checkpoints use only the copy of the home
-stage, the stage with the parameter's first use.
+update, so the copies stay equal to the bit without another message. Norms and checkpoints use only the copy on the home
+stage, the stage whose block declares the parameter.
 """
 
 from __future__ import annotations
