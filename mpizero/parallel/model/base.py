@@ -1,4 +1,4 @@
-"""Train, evaluate and describe a sharded model: the base class of all of them."""
+"""Train, evaluate and describe a sharded model: the base class of all sharded models."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from mpizero.text import notice
 
 
 class Evaluation(NamedTuple):
-    """Hold what ``evaluate`` has found over all ranks' samples.
+    """Hold the result of ``evaluate``, over the samples of all ranks.
 
     Attributes
     ----------
     loss_sum : float
         Sum of the losses.
     weight : float
-        Total weight of the samples; where each counts once, their number.
+        Total weight of the samples; their number if every sample has the weight 1.
     correct : int or None
-        Number of correct predictions; None where the prediction is not one score a class.
+        Number of correct predictions; None unless the prediction has one score for each class.
     """
 
     loss_sum: float
@@ -41,7 +41,7 @@ class Evaluation(NamedTuple):
 
     @property
     def accuracy(self) -> float | None:
-        """Return the share of correct predictions; None where there is nothing to count."""
+        """Return the share of correct predictions; None if they are not counted or there are no samples."""
         return None if self.correct is None or not self.weight else self.correct / self.weight
 
 
@@ -50,31 +50,31 @@ class ShardedModelBase(ManualGradients):
     """Place the parameters, gradients and optimizer state of a model over the ranks of ``config.comm``.
 
     Construction, and every method that is not marked otherwise, is collective over ``config.comm``. The model holds
-    windows and communicators: close it, or use it as a context manager; a closed model raises RuntimeError. When one
-    rank's part of a call fails, every rank raises (RemoteError tells of another's error), and the model is as before;
-    where layers are split over ranks, :class:`HybridShardedModel` says which errors end the job instead.
+    windows and communicators: close it, or use it as a context manager. A closed model raises RuntimeError. When a call
+    fails on one rank, every rank raises (RemoteError reports the error of another rank), and the model is unchanged.
+    For layers that are split over ranks, :class:`HybridShardedModel` says which errors end the job instead.
 
     Parameters
     ----------
     wrapped_model : BlockModel or BlackBoxModel
-        What is trained. It is never changed; parameters live in the sharded model.
+        The model to train. It is never changed: the sharded model holds the parameters.
     config : ShardingConfig
         The ranks and how they work together.
     optimizer : optimizer, ShardedOptimizer or None
         Updates the parameters: a library optimizer, any object with an elementwise ``update(params, grads, state)``, or
-        a sharded optimizer that no model has yet. None leaves plain SGD with ``config.learning_rate``, until the
-        ``set_model`` of a sharded optimizer binds another.
+        a sharded optimizer that is bound to no model yet. None: plain SGD with ``config.learning_rate``, until
+        ``set_model`` of a sharded optimizer binds that one.
 
     Raises
     ------
     TypeError
-        If model or configuration is None or something else, or the optimizer is not gradient-based.
+        If model or configuration is None or of a wrong type, or the optimizer is not gradient-based.
     ConfigError
         If ranks give different models, configurations or optimizers, or the optimizer belongs to another configuration
         or strategy.
     """
 
-    #: What a plain optimizer is wrapped in.
+    #: Class of the sharded optimizer that is made of a plain optimizer.
     optimizer_class: ClassVar[type[ShardedOptimizer]] = ShardedOptimizer
 
     def __init__(self, wrapped_model: Any, config: ShardingConfig, *, optimizer: Any = None) -> None:
@@ -89,7 +89,10 @@ class ShardedModelBase(ManualGradients):
                 raise
 
     def _plans(self) -> dict[str, Any]:
-        """Return what must be the same on all ranks, the optimizer too, which becomes a sharded one. Not collective."""
+        """Return everything that must be equal on all ranks, by name, with the optimizer's settings. Not collective.
+
+        A plain optimizer is wrapped in a sharded optimizer here.
+        """
         plans, given = super()._plans(), self._optimizer
         if given is not None and not isinstance(given, ShardedOptimizer):
             given = self._optimizer = self.optimizer_class(given, self._config)
@@ -104,7 +107,7 @@ class ShardedModelBase(ManualGradients):
         Raises
         ------
         RuntimeError
-            If it has none: plain SGD with ``config.learning_rate`` trains it.
+            If the model has none; then plain SGD with ``config.learning_rate`` trains it.
         """
         name, bound = type(self).__name__, self._optimizer
         if bound is None:
@@ -117,7 +120,7 @@ class ShardedModelBase(ManualGradients):
         return cast("ShardedOptimizer", bound)
 
     def _take_optimizer(self, optimizer: ShardedOptimizer) -> None:
-        """Remember the optimizer that has been bound. Not collective."""
+        """Store the sharded optimizer that has been bound to this model. Not collective."""
         self._optimizer = optimizer
         self.tell_unread()
 
@@ -126,31 +129,32 @@ class ShardedModelBase(ManualGradients):
         return iter((self, self.optimizer))
 
     def __getitem__(self, index: int) -> Any:
-        """Return the model for 0, its optimizer for 1, as ``mz.distribute(...)[0]`` asks. Not collective."""
+        """Return the model for 0 and its optimizer for 1, so that ``mz.distribute(...)[0]`` works. Not collective."""
         return tuple(self)[index]
 
     @recorded
     def train(self, x: Any, y: Any, *, epoch: int = 0) -> float:
-        """Train one step on this rank's samples of the global batch; return the mean loss over all of it.
+        """Train one step on this rank's samples of the global batch; return the mean loss over the whole global batch.
 
-        Rank r's samples follow rank r-1's; a rank may have none. With ``auto_sync_gradients=False`` nothing is
-        updated: the gradient stays pending until ``synchronize_gradients`` and the optimizer's ``step``.
+        The global batch consists of the samples of rank 0, then those of rank 1, and so on; a rank may have none. With
+        ``auto_sync_gradients=False`` no parameter is updated: the gradient stays pending until
+        ``synchronize_gradients`` and the optimizer's ``step`` are called.
 
         Parameters
         ----------
         x, y : array, or tree of arrays
-            This rank's samples of the global batch, samples on the first axis of every array; tuples, lists,
+            This rank's samples of the global batch, samples on the first axis of every array. Tuples, lists,
             dictionaries and dataclasses of arrays are cut and redistributed over ranks like one array. A rank without
-            gives empty arrays of the same types.
+            samples passes empty arrays of the same types.
         epoch : int
-            Told to functions and layers as ``run.epoch``; nothing else depends on it. The same on all ranks.
+            Passed to functions and layers as ``run.epoch``; nothing else depends on it. The same on all ranks.
 
         Raises
         ------
         DataError
-            If batches do not fit together, naming rank, array and both.
+            If the batches of the ranks do not fit together; names the rank, the array, and how the two differ.
         NonFiniteError
-            After too many skipped steps in a row, by the configuration's ``bad_steps``.
+            After too many skipped steps in a row, as the configuration's ``bad_steps`` says.
         """
         self._pending, self.engine.asked = None, Asked(epoch)
         if not self._config.auto_sync_gradients:
@@ -165,7 +169,7 @@ class ShardedModelBase(ManualGradients):
         return report.loss
 
     def _tell_plain(self) -> None:
-        """Say on rank 0 that plain SGD trains this model. Not collective."""
+        """Print a notice on rank 0 that plain SGD trains this model. Not collective."""
         self._told_plain = True
         if self.rank != 0:
             return
@@ -178,17 +182,17 @@ class ShardedModelBase(ManualGradients):
 
     @recorded
     def evaluate(self, x: Any, y: Any) -> Evaluation:
-        """Return loss and correct predictions over all ranks' samples, without training.
+        """Evaluate the samples of all ranks without training; return losses and correct predictions.
 
         The result has ``loss`` and ``accuracy``, and unpacks as ``loss_sum, weight, correct``.
         """
         return Evaluation(*(self._evaluate_alone(x, y) if self._mean_every else self.engine.evaluate(x, y)))
 
     def predict(self, x: Any) -> Any:
-        """Return the prediction for this rank's ``x``; ranks may ask for different numbers of samples.
+        """Return the predictions for this rank's ``x``; ranks may pass different numbers of samples.
 
-        Collective where parameters are sharded (ZeRO-3, FSDP) or layers are split over ranks, whatever memory they
-        share; elsewhere each rank may ask alone.
+        Collective if parameters are sharded (ZeRO-3, FSDP) or layers are split over ranks, even if the ranks share
+        memory. Otherwise each rank may call it alone.
         """
         if self.shards_parameters:
             self._check_call("predict")
@@ -196,18 +200,18 @@ class ShardedModelBase(ManualGradients):
 
     @collective
     def check_integrity(self) -> None:
-        """Compare all copies of parameters and optimizer state, and both with their last hash where one is held.
+        """Check parameters and optimizer state for damaged memory: compare all copies, and the last hash if any.
 
-        ``config.check_every`` does it every so many steps; this is for moments of the caller's choice.
+        With ``config.check_every`` the model does this by itself every so many steps.
 
         Raises
         ------
         IntegrityError
-            On every rank, if memory has changed by itself: names tensor, elements and rank.
+            On every rank, if values have changed outside of training; names tensor, elements and rank.
         """
         self.engine.integrity.check()
 
     def metadata(self) -> ModelMetadata:
-        """Return placement and measured figures. Not collective."""
+        """Describe where parameters, gradients and state are, and how many bytes are held and sent. Not collective."""
         sent = self.last_step.bytes_sent if self.last_step is not None else 0
         return describe(self.engine, self._config, sent, self.label)

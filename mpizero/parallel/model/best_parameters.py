@@ -1,4 +1,4 @@
-"""Keep the best parameters of an optimization, sharded as the model's own are."""
+"""Keep a copy of the best parameters of an optimization, sharded like the parameters of the model."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 class BestParameters:
-    """Keep a copy of a model's parameters: of what this rank owns where ranks hold parts, else of all.
+    """Keep a copy of a model's parameters: this rank's shard if parameters are sharded or split, else all of them.
 
     Parameters
     ----------
     model : ShardedModelBase
-        Whose parameters are kept as they are now.
+        The model; the constructor copies its present parameters.
     """
 
     def __init__(self, model: ShardedModelBase) -> None:
@@ -26,21 +26,21 @@ class BestParameters:
         self.take()
 
     def take(self) -> None:
-        """Keep the model's parameters as they are now. Not collective."""
+        """Replace the copy by the model's present parameters. Not collective."""
         assert self._model is not None
         whole = self._model.engine.whole
         self._whole: Array | None = None if whole.gathers else whole.vector()
         self._owned: Array | None = self._model.local_parameter_shard if whole.gathers else None
 
     def give_back(self) -> None:
-        """Make what is kept the model's parameters again. Collective over its ranks."""
+        """Set the model's parameters to the copy. Collective over the model's ranks."""
         assert self._model is not None
         if self._owned is None:
             assert self._whole is not None
             self._model.set_parameters(self._whole)
             return
         store = self._model.engine.store
-        store.memory.barrier("best")  # ranks that still read, read the old values
+        store.memory.barrier("best")  # other ranks may still read the old values in the shared window
         for unit, span, offset in zip(store.layout.units, store.share.spans, store.share.offsets, strict=True):
             store.owned(unit.index)[:] = self._owned[offset : offset + span.size]
         store.publish()
@@ -48,11 +48,14 @@ class BestParameters:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that this rank keeps."""
+        """Return the size in bytes of this rank's copy."""
         return sum(values.nbytes for values in (self._whole, self._owned) if values is not None)
 
     def gathered(self) -> Array:
-        """Return all parameters; the first time, collective over the model's ranks where their strategy shards them."""
+        """Return the kept parameters of the whole model, 1-D in declared order.
+
+        The first call is collective over the model's ranks if parameters are sharded or split; later calls are not.
+        """
         if self._model is not None and self._model.shards_parameters:
             self._model._check_call("best_parameters")
         if self._whole is None:
@@ -68,7 +71,7 @@ class BestParameters:
         Raises
         ------
         TypeError
-            If they are spread over the ranks.
+            If they have not been gathered yet.
         """
         if self._whole is None:
             raise ArgumentError(

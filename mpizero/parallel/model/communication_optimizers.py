@@ -1,4 +1,4 @@
-"""Send less: gradients in fewer bytes, or parameters every so many steps (local SGD, Stich 2019)."""
+"""Send fewer bytes: compressed gradients, or averaged parameters every few steps (local SGD, Stich 2019)."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ if TYPE_CHECKING:
 
 
 class GradientCompressionOptimizer(ShardedOptimizer):
-    """Update from gradients that are sent in fewer bytes, with error feedback.
+    """Update from compressed gradients with error feedback.
 
-    From the binding on, the model sends its gradients as ``ShardingConfig(gradient_compression=compression)`` would:
-    between nodes, or between ranks with private memory; ranks that share memory send nothing. What a message leaves out
-    is kept and goes with the next one (see ``mpizero.comm.reduce.codecs``). Works with a model of any strategy over any
-    communicator. Binding another optimizer ends it. Gives up the equality of bits between layouts.
+    When bound, the optimizer makes the model compress its gradient messages, as with
+    ``ShardingConfig(gradient_compression=compression)``: between nodes, or between ranks with private memory. Ranks
+    that share memory send nothing. The part of a gradient that a message leaves out is kept and added to the next
+    gradient (see ``mpizero.comm.reduce.codecs``). It works with a model of any strategy over any communicator. Binding
+    another optimizer ends the compression. Results then differ in bits between layouts.
 
     Parameters
     ----------
     wrapped_optimizer, config, options, loss_scale
-        As for every sharded optimizer.
+        As in :class:`ShardedOptimizer`.
     compression : str
         "topk:SHARE", "int8", "bf16" or "fp16".
 
     Raises
     ------
     ConfigError
-        If there is no such compression, or the configuration has a ``bucket_mb``.
+        If the compression is unknown, or the configuration has a ``bucket_mb``.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class GradientCompressionOptimizer(ShardedOptimizer):
         self.compression = compression
 
     def comparable(self, model: ShardedModelBase) -> dict[str, Any]:
-        """Return what must be the same on all ranks, the compression too. Not collective."""
+        """Return all settings that must be equal on all ranks, by name, the compression among them. Not collective."""
         check_bucket(model.config.bucket_mb, self.compression)
         return super().comparable(model) | {"compression": self.compression}
 
@@ -65,21 +66,22 @@ class GradientCompressionOptimizer(ShardedOptimizer):
 
 
 class LocalSGDOptimizer(ShardedOptimizer):
-    """Train a copy on each rank's own batches, and average the copies every ``every`` steps.
+    """Train a private copy of the model on each rank's batches, and average the copies every ``every`` steps.
 
-    The mean is a tree sum over ranks, so it has the same bits on every rank; unlike the sharded strategies, the result
-    depends on the number of ranks. Optimizer state stays local. Bind it to a ``DDPModel``: from then on each rank has
-    private parameters; ``train`` returns the mean loss of all ranks' batches, ``evaluate`` sums over all ranks, each
-    with its own parameters, and what is saved is the mean of the parameters with the optimizer state of rank 0.
+    The mean is a tree sum over ranks, so it has the same bits on every rank. Unlike with the sharded strategies, the
+    result depends on the number of ranks. Each rank keeps its own optimizer state. Bind it to a ``DDPModel``: from then
+    on each rank has private parameters. ``train`` returns the mean loss over the batches of all ranks. ``evaluate``
+    sums over all ranks, each with its own parameters. A checkpoint holds the mean of the parameters, and the optimizer
+    state of rank 0.
 
     Parameters
     ----------
     wrapped_optimizer : optimizer
-        As for every sharded optimizer.
+        As in :class:`ShardedOptimizer`.
     config : ShardingConfig or None
-        As for every sharded optimizer.
+        As in :class:`ShardedOptimizer`.
     every : int
-        Steps between two means.
+        Number of steps between two averages.
     """
 
     strategies = ("ddp",)
@@ -89,7 +91,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
         self.every = require("every", every, whole(1))
 
     def comparable(self, model: ShardedModelBase) -> dict[str, Any]:
-        """Return what must be the same on all ranks, the number of steps too. Not collective."""
+        """Return all settings that must be equal on all ranks, by name, ``every`` among them. Not collective."""
         return super().comparable(model) | {"every": self.every}
 
     def _bind(self, model: ShardedModelBase) -> None:
@@ -98,5 +100,5 @@ class LocalSGDOptimizer(ShardedOptimizer):
 
     @recorded
     def average_parameters(self) -> None:
-        """Replace every rank's parameters by their mean now. Collective."""
+        """Average the parameters of all ranks now, and set them on every rank. Collective."""
         self.model.average_parameters()

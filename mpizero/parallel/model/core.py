@@ -35,7 +35,10 @@ T = TypeVar("T")
 
 
 class Pending(NamedTuple):
-    """Hold a gradient that waits for its step; ``reduced`` is None while it is not summed over the ranks."""
+    """Hold a computed gradient that has not been applied yet; ``reduced`` is None until it is summed over the ranks.
+
+    ``totals`` are loss and weight of the global batch; ``sent`` is the counter of sent bytes before the computation.
+    """
 
     totals: Totals
     reduced: Array | None
@@ -52,24 +55,24 @@ class ShardedCore(ABC):
     Parameters
     ----------
     wrapped_model : BlockModel or BlackBoxModel
-        What is trained. It is never changed; parameters live in the sharded model.
+        The model to train. It is never changed: the sharded model holds the parameters.
     config : ShardingConfig
         The ranks and how they work together.
 
     Raises
     ------
     TypeError
-        If an argument is None or no model.
+        If an argument is None or of a wrong type.
     """
 
     strategy: ClassVar[str]
-    #: What metadata calls the strategy; None takes the name of its row.
+    #: Name of the strategy in the metadata; None takes the name in the table of strategies.
     label: ClassVar[str | None] = None
-    #: How the model is parallel besides data parallelism; None: not at all.
+    #: Pipeline, tensor and context parallelism of the model; None for data parallelism alone.
     _parallel_layout: ParallelLayout | None = None
     #: The sharded optimizer that is bound to the model.
     _optimizer: Any = None
-    #: Whether it is made of a model that the ranks have agreed on, whose own fields may have changed since.
+    #: Whether this is a copy of a sharded model, so that its wrapped model has been compared between ranks already.
     _is_copy = False
 
     def __init__(self, wrapped_model: Any, config: ShardingConfig) -> None:
@@ -90,55 +93,55 @@ class ShardedCore(ABC):
     # ------------------------------------------------------------------ hooks
 
     def _on_before_initialize_sharding(self) -> None:  # noqa: B027  (a hook that most need not)
-        """Run code of a subclass before its parameters are placed."""
+        """Run code of a subclass before parameters are distributed; does nothing here."""
 
     def _on_before_close(self) -> None:  # noqa: B027
-        """Finish work that needs the engine. Collective."""
+        """Run code of a subclass that needs the engine, before it is closed; does nothing here. Collective."""
 
     def _initialize_sharding(self) -> None:
-        """Place parameters, gradients and state; a subclass may extend it."""
+        """Compare the arguments of all ranks, and make the engine, which distributes the parameters."""
         agree_to_start(self._config.communicator, self._plans)
         check_own_modules(self._config.communicator, self._wrapped)
         self._config.communicator.run_deferred_closes()
         self._engine = Engine(self._wrapped, self._config, self._placement, self._parallel_layout)
 
     def _with_room(self, step: Callable[[Engine], T]) -> T:
-        """Run a step; where shared memory has no room for its gradients, do so on copies of every rank's own."""
+        """Run a step; if shared memory has no room for its gradients, move the model to private memory and repeat."""
         try:
             return step(self.engine)
         except SharedMemoryError as error:  # raised on all ranks alike, before anything was computed
             engine = self.engine
             check_movable(engine, error)
-            self._engine = None  # what is left of the model where a rank has no room for a copy of its own either
+            self._engine = None  # the model counts as closed if a rank has no room for a copy of its own either
             self._engine = in_private_memory(engine, self._parallel_layout, error)
             self._engine.asked = engine.asked
             return step(self.engine)
 
     def _stepped(self, report: StepReport) -> None:
-        """Remember a step, and do what the configuration says where it was skipped. Not collective."""
+        """Store the report of a step; if it was skipped, warn or raise as the configuration says. Not collective."""
         self.last_step = report
         self.invalidate_cache()
         self._skipped.see(report, speaks=self.engine.grid.world.rank == 0)
 
     @collective
     def reserve(self, global_batch: int) -> None:
-        """Take the shared memory that steps on ``global_batch`` samples need, before the first of them.
+        """Allocate the shared memory that steps on ``global_batch`` samples need, before the first step.
 
-        Without it the first step does, and so does one that needs more. Where a node has no room, every rank keeps its
-        own copy of the model from then on, which rank 0 says. That takes an optimizer that has made no step and loaded
-        no state: call it before a checkpoint is loaded.
+        Without this call the first step allocates it. If a node has too little shared memory, every rank keeps its own
+        copy of the model from then on, and rank 0 prints a notice. That works only while the optimizer has made no step
+        and loaded no state: so call this before a checkpoint is loaded.
 
         Raises
         ------
         SharedMemoryError
-            If there is no room, and the optimizer has a state.
+            If there is too little shared memory, and the optimizer has state already.
         """
         with all_ranks(self._config.communicator):
             require("reserve: global_batch", global_batch, whole(1, of=" of samples"))
         self._with_room(lambda engine: engine.reserve(global_batch))
 
     def _plans(self) -> dict[str, Any]:
-        """Return what must be the same on all ranks, by name; a subclass may add to it. Not collective."""
+        """Return everything that must be equal on all ranks, by name; subclasses add to it. Not collective."""
         if self._wrapped is None:
             raise ArgumentError(f"{type(self).__name__} needs a model, got None")
         check_model(self._wrapped)
@@ -148,17 +151,17 @@ class ShardedCore(ABC):
         return plans if self._is_copy else {**plans, **describe_model(self._wrapped, blocks)}
 
     def _update_local_shard_from_full(self, values: Array) -> None:
-        """Take this rank's part, and every copy's, from a full vector."""
+        """Set the parameters from a vector of the whole model: this rank copies its part."""
         self.engine.whole.fill(values)
         self.invalidate_cache()
 
     def _callers(self) -> tuple[Communicator, str]:
-        """Return the ranks whose collective calls are compared, and which of their models this is. Not collective."""
+        """Return the ranks whose collective calls are compared, and the name of this model in them. Not collective."""
         _ = self.loadable_engine
         return self._config.communicator, self._which
 
     def _check_call(self, operation: str) -> None:
-        """Compare a call that is collective under some circumstances only, which all ranks share. Collective then."""
+        """Check that all ranks make this call now; for methods that are collective only in some cases. Collective."""
         comm, which = self._callers()
         check_call(comm, f"{type(self).__name__}.{operation}", which)
 
@@ -166,12 +169,12 @@ class ShardedCore(ABC):
 
     @property
     def _placement(self) -> Placement:
-        """Return the row of the placement table."""
+        """Return the model's row in the table of strategies: which state is sharded, and in which units."""
         return placement(self.strategy)
 
     @property
     def shards_parameters(self) -> bool:
-        """Return whether a rank may hold a part of the parameters only, whatever memory the ranks share."""
+        """Return whether parameters are sharded or split over ranks, also if ranks share memory."""
         return self._parallel_layout is not None or self._placement.shard_parameters
 
     @property
@@ -188,7 +191,7 @@ class ShardedCore(ABC):
         RuntimeError
             If the model is closed: its windows are gone.
         CheckpointError
-            If it is half loaded.
+            If loading a checkpoint has ended half-way, so that the model is in no valid state.
         """
         engine = self.loadable_engine
         if engine.half_loaded is not None:
@@ -197,7 +200,7 @@ class ShardedCore(ABC):
 
     @property
     def loadable_engine(self) -> Engine:
-        """Return the engine, also where it is half loaded: to load it whole."""
+        """Return the engine, even if loading a checkpoint has ended half-way: for loading again."""
         if self._engine is not None and not self._engine.config.holds(self._engine.grid):
             raise StateError(
                 f"the configuration of this {type(self).__name__} is closed, and the communicators are freed that the "
@@ -227,7 +230,7 @@ class ShardedCore(ABC):
 
     @property
     def layout(self) -> FlatLayout:
-        """Return names, shapes and offsets of all parameters of the whole model, whatever this rank holds of it."""
+        """Return names, shapes and offsets of all parameters of the whole model, the same on every rank."""
         return self.engine.whole.layout
 
     @property
@@ -247,7 +250,10 @@ class ShardedCore(ABC):
 
     @property
     def owned(self) -> tuple[Span, ...]:
-        """Return the ranges that this rank owns, one for each unit, in the flat order of its stage and tensor part."""
+        """Return the ranges of parameters that this rank owns, one for each unit.
+
+        They are element numbers in the flat vector of the parameters of this rank's stage and tensor part.
+        """
         return self.engine.store.share.spans
 
     @property
@@ -278,7 +284,7 @@ class ShardedCore(ABC):
     # ------------------------------------------------------------------ closing
 
     def close(self) -> None:
-        """Finish a save that was begun, and free windows; a second call does nothing."""
+        """Commit a save that was begun, and free windows and communicators; a second call does nothing."""
         if self._engine is None:
             return
         if self._engine.config.holds(self._engine.grid):  # else its communicators are freed already
@@ -286,7 +292,7 @@ class ShardedCore(ABC):
         self._free()
 
     def _free(self) -> None:
-        """Close without comparing calls: ranks that have left by an error are known to be in step. Collective."""
+        """Close the model without checking that all ranks call ``close`` now; used after errors, too. Collective."""
         if self._engine is None:
             return
         try:
@@ -303,7 +309,7 @@ class ShardedCore(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the model; after an error, when its ranks make the next one or close the configuration together."""
+        """Close the model; after an error, only when all ranks next make a model or close the configuration."""
         if error is None:
             self.close()
         elif self._engine is not None:  # the other ranks may not have raised

@@ -1,4 +1,4 @@
-"""Run the whole optimization loop: epochs, mini-batches, validation, early stop, best parameters."""
+"""Run the loop of ``optimizer.optimize``: epochs, global batches, validation, early stop, best parameters."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from mpizero.parallel.model.optimizers import ShardedOptimizer
 
 
-#: Bytes of each array of training data that are compared between ranks, at equal distances over its samples.
+#: The most bytes of each array of training data that are compared between ranks: those of evenly chosen samples.
 _COMPARED = 1 << 24
 
 
 @explains
 @dataclass(frozen=True, kw_only=True)
 class OptimizationOptions:
-    """Configure ``optimize``.
+    """Configure the loop of :meth:`ShardedOptimizer.optimize`.
 
     Parameters
     ----------
@@ -40,13 +40,13 @@ class OptimizationOptions:
     batch_size : int
         Samples of a global batch.
     validation : float
-        Share of the samples held back, in [0, 1); 0 validates on the training loss.
+        Share of the samples held back for validation, in [0, 1); 0 validates on the training samples.
     patience : int or None
         Epochs without improvement after which training stops; None never stops early.
     minimum_improvement : float
-        How much smaller a loss must be to count as better.
+        By how much a validation loss must be smaller than the best one to count as an improvement.
     seed : int
-        Of the sample order.
+        Seed of the order of samples.
     restore_best : bool
         Whether the model ends with the parameters of its best epoch.
     """
@@ -60,7 +60,7 @@ class OptimizationOptions:
     restore_best: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse values that mean nothing."""
+        """Refuse: raise :class:`~mpizero.errors.ConfigError` for values out of range."""
         for name in ("epochs", "batch_size", "patience"):
             if (value := getattr(self, name)) is not None:
                 require(name, value, whole(1))
@@ -78,13 +78,13 @@ class OptimizationResult:
         For each epoch: ``epoch``, ``loss`` (mean over its steps), ``validation_loss``, and ``accuracy`` where the
         prediction is one score a class.
     best_epoch : int
-        Counted from 0.
+        Number of the best epoch, counted from 0.
     best_loss : float
-        Its validation loss.
+        Validation loss of the best epoch.
     best : BestParameters
-        What :attr:`best_parameters` comes from.
+        The kept parameters, from which :attr:`best_parameters` is gathered.
     steps : int
-        Training steps made.
+        Number of training steps.
     stopped_early : bool
         Whether patience ended the loop.
     """
@@ -100,15 +100,15 @@ class OptimizationResult:
     def best_parameters(self) -> Array:
         """Return all parameters after the best epoch, 1-D in declared order.
 
-        Where each rank holds a part of the parameters (ZeRO-3 and models split over ranks), each keeps its part of the
-        best ones too. The first time they are asked for is then collective over the model's ranks, and must come before
-        the model is closed. Under the other strategies every rank has them.
+        With ZeRO-3 and models split over ranks, each rank keeps only its part of the best parameters. The first access
+        is then collective over the model's ranks, and must come before the model is closed. Under the other strategies
+        every rank has all of them.
         """
         return self.best.gathered()
 
 
 def run_loop(optimizer: ShardedOptimizer, data: Any, options: OptimizationOptions) -> OptimizationResult:
-    """Run the loop of ``optimizer.optimize``. Collective."""
+    """Run the loop of ``optimizer.optimize`` and return its result. Collective."""
     model, comm, config = optimizer.model, optimizer.config.communicator, optimizer.config
     train, valid = _same_data(comm, data, options)
     agree_equal(comm, lambda: {"the options of optimize": options}, "optimize")
@@ -143,12 +143,14 @@ def run_loop(optimizer: ShardedOptimizer, data: Any, options: OptimizationOption
 
 
 def _look_at(record: dict[str, float], losses: list[float], optimizer: ShardedOptimizer, *, known: bool) -> None:
-    """Tell of a validation loss that is not finite; ``known`` says whether one before was. Not collective.
+    """Print a notice on rank 0 if the validation loss of an epoch is not finite. Not collective.
+
+    ``known`` says whether any earlier validation loss was finite.
 
     Raises
     ------
     NonFiniteError
-        If nothing of the epoch is finite, nor was any validation loss before: there is nothing to hope for.
+        If no loss of this epoch and no earlier validation loss is finite.
     """
     loss, config = record["validation_loss"], optimizer.config
     if math.isfinite(loss):
@@ -168,10 +170,10 @@ def _nothing_finite(epochs: int, record: dict[str, float]) -> NonFiniteError:
 
 
 def _same_data(comm: Communicator, data: Any, options: OptimizationOptions) -> tuple[Any, Any]:
-    """Return the samples to train and to validate with, if all ranks give the same.
+    """Check that all ranks pass the same data; return the samples for training and those for validation.
 
-    Collective, the first message of ``optimize``. Of arrays a bounded number of samples is compared, of a source, whose
-    samples may take long to read, how many there are.
+    Collective; it is the first message of ``optimize``. Of arrays, a limited number of samples is compared. Of a data
+    source only the number of samples is compared, because reading may take long.
     """
     parts: list[Any] = []
 
@@ -193,7 +195,7 @@ def _same_data(comm: Communicator, data: Any, options: OptimizationOptions) -> t
 
 
 def _validated(optimizer: ShardedOptimizer, valid: Any) -> dict[str, float]:
-    """Return the validation loss, and the accuracy where there is one. Collective."""
+    """Evaluate the validation samples; return the loss, and the accuracy if predictions are counted. Collective."""
     comm = optimizer.config.communicator
     group = optimizer.model.batch_group
     part = Grains(len(valid), 1).samples_of(group.rank, group.size)

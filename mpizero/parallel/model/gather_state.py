@@ -1,4 +1,4 @@
-"""Gather arrays of the whole model from the ranges that ranks own: optimizer state, gradients, owners."""
+"""Gather one array of the whole model, such as optimizer state or a gradient, from the ranges that ranks own."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from mpizero.types import Array
 
 
 def gather_pieces(engine: Engine, dtype: Any, values: Callable[[UpdatePiece], Any]) -> Array:
-    """Return a 1-D array in the declared order of the whole model, the same on every rank; zeros where frozen.
+    """Gather one number for each parameter of the whole model, from the pieces that the ranks update.
 
-    Collective over the world.
+    Returns the same 1-D array in declared order on every rank; frozen parameters have zeros. Collective over the world.
 
     Parameters
     ----------
     engine : Engine
-        With a bound optimizer.
+        Engine of the model, with a bound optimizer.
     dtype : dtype
-        Of the result.
+        Element type of the result.
     values : callable
-        Returns what this rank has for one of its own pieces: an array as long as the piece, or one number.
+        Function of one of this rank's pieces that returns its values: an array as long as the piece, or one number.
     """
     full = np.zeros(engine.layout.size, dtype)
     for piece in engine.pieces():
@@ -34,14 +34,16 @@ def gather_pieces(engine: Engine, dtype: Any, values: Callable[[UpdatePiece], An
 
 
 def gather_owned(engine: Engine, owned: Array) -> Array:
-    """Return a 1-D array in the declared order of the whole model, the same on every rank. Collective over the world.
+    """Gather one number for each parameter of the whole model, from the ranges that the ranks own.
+
+    Returns the same 1-D array in declared order on every rank. Collective over the world.
 
     Parameters
     ----------
     engine : Engine
-        Whose layout it is.
+        Engine of the model.
     owned : 1-D array
-        What this rank has for the concatenation of the ranges that it owns.
+        This rank's values: one for each element of the ranges that it owns, one range after the other.
     """
     full, share = np.empty(engine.layout.size, owned.dtype), engine.store.share
     for span, offset in zip(share.spans, share.offsets, strict=True):
@@ -50,7 +52,7 @@ def gather_owned(engine: Engine, owned: Array) -> Array:
 
 
 def _gathered(engine: Engine, full: Array) -> Array:
-    """Fill the ranges of the other ranks, and arrange all in the order of the whole model."""
+    """Fill in the ranges of the other ranks of the data group; return the array in the order of the whole model."""
     layout, data = engine.layout, engine.grid.data
     spans = [Share(layout, rank, data.size).spans for rank in range(data.size)]
     gather_spans(data, [full[s.start : s.stop] for s in spans[data.rank]], full, spans)

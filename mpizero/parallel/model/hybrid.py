@@ -1,4 +1,4 @@
-"""Split the layers of a model over ranks: pipeline stages, tensor parts, sequence shards, or several of them."""
+"""Define models that are split over ranks: by pipeline stages, tensor parts, parts of sequences, or combinations."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mpizero.parallel.model.optimizers import ShardedOptimizer
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.parallel.placement import Placement, placement
 
-#: The rows of the placement table by ZeRO stage.
+#: Names of the strategies, by ZeRO stage.
 ZERO_STAGES = ("ddp", "zero1", "zero2", "zero3")
 
 
 class HybridShardedOptimizer(ShardedOptimizer):
-    """Update a model that is split over ranks: each rank its owned ranges of its part."""
+    """Update a model that is split over ranks: each rank updates the ranges that it owns of its part of the model."""
 
     strategies = ("hybrid", "tensor", "pipeline")
 
@@ -29,13 +29,14 @@ class ModelParallelBase(ShardedModelBase):
     Parameters
     ----------
     wrapped_model : BlockModel
-        What is trained.
+        The model to train.
     config : ShardingConfig
         The ranks and how they work together.
     parallel_layout : ParallelLayout
         Sizes of the axes, schedule and cuts.
     zero_stage : {0, 1, 2, 3}
-        What the ranks of a data group shard: nothing (DDP), optimizer state, gradients too, parameters too.
+        What the ranks of a data group shard. 0: nothing (DDP); 1: optimizer state; 2: also gradients; 3: also
+        parameters.
     optimizer : optimizer, ShardedOptimizer or None
         As in :class:`ShardedModelBase`.
     """
@@ -61,7 +62,7 @@ class ModelParallelBase(ShardedModelBase):
         return placement(ZERO_STAGES[self.zero_stage])
 
     def _plans(self) -> dict[str, Any]:
-        """Refuse sizes that do not fit."""
+        """Return everything that must be equal on all ranks; raise ConfigError for sizes that do not fit."""
         axes = self._parallel_layout.axes(self._config.communicator.size)
         if axes.tensor > 1 and axes.context > 1:
             raise ConfigError(
@@ -74,7 +75,7 @@ class ModelParallelBase(ShardedModelBase):
         return {"strategy": plans.pop("strategy"), "the parallel layout": parallel_layout, **plans}
 
     def become_local(self, every: int) -> None:
-        """Refuse: local steps need the whole model on every rank."""
+        """Refuse: raise ConfigError, because local SGD needs the whole model on every rank."""
         raise ConfigError(
             f"{type(self).__name__} cannot train by local steps: a rank holds only its part of the model; use a "
             "data-parallel model with LocalSGDOptimizer"
@@ -91,44 +92,44 @@ class ModelParallelBase(ShardedModelBase):
 class HybridShardedModel(ModelParallelBase):
     """Combine pipeline, tensor, context and data parallelism, with any ZeRO stage over the data group.
 
-    Each rank computes and stores its stage's blocks, split over its tensor group. Losses and metrics are on all ranks.
-    An error inside a layer is raised on all ranks and leaves the model as it was. Not so where layers are split: there
-    other ranks wait inside of that layer, and an error that is not caught ends the job. Of these, tensor groups agree
-    on a DataError still, since all their ranks find it in their samples.
+    Each rank computes and stores the blocks of its stage, split over its tensor group. All ranks get losses and
+    metrics. An error inside a layer is raised on all ranks, and the model is unchanged. This does not hold for split
+    layers: there other ranks wait inside the layer, and an error that is not caught ends the job. But a DataError is
+    raised on all ranks of a tensor group, because all of them find it in their samples.
 
     Parameters
     ----------
     wrapped_model : BlockModel
-        What is trained.
+        The model to train.
     config : ShardingConfig
         The ranks and how they work together.
     pipeline_parallel_size, tensor_parallel_size : int
-        Stages, and parts of split layers.
+        Number of pipeline stages, and number of ranks over which a layer is split.
     data_parallel_size : int
-        Replicas; -1 takes all remaining ranks.
+        Number of replicas; -1 takes all remaining ranks.
     zero_stage : {0, 1, 2, 3}
-        What the replicas shard.
+        What the replicas shard, as in :class:`ModelParallelBase`.
     schedule : {"gpipe", "1f1b", "interleaved", "zero_bubble", "zero_bubble_v"}
-        Of the pipeline.
+        Schedule of the pipeline.
     virtual_stages : int
-        Chunks a stage, for "interleaved".
+        Number of chunks on each stage, for "interleaved".
     order : str
-        Names of the axes, slowest first; "pipeline,data,tensor" keeps a tensor group on neighbouring ranks.
+        Names of the axes, slowest first; "pipeline,data,tensor" puts a tensor group on neighbouring ranks.
     context_parallel_size : int
-        Parts of a sequence.
+        Number of ranks over which a sequence is split.
     cuts : sequence of int or None
-        Number of the first block of every chunk but the first; None balances.
+        Number of the first block of every chunk but the first; None: chosen so that the stages have equal costs.
     costs : sequence of float or None
-        Cost of every block, for the balance, for example what :func:`measured_costs` returns; None takes the
-        floating-point operations that the layers tell.
+        Cost of every block, for choosing the cuts, for example the result of :func:`measured_costs`. None: the
+        floating-point operations that the layers count.
     optimizer : optimizer, ShardedOptimizer or None
         As in :class:`ShardedModelBase`.
 
     Raises
     ------
     ValueError
-        GridError for sizes that do not multiply to the number of ranks, ConfigError for more stages than blocks, an
-        unknown schedule, or layers that cannot be split like this; on all ranks.
+        On all ranks. GridError if the product of the sizes is not the number of ranks. ConfigError for more stages than
+        blocks, an unknown schedule, or layers that cannot be split in this way.
     """
 
     strategy: ClassVar[str] = "hybrid"
@@ -167,18 +168,18 @@ class HybridShardedModel(ModelParallelBase):
 
 @explains
 class TensorParallelModel(ModelParallelBase):
-    """Split every layer's matrices over the tensor group; the ranks that remain are replicas.
+    """Split the matrices of every layer over tensor groups; several groups are replicas of the model.
 
     Parameters
     ----------
     wrapped_model : BlockModel
-        What is trained.
+        The model to train.
     config : ShardingConfig
         The ranks and how they work together.
     tensor_parallel_size : int or None
-        Parts of split layers; None takes all ranks.
+        Number of ranks of a tensor group; None takes all ranks.
     zero_stage : {0, 1, 2, 3}
-        What the replicas shard.
+        What the replicas shard, as in :class:`ModelParallelBase`.
     optimizer : optimizer, ShardedOptimizer or None
         As in :class:`ShardedModelBase`.
     """
@@ -201,20 +202,20 @@ class TensorParallelModel(ModelParallelBase):
 
 @explains
 class PipelineParallelModel(ModelParallelBase):
-    """Split blocks over pipeline stages, which run micro-batches by a schedule; the ranks that remain are replicas.
+    """Split the blocks over pipeline stages, which run micro-batches by a schedule; several pipelines are replicas.
 
     Parameters
     ----------
     wrapped_model : BlockModel
-        What is trained.
+        The model to train.
     config : ShardingConfig
         The ranks and how they work together.
     pipeline_parallel_size : int or None
-        Stages; None takes all ranks.
+        Number of stages; None takes all ranks.
     schedule, virtual_stages, cuts, costs
         As in :class:`HybridShardedModel`.
     zero_stage : {0, 1, 2, 3}
-        What the replicas shard.
+        What the replicas shard, as in :class:`ModelParallelBase`.
     optimizer : optimizer, ShardedOptimizer or None
         As in :class:`ShardedModelBase`.
     """

@@ -1,4 +1,4 @@
-"""Inspect and compile the wrapped model with the current parameters."""
+"""Pass calls for inspection and compilation on to the wrapped model, with the current parameters."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mpizero.types import Array
 
 
 class Inspection(ParameterAccess):
-    """Delegate feature importance, computation graph and compiled prediction to the wrapped model."""
+    """Provide feature importance, computation graph and compiled prediction, if the wrapped model implements them."""
 
     @collective
     def feature_importance(self) -> dict[str, float]:
-        """Return the wrapped model's importance of each feature, on current parameters. Collective.
+        """Return the importance of each feature, which the wrapped model computes from its parameters. Collective.
 
         Raises
         ------
@@ -85,7 +85,7 @@ class Inspection(ParameterAccess):
         self.engine.exchange_model(wrapped)
 
     def _bound_parameters(self) -> dict[str, Any]:
-        """Return nested full parameters by block; a black box gets them by name."""
+        """Return all parameters, nested by block, as the wrapped model takes them; by name for a black box."""
         full = self.gather_full_parameters()
         blocks: dict[str, dict[str, Any]] = {block: {} for unit in self.layout.units for block in unit.blocks}
         for entry in self.layout.entries:
@@ -96,7 +96,7 @@ class Inspection(ParameterAccess):
 
 
 def same_parameters(old: Any, new: Any) -> None:
-    """Refuse to exchange a wrapped model for one with other parameters. Not collective.
+    """Check that a new wrapped model has the same parameters as the old one. Not collective.
 
     Raises
     ------

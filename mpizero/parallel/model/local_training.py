@@ -21,11 +21,11 @@ from mpizero.types import Array
 
 
 class LocalTraining(ParameterAccess):
-    """Train a private copy, and average the copies. Collective over the model's ranks, where nothing else is said."""
+    """Train private copies of a model and average them. Methods are collective unless they say otherwise."""
 
     @recorded
     def become_local(self, every: int) -> None:
-        """Train alone from now on, on private parameters, averaged every ``every`` steps; see LocalSGDOptimizer."""
+        """Give every rank private parameters, which are averaged every ``every`` steps; see LocalSGDOptimizer."""
         values, device = self.get_parameters(), self.engine.compute_device.device_number
         self.engine.close()
         self._engine = Engine(self._wrapped, self._config.replace(comm="self"), placement(self.strategy), device=device)
@@ -44,14 +44,14 @@ class LocalTraining(ParameterAccess):
         return self._step_and_average(lambda engine: engine.train(x, y))
 
     def _stepped_alone(self, report: StepReport) -> StepReport:
-        """Remember this rank's own step, in which it was rank 0 of one. Not collective."""
+        """Store the report of this rank's own step, with its rank number instead of the engine's 0. Not collective."""
         found = tuple(replace(bad, rank=self.rank) for bad in report.non_finite)
         report = replace(report, non_finite=found, skipped=str(found[0]) if found else None)
         self._stepped(report)
         return report
 
     def _step_and_average(self, step: Callable[[Engine], StepReport]) -> float:
-        """Make a step, average when it is time, and return the mean loss of all ranks' batches."""
+        """Make a step, average the parameters if it is due, and return the mean loss over the batches of all ranks."""
         comm = self._config.communicator
         with all_ranks(comm, first=True):
             report = self._stepped_alone(step(self.engine))
@@ -63,7 +63,7 @@ class LocalTraining(ParameterAccess):
         return self.last_step.loss
 
     def _evaluate_alone(self, x: Any, y: Any) -> tuple[float, float, int | None]:
-        """Sum what every rank finds on its own samples, maybe none, with its own parameters."""
+        """Evaluate each rank's samples with its own parameters; return loss, weight and right predictions, summed."""
         found: tuple[float, float, int | None] = (0.0, 0.0, 0)
         with all_ranks(self._config.communicator, first=True):
             if count_samples(x, y):

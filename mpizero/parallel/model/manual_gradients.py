@@ -31,15 +31,15 @@ from mpizero.validation import number, require
 
 @dataclass(frozen=True)
 class Gradients:
-    """Hold a gradient: what ``compute_gradients`` returns and ``apply_gradients`` takes.
+    """Hold a gradient, which ``compute_gradients`` returns and ``apply_gradients`` takes.
 
     Attributes
     ----------
     values : 1-D array
-        Synchronized: the averaged gradient, whole for DDP and ZeRO-1, of the owned ranges for ZeRO-2 and 3 (as long as
-        ``local_parameter_shard``). Otherwise this rank's weighted sum over all parameters. Frozen parameters: zeros.
-        With pipeline or tensor parallelism "all" are those that the rank's stage and tensor part hold. Where it was
-        gathered it is the averaged gradient of the whole model, in the order of ``get_parameters``, on every rank.
+        Not synchronized: this rank's weighted sum for all parameters. Synchronized: the averaged gradient, of all
+        parameters for DDP and ZeRO-1, of the owned ranges for ZeRO-2 and ZeRO-3 (as long as ``local_parameter_shard``).
+        With pipeline or tensor parallelism "all parameters" are those of the rank's stage and tensor part. Gathered:
+        the averaged gradient of the whole model, in the order of ``get_parameters``. Frozen parameters have zeros.
     weight : float
         Total weight of the global batch.
     loss : float
@@ -47,7 +47,7 @@ class Gradients:
     synchronized : bool
         Whether the values are summed over the ranks.
     layout : FlatLayout or None
-        Names and places of the values, where they are gathered.
+        Names and offsets of the values, if they are gathered; else None.
     """
 
     values: Array
@@ -57,12 +57,12 @@ class Gradients:
     layout: FlatLayout | None = None
 
     def named(self) -> dict[str, Array]:
-        """Return views of a gathered gradient by parameter, in their shapes. Not collective.
+        """Return views of a gathered gradient by parameter name, in the parameters' shapes. Not collective.
 
         Raises
         ------
         LayoutError
-            If it is not gathered.
+            If the gradient is not gathered.
         """
         if self.layout is None:
             raise LayoutError("this rank has a part of the gradient: ask for all, compute_gradients(x, y, gather=True)")
@@ -71,18 +71,18 @@ class Gradients:
 
 
 class ManualGradients(Inspection, LocalTraining, Saving):
-    """Compute the gradient of a batch, apply one, and update from the one that is pending."""
+    """Compute, synchronize and apply gradients in separate calls, for training loops that are not ``train``."""
 
     @recorded
     def compute_gradients(self, x: Any, y: Any, loss: Any = None, *, epoch: int = 0, gather: bool = False) -> Gradients:
-        """Return the gradient of the mean loss without changing the parameters.
+        """Compute the gradient of the mean loss over the global batch; parameters stay unchanged.
 
         Parameters
         ----------
         x, y : array, or tree of arrays
             This rank's samples of the global batch, as in :meth:`train`.
         loss : Loss or None
-            Used in place of the model's own; not for black boxes.
+            Loss to use instead of the model's own; not for black boxes.
         epoch : int
             As in :meth:`train`.
         gather : bool
@@ -92,7 +92,7 @@ class ManualGradients(Inspection, LocalTraining, Saving):
         Raises
         ------
         ConfigError
-            If it shall be gathered with ``auto_sync_gradients=False``, before it is summed.
+            If ``gather`` is given with ``auto_sync_gradients=False``: the gradient is not summed over ranks then.
         """
         if gather and not self._config.auto_sync_gradients:
             raise ConfigError(
@@ -140,12 +140,12 @@ class ManualGradients(Inspection, LocalTraining, Saving):
         Raises
         ------
         TypeError
-            If it is something else than what ``compute_gradients`` or ``synchronize_gradients`` returned.
+            If ``gradients`` does not come from ``compute_gradients`` or ``synchronize_gradients``.
         LayoutError
             If the gradient is not synchronized, or not of this model.
         ConfigError
-            If the learning rate is no finite number, or not the same on all ranks, or a gradient that is replicated
-            (DDP, ZeRO-1) is not: names the first rank and parameter that differ.
+            If the learning rate is not a finite number, or differs between ranks, or a replicated gradient (DDP,
+            ZeRO-1) differs between ranks; names the first rank and parameter that differ.
         NonFiniteError
             If the gradient is not finite on some rank.
         """
@@ -212,16 +212,16 @@ class ManualGradients(Inspection, LocalTraining, Saving):
 
     @recorded
     def apply_pending(self) -> None:
-        """Update the parameters from the pending gradient with the bound optimizer; what ``optimizer.step`` does.
+        """Update the parameters from the pending gradient with the bound optimizer; ``optimizer.step`` calls this.
 
-        A gradient that is not finite is skipped, as in ``train``; ``last_step`` says so.
+        If the gradient is not finite, the update is skipped, as in ``train``, and ``last_step`` says so.
 
         Raises
         ------
         RuntimeError
             If no gradient is pending.
         NonFiniteError
-            As ``train``.
+            After too many skipped steps in a row, as in ``train``.
         """
         engine, (totals, _, sent) = self.engine, self._waiting("step")
 
@@ -236,7 +236,7 @@ class ManualGradients(Inspection, LocalTraining, Saving):
             self._stepped(engine.step(totals, reduced, sent))
 
     def _pend(self, compute: Callable[[Engine], tuple[Totals, Array | None]]) -> Pending:
-        """Compute a gradient that waits for its step."""
+        """Compute a gradient and store it as the pending one, until it is applied."""
 
         def computed(engine: Engine) -> Pending:
             sent = engine.grid.bytes_sent
@@ -262,7 +262,7 @@ class ManualGradients(Inspection, LocalTraining, Saving):
         return pending.totals, reduced, pending.sent
 
     def _gradients(self, totals: Totals, reduced: Array, *, gather: bool) -> Gradients:
-        """Arrange a reduced gradient in parameter order: the owned ranges, or all where replicated or gathered."""
+        """Copy a reduced gradient into parameter order: the owned ranges if sharded, else all parameters."""
         engine, share = self.engine, self.engine.store.share
         if gather:
             whole = gather_pieces(engine, engine.dtype, lambda p: reduced[p.gradient : p.gradient + p.size])

@@ -20,35 +20,35 @@ class ModelMetadata:
     strategy : str
         "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP", "TensorParallel", "PipelineParallel" or "3D-Parallelism (Hybrid)".
     zero_stage : int
-        What the ranks of a data group shard: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
+        What the ranks of a data group shard. 0: nothing; 1: optimizer state; 2: also gradients; 3: also parameters.
     is_distributed : bool
         Whether more than one rank takes part.
     world_size, rank : int
-        All ranks, and this one.
+        Number of all ranks, and number of this rank.
     group_sizes, group_ranks : dict of str to int
-        Ranks along each axis ("pipeline", "tensor", "data", "context"), and this rank's place on it.
+        Number of ranks along each axis ("pipeline", "tensor", "data", "context"), and this rank's number on it.
     nodes, ranks_per_node : int
-        Groups of ranks that share memory, and the ranks of each.
+        Number of groups of ranks that share memory, and number of ranks in each.
     replicated, sharded : tuple of str
         Which of "parameters", "gradients", "optimizer state" each node (each rank with private memory) keeps whole,
         and which are split over the ranks.
     parameter_count, trainable_count : int
-        Elements of the whole model.
+        Number of parameters of the whole model, and of those that are trained.
     held_count : int
-        Parameters of this rank's stage and tensor part, copies of other stages' included; all in data parallelism.
+        Number of parameters of this rank's stage and tensor part, with its copies of parameters of other stages;
+        all parameters in data parallelism.
     bytes_on_rank : dict of str to int
-        By kind: this rank's private arrays and its equal part of its node's windows. The kinds of ``formula_bytes``,
-        "buffers" (gathered units, scratch for frozen gradients), and "exchange buffers" (messages; at most 4 MiB for
-        float32, 6 with compression, 8 for float64, whatever the model's size).
+        Bytes by kind: this rank's private arrays and its equal share of its node's windows. The kinds are those of
+        ``formula_bytes``, "buffers" (gathered units, scratch for frozen gradients), and "exchange buffers" (messages;
+        at most 4 MiB for float32, 6 with compression, 8 for float64, for models of any size).
     bytes_on_device : dict of str to int
-        By kind: what this rank keeps on its GPU ("parameters", "gradients", "optimizer state", "buffers"); empty
-        without one.
+        Bytes by kind on this rank's GPU ("parameters", "gradients", "optimizer state", "buffers"); empty without one.
     bytes_on_node : dict of str to int
-        By kind, windows and every rank's private arrays, if all ranks hold as much as this one.
+        Bytes by kind on the node: windows and the private arrays of its ranks, if all hold as much as this rank.
     formula_bytes : dict of str to float
-        By kind, what the placement needs with one grain a rank, buffers left out; optimizer state wherever it lies.
+        Bytes by kind that the strategy needs on a rank with one grain, without buffers, on host and GPU together.
     peak_bytes : int
-        The most that this rank has held.
+        The most bytes that this rank has held at a time.
     bytes_sent_last_step : int
         Bytes this rank sent to other ranks in the last training step.
     """
@@ -80,9 +80,10 @@ class ModelMetadata:
 
 
 def describe(engine: Engine, config: ShardingConfig, bytes_sent: int, label: str | None = None) -> ModelMetadata:
-    """Collect the metadata of an engine, whose ranks may train alone (local SGD). Not collective.
+    """Collect the metadata of a model from its engine. Not collective.
 
-    ``label`` is the strategy's name where the row of the placement table does not say all.
+    ``label`` is the name of the strategy in the metadata; None takes the name in the table of strategies. ``config`` is
+    the model's own configuration: with local SGD, the engine has one for a single rank.
     """
     row, grid, memory = engine.placement, engine.grid, engine.memory
     flags = {
@@ -123,7 +124,7 @@ def _trainable(layout: FlatLayout) -> int:
 
 
 def _formula(engine: Engine) -> dict[str, float]:
-    """Return the bytes that one rank's part of the placement needs.
+    """Compute the bytes by kind that the strategy needs on one rank.
 
     [Note: memory formulas] With P parameters of b bytes on this stage and tensor part, s state arrays, n ranks of the
     data group, L of them on a node (private memory: L = 1): replicated parameters take P*b/L, sharded ones P*b/n (on a

@@ -1,4 +1,4 @@
-"""Run any gradient-based optimizer on the ranges that each rank owns."""
+"""Define sharded optimizers: each rank runs a gradient-based optimizer on the ranges of parameters that it owns."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ if TYPE_CHECKING:
 
 @explains
 class ShardedOptimizer:
-    """Update a sharded model by a gradient-based optimizer; exactly one stateful update a step.
+    """Update a sharded model with a gradient-based optimizer, exactly once in each step.
 
     Parameters
     ----------
     wrapped_optimizer : optimizer
         A library optimizer, or any object with an elementwise ``update(params, grads, state)``.
     config : ShardingConfig or None
-        The same as the model's; None takes the model's when it is bound.
+        The configuration of the model. None takes that of the model when the optimizer is bound.
     options : OptimizationOptions or None
-        What :meth:`optimize` does, where it is not told.
+        Default options of :meth:`optimize`.
     loss_scale : DynamicLossScale or None
-        Multiplies the loss before the backward pass and divides the gradient after; a step whose gradient is not
-        finite is skipped and lowers it.
+        Factor by which the loss is multiplied before the backward pass, and the gradient divided after it. A step whose
+        gradient is not finite is skipped, and the factor is lowered.
 
     Raises
     ------
     TypeError
-        If ``wrapped_optimizer`` is not gradient-based, naming what is missing.
+        If ``wrapped_optimizer`` is not gradient-based; names the missing method.
     """
 
-    #: The strategies of the models that it can be bound to; empty for any.
+    #: Strategies of the models to which this class can be bound; empty for any strategy.
     strategies: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
@@ -79,9 +79,9 @@ class ShardedOptimizer:
     # ------------------------------------------------------------------ binding and stepping
 
     def set_model(self, model: ShardedModelBase) -> None:
-        """Bind to a model and allocate the state for what this rank owns. Collective over the model's ranks.
+        """Bind to a model, and allocate the state of this rank's ranges. Collective over the model's ranks.
 
-        Replaces an optimizer that the model has, whose state is dropped, and makes this one ``model.optimizer``.
+        This optimizer becomes ``model.optimizer``. If the model had another one, its state is dropped.
 
         Raises
         ------
@@ -100,11 +100,11 @@ class ShardedOptimizer:
         model._take_optimizer(self)
 
     def _bind(self, model: ShardedModelBase) -> None:
-        """Give the model's engine this optimizer. Collective."""
+        """Bind the wrapped optimizer to the model's engine; subclasses extend it. Collective."""
         model.engine.bind(self.wrapped_optimizer, model.config.loss_scale(self._loss_scale))
 
     def _plans(self, model: ShardedModelBase) -> dict[str, Any]:
-        """Return what must be the same on all ranks when they bind, by name. Not collective."""
+        """Return everything that must be equal on all ranks when they bind, by name. Not collective."""
         _check_sharded(model)
         plans, optimizer = self.comparable(model), self.wrapped_optimizer
         specs = [entry.spec for entry in model.layout.parameters]
@@ -117,7 +117,7 @@ class ShardedOptimizer:
         }
 
     def comparable(self, model: ShardedModelBase) -> dict[str, Any]:
-        """Return what must be the same on all ranks, by name, before the model is placed. Not collective.
+        """Return all settings that must be equal on all ranks, by name; they are compared early. Not collective.
 
         Raises
         ------
@@ -143,23 +143,23 @@ class ShardedOptimizer:
         }
 
     def for_copy(self, model: ShardedModelBase) -> Self:
-        """Return this optimizer for a copy of its model, whose engine has its state already. Not collective."""
+        """Return a copy of this optimizer for a copy of its model, which has the state already. Not collective."""
         twin = copy(self)
         twin._model, twin._stalled = model, False
         return twin
 
     def _callers(self) -> tuple[Communicator, str]:
-        """Return the ranks whose collective calls are compared, and which of their models is meant. Not collective."""
+        """Return the ranks whose collective calls are compared, and the name of the model in them. Not collective."""
         return (self.config.communicator, "") if self._model is None else self._model._callers()
 
     @property
     def config(self) -> ShardingConfig:
-        """Return the configuration: that of the model, where none was given. Not collective."""
+        """Return the configuration: the given one, else that of the model. Not collective."""
         return self.model.config if self._config is None else self._config
 
     @property
     def loss_scale(self) -> optim.DynamicLossScale | None:
-        """Return the loss scale to train with: the given one, or what ``mixed_precision`` needs. Not collective."""
+        """Return the loss scale of the training: the given one, or that of ``mixed_precision``. Not collective."""
         return self.config.loss_scale(self._loss_scale)
 
     @property
@@ -174,7 +174,7 @@ class ShardedOptimizer:
 
     @property
     def is_bound(self) -> bool:
-        """Return whether a model has it. Not collective."""
+        """Return whether the optimizer is bound to a model. Not collective."""
         return self._model is not None
 
     @property
@@ -193,8 +193,8 @@ class ShardedOptimizer:
     def step(self) -> None:
         """Update the parameters from the model's pending gradient. Collective.
 
-        A pending gradient comes from ``compute_gradients``, or from ``train`` with ``auto_sync_gradients=False``; one
-        that is not yet synchronized is synchronized first. ``train`` alone already makes this update.
+        A pending gradient comes from ``compute_gradients``, or from ``train`` with ``auto_sync_gradients=False``. If it
+        is not synchronized yet, this is done first. ``train`` with ``auto_sync_gradients=True`` needs no ``step``.
 
         Raises
         ------
@@ -212,15 +212,15 @@ class ShardedOptimizer:
         data : (x, y) arrays, the same on every rank, or a data source
             Samples on the first axis.
         options : OptimizationOptions or None
-            None takes those that the optimizer was made with.
+            None takes the options that the optimizer was made with.
 
         Raises
         ------
         ConfigError
-            If ranks give other data (arrays are compared in samples at equal distances) or have other options.
+            If ranks pass different data (of arrays, evenly chosen samples are compared) or have different options.
         NonFiniteError
-            If nothing of the first epoch is finite, no validation loss ever is, or too many steps in a row are skipped
-            (the configuration's ``bad_steps``). An epoch whose validation loss is not finite is no improvement.
+            If no loss of the first epoch is finite, no validation loss is ever finite, or too many steps in a row are
+            skipped (the configuration's ``bad_steps``). A validation loss that is not finite is no improvement.
         """
         return run_loop(self, data, self._checked(options) or self.options)
 
@@ -242,7 +242,7 @@ class ShardedOptimizer:
 
     @collective
     def reset(self) -> None:
-        """Forget the state, as if no step had been made. Collective."""
+        """Reset state, step count and loss scale, as if no step had been made. Collective."""
         self._updater.reset()
         self.model.engine.exchange.forget()
         self.model.engine.integrity.forget()
@@ -251,15 +251,15 @@ class ShardedOptimizer:
 
     @collective
     def synchronize_optimizer_state(self) -> int:
-        """Bring the state of all ranks into agreement. Collective.
+        """Make the optimizer state equal on all ranks, if it has become different. Collective.
 
-        All ranks take rank 0's step count and loss scale. Replicated arrays are compared by hash and, where they
-        differ, replaced by those of the first node.
+        All ranks take step count and loss scale of rank 0. Replicated arrays are compared by hash; if they differ, all
+        nodes take those of the first node.
 
         Returns
         -------
         int
-            Number of arrays that had to be repaired, over all ranks.
+            Number of arrays that were replaced, over all ranks.
         """
         updater, grid = self._updater, self.model.engine.grid
         engine = self.model.engine
@@ -282,7 +282,7 @@ class ShardedOptimizer:
 
     @collective
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state on every rank: step count, and full arrays by slot and name. Collective."""
+        """Return the whole state on every rank: step count, and full arrays by slot and parameter name. Collective."""
         updater, engine = self._updater, self.model.engine
         slots: dict[str, dict[str, Array]] = {}
         for slot in updater.state:
@@ -296,14 +296,14 @@ class ShardedOptimizer:
 
     @recorded
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what ``state_dict`` returned, the same on every rank, on any layout. Collective.
+        """Restore the state that ``state_dict`` returned, on any layout; the same on every rank. Collective.
 
         Raises
         ------
         LayoutError
             If a slot, name or shape is missing or differs; nothing is changed then.
         ConfigError
-            If ranks give different states: names the first rank and array that differ.
+            If ranks pass different states; names the first rank and array that differ.
         """
         updater, whole = self._updater, self.model.engine.whole
 
@@ -342,13 +342,13 @@ class ShardedOptimizer:
 
     @recorded
     def deserialize(self, data: bytes) -> None:
-        """Take what ``serialize`` returned, the same bytes on every rank, on any layout. Collective."""
+        """Restore the state from the bytes of ``serialize``, on any layout; the same on every rank. Collective."""
         with opened_alike(self.config.communicator, "deserialize", data) as reader:
             model_state.restore_state(self.model.loadable_engine, reader)
 
     @collective
     def save(self, path: str | Path) -> None:
-        """Write the state to the folder ``path``, in place of what was there. Collective."""
+        """Write the optimizer state as a checkpoint ``path``; an existing checkpoint is replaced. Collective."""
         model = self.model
         checkpoint.write(
             path, model.optimizer_arrays(), model.checkpoint_attributes(), self.config.communicator, replace=True
@@ -356,14 +356,14 @@ class ShardedOptimizer:
 
     @collective
     def load(self, path: str | Path) -> None:
-        """Read what ``save`` wrote, on any layout. Collective.
+        """Restore the optimizer state from a checkpoint that ``save`` wrote, on any layout. Collective.
 
         Raises
         ------
         FileNotFoundError
             If there is nothing at ``path``.
         CheckpointError
-            On damage, or the state of another optimizer.
+            If it is damaged, or holds the state of another optimizer.
         """
         with checkpoint.open_checkpoint(path, self.config.communicator) as reader:
             model_state.restore_state(self.model.loadable_engine, reader)

@@ -1,4 +1,4 @@
-"""Read, set and copy the parameters of a sharded model: whole vectors, named arrays, copies."""
+"""Read, set and copy the parameters of a sharded model: as one vector, as named arrays, as a copy of the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mpizero.types import Array
 
 
 class ParameterAccess(ShardedCore):
-    """Read, set, export and copy all parameters. Collective, where nothing else is said."""
+    """Read, set, export and copy all parameters. Methods are collective unless they say otherwise."""
 
     @recorded
     def gather_full_parameters(self) -> Array:
@@ -50,16 +50,16 @@ class ParameterAccess(ShardedCore):
         Raises
         ------
         ValueError
-            If its length is not the number of parameters, or ranks give different values: ConfigError then, which names
-            the first rank and parameter that differ.
+            If its length is not the number of parameters. If ranks pass different values: ConfigError, which names the
+            first rank and parameter that differ.
         """
         self._update_local_shard_from_full(self._checked("set_parameters", values))
 
     @recorded
     def with_parameters(self, values: Array) -> Self:
-        """Return a new sharded model of the same wrapped model with other parameters, the same on every rank.
+        """Return a new sharded model of the same wrapped model with the given parameters, without an optimizer.
 
-        It has no optimizer.
+        ``values`` must be the same on every rank.
         """
         values = self._checked("with_parameters", values)
         copy = self._twin(self._wrapped)
@@ -101,14 +101,14 @@ class ParameterAccess(ShardedCore):
         LayoutError
             If names or shapes differ from the model's.
         ConfigError
-            If ranks give different arrays: names the first rank and parameter that differ.
+            If ranks pass different arrays; names the first rank and parameter that differ.
         """
         values = np.empty(self.parameter_count, self.engine.dtype)
         agree_arrays(self._config.communicator, "load_named", lambda: self._arrange(arrays, values))
         self._update_local_shard_from_full(values)
 
     def _arrange(self, arrays: Mapping[str, Array], values: Array) -> dict[str, Array]:
-        """Fill a full vector from arrays by name, and return what was given for each parameter. Not collective."""
+        """Check arrays by name, copy them into the full vector ``values``, and return the arrays. Not collective."""
         entries = {entry.spec.name: entry for entry in self.layout.parameters}
         if not isinstance(arrays, Mapping):
             raise LayoutError(
@@ -129,7 +129,7 @@ class ParameterAccess(ShardedCore):
 
     @recorded
     def export_npz(self, path: str | Path) -> None:
-        """Write all parameters by name to one ``.npz`` file, of exactly this name."""
+        """Write all parameters by name to one ``.npz`` file; ``path`` is used as it is, without adding an ending."""
         named = self.named_parameters()
         with all_ranks(self._config.communicator):
             if self.rank == 0:
@@ -139,7 +139,7 @@ class ParameterAccess(ShardedCore):
     def import_npz(self, path: str | Path) -> None:
         """Set all parameters from an ``.npz`` file that every rank can read; nothing in it is unpickled.
 
-        The file may be compressed; it is refused where its arrays are larger than this model's can be.
+        The file may be compressed. It is refused if its arrays are larger than those of this model can be.
         """
         with all_ranks(self._config.communicator, first=True):
             arrays = npz.read_arrays(os.path.realpath(path), 16 * self.parameter_count)
@@ -147,7 +147,7 @@ class ParameterAccess(ShardedCore):
 
     @collective
     def parameters_sha256(self) -> str:
-        """Return the hash over all parameters' bytes in declared order; a rank gathers one unit at a time."""
+        """Return the SHA-256 of the bytes of all parameters in declared order; a rank gathers one unit at a time."""
         digest = hashlib.sha256()
         for values in self.engine.whole.units():
             digest.update(values.tobytes())
@@ -159,7 +159,7 @@ class ParameterAccess(ShardedCore):
     def clone(self) -> Self:
         """Return a sharded model with the same configuration and communicator and its own copy of the parameters.
 
-        It has no optimizer: bind one by its ``set_model``, or take :meth:`deep_copy`.
+        The clone has no optimizer: bind one with ``set_model``, or use :meth:`deep_copy`.
         """
         copy = self._twin(self._wrapped)
         copy.engine.store.copy_from(self.engine.store)
@@ -167,9 +167,9 @@ class ParameterAccess(ShardedCore):
 
     @recorded
     def deep_copy(self) -> Self:
-        """Return a clone with its own wrapped model and, where an optimizer is bound, its own optimizer state.
+        """Return a clone with a copy of the wrapped model and, if an optimizer is bound, of the optimizer state.
 
-        The copy makes the same steps as the original by ``train``; its ``optimizer`` is of the same kind.
+        ``train`` makes the same steps on the copy as on the original; its ``optimizer`` is of the same kind.
         """
         copy, engine = self._twin(deepcopy(self._wrapped)), self.engine
         shared = copy.engine.grid.node.size - engine.grid.node.size
@@ -187,7 +187,7 @@ class ParameterAccess(ShardedCore):
         return copy
 
     def _twin(self, wrapped: Any) -> Self:
-        """Return a new model of the same kind with start values."""
+        """Return a new sharded model of the same class with initial parameters; subclasses pass their own arguments."""
         twin = type(self).__new__(type(self))
         twin._is_copy = True
         twin.__init__(wrapped, self._config)  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Save and load a sharded model: folders, bytes, open files."""
+"""Save and load a sharded model: as a checkpoint folder, as bytes, or in an open file."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from mpizero.text import notice
 
 
 class Saving(ShardedCore):
-    """Write and read parameters and optimizer state. Collective, where nothing else is said."""
+    """Save and load parameters and optimizer state. Methods are collective unless they say otherwise."""
 
     _saving: PendingSave | None = None
     _snapshot: SnapshotBuffer | None = None
-    #: The checkpoint that was loaded without the optimizer state in it.
+    #: Path of the loaded checkpoint whose optimizer state was not loaded, because no optimizer was bound; else "".
     _unread = ""
 
     def checkpoint_arrays(self) -> list[LocalArray]:
-        """Return this rank's owned ranges of parameters and optimizer state, as views (of a copy of what a GPU holds).
+        """Return the ranges of parameters and optimizer state that this rank saves, as views (copies of GPU arrays).
 
-        Not collective, except for a model that trains by local steps: the mean of the ranks' parameters, with the
-        optimizer state of rank 0.
+        Not collective, except with local SGD: then the result is the mean of all ranks' parameters, with the optimizer
+        state of rank 0.
         """
         if self._mean_every:
             self._check_call("checkpoint_arrays")
@@ -43,11 +43,14 @@ class Saving(ShardedCore):
         return self._written(model_state.local_arrays(self.engine, values=mean))
 
     def optimizer_arrays(self) -> list[LocalArray]:
-        """Return this rank's owned ranges of the optimizer state, as views (or of a GPU's copy). Not collective."""
+        """Return the ranges of the optimizer state that this rank saves, as views (copies of GPU arrays).
+
+        Not collective.
+        """
         return self._written(model_state.local_arrays(self.engine, parameters=False))
 
     def checkpoint_attributes(self) -> dict[str, Any]:
-        """Return what a checkpoint must know besides arrays; collective where ``checkpoint_arrays`` is."""
+        """Return the attributes to save beside the arrays: step, optimizer, layout. Collective only with local SGD."""
         if self._mean_every:
             self._check_call("checkpoint_attributes")
         found = {
@@ -61,7 +64,7 @@ class Saving(ShardedCore):
 
     @collective
     def restore_arrays(self, reader: Any) -> None:
-        """Take parameters and optimizer state from an open checkpoint, as safe as :meth:`load_model`."""
+        """Restore parameters and optimizer state from an open checkpoint, with the guarantees of :meth:`load_model`."""
         model_state.restore(self.loadable_engine, reader)
         self._pending = None
         self.invalidate_cache()
@@ -76,15 +79,15 @@ class Saving(ShardedCore):
         replace: bool = True,
         alignment: int = checkpoint.ALIGNMENT,
     ) -> None:
-        """Write parameters and optimizer state to the folder ``path``, in place of a checkpoint that was there.
+        """Save parameters and optimizer state as a checkpoint folder; by default an existing checkpoint is replaced.
 
         Parameters
         ----------
         path : path
-            The checkpoint; rank 0's path counts, and it says so where others differ. A save begun before is finished
-            first.
+            The checkpoint. The path of rank 0 is used; rank 0 prints a notice if other ranks pass another path. If
+            ``begin_save`` was called before, that save is committed first.
         attributes : dict, optional
-            More JSON values to keep beside the arrays, the same on every rank; see ``checkpoint.Reader.attributes``.
+            JSON values to save beside the arrays, the same on every rank; see ``checkpoint.Reader.attributes``.
         backend, replace, alignment
             As for :func:`mpizero.checkpoint.write`.
         """
@@ -103,12 +106,12 @@ class Saving(ShardedCore):
         replace: bool = True,
         alignment: int = checkpoint.ALIGNMENT,
     ) -> PendingSave:
-        """Start to save like :meth:`save_model`, and return as soon as the values are copied: training may go on.
+        """Start a save like :meth:`save_model`, and return as soon as the values are copied: training can go on.
 
-        The checkpoint appears with ``commit()`` of what is returned, which every rank calls at the same place of its
-        program, best when ``finished`` is true on all. The next save, and closing the model, commit by themselves; a
-        ``with`` block of the model that an error ends discards. One copy of what this rank saves is kept for the next
-        time.
+        A thread writes the copy. The checkpoint appears when every rank calls ``commit()`` of the returned object, at
+        the same place of its program, best when ``finished`` is true on all ranks. The next save commits it, too, and
+        so does closing the model. If an error ends the ``with`` block of the model, the save is discarded. The memory
+        of the copy is kept for the next save.
         """
         self._finish_save()
         _tell_paths(self._config.communicator, "begin_save", path)
@@ -119,7 +122,7 @@ class Saving(ShardedCore):
         return self._saving
 
     def reserve_snapshot(self) -> None:
-        """Make room for the copy of :meth:`begin_save` now, so that its first call takes no longer than the others.
+        """Allocate the memory for the copy of :meth:`begin_save` now, so that its first call is as fast as later ones.
 
         Not collective.
         """
@@ -133,7 +136,7 @@ class Saving(ShardedCore):
 
     @collective
     def finish_save(self) -> None:
-        """Commit the save that :meth:`begin_save` has started, if there is one that has not ended."""
+        """Commit the save that :meth:`begin_save` has started, if it is not committed or discarded yet."""
         self._finish_save()
 
     def _finish_save(self) -> None:
@@ -142,7 +145,7 @@ class Saving(ShardedCore):
             pending.commit()
 
     def _on_before_close(self) -> None:
-        """Finish a save that was begun."""
+        """Commit a save that was begun, and release the memory of its copy."""
         try:
             self._finish_save()
         finally:
@@ -153,27 +156,28 @@ class Saving(ShardedCore):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the model; an error leaves it on this rank only, without the save that was begun."""
+        """Close the model; if an error has ended the ``with`` block, discard a save that was begun."""
         if error is not None and self._saving is not None:
             self._saving.discard()
         super().__exit__(kind, error, trace)
 
     @collective
     def load_model(self, path: str | Path, *, strict_layout: bool = False) -> None:
-        """Read what ``save_model`` wrote, on any number of ranks and any strategy; rank 0's path counts.
+        """Load a checkpoint that ``save_model`` wrote on any number of ranks by any strategy; uses rank 0's path.
 
-        Without an optimizer only the parameters are read: bind it first to go on where a training ended.
-        Everything is verified before it counts: where this raises, parameters and optimizer state are as before. A
-        model in use with many parameters reads twice for that. Should a file be readable the first time and not the
-        second, when parts of it have taken their place, the model refuses to be used, on every rank alike, until
-        this or another checkpoint has been loaded whole.
+        A model without an optimizer loads only the parameters: to continue a training, bind the optimizer first. All
+        values are verified before any is replaced: if this raises, parameters and optimizer state are as before. For
+        that, a large model that has been trained reads the file twice. If the second reading fails after some values
+        were replaced, the model raises CheckpointError on every use, on all ranks, until a checkpoint has been loaded
+        completely.
 
         Raises
         ------
         FileNotFoundError
             If there is nothing at ``path``.
         CheckpointError
-            On damage or another model, naming file, array and reason; with ``strict_layout`` also on another layout.
+            If the checkpoint is damaged or of another model; names file, array and reason. With ``strict_layout`` also
+            if it was written with another layout.
         """
         _tell_paths(self._config.communicator, "load_model", path)
         with checkpoint.open_checkpoint(path, self._config.communicator) as reader:
@@ -184,7 +188,7 @@ class Saving(ShardedCore):
         self.invalidate_cache()
 
     def tell_unread(self) -> None:
-        """Say on rank 0 that an optimizer begins without the state that was in a checkpoint. Not collective."""
+        """Print a notice on rank 0 if the bound optimizer lacks the state of the loaded checkpoint. Not collective."""
         if self._unread and self.rank == 0:
             notice(
                 f"the optimizer begins anew: its state in {self._unread} was not read, for the "
@@ -200,13 +204,13 @@ class Saving(ShardedCore):
 
     @recorded
     def deserialize(self, data: bytes) -> None:
-        """Take what ``serialize`` returned; ``data`` is the same on every rank. As safe as :meth:`load_model`."""
+        """Load the bytes of ``serialize``, the same on every rank, with the guarantees of :meth:`load_model`."""
         with opened_alike(self._config.communicator, "deserialize", data) as reader:
             self.restore_arrays(reader)
 
     @collective
     def save_state(self, file: IO[bytes]) -> None:
-        """Write :meth:`serialize`'s bytes to an open binary file (of rank 0; the others may pass any)."""
+        """Write the bytes of :meth:`serialize` to an open binary file of rank 0; other ranks may pass anything."""
         data = self.serialize()
         with all_ranks(self._config.communicator):
             if self.rank == 0:
@@ -215,14 +219,14 @@ class Saving(ShardedCore):
 
     @collective
     def load_state(self, file: IO[bytes]) -> None:
-        """Read what ``save_state`` wrote, from an open binary file of each rank."""
+        """Load the bytes that ``save_state`` wrote; every rank passes an open binary file with them."""
         with all_ranks(self._config.communicator):
             data = file.read()
         self.deserialize(data)
 
 
 def _tell_paths(comm: Communicator, call: str, path: Any) -> None:
-    """Say on rank 0 that other ranks name another path, which does not count. Collective."""
+    """Print a notice on rank 0 if other ranks pass another path, which is ignored. Collective."""
     mine = np.array([crc32(repr(path).encode())], np.int64)
     table = np.empty(comm.size, np.int64)
     comm.allgather(mine, table, "path")

@@ -1,4 +1,4 @@
-"""Name the data-parallel strategies: a model and an optimizer for each row of the placement table."""
+"""Define a model class and an optimizer class for each data-parallel strategy."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from mpizero.parallel.placement import placement
 
 
 class DDPOptimizer(ShardedOptimizer):
-    """Replicate the state: one copy a node, each rank updating its part of it."""
+    """Replicate the optimizer state: one copy on each node, of which each rank updates its part."""
 
     strategies = ("ddp",)
 
 
 class ZeRO1Optimizer(ShardedOptimizer):
-    """Shard the state over all ranks."""
+    """Shard the optimizer state over all ranks."""
 
     strategies = ("zero1",)
 
 
 class ZeRO2Optimizer(ShardedOptimizer):
-    """Shard the state over all ranks, beside sharded gradients."""
+    """Shard the optimizer state over all ranks, for models with sharded gradients."""
 
     strategies = ("zero2",)
 
 
 class ZeRO3Optimizer(ShardedOptimizer):
-    """Shard the state over all ranks, beside sharded gradients and parameters."""
+    """Shard the optimizer state over all ranks, for models with sharded gradients and parameters."""
 
     strategies = ("zero3", "fsdp")
 
 
 class FSDPOptimizer(ZeRO3Optimizer):
-    """Do what :class:`ZeRO3Optimizer` does, by its other name."""
+    """Define another name of :class:`ZeRO3Optimizer`."""
 
 
 class DDPModel(ShardedModelBase):
-    """Replicate parameters, gradients and optimizer state: one copy a node, or a rank with private memory."""
+    """Replicate parameters, gradients and optimizer state: a copy on each node, or on each rank with private memory."""
 
     strategy = "ddp"
     optimizer_class = DDPOptimizer
@@ -50,7 +50,7 @@ class DDPModel(ShardedModelBase):
 class ZeRO1Model(ShardedModelBase):
     """Shard the optimizer state, replicate parameters and gradients (Rajbhandari et al. 2020, P_os).
 
-    Traffic is that of DDP: a reduce-scatter of gradients and an all-gather of parameters.
+    The messages are those of DDP: a reduce-scatter of gradients and an all-gather of parameters.
     """
 
     strategy = "zero1"
@@ -67,8 +67,8 @@ class ZeRO2Model(ShardedModelBase):
 class ZeRO3Model(ShardedModelBase):
     """Shard parameters, gradients and optimizer state (ibid., P_os+g+p).
 
-    Each unit is gathered just before its forward and its backward and released right after. On a single node with
-    shared memory the window is the shard, and nothing is gathered.
+    Each unit is gathered just before its forward and its backward pass, and released right after. On a single node with
+    shared memory all ranks read the parameters in one shared window, and nothing is gathered.
     """
 
     strategy = "zero3"
@@ -76,7 +76,7 @@ class ZeRO3Model(ShardedModelBase):
 
 
 class FSDPModel(ZeRO3Model):
-    """Do what :class:`ZeRO3Model` does, by its other name: fully sharded data parallel."""
+    """Define another name of :class:`ZeRO3Model`: fully sharded data parallel."""
 
     strategy = "fsdp"
     optimizer_class = FSDPOptimizer
@@ -91,19 +91,19 @@ _MODELS: dict[str, type[ShardedModelBase]] = {
 def distribute(
     model: Any, optimizer: Any, *, strategy: str = "zero2", config: ShardingConfig | None = None, comm: Any = None
 ) -> ShardedModelBase:
-    """Place a model and its optimizer over the ranks of a communicator.
+    """Make a sharded model and its optimizer on the ranks of a communicator.
 
     Collective over the communicator.
 
     Parameters
     ----------
     model : BlockModel or BlackBoxModel
-        What is trained.
+        The model to train.
     optimizer : optimizer, ShardedOptimizer or None
         A library optimizer, any object with an elementwise ``update(params, grads, state)``, or a sharded optimizer.
-        None leaves plain SGD with ``config.learning_rate``.
+        None: plain SGD with ``config.learning_rate``.
     strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp"}
-        The row of the placement table.
+        Which of parameters, gradients and optimizer state are sharded.
     config : ShardingConfig or None
         How the ranks work together; None takes the defaults over ``comm``.
     comm : mpi4py communicator, InMemoryCommunicator, "self" or None
@@ -112,8 +112,8 @@ def distribute(
     Returns
     -------
     model : ShardedModelBase
-        Ready to train; its ``optimizer`` is the sharded optimizer. It unpacks as ``model, optimizer``, which earlier
-        versions returned.
+        The model, ready to train; its ``optimizer`` is the sharded optimizer. It unpacks as ``model, optimizer``, which
+        earlier versions returned.
     """
     if config is not None and comm is not None:
         raise ConfigError("give either config (with its own comm) or comm, not both")
