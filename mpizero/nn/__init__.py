@@ -7,7 +7,7 @@ from mpizero.nn.context.context_forms import ContextModel, context_model, cut_ba
 from mpizero.nn.context.ring import Zigzag
 from mpizero.nn.context.ring_attention import RingSelfAttention
 from mpizero.nn.initialize import initial_values
-from mpizero.nn.layer import Layer
+from mpizero.nn.layer import Layer, poll
 from mpizero.nn.layers.activation import GELU, ReLU, SiLU, Tanh
 from mpizero.nn.layers.attention import CausalSelfAttention
 from mpizero.nn.layers.block import FeedForward, TransformerBlock
@@ -87,6 +87,7 @@ __all__ = [
     "model_operations",
     "model_specs",
     "nest",
+    "poll",
     "run_on",
     "split_model",
     "to_torch",

@@ -35,6 +35,7 @@ class Layer(ABC):
     - ``x``, ``dy`` and parameters are never written to;
     - gradients are overwritten whole, ``grads[name][...] = value``. They are never added to, and ``grads[name]`` is
       never replaced by another array, because the arrays in ``grads`` are views of a buffer that every step uses again;
+    - a large layer made of others may call :func:`poll` between them, so that messages in flight make progress;
     - the caller may overwrite a returned array, unless the array is one of the arguments or part of the cache.
     """
 
