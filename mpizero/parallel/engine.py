@@ -189,7 +189,7 @@ class Engine(PlacedModel):
         return self._compute(x, y, self.rows, summed=False)[1]
 
     def local_sum(self) -> Array:
-        """Return this rank's own part of the gradient sum, as :meth:`local_gradients` left it. Not collective."""
+        """Return the sum of this rank's gradients that :meth:`local_gradients` has computed. Not collective."""
         total: Array = kernels.to_host(self.rows.local_sum())
         total /= self.dtype.type(self.current_loss_scale())
         return total

@@ -46,7 +46,7 @@ class _Tensor(NamedTuple):
 
 
 class _Range(NamedTuple):
-    """Describe elements ``start:stop`` of an array, as one rank holds them."""
+    """Describe a range that a rank holds: elements ``start:stop`` of an array."""
 
     tensor: _Tensor
     start: int
@@ -89,7 +89,7 @@ class Integrity:
         self._taken: tuple[int, Array] | None = None
 
     def watch(self, updater: Updater) -> None:
-        """Check this optimizer's state from now on. Not collective."""
+        """Check the state of ``updater`` from now on, in place of an earlier one. Not collective."""
         self._updater, self._plan = updater, None
         self.forget()
 

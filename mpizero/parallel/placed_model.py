@@ -1,4 +1,4 @@
-"""Place one model on the ranks: their groups, this rank's part of the model, and the arrays that it keeps."""
+"""Place a model on the ranks: make their groups, take this rank's part of the model, and allocate its arrays."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class PlacedModel:
         self.store.begin(model)
 
     def _find_part(self, parallel_layout: ParallelLayout | None, *, private: bool) -> None:
-        """Find the groups of ranks and this rank's part of the model."""
+        """Make the groups of ranks, and cut out this rank's part of the model."""
         axes = None if parallel_layout is None else parallel_layout.axes(self.config.communicator.size)
         self.grid = self.config.grid_of(axes, private=private)
         if self.grid.context.size > 1 and self.grid.order != tuple(range(self.grid.data.size)):

@@ -49,7 +49,7 @@ PLACEMENTS = {
 
 
 def placement(strategy: str) -> Placement:
-    """Return the row of ``strategy`` ("ddp", "zero1", "zero2", "zero3" or "fsdp"). Not collective.
+    """Return the placement table's row of ``strategy``: "ddp", "zero1", "zero2", "zero3" or "fsdp". Not collective.
 
     Raises
     ------

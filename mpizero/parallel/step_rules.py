@@ -19,7 +19,7 @@ def keeps_gradients_on_device(config: ShardingConfig, ranks: int) -> bool:
 
 
 def assigns_waves(placement: Placement, config: ShardingConfig, ranks: int) -> bool:
-    """Tell whether a data group of ``ranks`` assigns grains in waves and sums gradients unit by unit."""
+    """Tell whether a data group of ``ranks`` ranks computes grains in waves and sums gradients unit by unit."""
     return placement.waves and not keeps_gradients_on_device(config, ranks)
 
 
@@ -86,7 +86,7 @@ def gradient_codec(compression: str | None, itemsize: int) -> Codec | None:
 
 
 def gathers_units(placement: Placement, groups: int) -> bool:
-    """Tell whether each of ``groups`` groups of ranks holds a shard, so that units are gathered before their use."""
+    """Tell whether units are gathered before use: parameters are sharded over ``groups`` > 1 nodes (or ranks)."""
     return placement.shard_parameters and groups > 1
 
 
@@ -96,5 +96,5 @@ def updated_by(placement: Placement, grid: NodeOrder) -> tuple[int, ...]:
 
 
 def wave_buffers(node_size: int) -> int:
-    """Return how many units of gradients a node's wave buffer holds: one is filled while another is summed."""
+    """Return how many slots, each for one unit's gradients, a wave buffer has on a node of ``node_size`` ranks."""
     return 2 if node_size > 1 else 1

@@ -48,17 +48,17 @@ class StepPasses:
 
     @property
     def _held(self) -> int:
-        """Elements of the gradients of this rank's stage."""
+        """Number of gradient elements on this rank's stage."""
         return sum(unit.gradients for unit in self.traffic.part.layout.units)
 
     @property
     def _owned(self) -> int:
-        """Elements of the gradients that this rank sums."""
+        """Number of gradient elements that this rank owns, and so sums."""
         return sum(self.traffic.part.shards.gradients[self.traffic.grid.data.rank])
 
     @property
     def _group(self) -> int:
-        """Elements of the gradients of which this rank computes its node's partial sums: its peers' and its own."""
+        """Number of gradient elements of which this rank computes its node's partial sums, for itself and its peers."""
         gradients = self.traffic.part.shards.gradients
         return sum(sum(gradients[rank]) for rank in self.traffic.grid.peer_ranks)
 

@@ -124,7 +124,7 @@ class PlannedRanks:
         return inside_nodes(self.axes, group, self.hosts)
 
     def grid(self, rank: int) -> PlannedGrid:
-        """Return the groups of one rank. Not collective."""
+        """Compute the groups of one rank. Not collective."""
         here = self.axes.coordinates(rank)
         members = {name: self.axes.group(rank, differing) for name, differing in GROUPS.items()}
         data = PlannedGroup(members["data"].index(rank), len(members["data"]))

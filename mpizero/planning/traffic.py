@@ -114,7 +114,7 @@ class RankTraffic:
 
     @cached_property
     def sharded(self) -> bool:
-        """Tell whether parameters are gathered unit by unit."""
+        """Tell whether parameters are sharded, and so gathered unit by unit."""
         return gathers_units(self.training.row, self.grid.peers.size)
 
     @cached_property

@@ -83,7 +83,7 @@ class DeviceUpdater(Updater):
         return state
 
     def release(self) -> None:
-        """Stop counting what is dropped. Not collective."""
+        """Remove the optimizer state from the GPU's counted memory. Not collective."""
         for array in self.state.values():
             self.device.release("optimizer state", array)
 
@@ -110,7 +110,7 @@ class DeviceUpdater(Updater):
         self.device_parameters.updated(on_host=False)
 
     def where_used(self, reduced: Array) -> Array:
-        """Return the reduced gradient on the GPU. Not collective."""
+        """Copy the reduced gradient to the GPU and return it. Not collective."""
         return self.device.put(reduced)
 
     def _placed(self, scalars: Array) -> Array:
@@ -134,13 +134,13 @@ class StagedUpdater(DeviceUpdater):
         self._weights = self.device.keep("buffers", weights, self.dtype)
 
     def release(self) -> None:
-        """Stop counting what is dropped. Not collective."""
+        """Remove the optimizer state and the buffers from the GPU's counted memory. Not collective."""
         super().release()
         for buffer in (self._gradient, self._weights):
             self.device.release("buffers", buffer)
 
     def where_used(self, reduced: Array) -> Array:
-        """Return the reduced gradient on the host. Not collective."""
+        """Return the reduced gradient, which stays on the host. Not collective."""
         return reduced
 
     # ------------------------------------------------------------------ updates
@@ -192,7 +192,7 @@ class StagedUpdater(DeviceUpdater):
         self._made()
 
     def _apply_kept_directions(self, hypers: dict[int, Array]) -> None:
-        """Apply LAMB's directions, all on the GPU, as :meth:`Updater._apply_directions` does. Collective."""
+        """Apply LAMB's update directions, which are kept on the GPU. Collective; as :meth:`Updater._apply_directions`."""
         own = self.trees.own
         held = self.device_parameters.current() if self.device_parameters.whole else self.store.values
         weights = self._square_sums(held, [piece.store for piece in own])

@@ -28,7 +28,7 @@ BlockEnded = Callable[[Unit, str], None]
 
 
 class Evaluator(Protocol):
-    """Run a model's forward and backward pass over the units of a store."""
+    """Run a model's forward and backward passes with parameters that a store provides unit by unit."""
 
     @property
     def store(self) -> ParameterProvider:
@@ -258,7 +258,7 @@ class BlackBoxEvaluator:
         return map_leaves(self._own, result)
 
     def _own(self, result: Any) -> Any:
-        """Return a copy of an array that is a view of the parameters."""
+        """Return a copy of ``result`` if it is a view of the parameters, else ``result`` itself."""
         shared = isinstance(result, np.ndarray) and np.may_share_memory(result, self.store.values)
         return result.copy() if shared else result
 

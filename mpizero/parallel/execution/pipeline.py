@@ -105,7 +105,7 @@ class PipelineRunner:
         self._predicted = 0
 
     def schedule(self, micro_batches: int) -> Schedule:
-        """Return the schedule for a number of micro-batches. Not collective."""
+        """Return the pipeline schedule for a number of micro-batches. Not collective."""
         axes = self.partitioned.parallel_layout
         return build_schedule(axes.schedule, axes.pipeline, micro_batches, axes.virtual_stages)
 

@@ -83,7 +83,7 @@ class RowBuffer:
 
     @property
     def overlaps(self) -> bool:
-        """Whether rows are summed during the backward pass that still fills them. Not collective."""
+        """Whether rows are summed while the backward pass still fills them. Not collective."""
         peers, stages = self.grid.peers.size, self.grid.pipeline.size
         return self._by_block and overlaps_reduction(self.exchange.placement, peers, stages, self.exchange.codec)
 
@@ -100,7 +100,7 @@ class RowBuffer:
         return contiguous_owners(self.grid, count)
 
     def row(self, number: int) -> Array:
-        """Return one of this rank's rows. Not collective."""
+        """Return row ``number`` of this rank: one copy of the whole gradient vector. Not collective."""
         row: Array = self.window[self._place(number)]
         return row[: self.layout.gradient_size]
 

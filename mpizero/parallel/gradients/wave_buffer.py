@@ -116,7 +116,7 @@ class WaveBuffer:
 
     @property
     def in_flight(self) -> bool:
-        """Whether sums of a unit are in flight between groups. Not collective."""
+        """Whether partial sums of a unit are in flight between peers. Not collective."""
         return self._in_flight is not None
 
     def poll(self) -> None:
@@ -132,11 +132,11 @@ class WaveBuffer:
                 self._merge(piece, found.base + piece.position, found.programs, found.arrivals)
 
     def operands(self) -> SumOperands:
-        """Return the row of the stack that holds the sums of this rank's shard. Not collective."""
+        """Return the row of the stack that holds the final sums of this rank's shard. Not collective."""
         return SumOperands(self.stack, program_array((self._root,)), self.stack[self._root])
 
     def sum(self, divisor: Array) -> Array:
-        """Divide the sums of this rank's shard, and return their row. Not collective."""
+        """Divide the final sums of this rank's shard by ``divisor``, and return them. Not collective."""
         reduced: Array = self.stack[self._root]
         np.divide(reduced, divisor, out=reduced)
         return reduced

@@ -208,7 +208,7 @@ class Updater:
         return self._known_rate[1] if known and self._known_rate is not None else self.ask_rate()
 
     def _made(self) -> None:
-        """Count a step."""
+        """Count one optimizer step, and record its learning rate."""
         self.last_rate = self.rate
         self.step_count += 1
 
@@ -300,7 +300,7 @@ class Updater:
         )
 
     def parts_of(self, name: str, reduced: Array) -> list[Array]:
-        """Return this rank's own elements of the reduced gradient of one parameter. Not collective."""
+        """Return the elements of one parameter's reduced gradient that this rank owns. Not collective."""
         pieces = [p for p in self.trees.own if home_of(p.entry.spec) == name]
         return [kernels.to_host(reduced[p.gradient : p.gradient + p.size]) for p in pieces]
 
@@ -310,7 +310,7 @@ class Updater:
         return sums if self._global_sums is None else self._global_sums.merge(sums)
 
     def scale(self, reduced: Array, factor: float) -> None:
-        """Multiply this rank's reduced gradients by ``factor``. Not collective."""
+        """Multiply the reduced gradients that this rank updates from by ``factor``. Not collective."""
         for run in self.runs:
             part = reduced[run.gradient : run.gradient + run.size]
             np.multiply(part, self.dtype.type(factor), out=part)

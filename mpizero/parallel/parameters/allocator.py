@@ -1,4 +1,4 @@
-"""Allocate and count every array that holds model state."""
+"""Allocate the arrays that hold model state, and count their bytes."""
 
 from __future__ import annotations
 

@@ -81,12 +81,12 @@ class UpdatePiece(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of elements in the range."""
         return self.span.size
 
 
 class UpdateRun(NamedTuple):
-    """Describe neighbouring pieces that one kernel call can update together."""
+    """Describe neighbouring pieces that one kernel call updates together: their starts, size and optimizer group."""
 
     store: int
     gradient: int

@@ -40,7 +40,7 @@ class ParameterViews(dict[str, Any]):
 
 
 class ParameterProvider(Protocol):
-    """Provide the parameters of units: a :class:`ParameterStore`, or its copy on a GPU."""
+    """Define what provides the parameters of units: a :class:`ParameterStore`, or its copy on a GPU."""
 
     layout: FlatLayout
     timeline: Timeline
@@ -160,7 +160,7 @@ class ParameterStore:
         return int(self.bases[self.grid.node.rank])
 
     def owned(self, unit: int) -> Array:
-        """Return the writable values of this rank's range of a unit. Not collective."""
+        """Return a writable view of this rank's range of a unit's parameters. Not collective."""
         for published in self._published:
             published.wait_own()  # what is still being sent must not change
         span = self.share.spans[unit]

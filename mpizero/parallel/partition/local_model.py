@@ -74,12 +74,12 @@ class PartitionedModel:
 
     @property
     def splits_layers(self) -> bool:
-        """Tell whether ranks share layers: by tensor or context parallelism."""
+        """Tell whether layers are split over ranks, by tensor or context parallelism."""
         return self.parallel_layout.tensor * self.parallel_layout.context > 1
 
     @property
     def is_last(self) -> bool:
-        """Tell whether the model's last block, and so the loss, is here."""
+        """Tell whether this rank's stage has the model's last block, and so the loss."""
         return self.parallel_layout.chunks[-1] == self.stage
 
     @cached_property
