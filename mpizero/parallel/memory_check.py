@@ -48,7 +48,7 @@ def fits_shared_memory(
     needed, room = 0, None
     if grid.local_size > 1:
         room = grid.node.shared_space()
-        if grid.node.rank == 0:  # it speaks for the window
+        if grid.node.rank == 0:  # one rank of each node counts its windows
             needed = _window_bytes(grid, layout, item, placement, config)
     told = grid.world.allgather_object((gethostname(), needed, room), "shared memory")
     asked: Counter[str] = Counter()

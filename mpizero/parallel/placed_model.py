@@ -89,7 +89,7 @@ class PlacedModel:
             self._find_part(parallel_layout, private=True)
         try:
             self._take_memory()
-        except SharedMemoryError as error:  # on all ranks: somebody has taken it meanwhile
+        except SharedMemoryError as error:  # on all ranks: another program has taken the memory since the check
             self.memory.close()
             tell_private(self.grid.world, str(error))
             self._find_part(parallel_layout, private=True)

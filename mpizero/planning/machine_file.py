@@ -200,7 +200,7 @@ class Machine:
         return _shared(one, every, self.ranks_per_node, ranks_per_node)
 
     def pass_seconds(self, read: int, written: int, ranks_per_node: int) -> float:
-        """Return the seconds in which a rank on a node of ``ranks_per_node`` reads and writes so many bytes.
+        """Return the seconds in which a rank, one of ``ranks_per_node`` on its node, reads and writes so many bytes.
 
         Not collective. The bandwidth is that of the measured pass whose share of writes is nearest.
         """

@@ -156,7 +156,7 @@ class GrainScalars:
     def fail(self, error: Exception) -> None:
         """Record an error after which this rank computes no more; :meth:`agree` raises it. Not collective."""
         if isinstance(error, CollectiveError | PeerFailure):
-            raise error  # nobody would come to an agreement
+            raise error  # the other ranks would not come to an agreement
         if isinstance(error, MemoryError):
             error = refused(error, "computing a micro-batch", COMPUTING_ADVICE)
         self.error = self.error if self.error is not None else error

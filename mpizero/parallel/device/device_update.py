@@ -192,7 +192,7 @@ class StagedUpdater(DeviceUpdater):
         self._made()
 
     def _apply_kept_directions(self, hypers: dict[int, Array]) -> None:
-        """Apply LAMB's update directions, which are kept on the GPU. Collective; as :meth:`Updater._apply_directions`."""
+        """Apply LAMB's update directions, kept on the GPU. Collective; as :meth:`Updater._apply_directions`."""
         own = self.trees.own
         held = self.device_parameters.current() if self.device_parameters.whole else self.store.values
         weights = self._square_sums(held, [piece.store for piece in own])

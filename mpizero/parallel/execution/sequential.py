@@ -168,7 +168,7 @@ class SequentialRunner:
                 self._compute(WatchedJob(job, self.scalars, timeline, self.compute_device, self.marks), run_of)
         if self.marks is not None:
             self.marks.end(failed=self.scalars.error is not None)
-        self.ready()  # what nobody here has read: others of the node may wait for it
+        self.ready()  # also for parameters that no job has read: other ranks of the node may wait for this one
 
     def _compute(self, watched: WatchedJob, run_of: RunOf) -> None:
         grain, number = watched.job.grain, watched.job.number
