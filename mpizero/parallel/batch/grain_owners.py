@@ -19,7 +19,7 @@ def contiguous_owners(grid: NodeOrder, count: int) -> list[int]:
 
 
 def contiguous_shares(grid: NodeOrder, count: int) -> list[range]:
-    """Return the grains of each data rank, in the order of nodes, as :func:`contiguous_owners` assigns them.
+    """Return the grains of each data rank, ranks in the order of nodes, as :func:`contiguous_owners` assigns them.
 
     In context groups each rank's part of a grain counts as a grain. ``count`` is then the number of all parts, and
     :func:`grain_part_number` is the number of a part.

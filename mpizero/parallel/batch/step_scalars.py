@@ -164,7 +164,7 @@ class GrainScalars:
     def fail_later(self, error: Exception) -> None:
         """Record an error after which this rank goes on computing. Not collective.
 
-        The other ranks of its tensor group do not see the error and need this rank in their collectives. :meth:`agree`
+        The other ranks of its tensor group may not see the error and need this rank in their collectives. :meth:`agree`
         raises it, unless this rank has recorded another error by :meth:`fail`.
         """
         self._late = self._late if self._late is not None else error

@@ -125,7 +125,7 @@ class WaveBuffer:
             self._in_flight.arriving.test()
 
     def finish(self) -> None:
-        """Wait for sums in flight and add them to the stack. Not collective; see [Note: sums in flight]."""
+        """Wait for the partial sums in flight and add them to the stack. Not collective; see [Note: sums in flight]."""
         if self._in_flight is not None:
             found, self._in_flight = self._in_flight, None
             for piece in found.arriving.pieces():
