@@ -1,9 +1,9 @@
 """Provide numerical kernels: formulas written once, compiled for CPU and GPU, checked against plain NumPy.
 
-``backend(array)`` gives the namespace whose modules (``optimizer``, ``fused``, ``reduction``, ``copy``,
-``activation``, ``norm``, ``loss``, ``embedding``, ``attention``, ``compression``, ``random``) work on arrays of that
-kind. Modules are imported, and kernels compiled or loaded, on first use. ``namespace(array)`` gives its array
-library.
+``backend(array)`` returns the package of kernels for this kind of array, :mod:`mpizero.kernels.cpu` or ``cuda``. Both
+have the same modules (``optimizer``, ``fused``, ``reduction``, ``copy``, ``activation``, ``norm``, ``loss``,
+``embedding``, ``attention``, ``compression``, ``random``). Modules are imported, and kernels compiled or loaded, on
+first use. ``namespace(array)`` returns the array library, NumPy or CuPy.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ __all__ = ["all_finite", "backend", "cpu", "cuda", "namespace", "to_host"]
 
 
 def backend(array: Any) -> ModuleType:
-    """Return the kernels for ``array``: :mod:`mpizero.kernels.cpu` for NumPy's, ``cuda`` for device arrays.
+    """Return the kernels for ``array``: :mod:`mpizero.kernels.cpu` for NumPy arrays, ``cuda`` for GPU arrays.
 
     Raises
     ------
     TypeError
-        ``array`` is neither.
+        ``array`` is neither a NumPy nor a GPU array.
     """
     if isinstance(array, np.ndarray):
         return cpu
@@ -48,5 +48,5 @@ def namespace(array: Any) -> Any:
 
 
 def to_host(array: Any) -> Any:
-    """Return a copy of a GPU's array on the host; anything else is returned itself."""
+    """Copy a GPU array to the host; return any other object itself."""
     return array.get() if hasattr(array, "__cuda_array_interface__") else array

@@ -1,13 +1,13 @@
-"""Call a BLAS of the user's choice for large products, besides the one inside NumPy.
+"""Multiply large matrices with a BLAS library of the user's choice instead of the one inside NumPy.
 
-NumPy's wheels bring OpenBLAS; Intel's MKL, for one, multiplies the shapes of a transformer block about a tenth faster.
-The library that multiplies is chosen once in a process: ``MPIZERO_BLAS`` names a file with the C interface of BLAS
-(``cblas_sgemm``, 32-bit integers), or says ``numpy``. Without it, MKL is taken where the package ``mkl`` is installed
-(the extra of that name), and NumPy's else. Small products stay with NumPy, whose call costs less.
+NumPy's wheels contain OpenBLAS. Another library can be faster: Intel's MKL multiplies the shapes of a transformer block
+about a tenth faster. The library is chosen once in a process. The variable ``MPIZERO_BLAS`` is the path of a library
+with the C interface of BLAS (``cblas_sgemm``, 32-bit integers), or ``numpy``. Without the variable, MKL is used if the
+package ``mkl`` is installed, otherwise NumPy's BLAS. Small products are always left to NumPy, whose call costs less.
 
-[Note: few rows] A few rows by a transposed matrix (the gradient of a layer's input: ``dy @ weight.T``) take OpenBLAS
-longer than the transpose of the same, ``weight @ dy.T``, with a copy of the small result: by 13 % with 64 rows, by half
-with 16, on a core with AVX-512. From 200 rows on it is the other way round.
+[Note: few rows] For a product of a few rows with a transposed matrix (the gradient of a layer's input,
+``dy @ weight.T``), OpenBLAS is slower than for the transposed product ``weight @ dy.T`` and a copy of its small result:
+by 13 % with 64 rows, by half with 16, on a core with AVX-512. From 200 rows on it is faster.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ import numpy as np
 from mpizero.errors import ConfigError
 from mpizero.types import Array
 
-#: Multiplications from which a product is worth a foreign call, which takes some 4 microseconds.
+#: Least number of multiplications for which another BLAS is called; such a call takes some 4 microseconds.
 LARGE = 1 << 20
-#: Rows up to which NumPy is asked for the transpose of a product: [Note: few rows].
+#: Up to this number of rows NumPy computes the transposed product: [Note: few rows].
 FEW_ROWS = 128
 VARIABLE = "MPIZERO_BLAS"
 
-#: Of the names of functions; the second is that of SciPy's own library.
+#: Prefixes of the functions' names; the second one is used by SciPy's own OpenBLAS.
 _PREFIXES = ("", "scipy_")
 _ROW_MAJOR, _AS_IT_IS, _TRANSPOSED = 101, 111, 112
 _LARGEST = 2**31 - 1
-#: MKL's promise of the same bits wherever arrays begin and however many threads there are: its "conditional numerical
-#: reproducibility", strict.
+#: Setting of MKL ("conditional numerical reproducibility", strict) that gives the same bits for any alignment of arrays
+#: and any number of threads.
 _STRICT = 0x10000
 _PRODUCT = (
     *(ctypes.c_int,) * 6,
@@ -49,22 +49,22 @@ _PRODUCT = (
 
 
 class BlasLibrary:
-    """Call a BLAS outside of NumPy.
+    """Represent a BLAS library other than NumPy's.
 
     Parameters
     ----------
     path : str or Path
-        The shared library.
+        Path of the shared library.
 
     Attributes
     ----------
     name : str
-        What it calls itself, or its file.
+        MKL's name and version, or the name of the library's file.
 
     Raises
     ------
     ConfigError
-        It cannot be loaded, or has no ``cblas_sgemm`` and ``cblas_dgemm``.
+        The library cannot be loaded, or lacks ``cblas_sgemm`` or ``cblas_dgemm``.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -80,10 +80,10 @@ class BlasLibrary:
         self._products: dict[str, Any] = {"f": _typed(single, ctypes.c_float), "d": _typed(double, ctypes.c_double)}
 
     def product(self, a: Array, b: Array, out: Array) -> bool:
-        """Write ``a @ b`` to ``out``; False, and nothing is done, where this library cannot.
+        """Write ``a @ b`` to ``out`` and return True; return False and do nothing if this library cannot do it.
 
-        All are two-dimensional and of one dtype, float32 or float64; an operand may be a transposed
-        view. ``out`` overlaps neither.
+        The library takes two-dimensional arrays of one dtype, float32 or float64; an operand may be a transposed view.
+        ``out`` must not overlap an operand.
         """
         product = self._products.get(out.dtype.char)
         left, right, result = _order(a), _order(b), _order(out)
@@ -103,7 +103,7 @@ class BlasLibrary:
 
 @functools.cache
 def library() -> BlasLibrary | None:
-    """Return the BLAS that multiplies instead of NumPy's, None where that one does.
+    """Return the BLAS library to use instead of NumPy's, or None for NumPy's.
 
     Raises
     ------
@@ -117,7 +117,7 @@ def library() -> BlasLibrary | None:
 
 
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
-    """Compute ``a @ b`` of NumPy arrays, into ``out`` where it is given."""
+    """Compute ``a @ b`` of NumPy arrays with the chosen BLAS library; write the result to ``out`` if it is given."""
     if not _large(a, b) or _multiplies_itself(a) or _multiplies_itself(b):
         return np.matmul(a, b, out=out)
     chosen = library()
@@ -138,7 +138,7 @@ def _by_numpy(a: Array, b: Array, out: Array | None) -> Array:
 
 
 def _takes(out: Array | None, a: Array, b: Array) -> bool:
-    """Tell whether a product can be copied to ``out`` as it is; NumPy says what is wrong otherwise."""
+    """Tell whether ``out`` has the product's shape and dtype; if not, NumPy's own call raises the error."""
     return out is None or (out.shape == (len(a), b.shape[1]) and a.dtype == b.dtype == out.dtype)
 
 
@@ -147,12 +147,12 @@ def _large(a: Array, b: Array) -> bool:
 
 
 def _multiplies_itself(x: Array) -> bool:
-    """Tell whether an array is of a kind that says what its products are."""
+    """Tell whether an array's class defines its own ``__array_ufunc__``, and so its own products."""
     return type(x).__array_ufunc__ is not np.ndarray.__array_ufunc__
 
 
 def _order(x: Array) -> tuple[int, int] | None:
-    """Return how BLAS reads a matrix, and its leading dimension; None where it cannot."""
+    """Return BLAS's transposition flag for a matrix and its leading dimension; None if BLAS cannot read the matrix."""
     (rows, columns), (down, across), size = x.shape, x.strides, x.itemsize
     if across == size and down >= columns * size and down % size == 0:
         order, leading = _AS_IT_IS, down // size
@@ -170,7 +170,7 @@ def _typed(function: Any, scalar: Any) -> Any:
 
 
 def _make_mkl_reproducible(found: ctypes.CDLL) -> str:
-    """Have MKL give the same bits for the same numbers, unless the user has said what else; return its name."""
+    """Set MKL to reproducible results, unless the user's ``MKL_CBWR`` says otherwise; return its name and version."""
     if not os.environ.get("MKL_CBWR"):
         branch = found.MKL_CBWR_Get_Auto_Branch()
         if found.MKL_CBWR_Set(branch | _STRICT):

@@ -1,9 +1,9 @@
-"""Cache compiled kernels in a folder: one object file per kernel and dtype, made by one process per node.
+"""Cache compiled kernels in a folder: one object file per kernel and dtype, compiled by one process per node.
 
-The folder's name is a hash of every source file in this package, of the compiler's version and of the CPU, so an
-edited formula, a new numba or another CPU type starts an empty folder, and stale code cannot be loaded. What is loaded
-runs, so folder and files must be this user's alone: see [Note: who may write] in :mod:`.private`. Numba's own cache,
-which keeps pickles, is never used.
+The folder's name is a hash of every source file in this package, of the compiler's version and of the CPU. So after a
+change of a formula, of numba or of the CPU type the folder is a new, empty one, and outdated code cannot be loaded. A
+file in the folder is run as machine code, so nobody but this user may write there: see [Note: who may write] in
+:mod:`.private`. Numba's own cache, which stores pickles, is never used.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class CacheFolder(NamedTuple):
     path : pathlib.Path
         The folder.
     refused : str
-        Why it is not in the folder where it should be; "" if it is.
+        If the folder where the cache should be is not safe, the reason why another one is used; otherwise "".
     remedy : str
-        How to mend that.
+        What the user can do about it.
     """
 
     path: Path
@@ -48,7 +48,7 @@ class CacheFolder(NamedTuple):
 
 
 def _wanted() -> Path | None:
-    """Return the folder that the environment names for caches; None where it names none."""
+    """Return the cache folder that the environment asks for (its variables or the home folder), or None."""
     if configured := os.environ.get("MPIZERO_CACHE_DIR"):
         if (path := os.path.expanduser(configured)).startswith("~"):
             raise ConfigError(f"MPIZERO_CACHE_DIR={configured}: there is no such home folder; give the whole path")
@@ -60,7 +60,7 @@ def _wanted() -> Path | None:
 
 
 def _own_root() -> Path:
-    """Return this user's folder among those of all users."""
+    """Return a folder of this user's own in a temporary folder of all users, such as /tmp."""
     tried = []
     for base in dict.fromkeys((tempfile.gettempdir(), "/var/tmp", "/dev/shm")):
         try:
@@ -74,7 +74,7 @@ def _own_root() -> Path:
 
 
 def _choose_folder(name: str) -> CacheFolder:
-    """Return the folder ``name`` where the environment wants it, else where only this user can write."""
+    """Return the folder ``name``, in the place that the environment asks for or, if unsafe, in a folder of our own."""
     root, refused = _wanted(), None
     try:
         if root is not None:
@@ -93,7 +93,7 @@ def _choose_folder(name: str) -> CacheFolder:
 
 
 def _version_file(package: str) -> bytes:
-    """Read a package's version without importing it: importing numba takes 0.4 s."""
+    """Read the file with a package's version, without importing the package: importing numba takes 0.4 s."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(f"{package} is needed to compile kernels: pip install numba", name=package)
@@ -102,14 +102,14 @@ def _version_file(package: str) -> bytes:
 
 @functools.cache
 def find_folder(cpu: str) -> CacheFolder:
-    """Find the folder for this version of the kernels on ``cpu``, creating it; says if others can write it.
+    """Find or create the folder for this version of the kernels on ``cpu``.
 
-    Not collective; one process of each node says it.
+    If others could write to the folder, another one is used, and one process of each node prints a notice.
 
     Raises
     ------
     OSError
-        No folder can be written; the message names it.
+        No folder can be made; the message names it.
     """
     digest = hashlib.sha256()
     package = Path(__file__).parent
@@ -127,7 +127,7 @@ def find_folder(cpu: str) -> CacheFolder:
 
 
 def folder(cpu: str) -> Path:
-    """Return the path of :func:`find_folder`."""
+    """Return the path of the folder that :func:`find_folder` finds."""
     return find_folder(cpu).path
 
 
@@ -138,7 +138,7 @@ def interpreted() -> bool:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock; the others sleep in the kernel, and a dead holder's lock is released."""
+    """Hold an exclusive lock on a file; the operating system releases it when the process that holds it dies."""
     import fcntl
 
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -151,7 +151,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _read(path: Path) -> bytes | None:
-    """Return the machine code of a file; None where there is none, where it is damaged, or others could write it."""
+    """Return the machine code in a file; None if the file is missing or damaged, or others could have written it."""
     try:
         number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -168,7 +168,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def load_or_build(path: Path, build: Callable[[], bytes]) -> bytes:
-    """Return the bytes stored in ``path``; where missing or damaged, one process builds and stores them."""
+    """Return the bytes stored in ``path``; if they are missing or damaged, one process builds and stores them."""
     if (code := _read(path)) is not None:
         return code
     with _locked(path.with_suffix(".lock")):

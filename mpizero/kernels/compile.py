@@ -1,4 +1,4 @@
-"""Decorate CPU kernels: compile them by numba once per node, and load them from disk everywhere else.
+"""Define the decorator of CPU kernels: one process per node compiles a kernel by numba, the others load it from disk.
 
 ::
 
@@ -17,8 +17,8 @@ Rules for kernels, each found by measuring:
 - Formulas and helpers are plain Python functions of this package, called by name; they are inlined.
 - No bare float literals in formulas (they turn float32 into float64).
 - Loops run from 0: with ``range(start, stop)`` numba must allow for negative indices, and nothing vectorizes.
-- No allocation, no ``raise``: scratch memory comes as a last parameter, named in ``scratch=`` and not passed by
-  callers. (The object file must stand without numba's run time.)
+- No allocation, no ``raise``, because the object file must run without numba's run time. Temporary memory is the last
+  parameter; its size is given by ``scratch=``, and callers do not pass it.
 - Array arguments are C-contiguous; ``const`` ones may be read-only. Scalars: i8, u8, i4, u4, f8, f4.
   Results: void, bool, i8, f8.
 """
@@ -40,32 +40,32 @@ from mpizero.kernels.signature import Parameter, Signature
 
 _PACKAGE = "mpizero.kernels."
 _DTYPES = {"f": "f4", "d": "f8"}
-#: What machine code returns when an argument does not fit its signature (an object that every process has).
+#: The object that machine code returns when an argument does not fit its signature; the class exists in every process.
 REFUSED: Any = np.ndarray
 _COMPILER = threading.RLock()  # neither numba's pipeline nor llvmlite may be entered by two threads
 
 
 class Intrinsic(ABC):
-    """Represent an operation of the processor that Python lacks; kernels call instances by name."""
+    """Represent an operation of the processor that Python lacks; a kernel calls an instance like a function."""
 
     @abstractmethod
     def compiled(self) -> Any:
-        """Return what numba compiles in its place: an ``intrinsic``."""
+        """Return the numba ``intrinsic`` that is compiled in place of this object."""
 
     @abstractmethod
     def __call__(self, *args: Any) -> Any:
-        """Do the same in Python."""
+        """Do the same operation in Python."""
 
 
 class Kernel:
-    """Call a compiled function of arrays; compile or load it on the first call with a dtype.
+    """Represent a compiled function of arrays, which is compiled or loaded at the first call with each dtype.
 
     Attributes
     ----------
     python : function
-        The plain Python function: what runs under ``NUMBA_DISABLE_JIT=1``.
+        The plain Python function; it runs itself under ``NUMBA_DISABLE_JIT=1``.
     signature : Signature
-        Types of the parameters, scratch included.
+        Types of the parameters, with the temporary memory (scratch).
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Kernel:
         self.__signature__ = inspect.Signature(parameters[: -1 if scratch else None])
 
     def __call__(self, *args: Any) -> Any:
-        """Run the kernel; the interpreter lock is released meanwhile."""
+        """Run the kernel; Python's interpreter lock is released while it runs."""
         # Machine code checks its own arguments, so the dtype is looked at only when the latest code refuses them.
         try:
             result = self._latest(*args)
@@ -99,7 +99,7 @@ class Kernel:
         return self._choose(args) if result is REFUSED else result
 
     def _choose(self, args: tuple[Any, ...]) -> Any:
-        """Run the code for these arguments' dtype, made or loaded when there is none yet."""
+        """Run the machine code for these arguments' dtype; compile or load it first if necessary."""
         char = self._check(args)
         with _COMPILER:
             if char not in self._calls:
@@ -109,7 +109,7 @@ class Kernel:
         return self._latest(*args)
 
     def _check(self, args: tuple[Any, ...]) -> str:
-        """Return the character of ``T``; raise TypeError naming the first argument that does not fit."""
+        """Return the dtype character that ``T`` stands for; raise TypeError for an argument that does not fit."""
         names = list(self.__signature__.parameters)
         title = f"kernel {self.__module__}.{self.name}"
         if len(args) != len(names):
@@ -135,13 +135,13 @@ class Kernel:
         return call
 
     def _entry(self, dtype: str) -> str:
-        """Name the entry, uniquely in the process."""
+        """Return the name of the function in the object file, unique in the process."""
         place = self.__module__.removeprefix(_PACKAGE)
         return f"{place}.{self.name}-{dtype}" + ("" if self._cached else f"-{id(self):x}")
 
     @property
     def _cached(self) -> bool:
-        """True if the cache's key, the sources of this package, covers this kernel."""
+        """True if the kernel may be cached: it belongs to this package, whose sources make up the cache's key."""
         return self.__module__.startswith(_PACKAGE)
 
     def _load(self, dtype: str) -> Callable[..., Any]:
@@ -158,7 +158,7 @@ class Kernel:
         return call
 
     def _build(self, dtype: str) -> bytes:
-        """Compile with numba, store nothing: the object file."""
+        """Compile the kernel with numba, and return the object file."""
         from mpizero.kernels import native
 
         signature = self.signature.resolve(dtype)
@@ -177,15 +177,16 @@ _RESULTS = {"void": "none", "bool": "bool", "i8": "int64", "f8": "float64"}
 
 
 def kernel(signature: str, scratch: int = 0, names: Iterable[str] = ()) -> Callable[[Callable[..., Any]], Kernel]:
-    """Make a kernel out of a plain Python function; compiles nothing yet.
+    """Make a decorator that turns a plain Python function into a kernel; nothing is compiled yet.
 
     Parameters
     ----------
     signature : str
-        As in ``"void(const T[:,::1], T[::1], i8)"``; ``T`` is float32 or float64, whatever is passed.
+        The types, for example ``"void(const T[:,::1], T[::1], i8)"``. ``T`` stands for float32 or float64, depending on
+        the arguments of a call.
     scratch : int
-        Elements of the last parameter, a 1-D array of memory (on the stack, contents undefined) that callers do
-        not pass. 0: there is none.
+        Number of elements of the last parameter, a 1-D array of temporary memory (on the stack, contents undefined)
+        that callers do not pass. 0 means that there is none.
     names : iterable of str
         Names of all parameters, for a function that takes some of them as ``*args``.
     """
@@ -198,7 +199,7 @@ def _refuse(*args: Any) -> Any:
 
 
 def numba_type(parameter: Parameter) -> Any:
-    """Return numba's type of an argument."""
+    """Return numba's type for a parameter."""
     from numba import from_dtype
     from numba import types as numba_types
 
@@ -209,7 +210,7 @@ def numba_type(parameter: Parameter) -> Any:
 
 
 def _folded(python: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the types of a call's arguments as numba wants them: those of ``*args`` are one tuple."""
+    """Return the types of a call's arguments in numba's form, where those of ``*args`` are one tuple."""
     from numba import types as numba_types
 
     code: types.CodeType = python.__code__
@@ -234,7 +235,7 @@ def _inlined(helper: Callable[..., Any]) -> Any:
 
 
 def with_compiled_helpers(python: Callable[..., Any], wrap: Callable[[Callable[..., Any]], Any]) -> Any:
-    """Copy a function with ``wrap`` around each plain function (or kernel) of this package that it names."""
+    """Copy a function, replacing each function or kernel of this package that it calls by ``wrap`` of it."""
 
     def linked(helper: Any) -> Any:
         if isinstance(helper, Kernel):

@@ -1,7 +1,7 @@
-"""Find the GPUs that a rank can compute on, copy between host and GPU, and call cuBLAS.
+"""Find and open a rank's GPU, copy data between host and GPU, and call cuBLAS.
 
-CuPy holds the arrays; under ``NUMBA_ENABLE_CUDASIM=1`` simulated ones take their place. Copies of model state go
-through one pinned buffer, a piece after the other, at the full rate of the bus.
+Arrays on the GPU are CuPy's; under ``NUMBA_ENABLE_CUDASIM=1`` they are simulated. Model state is copied piece by piece
+through one pinned buffer, which uses the full rate of the bus.
 """
 
 from __future__ import annotations
@@ -19,23 +19,26 @@ from mpizero.errors import ConfigError, DataError
 from mpizero.kernels.device_products import PRODUCT_DTYPE, SIXTEEN_BITS, Batches, HalfPrecisionArray, widened
 from mpizero.types import Array
 
-#: Bytes of the pinned buffer: far above what a transfer needs to be fast, far below what a node has.
+#: Size of the pinned buffer in bytes: large enough for fast transfers, and small compared with a node's memory.
 STAGING = 1 << 24
-#: Parts of a GPU's array that lie no further apart than this (elements) are read together, with what is between them.
+#: If the gap between two parts of a GPU array is at most this (elements), both are read at once, with the gap.
 _NEAR = 1 << 12
-#: GPUs that the simulator shows, so that several ranks do not all have the same.
+#: Number of GPUs that the simulator has: more than one, so that tests also see ranks on different GPUs.
 SIMULATED_DEVICES = 2
 INSTALL = "install them by pip install 'mpizero[cuda12]' (or cuda13)"
-#: CUDA's numbers for float32, for sums in it, and for cuBLAS's own choice of an algorithm.
+#: cuBLAS's constants for the type float32, for computing in float32, and for its default algorithm.
 _FLOAT32, _COMPUTE_FLOAT32, _DEFAULT_ALGORITHM = 0, 68, -1
 
 
-#: ``fill(first, out)`` writes elements ``first ...`` of something to ``out``.
+#: A function ``fill(first, out)`` that writes the elements of a source, from element ``first`` on, to ``out``.
 Fill = Callable[[int, Array], object]
 
 
 class Upload(NamedTuple):
-    """Describe ``size`` elements for a GPU's array, from its element ``start`` on."""
+    """Describe the source of ``size`` elements that are copied to a GPU array, to its elements from ``start`` on.
+
+    ``fill(first, out)`` writes the source's elements from ``first`` on to the host array ``out``.
+    """
 
     start: int
     size: int
@@ -43,18 +46,18 @@ class Upload(NamedTuple):
 
 
 class Device(ABC):
-    """Represent one GPU, for one rank.
+    """Represent the GPU that a rank computes on.
 
-    Not thread-safe; a rank opens and uses its GPU in one thread.
+    The class is not thread-safe: a rank opens and uses its GPU in one thread.
 
     Attributes
     ----------
     number : int
-        Of this GPU among the node's.
+        Number of this GPU on its node.
     name : str
-        What the GPU calls itself.
+        Name of the GPU's model.
     held : Counter of str to int
-        Bytes of model state that this rank keeps on it, by kind.
+        Bytes of model state that this rank keeps on the GPU, by kind.
     """
 
     number: int
@@ -62,7 +65,7 @@ class Device(ABC):
 
     @contextmanager
     def multiplying_in(self, dtype: str | None) -> Iterator[None]:
-        """Let :func:`operand` in this thread round to ``dtype``; None leaves operands as they are."""
+        """Round the operands of matrix products in this thread to ``dtype``; None leaves them as they are."""
         token = PRODUCT_DTYPE.set(None if dtype is None else (self, dtype))
         try:
             yield
@@ -77,7 +80,7 @@ class Device(ABC):
         out: Array,
         batches: Batches,
     ) -> None:
-        """Write the products of matrices to ``out``, float32; ``batches`` say how the three lie."""
+        """Write the products of two batches of matrices to ``out``, float32; ``batches`` describes their layouts."""
 
     def __init__(self) -> None:
         self._staging = self._pinned(STAGING)
@@ -85,20 +88,20 @@ class Device(ABC):
 
     @abstractmethod
     def _pinned(self, nbytes: int) -> Array:
-        """Return host memory that the GPU can copy from and to by itself, as bytes."""
+        """Allocate pinned host memory, as an array of bytes; the GPU can copy from and to it directly."""
 
     @abstractmethod
     def empty(self, size: int, dtype: Any) -> Array:
-        """Return a 1-D array of the GPU, of undefined contents."""
+        """Allocate a 1-D array of undefined contents on the GPU."""
 
     def keep(self, kind: str, size: int, dtype: Any) -> Array:
-        """Return what :meth:`empty` does, counted as model state of a kind."""
+        """Allocate a 1-D array on the GPU, and add its bytes to ``held[kind]``."""
         array = self.empty(size, dtype)
         self.held[kind] += array.nbytes
         return array
 
     def release(self, kind: str, array: Array) -> None:
-        """Stop counting an array that its owner drops."""
+        """Subtract the bytes of an array from ``held[kind]``, when its owner drops the array."""
         self.held[kind] -= array.nbytes
 
     @abstractmethod
@@ -107,7 +110,7 @@ class Device(ABC):
 
     @abstractmethod
     def _array(self, values: Array) -> Array:
-        """Return a copy of a host array on the GPU."""
+        """Copy a host array to the GPU, and return the copy."""
 
     @staticmethod
     def check(values: Any) -> None:
@@ -120,12 +123,12 @@ class Device(ABC):
             )
 
     def put(self, values: Any) -> Array:
-        """Return a copy of an array on the GPU; one that is there already is returned itself.
+        """Copy an array to the GPU and return the copy; an array that is on the GPU already is returned itself.
 
         Raises
         ------
         DataError
-            If ``values`` are no array of numbers.
+            If ``values`` is not an array of numbers.
         """
         if hasattr(values, "__cuda_array_interface__"):
             array: Array = values
@@ -134,11 +137,14 @@ class Device(ABC):
         return self._array(np.ascontiguousarray(values))
 
     def write(self, target: Any, values: Array) -> None:
-        """Copy a 1-D host array to one of the GPU, of the same dtype and length."""
+        """Copy a 1-D host array to a GPU array of the same dtype and length."""
         self.send(target, [Upload(0, values.size, copied(values))])
 
     def send(self, target: Any, sources: Sequence[Upload]) -> None:
-        """Fill a 1-D array of the GPU from sources that cover all of it: they write to the pinned buffer."""
+        """Fill a 1-D GPU array piece by piece: the sources write a piece to the pinned buffer, which is then copied.
+
+        Together the sources must cover the whole array.
+        """
         step = STAGING // target.itemsize
         for first in range(0, target.size, step):
             last = min(first + step, target.size)
@@ -150,14 +156,15 @@ class Device(ABC):
             target[first:last].set(staged)
 
     def read(self, source: Any, targets: Sequence[tuple[int, Array]]) -> None:
-        """Copy parts of a 1-D array of the GPU to host arrays.
+        """Copy parts of a 1-D GPU array to host arrays.
 
         Parameters
         ----------
         source : Array
-            On the GPU.
+            The array on the GPU.
         targets : sequence of (int, Array)
-            Where a part starts, and the C-contiguous host array that takes it; ascending, of the source's dtype.
+            For each part its first element, and the C-contiguous host array, of the source's dtype, that receives it.
+            Parts are in ascending order.
         """
         step = STAGING // source.itemsize
         for together in _neighbours([(start, host.reshape(-1)) for start, host in targets if host.size]):
@@ -173,7 +180,7 @@ class Device(ABC):
 
 
 def copied(values: Array) -> Fill:
-    """Return what copies elements of a host array."""
+    """Return a :data:`Fill` function that copies elements of a host array."""
 
     def fill(first: int, out: Array) -> None:
         out[:] = values[first : first + out.size]
@@ -182,7 +189,7 @@ def copied(values: Array) -> Fill:
 
 
 def _neighbours(targets: Sequence[tuple[int, Array]]) -> Iterator[list[tuple[int, Array]]]:
-    """Cut ascending targets where there is so much between two that it is not worth reading."""
+    """Group ascending parts of an array; a new group begins where the gap between two parts is not worth reading."""
     group: list[tuple[int, Array]] = []
     for start, host in targets:
         if group and start - group[-1][0] - group[-1][1].size > _NEAR:
@@ -196,8 +203,8 @@ def _neighbours(targets: Sequence[tuple[int, Array]]) -> Iterator[list[tuple[int
 class CupyDevice(Device):
     """Use an NVIDIA GPU through CuPy.
 
-    The thread that opens it has it as its current one from then on, for CuPy and for Numba's kernels, both on the
-    default stream: what is started later runs later.
+    The GPU becomes the current one of the thread that opens it, for CuPy and for Numba's kernels. Both use the default
+    stream, so work runs in the order in which it is started.
     """
 
     def __init__(self, number: int) -> None:
@@ -217,7 +224,7 @@ class CupyDevice(Device):
         return np.frombuffer(self._cupy.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
 
     def empty(self, size: int, dtype: Any) -> Array:
-        """Return a 1-D array of the GPU, of undefined contents."""
+        """Allocate a 1-D array of undefined contents on the GPU."""
         array: Array = self._cupy.empty(size, dtype)
         return array
 
@@ -236,7 +243,7 @@ class CupyDevice(Device):
         out: Array,
         batches: Batches,
     ) -> None:
-        """Ask cuBLAS."""
+        """Write the products of two batches of matrices to ``out`` by cuBLAS."""
         # It counts by columns: what lies in memory by rows is the transpose to it, so it is asked for out.T.
         (rows, columns), inner, kind = out.shape[-2:], a.bits.shape[-1], SIXTEEN_BITS[a.dtype][2]
         (left, right, target), one, zero = batches, np.ones(1, np.float32), np.zeros(1, np.float32)
@@ -256,7 +263,7 @@ class CupyDevice(Device):
 
 
 class SimulatedDevice(Device):
-    """Represent a GPU of Numba's simulator: for tests, and slow."""
+    """Represent a GPU of Numba's simulator, which is slow and meant for tests."""
 
     def __init__(self, number: int) -> None:
         self.number, self.name = number, "simulated"
@@ -266,14 +273,14 @@ class SimulatedDevice(Device):
         return np.empty(nbytes, np.uint8)
 
     def empty(self, size: int, dtype: Any) -> Array:
-        """Return a 1-D array of the GPU; undefined contents are NaN here."""
+        """Allocate a 1-D array on the simulated GPU, filled with NaN to show any use before it is written."""
         from mpizero.kernels.simulated import NAMESPACE
 
         array: Array = NAMESPACE.full(size, np.nan, dtype)
         return array
 
     def synchronize(self) -> None:
-        """Return at once: the simulator has no work of its own."""
+        """Do nothing, because the simulator finishes all work at once."""
 
     def _array(self, values: Array) -> Array:
         from mpizero.kernels.simulated import SimulatedArray
@@ -287,21 +294,21 @@ class SimulatedDevice(Device):
         out: Array,
         batches: Batches,
     ) -> None:
-        """Multiply what the 16 bits stand for."""
+        """Write the products of two batches of matrices to ``out``, after converting both to float32."""
         from mpizero.kernels import namespace
 
         namespace(out).matmul(widened(a), widened(b), out=out)
 
 
 def simulated() -> bool:
-    """Tell whether Numba simulates its GPUs."""
+    """Tell whether Numba's GPU simulator is on."""
     from numba.core import config
 
     return bool(config.ENABLE_CUDASIM)
 
 
 def found() -> tuple[int, str]:
-    """Return the number of GPUs that this process can train on, and if there are none, why."""
+    """Return the number of GPUs that this process can train on and, if there are none, the reason."""
     if simulated():
         return SIMULATED_DEVICES, ""
     missing = [name for name in ("cupy", "numba_cuda") if importlib.util.find_spec(name) is None]
@@ -317,12 +324,12 @@ def found() -> tuple[int, str]:
 
 
 def open_device(place: int) -> Device:
-    """Open the GPU of the ``place``-th rank of a node: ranks take GPUs in turn.
+    """Open the GPU of the rank with number ``place`` on its node; ranks are assigned to GPUs in turn.
 
     Raises
     ------
     ConfigError
-        If there is none.
+        If there is no GPU.
     """
     count, reason = found()
     if not count:

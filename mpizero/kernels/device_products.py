@@ -1,8 +1,8 @@
-"""Multiply matrices on a GPU: float32, or rounded to 16 bits.
+"""Multiply matrices on a GPU, in float32 or with operands rounded to 16 bits.
 
-[Note: products in 16 bits] Operands are rounded to bfloat16 or float16, to nearest even, by the library's own kernels;
-the GPU multiplies those and adds in float32, into float32. So what is stored stays in float32, and what a product
-gives is the same wherever its operands came from.
+[Note: products in 16 bits] mpizero's own kernels round the operands of a product to bfloat16 or float16, to nearest
+even. The GPU multiplies the rounded operands, and adds in float32 to a float32 result. So all stored arrays stay in
+float32.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import numpy as np
 
 from mpizero.types import Array
 
-#: Kernels that round to a dtype of 16 bits and widen from it, and CUDA's number for the dtype.
+#: For each dtype of 16 bits, the kernels that round to it and convert from it, and CUDA's number for the dtype.
 SIXTEEN_BITS = {"float16": ("to_float16", "from_float16", 2), "bfloat16": ("to_bfloat16", "from_bfloat16", 14)}
 
 
 class Multiplier(Protocol):
-    """Multiply matrices rounded to 16 bits: a :class:`mpizero.kernels.device.Device`."""
+    """Define what is needed to multiply 16-bit matrices; :class:`mpizero.kernels.device.Device` implements it."""
 
     def multiply(self, a: HalfPrecisionArray, b: HalfPrecisionArray, out: Array, batches: Batches) -> None:
-        """Write the products of matrices to ``out``, float32; ``batches`` say how the three lie."""
+        """Write the products of two batches of matrices to ``out``, float32; ``batches`` describes their layouts."""
 
 
 class HalfPrecisionArray:
-    """Hold matrices of a GPU, rounded to 16 bits for products: an array whose last two axes are those of a matrix.
+    """Hold an array of matrices (its last two axes) on a GPU, rounded to 16 bits for products.
 
     Parameters
     ----------
     bits : Array
         The rounded elements, as uint16.
     device : Multiplier
-        Where they lie.
+        The GPU that holds them.
     dtype : str
-        What they are rounded to, a key of :data:`SIXTEEN_BITS`.
+        The dtype that they are rounded to, a key of :data:`SIXTEEN_BITS`.
     """
 
     __slots__ = ("bits", "device", "dtype")
@@ -54,18 +54,18 @@ class HalfPrecisionArray:
 
 
 class MatrixBatch(NamedTuple):
-    """Describe the places of matrices of one size in memory, one after the other, in elements.
+    """Describe the layout in memory of equally spaced matrices of one size, in elements, as cuBLAS takes it.
 
     Attributes
     ----------
     transposed : bool
-        Whether their columns are contiguous instead of their rows.
+        Whether the columns of a matrix are contiguous instead of its rows.
     leading : int
-        From one row (or, transposed, column) to the next.
+        Distance from one row (or, if transposed, column) to the next.
     step : int
-        From one matrix to the next; 0 for a single one.
+        Distance from one matrix to the next; 0 for a single matrix.
     number : int
-        Of matrices.
+        Number of matrices.
     """
 
     transposed: bool
@@ -75,7 +75,7 @@ class MatrixBatch(NamedTuple):
 
     @classmethod
     def of(cls, x: Array) -> MatrixBatch | None:
-        """Describe the last two axes of ``x``; None where no such numbers do."""
+        """Describe the matrices in the last two axes of ``x``; return None if they are not equally spaced."""
         strides = [stride // x.itemsize for stride in x.strides]
         steps = [(stride, size) for stride, size in zip(strides[:-2], x.shape[:-2], strict=True) if size != 1]
         if any(outer != step * size for (outer, _), (step, size) in pairwise(steps)):
@@ -92,12 +92,12 @@ class MatrixBatch(NamedTuple):
         return None
 
 
-#: How the matrices of two operands and of the result lie.
+#: The layouts of the matrices of the two operands and of the result.
 Batches = tuple[MatrixBatch, MatrixBatch, MatrixBatch]
 
 
 def widened(x: HalfPrecisionArray) -> Array:
-    """Return the elements in float32."""
+    """Convert the elements to float32."""
     from mpizero.kernels import cuda
 
     xp = _library(x.bits)
@@ -107,28 +107,28 @@ def widened(x: HalfPrecisionArray) -> Array:
     return shaped
 
 
-#: The GPU and the dtype that products of this thread round their operands to; None leaves them.
+#: The GPU, and the dtype to which the operands of products in this thread are rounded; None if they are not rounded.
 PRODUCT_DTYPE: ContextVar[tuple[Multiplier, str] | None] = ContextVar("products", default=None)
 
 
 def operand(x: Array) -> Array | HalfPrecisionArray:
-    """Return what :func:`multiply` shall take for ``x``: itself, or :class:`HalfPrecisionArray` where asked.
+    """Return ``x`` in the form that :func:`multiply` takes: rounded to 16 bits if set for this thread, else itself.
 
-    [Note: products in 16 bits]. ``x`` has a matrix in its last two axes.
+    ``x`` has a matrix in its last two axes. See [Note: products in 16 bits].
     """
     asked = PRODUCT_DTYPE.get()
     return x if asked is None else _halved(x, *asked)
 
 
 def multiply(a: Array | HalfPrecisionArray, b: Array | HalfPrecisionArray, out: Array) -> None:
-    """Write the products of the matrices of two operands to ``out``, float32 on a GPU.
+    """Write ``a @ b`` to ``out``, a float32 GPU array: one product for each pair of matrices in the last two axes.
 
-    All have the same leading axes, and both operands come from :func:`operand`, or both do not.
+    All three have the same leading axes. Either both operands come from :func:`operand`, or neither.
 
     Raises
     ------
     ValueError
-        If an operand was cut in such a way that its matrices are no :class:`MatrixBatch`.
+        If an operand is a view whose matrices are not equally spaced in memory.
     """
     xp, target = _library(out), out
     if not (isinstance(a, HalfPrecisionArray) and isinstance(b, HalfPrecisionArray)):
@@ -149,7 +149,7 @@ def multiply(a: Array | HalfPrecisionArray, b: Array | HalfPrecisionArray, out: 
 
 
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
-    """Compute the product of two float32 matrices on a GPU: [Note: products in 16 bits]."""
+    """Compute the product of two float32 matrices on a GPU; see [Note: products in 16 bits]."""
     if out is None:
         out = _library(a).empty((a.shape[0], b.shape[1]), a.dtype)
     multiply(operand(a), operand(b), out)
@@ -157,7 +157,7 @@ def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
 
 
 def _halved(x: Array, device: Multiplier, dtype: str) -> HalfPrecisionArray:
-    """Round an array, in the order in which its matrices lie in memory."""
+    """Round an array to 16 bits, keeping the order of its elements in memory (also if matrices are transposed)."""
     from mpizero.kernels import cuda
 
     xp, turned = _library(x), x.swapaxes(-1, -2)
@@ -170,7 +170,7 @@ def _halved(x: Array, device: Multiplier, dtype: str) -> HalfPrecisionArray:
 
 
 def _library(array: Any) -> Any:
-    """Return the array library of an array of a GPU."""
+    """Return the array library of a GPU array."""
     from mpizero.kernels import namespace  # which imports this module
 
     return namespace(array)

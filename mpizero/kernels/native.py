@@ -51,16 +51,16 @@ class _MethodDef(ctypes.Structure):
 
 
 class Native:
-    """Hold a loaded kernel; ``call`` returns the type ``np.ndarray`` where an argument does not fit the signature.
+    """Hold a loaded kernel; ``call`` runs it, or returns the class ``np.ndarray`` if an argument does not fit.
 
     Parameters
     ----------
     name : str
-        What Python shows.
+        The name that Python shows.
     code : bytes
-        The object file.
+        Contents of the object file.
     entry : str
-        Its entry, unique in the process.
+        Name of the entry function in it, unique in the process.
     """
 
     def __init__(self, name: str, code: bytes, entry: str) -> None:
@@ -76,7 +76,7 @@ class Native:
 
 @functools.cache
 def _engine() -> Any:
-    """Return the owner of all machine code; it lives as long as the process, since kernels may run until its end."""
+    """Return the LLVM engine that owns all machine code; it is never freed, since kernels may run to the end."""
     llvm, machine = target()
     module = llvm.parse_assembly(f'target triple = "{machine.triple}"')
     return llvm.create_mcjit_compiler(module, _make_machine())
@@ -89,7 +89,7 @@ def target() -> tuple[Any, Any]:
     Raises
     ------
     RuntimeError
-        This interpreter or NumPy lays arrays out in an unknown way.
+        In this Python or NumPy, array objects have an unknown layout in memory.
     """
     import llvmlite.binding as llvm
 
@@ -109,7 +109,7 @@ def target() -> tuple[Any, Any]:
 
 
 def _make_machine() -> Any:
-    """Make a target machine; an execution engine takes possession of the one it is given."""
+    """Make a new LLVM target machine; each execution engine needs one of its own, because it takes ownership."""
     import llvmlite.binding as llvm
 
     chosen = llvm.Target.from_default_triple()
@@ -135,12 +135,12 @@ class _Layout:
 
 
 def emit(function_ir: str, function: str, signature: Signature, scratch: int, entry: str) -> bytes:
-    """Compile ``function`` (a numba function in LLVM assembly) and an entry to it into an object file.
+    """Compile ``function`` (a numba function in LLVM assembly), and an entry function that calls it, to an object file.
 
     Raises
     ------
     RuntimeError
-        The kernel may raise, or calls something that is not there at run time: it allocates an array.
+        The kernel may raise an exception, or needs a function that is not available at run time (it allocates memory).
     """
     llvm, machine = target()
     module = llvm.parse_assembly(function_ir)
@@ -180,7 +180,11 @@ class _Entry:
         self._at = _Layout()
 
     def text(self, function: str, entry: str) -> str:
-        """Return the module: check every argument, release the lock, call ``function``, take the lock, box."""
+        """Return the LLVM module with the entry function.
+
+        The entry function checks every argument, releases Python's lock, calls ``function``, takes the lock again, and
+        converts the result to a Python object.
+        """
         visible = self._signature.parameters[: -1 if self._scratch else None]
         add = self._lines.append
         add(f'define ptr @"{entry}"(ptr %self, ptr %args, i64 %count) {{')
@@ -254,7 +258,7 @@ class _Entry:
 
     @staticmethod
     def _unpacked(data: str, items: str, itemsize: int, shape: list[str], strides: list[str]) -> list[str]:
-        """Return numba's array argument: owner (none), parent, items, item size, data, shape, strides."""
+        """Return the values of numba's array argument: owner, parent, items, item size, data, shape, strides."""
         head = ["ptr null", "ptr null", f"i64 {items}", f"i64 {itemsize}", f"ptr {data}"]
         return head + [f"i64 {number}" for number in (*shape, *strides)]
 

@@ -1,8 +1,8 @@
-"""Copy host memory past the caches.
+"""Copy host memory past the caches, with nontemporal stores.
 
-An ordinary store fetches the line that it is going to overwrite, so a copy moves three bytes for two; libc's ``memcpy``
-avoids that for very large blocks only (3/4 of the last-level cache: 190 MB on some machines). What is copied here is
-not in the cache afterwards: for copies that nobody reads soon.
+An ordinary store first loads the cache line that it overwrites, so a copy moves three bytes where two are enough.
+libc's ``memcpy`` avoids that only for very large blocks (3/4 of the last-level cache: 190 MB on some machines). After
+the copy here, the data is not in the cache, so use it for data that is not read soon.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import Any
 from mpizero.kernels.compile import Intrinsic, kernel
 from mpizero.types import Array
 
-#: Bytes of one line of the cache; targets begin at a multiple of it.
+#: Bytes of one cache line; the address of a copy's target is a multiple of it.
 LINE = 64
 PAGE = 4096
 
 
 class _StoreLine(Intrinsic):
-    """Copy the line of ``source`` at byte ``place`` to the same place of ``target``, which is aligned there."""
+    """Copy the cache line at byte ``place`` of ``source`` to the same place of ``target``, which is aligned there."""
 
     def __call__(self, target: Array, place: int, source: Array) -> None:
-        """Do it in Python."""
+        """Copy the line in Python."""
         target[place : place + LINE] = source[place : place + LINE]
 
     def compiled(self) -> Any:
-        """Return numba's form: a load from anywhere, and a store that LLVM calls nontemporal."""
+        """Return the numba intrinsic: an unaligned load and a store that is marked as nontemporal."""
         from llvmlite import ir
         from numba import types
         from numba.extending import intrinsic
@@ -52,13 +52,13 @@ class _StoreLine(Intrinsic):
 
 
 class _Fence(Intrinsic):
-    """Let other threads see what was stored before anything that is stored later."""
+    """Order stores: other threads see what was stored before the fence before anything that is stored after it."""
 
     def __call__(self) -> None:
-        """Do it in Python, where nothing needs to be done."""
+        """Do nothing, because Python needs no fence."""
 
     def compiled(self) -> Any:
-        """Return numba's form."""
+        """Return the numba intrinsic."""
         from numba import types
         from numba.extending import intrinsic
 
@@ -78,9 +78,9 @@ _store_line, _fence = _StoreLine(), _Fence()
 
 @kernel("void(const u1[::1], u1[::1])")
 def copy_past_cache(source: Array, target: Array) -> None:
-    """Copy bytes to a target of the same size that begins at a multiple of :data:`LINE` in memory.
+    """Copy bytes to a target of the same size whose address is a multiple of :data:`LINE`.
 
-    Four pages at a time, a line of each in turn: memory serves several streams faster than one.
+    Four pages are copied at a time, one line of each in turn, because memory serves several streams faster than one.
     """
     blocks, lines = source.size // (4 * PAGE), source.size // LINE
     for block in range(blocks):

@@ -1,4 +1,4 @@
-"""Run fixed blocks of an elementwise kernel in threads of a rank; the number of threads changes no bit."""
+"""Run an elementwise kernel in several threads of a rank; results do not depend on the number of threads."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 def run(kernel: Callable[..., None], args: tuple[Any, ...], start: int, stop: int, threads: int = 1) -> None:
-    """Call ``kernel(*args, start, stop)``, cut at fixed places where there are several threads.
+    """Call ``kernel(*args, start, stop)``; with several threads, for blocks of ``BLOCK`` elements in parallel.
 
-    The calling thread takes part, so ``threads=2`` starts one more.
+    The calling thread takes part, so ``threads=2`` starts one more thread.
 
     Raises
     ------
     Exception
-        Whatever the kernel raises, after all blocks have ended.
+        The exception that the kernel raised, after all threads have ended.
     """
     if threads <= 1 or stop - start <= BLOCK:
         kernel(*args, start, stop)

@@ -1,8 +1,8 @@
-"""Predict by a whole model as one kernel: the library's own networks.
+"""Run the forward pass of a whole MLP or GPT in one kernel.
 
-For small batches on a CPU, where a call of NumPy costs more than the arithmetic it starts. There is no twin for
-device arrays: there the layers' own kernels and products are the faster way. Parameters come as one flat array in the
-order that :mod:`mpizero.nn.models.predictor` packs; weights are (inputs, outputs).
+This is for small batches on a CPU, where a call of NumPy costs more than its arithmetic. There is no such kernel for
+GPUs, where the layers' own kernels and products are faster. Parameters come in one flat array, in the order in which
+:mod:`mpizero.nn.models.predictor` packs them; weights are (inputs, outputs).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mpizero.kernels.formulas import activation as _activation
 from mpizero.kernels.formulas import elementary as _elementary
 
 RELU, GELU, SILU, TANH = 0, 1, 2, 3
-#: Name of each code, in order.
+#: Names of the activations; the index of a name is its code.
 ACTIVATIONS = ("relu", "gelu", "silu", "tanh")
 
 _exp = _elementary.exponential
@@ -26,7 +26,7 @@ _tanh = _elementary.hyperbolic_tangent
 
 
 def _affine(x: Any, rows: Any, inputs: Any, weight: Any, bias: Any, outputs: Any, y: Any) -> None:
-    """Write x @ weight + bias to y; four rows of weight at a time load and store y a quarter as often."""
+    """Write x @ weight + bias to y; taking four rows of weight at a time, y is loaded and stored a quarter as often."""
     quads = inputs - inputs % 4
     for r in range(rows):
         row = y[r * outputs : (r + 1) * outputs]
@@ -81,7 +81,7 @@ def _layernorm(x: Any, rows: Any, features: Any, weight: Any, bias: Any, eps: An
 
 
 def _attend(qkv: Any, length: Any, dim: Any, heads: Any, scale: Any, scores: Any, mixed: Any) -> None:
-    """Compute causal attention of one sample; ``scores`` holds one query's."""
+    """Compute causal attention of one sample; ``scores`` is temporary memory for the scores of one query."""
     T = qkv.dtype.type  # noqa: N806
     size = dim // heads
     for t in range(length):
@@ -116,7 +116,7 @@ def _add(x: Any, y: Any, count: Any) -> None:
 
 @kernel("void(const T[::1], i8, const i8[::1], i8, const T[::1], T[::1], T[::1])")
 def mlp(x: Any, rows: Any, widths: Any, activation: Any, params: Any, work: Any, out: Any) -> None:
-    """Run ``rows`` samples through affine layers of ``widths``; ``work``: 2 * rows * the largest width."""
+    """Run an MLP with layers of ``widths`` on ``rows`` samples; ``work`` has 2 * rows * (largest width) elements."""
     last = widths.size - 2
     half = work.size // 2
     for i in range(rows * widths[0]):
@@ -147,7 +147,10 @@ def gpt(
     work: Any,
     out: Any,
 ) -> None:
-    """Run whole sequences; ``scalars``: norm's eps, score scale; ``work``: length * (9 * dim + 1)."""
+    """Run a GPT on sequences of ids, and write the logits to ``out``.
+
+    ``scalars`` are the norms' eps and the factor on attention scores. ``work`` has length * (9 * dim + 1) elements.
+    """
     eps, scale = scalars[0], scalars[1]
     count = length * dim
     x, normed = work[:count], work[count : 2 * count]

@@ -1,10 +1,11 @@
-"""Keep machine code in folders and files that only this user can write.
+"""Check and make folders for machine code that only this user can write.
 
-[Note: who may write] Root may do anything anyway, so what belongs to root is trusted like the user's own. The folder
-itself and the files in it must be nobody else's, and writable for nobody else. Above it, a user who may write can put
-another folder in its place, but only one of theirs, which is refused; so project folders that a group shares are fine
-there, and so is a sticky ``/tmp``. A folder that all users may write without that bit is not, and neither is a link of
-another user's, which leads where they like.
+[Note: who may write] Files and folders of root are trusted like the user's own, because root may do anything anyway.
+The folder itself and the files in it must belong to this user or root, and nobody else may write to them. For the
+folders above it the rules are weaker. Somebody who can write to one of them could replace the folder by another, but
+only by a folder of their own, which is then not accepted. So project folders that a group can write are allowed there,
+and also ``/tmp`` with its sticky bit. Not allowed is a folder that all users can write and that has no sticky bit, or a
+symbolic link of another user, which may lead anywhere.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _ANOTHER = "set MPIZERO_CACHE_DIR to a folder that only you can write"
 
 
 class UnsafeFolderError(PermissionError):
-    """Raised for a folder that others can write; names it, what is wrong, and how to mend it."""
+    """Raised for a folder that others can write; the message says what is wrong, ``remedy`` what to do about it."""
 
     def __init__(self, path: str, wrong: str, remedy: str) -> None:
         super().__init__(f"{path} {wrong}")
@@ -32,7 +33,7 @@ class UnsafeFolderError(PermissionError):
 
 
 def foreign(found: os.stat_result) -> str:
-    """Say why others could have written a file or folder; "" if only this user or root could."""
+    """Return the reason why others could have written a file or folder; "" if only this user or root could."""
     if found.st_uid not in (0, os.geteuid()):
         return f"belongs to user {found.st_uid}"
     if found.st_mode & _OTHERS_WRITE:
@@ -42,14 +43,14 @@ def foreign(found: os.stat_result) -> str:
 
 
 def make_folder(root: Path, name: str) -> Path:
-    """Return the folder ``name`` in ``root``; makes what is missing, for this user only.
+    """Return the folder ``name`` in ``root``; make missing folders, which only this user can read and write.
 
     Raises
     ------
     UnsafeFolderError
-        Others can write one of the two, or exchange them.
+        Others can write to one of the two folders, or replace it.
     OSError
-        They cannot be made.
+        A folder cannot be made.
     """
     for folder in (*reversed(root.parents), root, root / name):
         if not folder.is_dir():
@@ -61,7 +62,7 @@ def make_folder(root: Path, name: str) -> Path:
 
 
 def require_private(folder: Path) -> None:
-    """Raise :class:`UnsafeFolderError` unless only this user and root can write a folder."""
+    """Raise :class:`UnsafeFolderError` unless only this user and root can write to a folder or replace it."""
     *above, (path, found) = _way(folder)
     for step, parent in above:
         _require_way(step, parent)
@@ -75,15 +76,16 @@ def require_private(folder: Path) -> None:
 
 
 def own_folder(base: Path, name: str) -> Path:
-    """Return a folder of this user's alone in ``base``, a place for all: the same one for every process of the node.
+    """Return a folder in ``base`` (a folder of all users, such as /tmp) that only this user can write.
 
-    Others may have taken the name, and any number of names like it; a free one is found then, and the
-    first in the order of names that is this user's counts, so that processes which look at the same time agree.
+    All processes of this user on a node get the same folder. If another user has taken the name ``name``, a folder
+    with a similar name is made. Of several folders that belong to this user, the first in the order of names is
+    returned, so that processes which look at the same time agree.
 
     Raises
     ------
     OSError
-        There can be none.
+        No such folder can be made.
     """
     for step, parent in _way(base):
         _require_way(step, parent)
@@ -108,7 +110,7 @@ def _first_own(base: Path, name: str) -> Path | None:
 
 
 def _require_way(path: str, found: os.stat_result) -> None:
-    """Raise unless what leads to a folder can be trusted; see [Note: who may write]."""
+    """Raise an error unless a folder or link on the path to a folder is safe; see [Note: who may write]."""
     if stat.S_ISLNK(found.st_mode):
         if found.st_uid not in (0, os.geteuid()):
             raise UnsafeFolderError(path, f"is a link of user {found.st_uid}", _ANOTHER)
@@ -117,7 +119,7 @@ def _require_way(path: str, found: os.stat_result) -> None:
 
 
 def _way(path: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield every folder and link on the way to a folder, the folder itself last."""
+    """Yield every folder and symbolic link on the path to a folder, with its status; the folder itself comes last."""
     place, links = "/", 0
     rest = list(reversed(Path(os.path.abspath(path)).parts[1:]))
     yield place, os.lstat(place)

@@ -22,11 +22,11 @@ class Parameter:
     readonly: bool
 
     def resolve(self, template: str) -> Parameter:
-        """Put a dtype in the place of ``T``."""
+        """Return the parameter with dtype ``template`` in place of ``T``."""
         return Parameter(template, self.ndim, self.readonly) if self.dtype == "T" else self
 
     def accepts(self, value: Any) -> bool:
-        """Tell whether ``value`` can be passed."""
+        """Tell whether ``value`` can be passed as this parameter."""
         if self.ndim == 0:
             whole = isinstance(value, (int, np.integer))
             return whole or (self.dtype[0] == "f" and isinstance(value, (float, np.floating)))
@@ -44,7 +44,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Signature:
-    """Hold a result type ("void", "bool", "i8", "f8") and parameters."""
+    """Hold the result type of a kernel ("void", "bool", "i8" or "f8") and its parameters."""
 
     result: str
     parameters: tuple[Parameter, ...]
@@ -71,5 +71,5 @@ class Signature:
         return next((i for i, p in enumerate(self.parameters) if p.dtype == "T"), None)
 
     def resolve(self, dtype: str) -> Signature:
-        """Put a dtype in the place of ``T``."""
+        """Return the signature with ``dtype`` in place of ``T``."""
         return Signature(self.result, tuple(p.resolve(dtype) for p in self.parameters))

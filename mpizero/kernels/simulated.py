@@ -1,8 +1,8 @@
-"""Simulate the arrays of a GPU: NumPy's values with the behaviour of CuPy's arrays.
+"""Simulate GPU arrays: they hold NumPy arrays, but behave like CuPy's arrays.
 
-Under ``NUMBA_ENABLE_CUDASIM=1`` they stand where a GPU would have CuPy's. As with those, arrays of the host and of the
-GPU do not mix, nothing turns into a NumPy array by itself, and sums over everything are arrays without axes. What
-trains on these has not forgotten a copy.
+Under ``NUMBA_ENABLE_CUDASIM=1`` they replace CuPy's arrays. As with CuPy, arrays of the host and of the GPU cannot be
+mixed, no GPU array turns into a NumPy array by itself, and a sum over all elements is an array without axes. So a
+training that works with simulated arrays forgets no copy between host and GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class SimulatedArray(NDArrayOperatorsMixin):
     Parameters
     ----------
     values : Array
-        What it holds; kernels of the simulator work on them.
+        The NumPy array that holds the elements; kernels of the simulator work on it.
     """
 
     __slots__ = ("values",)
@@ -54,17 +54,17 @@ class SimulatedArray(NDArrayOperatorsMixin):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """Number of bytes of an element."""
         return self.values.itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
+        """Number of bytes of all elements."""
         return self.values.nbytes
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Bytes from one element to the next, for each axis."""
+        """For each axis, the number of bytes from one element to the next."""
         return self.values.strides
 
     @property
@@ -79,7 +79,7 @@ class SimulatedArray(NDArrayOperatorsMixin):
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """The attribute that distinguishes arrays of a GPU."""
+        """The description of the array by which other libraries recognize a GPU array."""
         own = self.values.__array_interface__
         return {key: own[key] for key in ("shape", "typestr", "data", "strides")} | {"version": 3}
 
@@ -164,7 +164,7 @@ def _called(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> 
 
 
 def _unwrapped(value: Any) -> Any:
-    """Return the values of arrays, in containers too."""
+    """Replace simulated arrays by the NumPy arrays that they hold, also inside tuples and lists."""
     if isinstance(value, SimulatedArray):
         return value.values
     if isinstance(value, np.ndarray):

@@ -1,7 +1,7 @@
-"""Measure memory: kernels that do nothing but read and write.
+"""Provide kernels that do little but read and write memory, to measure the memory bandwidth.
 
-Arrays that are read and written are written in place, as the library's own kernels do, so that no line is fetched only
-to be overwritten. The arithmetic is one addition an array: far less than what a core can do in the time of a load.
+Arrays that are read and written are updated in place, as mpizero's other kernels do. The arithmetic is one addition per
+array, far less than what a core can do in the time of a load.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from mpizero.types import Array
 
 @kernel("i8(const i8[::1])")
 def read(x: Array) -> int:
-    """Read one array; integers stand for the bits of anything, since a sum of floats would keep its order."""
+    """Read one array; integers are used because a sum of floats has a fixed order and cannot be vectorized."""
     total = 0
     for i in range(x.size):
         total ^= x[i]
