@@ -1,1 +1,1 @@
-"""The start of a job: find the launched ranks, wait for them, and compare their software."""
+"""Start a job: find the launched ranks, wait for them, and compare their software."""

@@ -1,9 +1,9 @@
-"""Keep the groups of ranks that share a communicator with this process, and read and write their status boards.
+"""Read and write the status of all ranks with which this process shares a communicator.
 
-[Note: peer groups] Ranks that make a communicator from one of the user's make a peer group with it: a status board on
-each node, and status servers. The last communicator of the same ranks closes the group; both are collective, so all
-ranks of a group know at any moment that it exists. Communicators that are split off make no group. Ranks without a
-communicator take no part, so a process can belong to several groups, and other processes to others.
+[Note: peer groups] When ranks make an mpizero communicator from one of the user's, they also open a peer group: a
+status board on each node, and status servers between nodes. The group is closed with the last communicator of the same
+ranks. Both are collective, so all ranks of a group know at any moment whether it exists. Communicators that are split
+off open no group. A process can belong to several groups, and to none if it has no communicator.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class PeerGroup:
-    """Hold what a group of ranks has opened to see each other's status.
+    """Hold the status board and the connections by which a group of ranks see each other's status.
 
     Attributes
     ----------
     members : tuple of int
-        World ranks, in order.
+        World ranks of the group, in ascending order.
     control : MPI.Intracomm
-        Joins them, in this order; only the guard uses it.
+        A communicator of these ranks that only the guard uses.
     status_board : StatusBoard
         The status board of this rank's node.
     remote_status : RemoteStatus or None
-        Reads those of other nodes; None where it could not be opened.
+        Reads the status boards of other nodes; None if it could not be opened.
     """
 
     members: tuple[int, ...]
@@ -41,34 +41,35 @@ class PeerGroup:
     remote_status: RemoteStatus | None
 
     def close(self) -> None:
-        """Stop serving, and close the status board. Not collective."""
+        """Stop this rank's status server, and close the status board. Not collective."""
         if self.remote_status is not None:
             self.remote_status.close()
         self.status_board.close()
 
 
 class PeerGroups:
-    """Read and write the status boards of all groups of this process as one."""
+    """Hold the peer groups of this process, and read and write the status boards of all of them."""
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
-        #: In increasing size, the order in which :meth:`claim` asks them.
+        #: The groups, smallest first, which is the order in which :meth:`claim` asks their status boards.
         self.groups: list[PeerGroup] = []
-        #: Shows the ranks of this node with which this one has no communicator, too; None where there is none.
+        #: Status of all ranks of this node, with a common communicator or without; None if it is not open.
         self.startup_board: StartupBoard | None = None
 
     # ------------------------------------------------------------------ groups
 
     def has_group(self, members: Sequence[int]) -> bool:
-        """Tell whether there is a group of exactly these ranks; they all know the same. Not collective."""
+        """Tell whether there is a group of exactly these ranks; it is the same on all of them. Not collective."""
         return tuple(sorted(members)) in (group.members for group in self.groups)
 
     def add_group(
         self, comm: Any, members: Sequence[int], host: str, warn_once: Callable[[BaseException], None]
     ) -> None:
-        """Open status board and servers for the ranks of ``comm``, an mpi4py communicator. Collective over it.
+        """Open a peer group for the ranks of ``comm``, an mpi4py communicator. Collective over it.
 
-        A rank on which something fails goes on without it, and warns; the others do not wait for it.
+        If the status board or a server cannot be opened on a rank, that rank warns and goes on without it; the others
+        do not wait for it.
         """
         ranks = tuple(sorted(members))
         control = comm.Split(0, self.rank)
@@ -79,7 +80,7 @@ class PeerGroups:
         self.groups = sorted([*self.groups, PeerGroup(ranks, control, status_board, remote_status)], key=_size)
 
     def remove_group(self, members: Sequence[int], *, free: bool) -> None:
-        """Close the group of ``members``. Collective over them if ``free``, which says that MPI still runs."""
+        """Close the group of ``members``; with ``free``, while MPI still runs, this is collective over them."""
         ranks = tuple(sorted(members))
         for group in [group for group in self.groups if group.members == ranks]:
             self.groups = [other for other in self.groups if other is not group]
@@ -89,44 +90,44 @@ class PeerGroups:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """World ranks of all groups, without this one."""
+        """World ranks of all groups, without this rank."""
         return tuple(sorted({rank for group in self.groups for rank in group.members} - {self.rank}))
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """World ranks whose slots can be read on this node."""
+        """World ranks whose status slots can be read on this node."""
         return tuple(sorted({rank for group in self.groups for rank in group.status_board.ranks}))
 
     @property
     def leads(self) -> bool:
-        """True where this node has the lowest rank of each group."""
+        """True if this node has the lowest rank of every group of this process."""
         return all(group.members[0] in group.status_board.ranks for group in self.groups)
 
     # ------------------------------------------------------------------ status boards
 
     def write(self, slot: Slot) -> None:
-        """Replace this rank's slot. Not collective; one thread at a time."""
+        """Write the status of this rank to all boards. Not collective; one thread at a time."""
         if self.startup_board is not None:
             self.startup_board.write(slot)
         for group in self.groups:
             group.status_board.write(slot)
 
     def read(self) -> dict[int, Slot]:
-        """Return the last slot of every rank of this node that has written one. Not collective."""
+        """Return the last status slot of each rank of this node, by rank, if it has written one. Not collective."""
         return {rank: slot for group in self.groups for rank, slot in group.status_board.read().items()}
 
     def read_startup_board(self) -> dict[int, Slot]:
-        """Return the last slots of other ranks on the startup board. Not collective."""
+        """Return the last status slots of other ranks from the startup board, by rank. Not collective."""
         return {} if self.startup_board is None else self.startup_board.read()
 
     def read_one(self, rank: int) -> Slot | None:
-        """Return the last slot of one of :attr:`ranks`; None if it has written none. Not collective."""
+        """Return the last status slot of a rank in :attr:`ranks`; None if it has written none. Not collective."""
         return next((g.status_board.read_one(rank) for g in self.groups if rank in g.status_board.ranks), None)
 
     def read_all(self, *, rarely: bool = False) -> dict[int, Slot]:
-        """Return every slot that can be read; with ``rarely`` other nodes are asked after ever longer pauses.
+        """Return the status slots of all ranks that can be read, also on other nodes, by rank.
 
-        Not collective.
+        Not collective. With ``rarely`` other nodes are asked again only after a pause, which grows with every query.
         """
         found: dict[int, Slot] = {}
         for group in self.groups:
@@ -135,16 +136,16 @@ class PeerGroups:
         return found | self.read()
 
     def request_records(self, key: str) -> None:
-        """Request that the ranks of this node write their calls of the communicator ``key``. Not collective."""
+        """Ask the ranks of this node to write their calls of the communicator ``key`` to the board. Not collective."""
         for group in self.groups:
             group.status_board.request_records(key)
 
     def requested_keys(self) -> list[str]:
-        """Return the keys that were requested last, one for each group. Not collective."""
+        """Return the keys last passed to :meth:`request_records` on any rank, one for each group. Not collective."""
         return sorted({key for group in self.groups if (key := group.status_board.requested_key())})
 
     def claim(self) -> bool:
-        """Return True on the rank that reports for its node: the first that calls this. Not collective."""
+        """Return True on the first rank of the node that calls this: that rank reports the failure. Not collective."""
         if not self.groups and self.startup_board is not None:
             return self.startup_board.claim()
         return all(group.status_board.claim() for group in self.groups)
@@ -156,9 +157,9 @@ class PeerGroups:
         self.close_startup_board()
 
     def close_startup_board(self, *, all_joined: bool = False) -> None:
-        """Close the startup board; it is removed when a communicator joins all ranks (``all_joined``).
+        """Close the startup board; with ``all_joined`` also remove its file. Not collective.
 
-        Not collective.
+        ``all_joined`` says that a communicator of all ranks exists, or that the job ends.
         """
         startup_board, self.startup_board = self.startup_board, None
         if startup_board is not None:
@@ -174,10 +175,10 @@ def make_on_all(
     make: Callable[[Callable[[Any], list[Any]]], T],
     warn_once: Callable[[BaseException], None],
 ) -> T | None:
-    """Return ``make(allgather)``; on a rank where it raises, warn and return None, and let no other rank wait.
+    """Return ``make(allgather)``, which calls a collective; on a rank where it raises, warn and return None.
 
-    Collective over the ranks of ``allgather`` (picklable object -> list of every rank's): a rank whose ``make`` has
-    ended takes part in the others' calls, with None, until all have ended.
+    Collective over the ranks of ``allgather``, which takes a picklable object and returns the list of all ranks'. A
+    rank whose ``make`` has returned or raised takes part in the remaining calls, with None, so no rank waits for it.
     """
     result: T | None = None
     alone = False

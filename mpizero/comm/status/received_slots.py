@@ -1,4 +1,4 @@
-"""Check status slots that were received over a network: each entry that readers use has the right type."""
+"""Decode status slots that were received over TCP, and check the type of each entry."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, NoReturn
 
 from mpizero.comm.status.status_board import Slot
 
-#: Most bytes of one rank's slot as it is sent: the slot of a status board, its age and its rank.
+#: Most bytes of one rank's slot in a message: a slot of a status board, with its age and rank.
 SLOT_LIMIT = 33_000
 _SECONDS = (int, float)
-#: Types of entries; an entry may be missing.
+#: Types of the entries of a slot; an entry may be missing.
 _KINDS: Mapping[str, type | tuple[type, ...]] = {
     "age": _SECONDS,
     "still": _SECONDS,
@@ -26,9 +26,9 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = {
     "marks": dict,
     "records": dict,
 }
-#: Entries that every slot has.
+#: Entries that no slot may lack.
 _ALWAYS = frozenset({"age", "place", "state", "still", "calls", "joint_tasks", "marks"})
-#: Entries that are lists of rows: the types in a row.
+#: Entries that are lists of lists, with the types in each inner list.
 _ROWS: Mapping[str, tuple[type | tuple[type, ...], ...]] = {
     "calls": (str, str, int, str, str, _SECONDS),
     "joint_tasks": (str, int, str, _SECONDS),
@@ -38,12 +38,14 @@ _MARK = (int, int)
 
 
 def parse_slots(data: bytes, ranks: Collection[int], now: float) -> dict[int, Slot]:
-    """Decode slots and check them; times become those of this host, where it is ``now``.
+    """Decode and check slots that a status server has sent; return them by rank.
+
+    Slots are sent with their age. Their time is set to ``now``, the present time on this host's clock, minus the age.
 
     Raises
     ------
     ValueError
-        If the data are not slots of some of these ranks.
+        If the data are not slots of some of ``ranks``.
     """
     try:
         found = json.loads(data, parse_constant=_refuse, parse_float=_finite, parse_int=_small)

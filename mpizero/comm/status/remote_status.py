@@ -1,15 +1,15 @@
 """Read the status boards of other nodes by TCP, while MPI may be stuck.
 
-[Note: servers] The first two ranks of each node listen, in a daemon thread that calls no MPI, and send the slots of
-their status board to clients that know the job's secret. A rank asks only when something may be wrong: when it has
-ended and the others have not, or when a watchdog has to report the status of all ranks. Nodes that cannot be reached
-are left out.
+[Note: servers] The first two ranks of each node are servers. A daemon thread, which calls no MPI, listens and sends the
+slots of the node's status board to clients that know the job's secret. A rank asks only when something may be wrong:
+when its program has ended and others have not, or when a watchdog has to report the status of all ranks. Nodes that
+cannot be reached are left out.
 
-[Note: strangers] Every machine of the network can connect. The secret is made anew for each job, passed by MPI, and
-never sent over TCP. The server sends a new random number; the client sends another with an HMAC of both; the reply
-begins with an HMAC of both and of its content. So a recorded message can neither be sent again nor be altered; it can
-be read. A client that does not finish in time is cut off; of many, the oldest is. Few queries at once are accepted from
-addresses that are not the job's, so that they do not slow the training.
+[Note: strangers] Every machine of the network can connect. The secret is new for each job; it is distributed by MPI and
+never sent over TCP. The server sends a new random number. The client sends another one with an HMAC of both. The reply
+begins with an HMAC of both numbers and of its content. So a recorded message can be read, but it cannot be altered or
+sent again. A client that does not finish in time is disconnected; if there are too many, the oldest is. Only few
+connections at once are accepted from addresses that are not the job's, so that they do not slow down the training.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from mpizero.comm.status.received_slots import SLOT_LIMIT, parse_slots
 from mpizero.comm.status.status_board import Slot, StatusBoard, encode
 from mpizero.comm.status.tcp_queries import Script, TcpQueries, TcpQuery
 
-#: Ranks of each node that serve: the second is for when the first is stopped or holds the interpreter lock.
+#: Number of servers on each node: the second one replies if the first is stopped or holds the interpreter lock.
 SERVING = 2
 #: Seconds for one whole query, and for the queries to all nodes.
 _ANSWER, _ALL_ANSWERS = 0.5, 1.0
-#: Queries at once, of a server and of a client.
+#: Most queries at once, of a server and of a client.
 _CLIENTS = 64
-#: Strangers that are served at once, and the seconds until the next ones.
+#: Most connections accepted at once from addresses that are not the job's, and the seconds to wait before the next.
 _STRANGERS, _PAUSE = 8, 0.02
-#: Seconds for which an encoded reply is used again: when something is wrong, all ranks ask at once.
+#: Seconds for which an encoded reply is reused: when something is wrong, all ranks ask at the same time.
 _SAME = 0.05
 _NONCE, _PROOF, _LENGTH = 32, 32, 4
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR
@@ -57,9 +57,10 @@ class StatusServer:
 
 
 class RemoteStatus:
-    """Read the status of the ranks of other nodes, and serve that of this node's ranks to them.
+    """Read the status of ranks on other nodes, and send them the status of this node's ranks on request.
 
-    Collective over the ranks that ``allgather`` (picklable object -> list of every rank's) reaches.
+    The constructor is collective over the ranks of ``allgather``, a function that takes a picklable object and returns
+    the list of all ranks'.
     """
 
     def __init__(self, status_board: StatusBoard, host: str, allgather: Callable[[Any], list[Any]]) -> None:
@@ -95,7 +96,10 @@ class RemoteStatus:
                 self.close()
 
     def read(self) -> dict[int, Slot]:
-        """Ask one rank of each other node for the slots of all its ranks; times are this host's. Not collective."""
+        """Ask one rank of each other node for the status of that node's ranks; return it by rank. Not collective.
+
+        Times in the slots are converted to this host's clock.
+        """
         found: dict[int, Slot] = {}
         with contextlib.suppress(OSError):  # no files are left
             self._query_all(found)
@@ -120,7 +124,7 @@ class RemoteStatus:
                     break
 
     def read_rarely(self) -> dict[int, Slot]:
-        """Return the last known slots, and ask again after ever longer pauses. Not collective."""
+        """Return the slots of the last query; query again after a pause, which grows each time. Not collective."""
         if self._remote_servers and monotonic() > self._next:
             self._last = self.read()
             self._next, self._pause = monotonic() + self._pause, min(1.5 * self._pause, 30.0)
@@ -163,7 +167,7 @@ class RemoteStatus:
             yield proof + len(body).to_bytes(_LENGTH, "big") + body
 
     def _proof(self, what: bytes, rank: int, text: bytes) -> bytes:
-        """Return the HMAC of ``text`` in a query to ``rank``, which only ranks of the job can compute."""
+        """Return an HMAC that only ranks of the job can compute: of ``text``, in a query to ``rank``."""
         return hmac.digest(self._secret, b"%s %d:" % (what, rank) + text, "sha256")
 
     def _reply(self) -> bytes:
@@ -186,7 +190,7 @@ class RemoteStatus:
                     time.sleep(_PAUSE)
 
     def _take(self, server: socket.socket, queries: TcpQueries) -> int:
-        """Accept clients, and a few strangers; return the number of strangers."""
+        """Accept waiting connections, few from addresses that are not the job's; return the number of those."""
         strangers = 0
         for _ in range(_CLIENTS):
             try:
@@ -204,7 +208,7 @@ class RemoteStatus:
 
 
 def _connecting(address: tuple[str, int]) -> socket.socket | None:
-    """Start to connect a socket; return None where that fails at once."""
+    """Return a non-blocking socket that is being connected to ``address``; None if that fails at once."""
     try:
         connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     except OSError:
@@ -217,7 +221,7 @@ def _connecting(address: tuple[str, int]) -> socket.socket | None:
 
 
 def _listening() -> Iterator[socket.socket]:
-    """Open a listening socket at each address of the job's network; skip those that fail."""
+    """Open a listening socket at each of :func:`job_addresses`; skip addresses where that fails."""
     with contextlib.suppress(OSError):
         for address in job_addresses():
             with contextlib.suppress(OSError):
@@ -225,9 +229,9 @@ def _listening() -> Iterator[socket.socket]:
 
 
 def job_addresses() -> list[str]:
-    """Return the addresses of this host that its name resolves to, by which launchers and MPI find it.
+    """Return the addresses to which this host's name resolves, since launchers and MPI use them. Not collective.
 
-    Not collective. All of :func:`addresses` where the name resolves to none of them, or not within a second.
+    If the name resolves to no address of this host, or not within a second, all of :func:`addresses` are returned.
     """
     own, named = addresses(), []
 
@@ -243,7 +247,7 @@ def job_addresses() -> list[str]:
 
 
 def addresses() -> list[str]:
-    """Return the IPv4 addresses of this host; the loopback address only where there is no other. Not collective."""
+    """Return the IPv4 addresses of this host; the loopback address only if there is no other. Not collective."""
     found = list(_addresses([name for _, name in socket.if_nameindex()]))
     return [address for address in found if not address.startswith(_LOOPBACK)] or found
 

@@ -1,4 +1,4 @@
-"""Make temporary files, in memory where there is room: for status boards and for the output of faulthandler."""
+"""Make temporary files for status boards and for the output of faulthandler, in memory if there is room."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 
 def scratch_folders() -> Iterator[str]:
-    """Yield the folders for small files: one in memory, then the folder of temporary files, if there is one."""
+    """Yield the folders to try for small files: /dev/shm, then the folder of temporary files, if there is one."""
     yield "/dev/shm"
     with contextlib.suppress(OSError):  # nothing that can be written
         yield tempfile.gettempdir()
@@ -17,14 +17,14 @@ def scratch_folders() -> Iterator[str]:
 
 @contextlib.contextmanager
 def anonymous_file() -> Iterator[int]:
-    """Open an empty file that is removed when it is closed.
+    """Open an empty temporary file for a block, and yield its descriptor; it is removed at the end of the block.
 
-    A Python that was built against a glibc before 2.27 has no ``os.memfd_create``.
+    It is made by ``os.memfd_create``, or in one of :func:`scratch_folders` if this Python or kernel lacks that.
 
     Raises
     ------
     OSError
-        If no folder allows it.
+        If no folder can be written.
     """
     with contextlib.ExitStack() as stack:
         yield _open(stack)

@@ -1,10 +1,10 @@
-"""Share the status of the ranks of a node before they have a communicator: a file with one slot for each rank.
+"""Share the status of the ranks of a node before they have a communicator, in a file with one slot for each rank.
 
 [Note: startup board] A status board (:mod:`.status_board`) is opened by ranks that make a communicator together, so it
-cannot show which ranks do not come to make one. The startup board can: each rank of a job that imports mpizero opens it
-on its own, and it lasts until a communicator joins all ranks of the job, or all have ended. It is read and written as a
-file, not mapped: then a full file system is an error, not a signal. A killed job leaves a few KB, which
-``mpizero doctor --clean`` removes.
+cannot show which ranks fail to make one. The startup board can: each rank of a job opens it on its own when it imports
+mpizero. It lasts until a communicator joins all ranks of the job, or all have ended. It is read and written as a file,
+not mapped, because then a full file system raises an error instead of killing the process by a signal. A killed job
+leaves a file of a few KB, which ``mpizero doctor --clean`` removes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from mpizero.comm.status.status_board import Slot, encode
 
 _SLOT = 16384
 _HEADER = struct.Struct("<I")  # length
-#: Stands in place of a length: the rank has closed its slot.
+#: Written instead of a slot's length when the rank has closed its slot.
 _GONE = 2**32 - 1
 
 
 class StartupBoard:
-    """Hold the status slots of the ranks of this node and job.
+    """Read and write the file with the status slots of this job's ranks on this node.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ class StartupBoard:
     rank, size : int
         Rank and number of ranks, from the launcher.
     folder : str
-        Folder in memory, the same on all ranks of a node.
+        Folder of the file, the same on all ranks of a node; it should be in memory.
 
     Raises
     ------
@@ -55,14 +55,14 @@ class StartupBoard:
             raise PermissionError(f"{self._path} is another user's")
 
     def write(self, slot: Slot) -> None:
-        """Replace this rank's slot. Not collective; one thread at a time."""
+        """Replace this rank's status slot. To be called by one thread at a time."""
         data = encode({name: value for name, value in slot.items() if name != "records"})
         with self._closing:
             if self._file >= 0 and not self._gone and len(data) <= _SLOT - _HEADER.size:
                 os.pwrite(self._file, _HEADER.pack(len(data)) + data, _SLOT * self._rank)
 
     def read(self) -> dict[int, Slot]:
-        """Return the last slot of every other rank that has written one."""
+        """Return the last status slot of every other rank that has written one and has not closed it, by rank."""
         found: dict[int, Slot] = {}
         with self._closing:
             length = os.fstat(self._file).st_size if self._file >= 0 else 0
@@ -91,7 +91,7 @@ class StartupBoard:
         return None
 
     def claim(self) -> bool:
-        """Return True on the first rank of the node that calls this: it reports for the node."""
+        """Return True on the first rank of the node that calls this: that rank reports the failure."""
         with self._closing:
             if self._file < 0:
                 return True
@@ -106,9 +106,9 @@ class StartupBoard:
             return holder in (0, self._rank + 1)
 
     def close(self, *, remove: bool = False) -> None:
-        """Mark this rank as gone, and write no more; the last working rank removes the file, or any with ``remove``.
+        """Mark this rank's slot as closed, and close the file; a second call does nothing.
 
-        A second call does nothing.
+        The file is removed by the last rank that is still working, or at once with ``remove``.
         """
         with self._closing, contextlib.suppress(OSError):
             self._gone = True
@@ -125,14 +125,14 @@ class StartupBoard:
 
 
 def is_working(slot: Slot) -> bool:
-    """Tell whether the rank of ``slot``, on this node, is running and has not reached its end."""
+    """Tell whether the rank that wrote ``slot``, on this node, is running and not at the end of its program."""
     return slot["state"] == "working" and Path(f"/proc/{slot['pid']}").exists()
 
 
 def open_startup_board(
     name: str, rank: int, size: int, folder: str, warn_once: Callable[[BaseException], None]
 ) -> StartupBoard | None:
-    """Open the startup board of a job; return None for a job without a name, and, with a warning, where it fails."""
+    """Open the startup board of a job; return None if the job has no name, or, after a warning, if that fails."""
     try:
         return StartupBoard(name, rank, size, folder) if name else None
     except OSError as error:

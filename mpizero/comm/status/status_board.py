@@ -1,8 +1,8 @@
 """Share the status of the ranks of a node in a memory-mapped file that works while MPI is stuck.
 
-[Note: status board] The file lies in shared memory. All ranks of the node map it, and it is unlinked as soon as all
-have it open, so that even a killed job leaves nothing. Reading and writing need no MPI: ranks read it when a collective
-does not return, from a daemon thread, and while the program ends.
+[Note: status board] The file is in shared memory. All ranks of the node map it. It is unlinked as soon as all have
+opened it, so even a killed job leaves no file behind. Reading and writing need no MPI, so a daemon thread can read it
+while a collective hangs or the program ends.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from mpizero.comm.status.scratch_files import scratch_folders
 _SLOT = 32768
 _HEADER = struct.Struct("<II")  # version (odd while being written), length
 _CLAIM = struct.Struct("<I")
-#: Offset and length, in the page before the slots, of the key of the communicator whose calls a rank has requested.
+#: Offset and length, in the page before the slots, of the key that :meth:`StatusBoard.request_records` writes.
 _ASKED, _KEY = 64, 32
 
 Slot = dict[str, Any]
 
 
 class StatusBoard:
-    """Hold one status slot for each rank of a node, and a claim: which rank reports why the job ends.
+    """Hold one status slot for each rank of a node, and a claim that tells which rank reports why the job ends.
 
     Parameters
     ----------
     ranks : sequence of int
         World ranks that share this status board.
     rank : int
-        This rank, the only one whose slot is written here.
+        World rank of this process, which writes only its own slot.
     path : str or None
-        File made by :meth:`create_file`; None makes a status board of this process alone.
+        File made by :meth:`create_file`; None makes a status board of this process alone, in its own memory.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, path: str | None) -> None:
@@ -52,7 +52,7 @@ class StatusBoard:
 
     @staticmethod
     def create_file(ranks: int) -> str | None:
-        """Make the file for ``ranks`` slots; None where there is no room for it. Not collective."""
+        """Create a file with room for ``ranks`` slots; return its path, or None without room. Not collective."""
         for folder in scratch_folders():
             with contextlib.suppress(OSError):
                 file, path = tempfile.mkstemp(prefix="mpizero-status-", dir=folder)
@@ -68,7 +68,7 @@ class StatusBoard:
         return None
 
     def write(self, slot: Slot) -> None:
-        """Replace this rank's slot. Not collective; one thread at a time."""
+        """Replace this rank's status slot; entries that do not fit are cut. Not collective; one thread at a time."""
         data, marks = encode(slot), list(slot.get("marks", {}).items())
         while len(data) > _SLOT - _HEADER.size and "records" in slot:  # the oldest calls
             left = {key: rows[len(rows) // 4 + 1 :] for key, rows in slot["records"].items()}
@@ -85,23 +85,23 @@ class StatusBoard:
         _HEADER.pack_into(self._map, start, self._version, len(data))
 
     def read(self) -> dict[int, Slot]:
-        """Return the last slot of every rank that has written one. Not collective."""
+        """Return the last status slot of every rank that has written one, by rank. Not collective."""
         found = ((rank, self.read_one(rank)) for rank in self.ranks)
         return {rank: slot for rank, slot in found if slot is not None}
 
     def read_one(self, rank: int) -> Slot | None:
-        """Return the last slot of one rank of the node; None if it has written none. Not collective."""
+        """Return the last status slot of one rank of the node; None if it has written none. Not collective."""
         return self._read_slot(self.ranks.index(rank))
 
     def request_records(self, key: str) -> None:
-        """Request that all ranks write their calls of the communicator ``key`` into their next slots.
+        """Ask all ranks of the board to write their calls of the communicator ``key`` into their next slots.
 
         Not collective.
         """
         self._map[_ASKED : _ASKED + _KEY] = key.encode().ljust(_KEY, b"\0")
 
     def requested_key(self) -> str:
-        """Return the key that was requested last, "" at first. Not collective."""
+        """Return the key that any rank has last passed to :meth:`request_records`; "" if none has. Not collective."""
         return bytes(self._map[_ASKED : _ASKED + _KEY]).rstrip(b"\0").decode(errors="replace")
 
     def _read_slot(self, index: int) -> Slot | None:
@@ -118,7 +118,7 @@ class StatusBoard:
         return None
 
     def claim(self) -> bool:
-        """Return True on the first rank of the node that calls this: it reports for the node. Not collective."""
+        """Return True on the first rank of the node that calls this: that rank reports the failure. Not collective."""
         with contextlib.ExitStack() as unlock:
             if self._file >= 0:
                 fcntl.lockf(self._file, fcntl.LOCK_EX, _CLAIM.size)
@@ -136,17 +136,17 @@ class StatusBoard:
 
 
 def encode(slots: Mapping[Any, Any]) -> bytes:
-    """Encode a slot, or slots by rank, as JSON without spaces, as stored and sent. Not collective."""
+    """Encode one slot, or slots by rank, as compact JSON. Not collective."""
     return json.dumps(slots, separators=(",", ":")).encode()
 
 
 def open_status_board(
     rank: int, members: Sequence[int], host: str, allgather: Callable[[Any], list[Any]]
 ) -> StatusBoard:
-    """Open the status board of this rank's node, or one of this process alone where that fails.
+    """Open the status board of this rank's node; if that fails, one of this process alone.
 
-    Collective over the ranks that ``allgather`` (picklable object -> list of every rank's) reaches: the world ranks
-    ``members``, in this order.
+    Collective over the world ranks ``members``. ``allgather`` takes a picklable object and returns the list of all
+    these ranks', in the order of ``members``.
     """
     hosts = allgather(host)
     ranks = [other for other, name in zip(members, hosts, strict=True) if name == host]

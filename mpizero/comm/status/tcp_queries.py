@@ -1,4 +1,4 @@
-"""Run many short TCP queries side by side in one thread; each has one deadline for the whole of it."""
+"""Run many short TCP queries concurrently in one thread. Each query has one deadline for its whole duration."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from time import monotonic
 from types import TracebackType
 from typing import Self
 
-#: One end of a query as a generator: it yields bytes to send, or the number of bytes to receive, which are sent into
-#: it. It returns or raises when the query is over.
+#: Generator that plays one side of a query. It yields bytes, to send them, or an integer, to receive that many bytes;
+#: received bytes are passed to it by ``send()``. It returns or raises when the query is over.
 Script = Generator[bytes | int, bytes, None]
 
 _PIECE = 1 << 16
 
 
 class TcpQuery:
-    """Hold one end of a connection, which follows a script until ``ended`` is true."""
+    """Hold a connection, and run a script that sends and receives on it, until ``ended`` is true."""
 
     def __init__(self, connection: socket.socket, script: Script, seconds: float) -> None:
         connection.setblocking(False)
@@ -32,7 +32,7 @@ class TcpQuery:
 
     @property
     def events(self) -> int:
-        """Selector events that it waits for: readable or writable."""
+        """Selector event that the query waits for: readable or writable."""
         return selectors.EVENT_WRITE if self._out else selectors.EVENT_READ
 
     def advance(self) -> None:
@@ -66,7 +66,7 @@ class TcpQuery:
 
 
 class TcpQueries:
-    """Run at most ``limit`` queries side by side; a new one beyond the limit ends the oldest."""
+    """Run at most ``limit`` queries concurrently; a new one beyond the limit ends the oldest."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -74,12 +74,12 @@ class TcpQueries:
         self._live: list[TcpQuery] = []
 
     def listen(self, server: socket.socket) -> None:
-        """Let :meth:`poll` return this socket when a client connects."""
+        """Add a listening socket; :meth:`poll` returns it when a client connects."""
         server.setblocking(False)
         self._selector.register(server, selectors.EVENT_READ)
 
     def start(self, connection: socket.socket, script: Script, seconds: float) -> TcpQuery:
-        """Begin a query that ends within ``seconds``."""
+        """Start to run ``script`` on ``connection``; the query is ended after ``seconds`` at the latest."""
         query = TcpQuery(connection, script, seconds)
         if len(self._live) >= self._limit:
             self._end(self._live[0])

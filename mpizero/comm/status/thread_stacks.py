@@ -1,13 +1,13 @@
 """Read the stacks of the threads of this process.
 
-[Note: no frames] The frames of another thread must not be followed from one to the next: that thread goes on meanwhile,
-and CPython 3.11 has been seen to return freed memory as a frame. ``faulthandler`` reads all stacks in one call, during
-which no other thread runs, and writes them as text.
+[Note: no frames] Code must not walk the frames of another thread by ``f_back``: that thread keeps running, and CPython
+3.11 has been seen to return freed memory as a frame. Instead ``faulthandler`` is used. It writes all stacks as text in
+one call, during which no other thread runs.
 
-[Note: no collection] ``sys._current_frames`` makes objects while it holds a lock of the interpreter, so a garbage
-collection may begin in it (CPython issue 106883, fixed in later releases). If a finalizer then lets another thread run,
-and that thread starts or ends a thread or calls the same function, both wait for each other's lock: a deadlock. The
-frames may also be freed meanwhile. So the garbage collector is off while the function runs.
+[Note: no collection] ``sys._current_frames`` creates objects while it holds a lock of the interpreter, so a garbage
+collection may begin inside of it (CPython issue 106883, fixed in later releases). If a finalizer then lets another
+thread run, and that thread starts or ends a thread or calls the same function, the two wait for each other: a deadlock.
+Frames may also be freed meanwhile. So the garbage collector is switched off while the function runs.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _LOOKING = threading.Lock()
 
 
 def current_frame(thread: int) -> FrameType | None:
-    """Return the innermost frame of the thread with this ``threading.get_ident``, or None.
+    """Return the innermost frame of the thread with this ``threading.get_ident()``, or None.
 
-    See [Note: no collection]; its outer frames must not be read, see [Note: no frames].
+    The caller must not read the frame's ``f_back``, see [Note: no frames]. See also [Note: no collection].
     """
     with _LOOKING:
         enabled = gc.isenabled()
@@ -51,10 +51,10 @@ def current_frame(thread: int) -> FrameType | None:
 
 
 def all_stacks() -> dict[int, list[Line]]:
-    """Return the stack of every thread, the innermost line first, by ``threading.get_ident``.
+    """Return the stack of every thread, innermost line first, by the thread's ``threading.get_ident()``.
 
-    At most 100 lines of at most 100 threads, the limits of ``faulthandler``; empty where no temporary
-    file can be made.
+    It has at most 100 lines of at most 100 threads, the limits of ``faulthandler``. It is empty if no temporary file
+    can be made.
     """
     text = ""
     with contextlib.suppress(OSError), anonymous_file() as file:
@@ -71,12 +71,12 @@ def all_stacks() -> dict[int, list[Line]]:
 
 
 def innermost_line(frame: FrameType | None) -> list[Line]:
-    """Return the line of one frame, for where :func:`all_stacks` is empty."""
+    """Return a stack of one line, that of ``frame``: used if :func:`all_stacks` returns nothing. Empty for None."""
     return [] if frame is None else [Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)]
 
 
 def describe_stack(stack: Sequence[Line]) -> str:
-    """Describe a stack by the innermost line of the user's own code, and the innermost line of a library in it."""
+    """Return a stack as text: the innermost line of user code, and the innermost line outside mpizero's ``comm``."""
     inner = next((line for line in stack if not line.file.startswith(_COMM)), None)
     outer = next((line for line in stack if is_users(line.file)), None)
     lines = [outer] if inner is outer else [outer, inner]
