@@ -1,4 +1,4 @@
-"""Run ranks as threads of this process: without a launcher, with one debugger and one traceback."""
+"""Run a function on several ranks that are threads of this process: without a launcher, in one debugger."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 
 def run_in_threads(size: int, function: Callable[[InMemoryCommunicator], T]) -> list[T]:
-    """Call ``function(comm)`` on ``size`` threads, one for each rank, and list the results by rank.
+    """Call ``function(comm)`` on ``size`` threads, one for each rank, and return the results as a list, by rank.
 
-    When a thread raises, all others raise PeerFailure in the call they are in, and the first error is
-    raised here. A thread that ends while others wait for it, and threads that all wait, are errors too. So the call
-    always returns, unless ``function`` itself loops forever.
+    When a thread raises, all others raise PeerFailure in their current or next call, and the first error is raised
+    here. It is an error too if a thread ends while others wait for it, or if all threads wait. So this function always
+    returns, unless ``function`` itself loops forever.
     """
     if not callable(function):
         raise ArgumentError(f"run_in_threads: function must be one of a communicator, got {function!r}")

@@ -1,4 +1,4 @@
-"""Define what a communicator is made of: counters, requests, shared memory, and the primitives of a transport."""
+"""Define the parts of communicators: counters, requests, shared memory, and the primitives to be implemented."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpizero.errors import CollectiveError
 from mpizero.layout import Span
 from mpizero.types import Array
 
-#: Name in counters of all messages from one rank to one other, whatever their tags.
+#: Name under which :class:`Counters` counts all messages of ``send`` and ``isend``, whatever their tags.
 POINT_TO_POINT = "point to point"
 
 
@@ -26,8 +26,8 @@ class Counters:
     the root counts buffer x (size - 1), the others nothing; ``reduce_scatter``: the blocks for others; ``allreduce``:
     2 x buffer x (size - 1) / size, rounded down; ``send``: the buffer, unless sent to itself; objects: their pickled
     length as in ``allgatherv`` and ``broadcast``. Barriers, splits and shared memory count nothing.
-    ``messages`` counts the calls that sent data. ``bytes_by_tag`` and ``messages_by_tag`` say what for: by the tag of a
-    collective, and :data:`POINT_TO_POINT` for all messages from one rank to one other.
+    ``messages`` counts the calls that sent data. ``bytes_by_tag`` and ``messages_by_tag`` hold the same numbers by the
+    tags of collectives, and under :data:`POINT_TO_POINT` for all point-to-point messages.
     """
 
     __slots__ = ("bytes_by_tag", "bytes_sent", "messages", "messages_by_tag")
@@ -46,23 +46,23 @@ class Counters:
             self.messages_by_tag[tag] += 1
 
     def reset(self) -> None:
-        """Start again from zero. Not collective."""
+        """Set all counts to zero. Not collective."""
         self.bytes_sent = 0
         self.messages = 0
         self.bytes_by_tag.clear()
         self.messages_by_tag.clear()
 
     def __repr__(self) -> str:
-        """Show both numbers. Not collective."""
+        """Return the bytes and the messages as text. Not collective."""
         return f"Counters(bytes_sent={self.bytes_sent}, messages={self.messages})"
 
 
 class Request(ABC):
-    """Wait for an operation that has been started; keeps its buffers alive until it has ended."""
+    """Represent a non-blocking operation in flight; keeps its buffers alive until it has ended."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Return when the operation has ended on this rank. Not collective; a second call returns at once."""
+        """Wait until the operation has ended on this rank; a second call returns at once. Not collective."""
 
     @abstractmethod
     def test(self) -> bool:
@@ -75,25 +75,28 @@ class SharedMemory(ABC):
     Attributes
     ----------
     buffer : numpy.ndarray
-        One-dimensional, uint8, the whole window on every rank, 64-byte aligned, zero at first.
-        Views of it must not be used after :meth:`close`: the pages are gone then.
+        The whole window, the same memory on every rank: one-dimensional, uint8, 64-byte aligned, zero at first. Views
+        of it must not be used after :meth:`close`, which unmaps the memory.
     """
 
     buffer: Array
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Order this rank's loads and stores to the window. Not collective; ranks are ordered by a barrier."""
+        """Order this rank's loads and stores, as ``Win.Sync`` does; ranks also need a barrier. Not collective."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free the window, ``buffer`` becomes empty; a second call does nothing. Collective over its communicator."""
+        """Free the window; ``buffer`` becomes empty. A second call does nothing. Collective over its communicator."""
 
 
 class Transport(ABC):
-    """Hold rank, size and records, and declare the primitives, which are called with checked arguments."""
+    """Hold rank, size, counters and trace of a communicator, and declare the primitives that subclasses implement.
 
-    #: Exceptions of the transport that become CollectiveError.
+    The primitives (``_barrier``, ``_iallgather`` ...) are called with arguments that have been checked.
+    """
+
+    #: Exceptions of the message library that are converted to CollectiveError.
     _native_errors: tuple[type[BaseException], ...] = ()
 
     def __init__(self, rank: int, size: int, name: str, shares_memory: bool = False) -> None:
@@ -103,33 +106,36 @@ class Transport(ABC):
         self.shares_memory = shares_memory or size == 1
         self.counters = Counters()
         self.trace = CallTrace(name)
-        #: Is called before MPI gets an array of a GPU, to wait for the GPU's own work; None: such are refused.
+        #: Called before a GPU array is passed to MPI, to wait for the GPU's own work. If None, GPU arrays are refused.
         self.wait_for_device: Callable[[], None] | None = None
         #: The error that was raised when ranks had called different operations; it is raised again from then on.
         self.out_of_step: CollectiveError | None = None
-        #: Records the time of calls, if set.
+        #: Records the times of calls; None if there is no timeline.
         self.timeline: Timeline | None = None
 
     def __repr__(self) -> str:
-        """Show name, rank and size. Not collective."""
+        """Return name, rank and size as text. Not collective."""
         return f"{type(self).__name__}({self.name!r}, rank {self.rank} of {self.size})"
 
     def error(self, operation: str, tag: object, reason: object, array: object = None) -> CollectiveError:
-        """Describe a failed call: rank, operation, tag, communicator, dtype, count, reason. Not collective."""
+        """Return an error for a failed call, which names rank, operation, tag, communicator, dtype, count and reason.
+
+        Not collective.
+        """
         what = f" {array.dtype}[{array.size}]" if hasattr(array, "dtype") and hasattr(array, "size") else ""
         label = f" {tag!r}" if tag != "" else ""
         return CollectiveError(f"[rank {self.rank}] {operation}{label} on {self.name!r}{what}: {reason}")
 
     def _call(self, call: Signature, primitive: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a collective primitive under the next sequence number; ``call`` must be the same on all ranks."""
+        """Record a collective in the trace, then run its primitive; ``call`` must be the same on all ranks."""
         return self._run(call[0], call[1], self.trace.begin(call), primitive, *arguments)
 
     def _count(self, operation: str, tag: str, primitive: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a collective primitive under the next sequence number, without a record of it."""
+        """Count a collective in the trace without recording it, then run its primitive; see [Note: counted calls]."""
         return self._run(operation, tag, self.trace.count(), primitive, *arguments)
 
     def _run(self, operation: str, tag: str, sequence: int, primitive: Callable[..., Any], *arguments: Any) -> Any:
-        """Run ``primitive`` under the trace; the transport's errors name the call."""
+        """Run ``primitive`` while the trace shows the call as current; convert its errors to CollectiveError."""
         trace = self.trace
         trace.sequence = sequence
         trace.operation = operation
@@ -145,19 +151,22 @@ class Transport(ABC):
                 self.timeline.add(MESSAGE, CommunicatorCall(self.name, operation, tag, sequence), entered)
 
     def _failure(self, operation: str, tag: str, reason: object, array: object = None) -> CollectiveError:
-        """Return the error of a call in which the transport has failed."""
+        """Return the error to raise when the message library has failed in a call."""
         return self.error(operation, tag, reason, array)
 
     def mismatch_term(self) -> int:
-        """Return a term that adds up to 0 over all ranks, modulo ``MODULUS``, while they have made the same calls.
+        """Return this rank's number for the check of calls: if calls match, all ranks' add up to 0 modulo ``MODULUS``.
 
-        Not collective, but called by all ranks before the same collective. It covers this communicator and those within
-        it. 0 where every call is compared anyway.
+        Sends nothing, but all ranks must call it before the same collective. It covers this communicator and its
+        subgroups, see [Note: one sum] in registry.py. Communicators that compare every call anyway return 0.
         """
         return 0
 
     def mismatch(self) -> CollectiveError:
-        """Return the error of ranks whose :meth:`mismatch_term` do not add up. Collective over the communicator."""
+        """Return the error to raise when the sum of all ranks' :meth:`mismatch_term` is not 0.
+
+        Collective over the communicator. The error names the first call that differs, if that is known.
+        """
         return self.error("contract", "", "the ranks have called different collectives")
 
     @abstractmethod
@@ -194,7 +203,7 @@ class Transport(ABC):
     @abstractmethod
     def _iallreduce(self, buffer: Array, op: str) -> Request: ...
 
-    # Blocking twins; a transport overrides those that it has in a faster form.
+    # Blocking forms by default; a subclass overrides those for which it has a faster one.
 
     def _broadcast(self, buffer: Array, root: int) -> None:
         self._ibroadcast(buffer, root).wait()

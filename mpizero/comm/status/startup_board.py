@@ -108,7 +108,7 @@ class StartupBoard:
     def close(self, *, remove: bool = False) -> None:
         """Mark this rank's slot as closed, and close the file; a second call does nothing.
 
-        The file is removed by the last rank that is still working, or at once with ``remove``.
+        The file is removed if no other rank is working any more, or at once with ``remove``.
         """
         with self._closing, contextlib.suppress(OSError):
             self._gone = True

@@ -1,1 +1,1 @@
-"""Watch over running collectives: record them, compare them, and report those that do not return."""
+"""Supervise a job: compare the ranks' collectives, report hanging ones, and end all ranks when one fails."""

@@ -1,7 +1,7 @@
-"""Watch the ranks of a communicator that is being made, and name those that have not come after the timeout.
+"""End the job if ranks do not all join in making a communicator within a timeout, and name the missing ones.
 
-[Note: no channel yet] Making a communicator is collective itself, so MPI does not tell which ranks have come to it. On
-a node the startup board does. Of other nodes nothing is known; the timeout ends the job all the same.
+[Note: no channel yet] Making a communicator is itself collective, and MPI does not tell which ranks have called it. The
+startup board tells it for the ranks of this node. Of ranks on other nodes nothing is known; the job ends all the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mpizero.comm.status.status_board import Slot
 from mpizero.comm.supervision import wait_report
 from mpizero.comm.supervision.supervisor import TICK, Supervisor
 
-#: Default seconds for all ranks to come: the default timeout of a configuration.
+#: Default timeout in seconds, also that of a configuration.
 PATIENCE = 600.0
 
 
@@ -28,20 +28,20 @@ def watch_arrival(
     slots: Callable[[], dict[int, Slot]],
     end: Callable[[str], None],
 ) -> Iterator[None]:
-    """Watch the block in which the ranks of a communicator make it.
+    """End the job if the block, in which the ranks make a communicator, lasts longer than ``timeout``.
 
     Parameters
     ----------
     entry : CommunicatorEntry
         The communicator that is being made.
     supervisor : Supervisor
-        Its thread watches.
+        The supervisor whose thread checks the time.
     timeout : float or None
         Seconds for the block; None for no limit.
     slots : callable
-        Returns the known status slots of all ranks, with this one's.
+        Returns the known status slots, by rank, with this rank's.
     end : callable
-        Ends the job with the text that it is given.
+        Ends the job; it is called with the report.
     """
 
     def look(now: float) -> None:

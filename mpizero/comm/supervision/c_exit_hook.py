@@ -1,7 +1,7 @@
-"""Run a function when a C library ends the process by ``exit()``, which Python's hooks do not see.
+"""Run a function when a C library ends the process by ``exit()``, which Python's hooks do not notice.
 
-MPICH ends a process by ``exit()`` when a message of a blocking collective is too long for its buffer, whatever error
-handler is set. Handlers that are registered with the C library still run then, while the heartbeat's thread lives.
+MPICH calls ``exit()`` when a message of a blocking collective is too long for its buffer, whatever error handler is
+set. Functions that are registered with the C library still run then, and the heartbeat's thread is still alive.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from collections.abc import Callable
 
 
 class CExitHook:
-    """Call ``function`` when C's ``exit()`` is called, until :meth:`close`; do nothing where C has no such handlers.
+    """Call ``function`` when C's ``exit()`` is called, until :meth:`close`.
 
-    The interpreter must be alive when it is called, so close it before that ends.
+    It does nothing if the C library cannot register such functions. It must be closed before the interpreter ends,
+    because ``function`` is Python code.
     """
 
     def __init__(self, function: Callable[[], None]) -> None:
@@ -32,7 +33,7 @@ class CExitHook:
             self._function()
 
     def close(self) -> None:
-        """Remove the handler; a second call does nothing."""
+        """Unregister the function; a second call does nothing."""
         self._function = None
         remove, self._remove = self._remove, None
         if remove is not None:

@@ -1,9 +1,10 @@
-"""Decide whether the other ranks can go on without a rank that has reached the end of its program.
+"""Decide whether the other ranks can finish without a rank that has reached the end of its program.
 
-[Note: who may go on] While this rank waits at its end, the others may work for as long as they like: pack files, run
-other programs, train with one another. The job is ended only for a rank that cannot go on without this one: it waits in
-a collective that takes both, or is in a step that takes both; or it waits for a message, and no rank of the job works
-any more. A rank whose slot cannot be read, since its node does not reply, counts as working.
+[Note: who may go on] While this rank waits at the end of its program, other ranks may work as long as they like: pack
+files, run other programs, train with one another. The job is ended only if a rank cannot finish without this one. That
+is so if it waits in a collective, or is in a training step, in which both ranks take part; or if it waits for a message
+and no rank of the job is working any more. A rank whose status cannot be read, because its node does not reply, counts
+as working.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from mpizero.comm.status.status_board import Slot
 BLOCKED = 1.0
 #: Seconds after which ranks that all wait for messages count as stuck.
 PATIENCE = 120.0
-#: Seconds for the others to end too, after this rank has requested an exit status that is not 0.
+#: Seconds in which the other ranks must end too when this rank ends with an exit status other than 0.
 _ALONE = 2.0
-#: Seconds between two looks, and the most that one wait counts: this process may have been stopped in it.
+#: Seconds between two checks, and the most seconds that one pause counts, since the process may have been stopped.
 _LOOK, _COUNTED = 0.1, 0.5
 #: Operations in which a rank waits for one message.
 _MESSAGES = ("isend", "irecv")
 
 
 def waits_for_this_rank(register: CommunicatorRegistry, other: int, slot: Slot) -> str:
-    """Describe what ``other`` waits for, "" if it does not wait for this rank.
+    """Return a text that tells in which call rank ``other`` waits for this rank; "" if it does not wait for it.
 
-    Not collective. ``register`` is this rank's, ``slot`` what the other has written last.
+    Not collective. ``register`` lists this rank's communicators; ``slot`` is the last status of the other rank.
     """
     known = register.counts()
     for key, name, sequence, operation, tag, since in slot["calls"]:
@@ -53,18 +54,18 @@ def waits_for_this_rank(register: CommunicatorRegistry, other: int, slot: Slot) 
 
 
 class EarlyExit:
-    """Wait at the end of this rank's program for the others to end, and end the job where they cannot.
+    """Wait at the end of this rank's program for the other ranks; end the job if they cannot finish without it.
 
     Parameters
     ----------
     peers, register
-        Of this process.
+        The status boards and the communicators of this process.
     status : object
         Exit status that the program has requested by ``sys.exit``; 0 and None are success.
     patience : float
-        See :data:`PATIENCE`.
+        Seconds after which ranks that all wait for messages count as stuck.
     end : callable
-        Ends the job for the reason that it is given.
+        Ends the job; it is called with the reason.
     """
 
     def __init__(
@@ -80,9 +81,9 @@ class EarlyExit:
         self._looked = 0.0
 
     def look(self, waited: float) -> bool:
-        """End the job if the others cannot end without this rank; return False to wait on. Not collective.
+        """End the job if other ranks cannot finish without this one; return False to keep waiting. Not collective.
 
-        ``waited`` are the seconds since this rank's end.
+        ``waited`` is the number of seconds since this rank has reached the end of its program.
         """
         if waited - self._looked >= _LOOK:
             self._looked = waited
@@ -91,7 +92,7 @@ class EarlyExit:
         return False
 
     def reason_to_end(self, waited: float) -> str:
-        """Return why the others cannot end without this rank, "" if they can. Not collective."""
+        """Return why the other ranks cannot finish without this one; "" if they can. Not collective."""
         if waited < BLOCKED:
             return ""
         slots = self._peers.read_all(rarely=True)
@@ -107,14 +108,14 @@ class EarlyExit:
         return self._standstill(slots)
 
     def wait(self) -> None:
-        """Wait while ranks of this node work that have no communicator with this one. Not collective."""
+        """Wait until no other rank on the startup board of this node is working. Not collective."""
         begun = monotonic()
         while any(map(is_working, self._peers.read_startup_board().values())):
             self.look(monotonic() - begun)
             time.sleep(_LOOK)
 
     def _awaits(self, other: int, slot: Slot) -> str:
-        """Describe the communicator with this rank that ``other`` is making, "" if there is none."""
+        """Return a text about the communicator that ``other`` is making and that includes this rank; "" if none."""
         known = self._register.counts()
         making, own = slot.get("making", {}), self._peers.rank
         for key, name, _, operation, _, since in slot["calls"]:
@@ -124,7 +125,7 @@ class EarlyExit:
         return ""
 
     def _standstill(self, slots: Mapping[int, Slot]) -> str:
-        """Describe ranks that wait for messages, if all ranks that could send them wait too or have ended."""
+        """Return a text about a rank that waits for a message, if all possible senders wait too or have ended."""
         waiting = {rank: members for rank, slot in slots.items() if (members := self._messages_of(slot))}
         idle = {self._peers.rank, *waiting, *(rank for rank, slot in slots.items() if slot["state"] == "leaving")}
         if not waiting or not idle.issuperset(*waiting.values()):
@@ -133,7 +134,7 @@ class EarlyExit:
         return f"rank {rank} waits for a message at {slots[rank]['place']}, and nobody is at work any more"
 
     def _messages_of(self, slot: Slot) -> tuple[int, ...]:
-        """Return the ranks of the communicator in which a rank has long waited for a message; () if it does not."""
+        """Return the ranks of the communicator in which a rank waits too long for a message; () if it does not wait."""
         for key, _, _, operation, _, since in slot["calls"]:
             if operation in _MESSAGES and since > self._patience and (entry := self._register.find(key)):
                 return entry.members
@@ -141,9 +142,10 @@ class EarlyExit:
 
 
 def agree_minimum(mpi: Any, controls: Sequence[Any], value: int, give_up: Callable[[float], bool]) -> int | None:
-    """Return the least ``value`` of all ranks of ``controls``, mpi4py communicators; None if ``give_up`` ends the wait.
+    """Return the least ``value`` over all ranks of the mpi4py communicators ``controls``; None if it gave up.
 
-    Collective over each of them. ``give_up`` is called with the seconds waited, and returns whether to stop waiting.
+    Collective over each of the communicators. ``give_up`` is called regularly with the seconds waited so far, and
+    returns True to stop waiting.
     """
     send, recv = np.array([value]), np.empty((len(controls), 1), np.int64)
     rows = zip(controls, recv, strict=True)

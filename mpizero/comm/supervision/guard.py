@@ -1,13 +1,14 @@
-"""Supervise a process from the import of mpizero on, so that no rank fails alone.
+"""Supervise a process from the import of mpizero on, so that all ranks end when one fails.
 
 [Note: one guard] ``sys.excepthook``, ``threading.excepthook`` and ``atexit`` belong to the process, as MPI does. So
 there is one guard per process: ``_GUARD``, the only module state of the package. It holds what those hooks need and
 nothing that a computation reads.
 
 [Note: life of the guard] Supervision begins with :func:`install_in_job`, when mpizero is imported in a launcher's job,
-or with the first communicator. Hooks catch errors and the end of the program (:mod:`.python_hooks`, :mod:`.job_exit`);
-with several ranks, a thread writes the status of this rank for the others of the node. Closing the last communicator
-restores the process as it was; the next communicator begins again. A guest's communicators (``embedded``) do neither.
+or with the first communicator. Hooks catch errors and the end of the program (:mod:`.python_hooks`, :mod:`.job_exit`).
+If there are several ranks, a thread writes the status of this rank for the other ranks of the node. When the last
+communicator is closed, hooks and thread are removed; the next communicator installs them again. Communicators of a
+guest (``embedded=True``: mpizero inside another program) neither install nor remove anything.
 """
 
 from __future__ import annotations
@@ -39,14 +40,16 @@ from mpizero.errors import (
 from mpizero.launched import RANK_PROCESS, Launch, is_rank, is_several, job_name, launched_rank, mark
 from mpizero.names import nearest
 
-#: "collectives" compares each before it starts; "gradients" checks in every step that layers have written all of them.
+#: Environment variable and its values: "collectives" compares every collective before it starts; "gradients" checks in
+#: every step that layers have written all gradients.
 DEBUG, DEBUGGED = "MPIZERO_DEBUG", ("collectives", "gradients")
-#: "1" says that this process belongs to another program, and must not be changed; see docs/embedding.md.
+#: Environment variable; "1" says that this process belongs to another program and must not be changed, see
+#: docs/embedding.md.
 EMBEDDED = "MPIZERO_EMBEDDED"
 
 
 class Guard(JobExit):
-    """Install the supervision of a process, and remove it again; made once, see [Note: one guard]."""
+    """Install and remove the supervision of this process. There is one instance, see [Note: one guard]."""
 
     def __init__(self) -> None:
         super().__init__(launched=is_several(os.environ))
@@ -54,13 +57,13 @@ class Guard(JobExit):
         self.verifies = "collectives" in self.debug
         self._c_exit_hook: CExitHook | None = None
         self._imported = self._keeps = self.shows_stacks = False
-        #: The supervised communicators, with the ranks of those that were not split off another one.
+        #: The supervised communicators by trace, with their world ranks; () for those split off another one.
         self._watched: dict[CallTrace, tuple[int, ...]] = {}
 
     # ------------------------------------------------------------------ life
 
     def install_in_job(self) -> None:
-        """Begin to supervise this process if it is a launcher's rank and no guest; a second call does nothing.
+        """Begin to supervise this process if a launcher has started it as a rank; a second call does nothing.
 
         Not collective; loads no MPI.
         """
@@ -70,9 +73,10 @@ class Guard(JobExit):
         self._imported = True
 
     def install(self, *, keep: bool = False) -> None:
-        """Set the hooks, and begin to write the status of this rank for the others of the node. Not collective.
+        """Set the hooks, and begin to write the status of this rank for the other ranks of the node. Not collective.
 
-        A second call does nothing. ``keep`` is for a process that runs mpizero only: supervise it until its end.
+        A second call does nothing. With ``keep`` the process stays supervised until its end, even without
+        communicators: for processes that run nothing but mpizero.
         """
         self._keeps |= keep
         if self.hooks is not None and self.hooks.live:
@@ -94,16 +98,16 @@ class Guard(JobExit):
             )
 
     def release(self) -> None:
-        """Remove the hooks and end the supervision, unless it was installed to stay. Not collective.
+        """Remove the hooks and end the supervision, unless it was installed with ``keep``. Not collective.
 
-        Called when the last communicator is closed, and by a guest's configuration.
+        Called when the last communicator is closed, and by a configuration with ``embedded=True``.
         """
         if self.process == os.getpid() and self.hooks is not None and not self._keeps:
             self.hooks.restore()
             self._stop_supervision()
 
     def on_exit(self) -> None:
-        """Wait for the others at the end of the program, then end the supervision."""
+        """Wait for the other ranks at the end of this rank's program, then end the supervision."""
         super().on_exit()
         self._stop_supervision()
 
@@ -123,22 +127,26 @@ class Guard(JobExit):
         self.hooks, self.process = None, 0
 
     def release_to_host(self) -> None:
-        """Remove what the import has installed, unless communicators are supervised. Not collective."""
+        """Remove the hooks that the import of mpizero has set, unless communicators are supervised. Not collective."""
         self._imported = True
         if not self._watched:
             self.release()
 
     def is_guest(self, embedded: bool = False) -> bool:
-        """Tell whether this process belongs to another program. Not collective."""
+        """Tell whether mpizero is a guest in another program's process: by ``embedded`` or MPIZERO_EMBEDDED.
+
+        Not collective.
+        """
         if (value := os.environ.get(EMBEDDED, "")) not in ("", "0", "1"):
             raise ConfigError(f'{EMBEDDED}={value!r}: expected "1", or "0" or nothing')
         return embedded or value == "1"
 
     @contextlib.contextmanager
     def register_new(self, trace: CallTrace, comm: Any, timeout: float | None, *, guest: bool) -> Iterator[Any]:
-        """Register a communicator that the block makes; yields a function that connects its ranks and returns them.
+        """Register the communicator that the block makes from ``comm``, and supervise the process while it is open.
 
-        Collective over ``comm``, an mpi4py intracommunicator; the yielded function over the new communicator.
+        Collective over ``comm``, an mpi4py intracommunicator. It yields a function that the block calls with the new
+        communicator, collectively over it: it opens the peer group of the ranks, and returns their world ranks.
         """
         if not guest:
             self.install()
@@ -169,7 +177,7 @@ class Guard(JobExit):
             self.end_job(self.with_prefix(text), ExitStatus.HANG)
 
     def _join_group(self, comm: Any, members: tuple[int, ...]) -> tuple[int, ...]:
-        """Make a peer group of a communicator's ranks, unless there is one; return the ranks. Collective over it."""
+        """Open a peer group for the ranks of ``comm`` unless there is one; return the ranks. Collective over it."""
         if not self.peers.has_group(members):
             self.peers.add_group(comm, members, self.host, self.supervisor.warn_once)
         self._start_heartbeat()
@@ -179,7 +187,7 @@ class Guard(JobExit):
         return members
 
     def world_ranks(self, comm: Any) -> tuple[int, ...]:
-        """Return the ranks in COMM_WORLD of those of ``comm``, an mpi4py communicator. Not collective."""
+        """Return the COMM_WORLD ranks of the ranks of ``comm``, an mpi4py communicator. Not collective."""
         from mpi4py import MPI
 
         world = MPI.COMM_WORLD
@@ -203,9 +211,9 @@ class Guard(JobExit):
         return members
 
     def unregister(self, trace: CallTrace, *, free: bool) -> None:
-        """Remove a closed communicator from the registry; with the last one, end the supervision.
+        """Remove a closed communicator from the registry; after the last one, end the supervision.
 
-        Collective over its ranks if ``free``, which says that MPI still runs.
+        With ``free``, while MPI still runs, it is collective over the communicator's ranks.
         """
         self.register.remove(trace)
         members = self._watched.pop(trace, None)
@@ -215,7 +223,7 @@ class Guard(JobExit):
             self.release()
 
     def before_mpi_starts(self) -> None:
-        """Note in the status that this rank now waits for all ranks to start MPI. Not collective."""
+        """Write in this rank's status that it is about to start MPI, which waits for all ranks. Not collective."""
         if self.heartbeat is not None and "mpi4py.MPI" not in sys.modules:
             self.heartbeat.extra_entries["starts"] = True
             self.heartbeat.refresh_place()
@@ -245,7 +253,7 @@ _GUARD = Guard()
 
 
 def install_in_job() -> None:
-    """Begin to supervise a rank; called by the import of mpizero in a launcher's job.
+    """Begin to supervise this process; called by the import of mpizero in a launcher's job.
 
     Not collective; loads no MPI. ``MPIZERO_EMBEDDED=1`` prevents it, ``ShardingConfig(embedded=True)`` undoes it.
     """
@@ -253,7 +261,7 @@ def install_in_job() -> None:
 
 
 def set_context(step: int | None = None, phase: str | None = None) -> None:
-    """Set the step and phase of this rank, for reports. Not collective."""
+    """Store the training step and phase of this rank, which reports show. Not collective."""
     if step is not None:
         _GUARD.context["step"] = step
     if phase is not None:

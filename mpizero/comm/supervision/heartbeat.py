@@ -1,4 +1,4 @@
-"""Write the status of this rank to its status boards, without MPI."""
+"""Write the status of this rank to the status boards several times a second, without MPI."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from mpizero.comm.status.status_board import Slot
 from mpizero.comm.status.thread_stacks import all_stacks, current_frame, describe_stack, innermost_line
 from mpizero.comm.supervision.supervisor import Supervisor
 
-#: Seconds at the same instruction after which the main thread counts as waiting.
+#: Seconds at one bytecode instruction after which the main thread counts as waiting.
 _STILL = 0.5
 #: Seconds between two reads of the stack of a running main thread: each costs it most of a millisecond.
 _LOOK = 1.0
-#: Ranges of ranks that are written down of a communicator that is being made: of more, none is.
+#: Most ranges of ranks that a slot lists for a communicator that is being made; if there are more, it lists none.
 _RANGES = 200
 
 _LIBRARY_CALL = re.compile(
@@ -35,10 +35,10 @@ _LIBRARY_CALL = re.compile(
 
 
 def library_call(frame: FrameType, world: Any) -> str:
-    """Name the collective of mpi4py over ``world`` that ``frame`` is calling directly; "" if there is none.
+    """Return the name of the mpi4py collective on ``world`` that ``frame`` is calling directly; "" if it calls none.
 
-    Such a call is not in the traces, and a compiled method has no frame. But the source text of the current
-    instruction is known, and so is the object that its dotted name means.
+    Users may call mpi4py themselves. Such a call is in no trace, and a compiled method has no frame. So the source text
+    of the current instruction is read, and the object that its dotted name refers to is compared with ``world``.
     """
     positions = list(frame.f_code.co_positions())
     index = frame.f_lasti // 2
@@ -57,9 +57,9 @@ def library_call(frame: FrameType, world: Any) -> str:
 
 
 def calls_in_progress(register: CommunicatorRegistry, since: Callable[[float], float]) -> list[list[Any]]:
-    """Return the calls in progress: key, communicator, sequence, operation, tag, seconds.
+    """Return the communicator calls in progress, each as [key, communicator, sequence, operation, tag, seconds].
 
-    ``since`` returns the seconds since a moment.
+    ``since`` is a function that returns the seconds since a moment.
     """
     return [
         [e.key, e.trace.name, e.trace.sequence, e.trace.operation, e.trace.tag[:80], since(entered)]
@@ -69,14 +69,14 @@ def calls_in_progress(register: CommunicatorRegistry, since: Callable[[float], f
 
 
 def transfers_in_progress(traces: Iterable[CallTrace], since: Callable[[float], float]) -> list[list[Any]]:
-    """Return the files that are being read or written: what, bytes so far, seconds since the last."""
+    """Return the files that are being read or written, each as [name, bytes so far, seconds since the last bytes]."""
     return [[t.what, t.bytes, since(t.moved)] for trace in traces for t in tuple(trace.transfers)]
 
 
 class Heartbeat:
     """Write the status slot of this rank at every tick of the supervisor.
 
-    ``context`` returns further entries of the slot.
+    ``context`` is a function that returns further entries of the slot, such as the training step.
     """
 
     def __init__(
@@ -101,24 +101,24 @@ class Heartbeat:
         self._writing = threading.RLock()
 
     def look(self, now: float) -> None:
-        """Write the present slot, then call the listeners with it."""
+        """Write the current status slot, then call the listeners with it."""
         slot = self.beat(now)
         for listener in tuple(self.listeners):
             listener(slot)
 
     def refresh_place(self) -> None:
-        """Read the stack of the main thread again for the next slot, however recently it was read."""
+        """Make the next slot read the main thread's stack again, even if it was read recently."""
         self._looked = float("-inf")
 
     def beat(self, now: float | None = None) -> Slot:
-        """Write the present slot."""
+        """Write the current status slot, and return it."""
         with self._writing:
             self.last_slot = slot = self.slot(monotonic() if now is None else now)
             self.peers.write(slot)
         return slot
 
     def slot(self, now: float) -> Slot:
-        """Return the present status of this rank as a slot."""
+        """Return the current status of this rank as a slot: where it is, and the calls that it is in."""
 
         def since(moment: float) -> float:
             return self._supervisor.since(moment, now)
@@ -153,7 +153,7 @@ class Heartbeat:
         return slot | self.extra_entries | self._context()
 
     def _asked_for(self) -> dict[str, list[CallRecord]]:
-        """Return the last calls of the communicators for which ranks have requested them."""
+        """Return, by key, the last calls of the communicators for which a rank has requested them."""
         asked = self.peers.requested_keys()
         self._asked = [*asked, *(key for key in self._asked if key not in asked)][: len(asked) + 1]
         entries = filter(None, map(self.register.find, self._asked))

@@ -1,13 +1,14 @@
-"""End a job as one: one of the ranks that fail or leave early reports why, and all ranks end.
+"""End all ranks of a job when one fails or leaves early; one of them reports why.
 
-Works under plain ``mpiexec python script.py``. It does not see ``os._exit``, which runs no Python code: there the
+It works under plain ``mpiexec python script.py``. It does not notice ``os._exit``, which runs no Python code. Then the
 launcher must notice (Open MPI's does; MPICH's takes status 0 for success), so a program should mark success by a file.
 
-[Note: one report] Of all ranks that fail, one reports. The first rank of a node to claim the report on the status board
-does. Ranks of other nodes cannot be asked, so nodes without rank 0 first wait for ``_OTHER_NODE`` seconds, in which a
-job that is being ended kills them. An error of bad input (MpizeroError) is usually raised by all ranks at once: a
-minimum over the ranks finds the lowest failing rank and its exit status. That rank reports, and all end without Abort.
-A RemoteError or PeerFailure only says that another rank failed: it is reported only if no other rank reports.
+[Note: one report] If several ranks fail, only one of them reports. On a node it is the first rank that claims the
+report on the status board. Ranks of other nodes cannot be asked. So nodes without rank 0 wait for ``_OTHER_NODE``
+seconds first; if another node ends the job meanwhile, they are killed before they report. An error of bad input
+(MpizeroError) is usually raised by all ranks at once. Then a minimum over the ranks finds the lowest failing rank and
+its exit status. That rank reports, and all end without Abort. A RemoteError or PeerFailure only says that another rank
+failed, so it is reported only if no other rank reports.
 """
 
 from __future__ import annotations
@@ -41,15 +42,16 @@ from mpizero.errors import (
     RemoteError,
 )
 
-#: Seconds between the failure of a rank and the hard end of its process, whatever MPI does.
+#: Seconds after its failure in which a rank's process is ended by force, whatever MPI does.
 HARD_STOP = 4.0
-#: Seconds in which the other ranks must raise an error of bad input, too: with a common communicator, and before there
-#: is one, when a rank may still be loading the program.
+#: Seconds in which the other ranks must raise an MpizeroError too, to end together: with a common communicator, and
+#: without one, when a rank may still be loading the program.
 _AGREEMENT, _AGREEMENT_AT_START = 0.7, 2.0
 #: Seconds for which ranks that fail because of another rank, or after it, wait to be ended.
 _CONSEQUENCE = 2.0
 _OTHER_NODE = 0.3
-#: Seconds for which a rank that ends without MPI waits for others to start: they would wait for it in MPI_Init.
+#: Seconds for which a rank that ends without having started MPI waits for ranks that have not started yet. If one of
+#: them starts MPI, it would wait for this rank in MPI_Init.
 _COMING = 3.0
 
 _NORMAL = 2**62
@@ -84,10 +86,10 @@ class JobExit:
         return {"state": self._exit_state or "working", **self.context}
 
     def _mpi(self, join: bool = False) -> Any:
-        """Return the MPI module while this process can use it and is not the only one, else None.
+        """Return the module ``mpi4py.MPI`` if it is loaded, MPI is running and there are other ranks; else None.
 
-        With ``join`` a rank that fails before it has loaded MPI does so now: MPICH's launcher does not notice the end
-        of a process that never came to MPI_Init, and the others would wait for it there.
+        With ``join`` a rank that fails before it has loaded MPI loads it now. Otherwise the other ranks would wait for
+        it in MPI_Init, because MPICH's launcher does not notice the end of a process that never came there.
         """
         if join and self.launched and self.process == os.getpid() and "mpi4py.MPI" not in sys.modules:
             self._arm_hard_stop(0.0)
@@ -104,7 +106,7 @@ class JobExit:
     # ------------------------------------------------------------------ events of the hooks
 
     def on_error(self, error: BaseException, trace: TracebackType | None, origin: str) -> None:
-        """End the job, or this program with all others, because of an uncaught error."""
+        """Report an uncaught error and end all ranks."""
         assert self.hooks is not None
         mpi = self._mpi(join=True)
         if isinstance(error, MpizeroError):
@@ -128,15 +130,15 @@ class JobExit:
             self.end(mpi, self.with_prefix(format_error(error, trace), origin), code, delay)
 
     def on_exit_request(self, status: Any) -> None:
-        """Store a requested exit status with the number of calls before it."""
+        """Store the status that was passed to ``sys.exit``, and how many collectives had been called until then."""
         self._requested = (status, self.register.counts())
 
     def has_other_ranks(self) -> bool:
-        """Tell whether there are other ranks to end."""
+        """Tell whether there are other ranks, which an error must end."""
         return self._mpi() is not None
 
     def _on_c_exit(self) -> None:
-        """Report why MPI ends this process, as far as the calls of the other ranks show it; then do not return."""
+        """Report why the MPI library has called ``exit()``, as far as the ranks' calls show it, and end the process."""
         if self.process != os.getpid() or self.mismatch_watch is None or not self._ending_lock.acquire(blocking=False):
             return
         call = next((entry.trace for entry in self.register.live if entry.trace.entered), None)
@@ -155,7 +157,10 @@ class JobExit:
 
     @staticmethod
     def _consequence_delay(error: BaseException, mpi: Any) -> float:
-        """Return the seconds to wait for the rank that failed first; MPI itself reports dead peers to living ranks."""
+        """Return the seconds to wait before this rank reports, if its error may only follow from another rank's.
+
+        An MPI exception counts as such an error, because MPI reports the death of a rank to the others.
+        """
         if isinstance(error, RemoteError | PeerFailure):
             return _CONSEQUENCE
         return _AGREEMENT if isinstance(error, mpi.Exception) else 0.0
@@ -164,14 +169,14 @@ class JobExit:
 
     @property
     def _all_ranks_comm(self) -> Any:
-        """The guard's own communicator of all ranks; None if there is none."""
+        """The guard's own communicator, if there is a peer group of all ranks; else None."""
         return next((group.control for group in self.peers.groups if len(group.members) == self.size), None)
 
     def _agree_to_fail(self, mpi: Any, error: MpizeroError) -> int | None:
-        """Return the common exit status if every rank ends now, after one of them has printed its error; else None.
+        """Agree with all ranks to end now; return the common exit status, or None if not all ranks fail in time.
 
-        Only where there is a communicator of all ranks, or none at all: a rank that fails before its first one may use
-        COMM_WORLD, since it ends.
+        The lowest rank whose error is a cause prints it. This needs a communicator of all ranks. A rank that fails
+        before it has made any uses COMM_WORLD, which it may do because it ends.
         """
         second = isinstance(error, RemoteError | PeerFailure)
         self._exit_state = "failed"
@@ -193,7 +198,7 @@ class JobExit:
         raise SystemExit(int(status))
 
     def on_exit(self) -> None:
-        """Wait for the others at the end of the program; end the job if they cannot end without this rank."""
+        """Wait for the other ranks at the end of the program; end the job if they cannot finish without this rank."""
         mpi = self._mpi()
         if mpi is None and self.launched and self.process == os.getpid() and "mpi4py.MPI" not in sys.modules:
             self._wait_before_mpi()
@@ -215,7 +220,7 @@ class JobExit:
             self.peers.close_startup_board(all_joined=True)
 
     def _wait_before_mpi(self) -> None:
-        """Wait for the others of this node; end them if one starts MPI, since it would wait for this rank for ever."""
+        """Wait for the other ranks of this node to end; end the job if one starts MPI, where it would wait for ever."""
         self._exit_state = "leaving"
         if self.heartbeat is not None:
             self.heartbeat.beat()
@@ -239,7 +244,7 @@ class JobExit:
     # ------------------------------------------------------------------ reporting
 
     def with_prefix(self, text: str, origin: str = "") -> str:
-        """Put ``[rank r/N host]`` before every line; the first line names step and phase."""
+        """Return a report with ``[rank r/N host]`` before every line; step and phase, if known, come first."""
         place = ", ".join(f"{name} {value}" for name, value in self.context.items())
         head = " ".join(filter(None, [origin, f"at {place}" if place else ""]))
         body = f"{head}:\n{text}" if head else text
@@ -247,7 +252,7 @@ class JobExit:
         return "".join(f"{prefix} {line}".rstrip() + "\n" for line in body.splitlines())
 
     def claims_report(self) -> bool:
-        """Return True on the rank that reports why the job ends. See [Note: one report]."""
+        """Decide whether this rank reports why the job ends, see [Note: one report]; may wait for a moment."""
         if not self.peers.groups and self.peers.startup_board is None:  # no status board: lower ranks first
             time.sleep(min(0.1 * self.rank, _CONSEQUENCE) + (_OTHER_NODE if self.rank else 0.0))
             return True
@@ -261,16 +266,16 @@ class JobExit:
         return self._ending_lock.locked()
 
     def is_registered(self, trace: CallTrace) -> bool:
-        """Tell whether ``trace`` belongs to an MPI communicator of this process."""
+        """Tell whether ``trace`` belongs to an open MPI communicator of this process."""
         return any(entry.trace is trace for entry in self.register.live)
 
     def end_job(self, text: str, status: int) -> None:
-        """End all ranks like :meth:`end`; returns only where MPI is gone already."""
+        """End all ranks like :meth:`end`; return only if MPI is not running or there are no other ranks."""
         if (mpi := self._mpi()) is not None:
             self.end(mpi, text, status)
 
     def end(self, mpi: Any, text: str, status: int, delay: float = 0.0) -> NoReturn:
-        """Write ``text`` if no other rank has reported, and end all ranks with ``status``. Does not return."""
+        """Write ``text`` to standard error unless another rank reports, and end all ranks with ``status``."""
         if not self._ending_lock.acquire(blocking=False):
             threading.Event().wait()  # another thread of this rank ends the job
         self._arm_hard_stop(delay)

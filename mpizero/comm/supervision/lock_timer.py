@@ -1,8 +1,9 @@
-"""End a process whose interpreter lock is held too long, by a timer of the kernel that needs no lock.
+"""End a process in which a thread holds Python's interpreter lock too long, by a kernel timer that needs no lock.
 
-[Note: processor time] A timer on the wall clock would end every job that was stopped and resumed, since the thread that
-restarts the timer did not run meanwhile. This timer counts the processor time of one thread, which does not advance in
-a stopped process. So it does not find a thread that sleeps while it holds the lock; the threads of the other ranks do.
+[Note: processor time] A timer on the wall clock would end every job that was stopped and resumed, because the thread
+that restarts the timer did not run meanwhile. So this timer counts the processor time of one thread, which does not
+advance in a stopped process. It does not notice a thread that sleeps while it holds the lock. The watchdogs of the
+other ranks notice that.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ class _Times(ctypes.Structure):
 
 
 class LockTimer:
-    """Write all stacks to ``file`` and kill the process, unless it is restarted in time; do nothing where that fails.
+    """Write all stacks to ``file`` and kill the process, unless :meth:`restart` is called in time.
 
-    It counts the processor time of the main thread, and needs Linux and a signal that nobody else handles.
+    It counts the processor time of the main thread. It needs Linux and a signal that no other code handles; else it
+    does nothing.
     """
 
     def __init__(self, file: TextIO | int) -> None:
@@ -55,7 +57,7 @@ class LockTimer:
                 self._library = library
 
     def restart(self, seconds: float) -> None:
-        """Restart the timer."""
+        """Make the timer expire after ``seconds`` of processor time from now."""
         if self._library is not None:
             whole = int(seconds)
             times = _Times(0, 0, whole, max(1, int((seconds - whole) * 1e9)))
@@ -70,6 +72,6 @@ class LockTimer:
 
 
 def _with_timers() -> Any:
-    """Return the C library that has timers: before glibc 2.34 that is librt."""
+    """Return the C library with the function ``timer_create``; before glibc 2.34 that is librt."""
     library = ctypes.CDLL(None)
     return library if hasattr(library, "timer_create") else ctypes.CDLL("librt.so.1")

@@ -13,7 +13,7 @@ from mpizero.comm.status.status_board import Slot
 from mpizero.comm.supervision.heartbeat import Heartbeat
 from mpizero.errors import CollectiveMismatch
 
-#: Seconds in a call after which a rank looks at all others; until then it looks at a few in turn.
+#: Seconds in a call after which a rank compares with all others; until then with four at each tick, in turn.
 _PATIENCE = 0.2
 _IN_TURN = 4
 #: Seconds for the others to write their calls.
@@ -40,15 +40,15 @@ class MismatchWatch:
         self._next = 0
 
     def look(self, slot: Slot) -> None:
-        """End the job if another rank has made different calls."""
+        """End the job if a rank of this node has made different calls; ``slot`` is this rank's current status."""
         waits = any(call[5] >= _PATIENCE for call in slot["calls"])
         if (key := self._differing(None if waits else _IN_TURN)) and (error := self._explain(key)):
             self._end(error)
 
     def explain(self, trace: CallTrace) -> CollectiveMismatch | None:
-        """Return an error that says how the calls of a communicator differ; None if they do not, or it is not known.
+        """Return the error that says how the calls of a communicator differ; None if they do not, or if it is unknown.
 
-        The caller raises the error: this rank does not end the job for it.
+        The caller raises the error, so :meth:`look` no longer ends the job for this communicator.
         """
         entry = next((entry for entry in self._register.live if entry.trace is trace), None)
         error = None if entry is None else self._explain(entry.key)
@@ -57,7 +57,7 @@ class MismatchWatch:
         return error
 
     def search(self, seconds: float) -> CollectiveMismatch | None:
-        """Search for a difference for some seconds, in which others may still write their calls."""
+        """Look for different calls for ``seconds``, since others may still write theirs; return the error or None."""
         self._heartbeat.beat()
         limit = time.monotonic() + seconds
         while not (key := self._differing(None)) and time.monotonic() < limit:
@@ -65,16 +65,19 @@ class MismatchWatch:
         return self._explain(key) if key else None
 
     def compare_at_exit(self) -> CollectiveMismatch | None:
-        """Compare all calls of the program with those of the other ranks, which end too."""
+        """Compare all calls at the end of the program with those of the other ranks; return the error or None."""
         key = self._differing(None)
         return self._explain(key) if key else None
 
     def ignore(self, trace: CallTrace) -> None:
-        """Ignore the communicators within that of ``trace``: their mismatch is being raised."""
+        """Report no mismatch of ``trace``'s communicator and its subgroups: the caller raises an error for them."""
         self._reported.update(entry.key for entry in self._register.inside(trace))
 
     def _differing(self, limit: int | None) -> str:
-        """Return the key of a communicator in which one of ``limit`` other ranks has made different calls, or ""."""
+        """Return the key of a communicator in which another rank of the node has made different calls, or "".
+
+        With ``limit`` only so many ranks are compared, other ones at each call.
+        """
         others = [rank for rank in self._peers.ranks if rank != self._peers.rank]
         if limit is not None and len(others) > limit:
             self._next = (self._next + limit) % len(others)
@@ -88,7 +91,7 @@ class MismatchWatch:
         return ""
 
     def _explain(self, key: str) -> CollectiveMismatch | None:
-        """Request the last calls of one communicator from all ranks of the node, and compare them."""
+        """Request the last calls of one communicator from all ranks of the node; return the error, or None."""
         entry = self._register.find(key)
         if entry is None:
             return None

@@ -1,8 +1,9 @@
 """Replace the functions that Python calls for errors and at the end of a program, and restore them.
 
-[Note: earlier hooks] The functions that were replaced are called for errors that are not of this package, and a host's
-own ``sys.excepthook`` is called before the job is ended. If another function has replaced one of ours meanwhile, that
-one stays, and ours only calls the earlier one from then on: each :class:`PythonHooks` is used once.
+[Note: earlier hooks] The replaced functions are still called for errors that do not concern this package. A host
+program's own ``sys.excepthook`` is called before the job is ended. If other code has replaced one of our hooks
+meanwhile, :meth:`PythonHooks.restore` leaves its function in place, and our hook then only calls the earlier one. So
+each :class:`PythonHooks` is used once.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class HookListener(Protocol):
     """Receive the events that :class:`PythonHooks` catches."""
 
     def on_error(self, error: BaseException, trace: TracebackType | None, origin: str) -> None:
-        """Handle an uncaught error; ``origin`` says where it was raised, "" for the main thread."""
+        """Handle an uncaught error; ``origin`` names the thread or the exit handler, "" for the main program."""
 
     def on_exit_request(self, status: Any) -> None:
         """Handle a call of ``sys.exit``."""
@@ -33,13 +34,13 @@ class HookListener(Protocol):
         """Handle the end of the program."""
 
     def has_other_ranks(self) -> bool:
-        """Tell whether there are other ranks, which an error outside of the main program must end."""
+        """Tell whether there are other ranks: then an error in a thread or an exit handler ends the job too."""
 
 
 class PythonHooks:
-    """Replace the hooks of ``sys`` and ``threading`` for errors, and ``sys.exit``; register at ``atexit``.
+    """Replace the error hooks of ``sys`` and ``threading``, and ``sys.exit``, and register a function with ``atexit``.
 
-    In a fork of this process they only call the earlier functions.
+    In a forked child of this process, the hooks only call the functions that they have replaced.
     """
 
     def __init__(self, listener: HookListener) -> None:
@@ -56,7 +57,7 @@ class PythonHooks:
         atexit.register(self._at_end)
 
     def restore(self) -> None:
-        """Restore the earlier functions, and call the listener no more; a second call does nothing."""
+        """Restore the replaced functions, and stop calling the listener; a second call does nothing."""
         self._live = False
         atexit.unregister(self._at_end)
         if sys.excepthook == self._on_exception:
@@ -74,7 +75,7 @@ class PythonHooks:
         return self._live and self._process == os.getpid()
 
     def show(self, error: BaseException, trace: TracebackType | None, *, hosts_only: bool = False) -> None:
-        """Call the earlier ``sys.excepthook``; with ``hosts_only`` not if it is Python's own."""
+        """Show an error by the replaced ``sys.excepthook``; with ``hosts_only`` not if that is Python's own."""
         if not hosts_only:
             self._excepthook(type(error), error, trace)
         elif self._excepthook is not sys.__excepthook__:
@@ -88,7 +89,7 @@ class PythonHooks:
             self._excepthook(kind, error, trace)
 
     def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
-        """Pass on an error of a thread that has run code of this package; others are the program's own."""
+        """Pass an error of a thread to the listener if its traceback contains code of this package; else to Python."""
         error = args.exc_value
         ours = error is not None and args.exc_type is not SystemExit and _passes_through_here(args.exc_traceback)
         if error is not None and ours and self.live and self._listener.has_other_ranks():
@@ -98,7 +99,7 @@ class PythonHooks:
             threading.__excepthook__(args)
 
     def _on_unraisable(self, args: Any) -> None:
-        """Pass on errors of functions registered with atexit; all others have no effect on the program."""
+        """Pass an error of a function registered with atexit to the listener, and other ones to the replaced hook."""
         of_the_end = "atexit" in (args.err_msg or "") and args.exc_value is not None
         if of_the_end and self.live and self._listener.has_other_ranks():
             self._listener.on_error(args.exc_value, args.exc_traceback, "while leaving (atexit)")
@@ -106,7 +107,7 @@ class PythonHooks:
             self._unraisablehook(args)
 
     def _on_exit(self, status: Any = None, /) -> NoReturn:
-        """Pass on the requested status: no hook receives SystemExit, and at the end its status is not known."""
+        """Tell the listener the status, then exit. No hook receives SystemExit, and atexit does not know the status."""
         if self.live:
             self._listener.on_exit_request(status)
         self._exit(status)

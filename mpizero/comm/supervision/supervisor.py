@@ -1,9 +1,9 @@
 """Run the periodic checks of a process in one thread, which calls no MPI.
 
-[Note: stopped time] The time in which a process is stopped (SIGSTOP, ``scontrol suspend``, a paused machine) is no time
-of waiting, though the clocks go on; and ranks are stopped and resumed at slightly different moments. The thread finds
-that it was stopped when it wakes far too late; that time does not count in :meth:`Supervisor.since`. A rank that is
-stopped alone is found by the others, whose threads run.
+[Note: stopped time] The time in which a process is stopped (SIGSTOP, ``scontrol suspend``, a paused machine) must not
+count as waiting time, though clocks go on. Ranks are also stopped and resumed at slightly different moments. If the
+thread wakes far too late, the process was stopped, and :meth:`Supervisor.since` does not count that time. If only one
+rank is stopped, the threads of the other ranks notice it.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from time import monotonic
 
 from mpizero.comm.failure_report import write_stderr
 
-#: Seconds between two checks, unless a listener asks for more.
+#: Seconds between two checks, unless a listener asks for shorter ones.
 TICK = 0.25
 #: Name of the thread.
 HEARTBEAT = "mpizero-heartbeat"
-#: A check that comes so many ticks and so many seconds late comes after a stop.
+#: If more than so many ticks, and so many seconds, pass between two checks, the process was stopped.
 _LATE_TICKS, _LATE = 3, 0.5
-#: Stops that are remembered one by one.
+#: Most stops that are kept separately; older ones are merged.
 _STOPS = 32
 
 
 class Supervisor:
     """Call listeners periodically with ``time.monotonic()``, in a daemon thread that ends with the last listener.
 
-    A listener that raises is reported once, and called again: a check that fails must not end the run.
+    If a listener raises, a warning is printed once, and the listener is still called: a failing check must not end the
+    run.
     """
 
     def __init__(self) -> None:
@@ -45,11 +46,11 @@ class Supervisor:
 
     @property
     def is_running(self) -> bool:
-        """True while the thread runs; it cannot start where this user may have no more threads."""
+        """True while the thread runs. It may have failed to start, if this user may not start more threads."""
         return self._thread is not None and self._thread.is_alive()
 
     def add(self, listener: Callable[[float], None], tick: float = TICK) -> None:
-        """Call ``listener`` from now on, at least every ``tick`` seconds."""
+        """Call ``listener(now)`` from now on, at least every ``tick`` seconds, in the supervisor's thread."""
         with self._changing:
             self._listeners[listener] = tick
             if not self.is_running:
@@ -62,7 +63,7 @@ class Supervisor:
                     self.warn_once(error)
 
     def remove(self, listener: Callable[[float], None]) -> None:
-        """Call ``listener`` no more; a second call does nothing."""
+        """Stop calling ``listener``; a second call does nothing."""
         with self._changing:
             self._listeners.pop(listener, None)
             thread, last = self._thread, not self._listeners
@@ -73,17 +74,17 @@ class Supervisor:
             thread.join(1.0)
 
     def stop(self) -> None:
-        """Remove all listeners."""
+        """Remove all listeners, which ends the thread."""
         for listener in tuple(self._listeners):
             self.remove(listener)
 
     def since(self, moment: float, now: float) -> float:
-        """Return the seconds from ``moment`` to ``now`` without those in which the process was stopped."""
+        """Return the seconds from ``moment`` to ``now``, without the time in which the process was stopped."""
         stopped = sum(min(seconds, end - moment) for end, seconds in tuple(self._stops) if end > moment)
         return max(0.0, now - moment - stopped)
 
     def warn_once(self, error: BaseException) -> None:
-        """Warn once that part of the supervision does not work here."""
+        """Print a warning, at most once, that part of the supervision does not work on this rank."""
         if not self._warned:
             self._warned = True
             write_stderr(f"mpizero: stuck or missing ranks may not be noticed here: {type(error).__name__}: {error}\n")

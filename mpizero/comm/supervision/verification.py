@@ -1,7 +1,7 @@
-"""Compare every collective before it starts, on a communicator of its own (MPIZERO_DEBUG=collectives).
+"""Check before every collective that all ranks call the same one, with MPIZERO_DEBUG=collectives.
 
-A blocking collective then costs one more small message; a non-blocking one is compared when it is waited for or
-tested, so that ranks may still start it at different times.
+A blocking collective then costs one more small message, on a communicator of its own. A non-blocking one is compared
+when it is waited for or tested, so that ranks may still start it at different times.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from mpizero.types import Array
 
 
 class CallVerifier:
-    """Compare the hashes of calls of the ranks of one communicator; raise the same error on all of them.
+    """Compare the ranks' hashes of calls on one communicator, and raise the same error on all of them.
 
     Parameters
     ----------
     comm : MPI.Intracomm
-        The ranks; split once more, collectively.
+        The communicator. It is split, collectively, so that the comparison has a communicator of its own.
     trace : CallTrace
         The calls of this rank.
     members : sequence of int
-        World ranks, for the report.
+        World ranks of the communicator, for the report.
     """
 
     def __init__(self, comm: MPI.Intracomm, trace: CallTrace, members: Sequence[int]) -> None:
@@ -36,19 +36,19 @@ class CallVerifier:
         self._trace, self._members = trace, members
 
     def start(self) -> PendingComparison:
-        """Start to compare this rank's hash. Collective over the communicator."""
+        """Start to compare this rank's hash with those of the others. Collective over the communicator."""
         mine, everyone = np.array([self._trace.number]), np.empty(self._comm.Get_size(), np.int64)
         request = self._comm.Iallgather([mine, MPI.INT64_T], [everyone, 1, MPI.INT64_T])
         return PendingComparison(self, request, mine, everyone)
 
     def error(self) -> CollectiveError:
-        """Return the error that says what the ranks have called. Collective over the communicator."""
+        """Return the error that says which different calls the ranks have made. Collective over the communicator."""
         records = dict(self._comm.allgather((self._members[self._comm.Get_rank()], self._trace.records())))
         found = mismatch(self._trace.name, records)
         return found or CollectiveError(f"the ranks of {self._trace.name!r} have called different collectives")
 
     def blocks(self, send_counts: Sequence[int], recv_counts: Sequence[int]) -> str:
-        """Describe a block whose sender and receiver give different lengths, "" if there is none. Collective."""
+        """Return a text about an alltoallv block whose two ranks expect different lengths, or "". Collective."""
         size = self._comm.Get_size()
         mine = np.array([*send_counts, *recv_counts], np.int64)
         every = np.empty((size, 2, size), np.int64)
@@ -68,14 +68,14 @@ class CallVerifier:
 
 
 class PendingComparison:
-    """Wait for a comparison that has been started."""
+    """Represent a comparison that :meth:`CallVerifier.start` has started."""
 
     def __init__(self, verifier: CallVerifier, request: MPI.Request, mine: Array, everyone: Array) -> None:
         self._verifier, self._request = verifier, request
         self._mine, self._everyone = mine, everyone
 
     def wait(self) -> None:
-        """Raise CollectiveMismatch on every rank unless all call the same. Collective over the communicator."""
+        """Wait, and raise CollectiveMismatch on every rank if calls differ. Collective over the communicator."""
         self._request.Wait()
         self._compare()
 

@@ -16,7 +16,7 @@ _MIN_SILENCE = 0.5
 
 
 def with_age(slots: Mapping[int, Slot]) -> dict[int, Slot]:
-    """Return slots with the seconds since each was written, as "age"."""
+    """Return status slots with an entry "age" added: the seconds since each was written."""
     now, wall = time.monotonic(), time.time()
     return {rank: s | {"age": wall - s["wall"] if "wall" in s else now - s["beat"]} for rank, s in slots.items()}
 
@@ -24,16 +24,16 @@ def with_age(slots: Mapping[int, Slot]) -> dict[int, Slot]:
 def describe_stuck_call(
     call: Sequence[Any], members: Sequence[int], slots: Mapping[int, Slot], timeout: float, tick: float
 ) -> list[str]:
-    """Describe a call that lasts too long: the missing ranks, then a line for every rank.
+    """Return the report, line by line, of a call that lasts too long: the missing ranks, then the status of each rank.
 
     Parameters
     ----------
     call : list
-        An entry of a slot's calls.
+        The call, an entry of "calls" in a status slot.
     members : sequence of int
         World ranks of the communicator.
     slots : dict
-        Slots with their age.
+        Status slots by rank, with their age.
     timeout, tick : float
         The timeout of the call, and the seconds between two heartbeats.
     """
@@ -73,12 +73,12 @@ def _describe_slot(slot: Slot, tick: float) -> str:
 
 
 def is_silent(slot: Slot, tick: float) -> bool:
-    """Tell whether the next heartbeat after ``slot`` is long overdue."""
+    """Tell whether a rank has written no status for so long after ``slot`` that it must be stopped or stuck."""
     return bool(slot["age"] > max(_SILENT_TICKS * tick, _MIN_SILENCE))
 
 
 def describe_call_entry(call: Sequence[Any]) -> str:
-    """Describe an entry of a slot's calls: key, communicator, sequence, operation, tag, seconds."""
+    """Return a call in a status slot ([key, communicator, sequence, operation, tag, seconds]) as text for a report."""
     _, name, sequence, operation, tag, _ = call
     if operation == MAKING:
         return f"{operation} {name!r}"

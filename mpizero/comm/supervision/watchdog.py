@@ -1,13 +1,13 @@
 """Report a collective that does not return, with the line of every rank, and end the job.
 
-[Note: two stages] Stage 1 is the supervisor's thread: once a call of a communicator has lasted longer than the
-timeout, it reads the status boards, reports the missing ranks and the line of every rank, and aborts. It needs Python's
-interpreter lock on one waiting rank; ranks inside MPI do not hold it. Stage 2 is a timer of the kernel that needs no
-lock (:mod:`.lock_timer`). The thread restarts it; when the lock is held too long, the timer writes the stacks of all
-threads and ends the process, and the launcher ends the other ranks.
+[Note: two stages] Stage 1 is the supervisor's thread. When a call of a communicator lasts longer than the timeout, the
+thread reads the status boards, reports the missing ranks and the line of every rank, and aborts the job. This works if
+one waiting rank can get Python's interpreter lock; ranks inside MPI do not hold it. Stage 2 is a kernel timer that
+needs no lock (:mod:`.lock_timer`). The thread restarts it regularly. If some code holds the lock too long, the timer
+expires: it writes the stacks of all threads and ends the process, and the launcher ends the other ranks.
 
-[Note: files] A rank that waits for one that reads or writes files is not stuck while bytes move, however slowly: the
-timeout counts from the last bytes that any rank has counted (:meth:`.CallTrace.transfer`).
+[Note: files] A rank that waits for another one, which reads or writes files, is not stuck as long as bytes are moved,
+however slowly. So the timeout counts from the last bytes that any rank has moved (:meth:`.CallTrace.transfer`).
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ _STACKS = 0.5
 class Watchdog:
     """End the job when one call of any communicator of this process lasts longer than ``timeout``.
 
-    A context manager, or :meth:`start` and :meth:`stop`; every rank makes its own. It costs nothing per call:
-    communicators record when they enter a call anyway, and one thread for all watchdogs of a process reads the record.
-    Time in which the process was stopped does not count, nor time in which ranks move bytes of files that others wait
-    for. While it runs, SIGUSR2 makes a process write the stacks of its threads. With an in-process communicator the
-    call that lasts too long ends the group by :meth:`Communicator.abort`, not the process.
+    Use it as a context manager, or call :meth:`start` and :meth:`stop`; every rank makes its own. It adds no cost to a
+    call: communicators record anyway when they enter a call, and one thread reads the records. Time in which the
+    process was stopped does not count, nor time in which ranks read or write files for which others wait. While it
+    runs, SIGUSR2 makes the process write the stacks of its threads. With an in-process communicator, a call that lasts
+    too long ends the group of threads by :meth:`Communicator.abort`, not the process.
 
     Parameters
     ----------
     comm : Communicator
-        Any communicator of this process; over MPI all of the process are watched.
+        Any communicator of this process. If it is one of MPI, all MPI communicators of the process are watched.
     timeout : float
-        Seconds; longer than the longest time that ranks may rightly wait for one another.
+        Seconds. It must be longer than ranks ever have to wait for one another in a correct run.
     grace : float
         Stage 2 ends this process after ``timeout + grace`` seconds of processor time in which the thread did not run;
         over MPI only.
@@ -131,7 +131,7 @@ class Watchdog:
             self._log = None
 
     def _announce_stacks(self) -> None:
-        """Note in the status, before any work begins, that a signal shows the stacks of this rank."""
+        """Write in this rank's status that SIGUSR2 makes it print its stacks, before any work begins."""
         if (heartbeat := self._guard.heartbeat) is not None:
             heartbeat.extra_entries["stacks"] = True
             try:
@@ -165,7 +165,7 @@ class Watchdog:
                 return
 
     def _files_move(self, call: list[Any], now: float) -> bool:
-        """Tell whether a rank has moved bytes of files within the timeout; the result holds for another timeout."""
+        """Tell whether a rank has read or written bytes of files within the timeout; a yes is kept for a timeout."""
         since = self._guard.supervisor.since
         if self._moved and since(self._moved, now) <= self._timeout:
             return True
@@ -208,7 +208,7 @@ class Watchdog:
         return self._folder / f"heartbeat-rank{rank:05d}.json"
 
     def _publish(self) -> None:
-        """Write the slot where other nodes see it; a full or slow folder must not end the run."""
+        """Write this rank's status to the common folder, where other nodes can read it; ignore errors of the folder."""
         own, heartbeat = self._path(self._rank), self._guard.heartbeat
         slot = heartbeat.last_slot if heartbeat is not None and self._shared else {}
         with contextlib.suppress(OSError):
@@ -217,7 +217,7 @@ class Watchdog:
             temporary.replace(own)
 
     def _slots(self, members: tuple[int, ...]) -> dict[int, Slot]:
-        """Return every slot that can be read, with the seconds since it was written."""
+        """Return the status slots of all ranks that can be read, with age: from boards, folder and other nodes."""
         peers = self._guard.peers
         slots = peers.read()
         for rank in members if self._folder is not None else ():
@@ -229,7 +229,7 @@ class Watchdog:
         return wait_report.with_age(slots)
 
     def _ask_silent(self) -> None:
-        """Let ranks of this node that hold the interpreter lock write their stacks: the signal needs no lock."""
+        """Send SIGUSR2 to silent ranks of this node, so that they write their stacks without the interpreter lock."""
         asked = 0
         for rank, slot in self._slots(()).items():
             if rank != self._rank and slot.get("stacks") and wait_report.is_silent(slot, self._guard.supervisor.tick):
