@@ -1,18 +1,18 @@
-"""Compute sums, maxima and dot products of one row, in an order that is the same on every CPU.
+"""Compute sums, maxima and dot products of one row of a matrix, in an order that is the same on every CPU.
 
 LLVM does not vectorize a float sum, since that would change its order. Here the order is fixed and vectorizes: a
-block of at most ``BLOCK`` elements is folded eight-to-one, element j with j + h, j + 2 h, ... (h = an eighth of the
-block), then the eighth is summed in four lanes. Block sums are added in order.
+block of at most ``BLOCK`` elements is first reduced to an eighth, h elements: element j is added to j + h, j + 2 h, ...
+These h sums are then added in four lanes. The sums of the blocks are added in order.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-#: Elements of a row that are folded at once.
+#: Number of elements of a row that are summed at once.
 BLOCK = 2048
 FOLD = BLOCK // 4
-#: Scratch elements that the functions with a ``fold`` and a ``terms`` part need.
+#: Number of elements of temporary memory that functions with a parameter ``scratch`` need.
 SCRATCH = FOLD + BLOCK
 
 
@@ -44,7 +44,7 @@ def larger(a: Any, b: Any) -> Any:
 
 
 def row_max(x: Any, fold: Any) -> Any:
-    """Return the largest element of a row that is not empty; which, is unspecified, if it holds a NaN."""
+    """Return the largest element of a non-empty row; if the row holds a NaN, the result is unspecified."""
     first = x[0]
     for start in range(0, x.size, BLOCK):
         part = x[start : start + BLOCK]

@@ -23,7 +23,7 @@ from mpizero.kernels.formulas.activation import silu as silu_value
 from mpizero.kernels.prefetch import fetch_ahead, fetch_below
 from mpizero.types import Array
 
-#: Elements; of 128 to 1024, 256 was fastest for arrays that lie in no cache.
+#: Number of elements of a block; of 128 to 1024, 256 was fastest for arrays that are not in a cache.
 _BLOCK = 256
 
 

@@ -1,4 +1,4 @@
-"""Compute the causal softmax on the CPU, reading only keys that a query sees, and split rows into heads."""
+"""Compute the causal softmax on the CPU, reading only scores that the mask leaves, and copy features to heads."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def causal_softmax(scores: Array, scale1: Array, scratch: Array) -> None:
 
 @kernel("void(const T[:,:,::1], T[:,:,::1], const T[::1], T[::1])", scratch=SCRATCH)
 def causal_softmax_backward(probs: Array, dprobs: Array, scale1: Array, scratch: Array) -> None:
-    """Replace the gradient of the probabilities by that of the scores; entries of unseen keys become 0."""
+    """Replace the gradient of the probabilities by that of the scores; it is 0 for keys that a query does not see."""
     T = probs.dtype.type  # noqa: N806
     batch, queries, keys = probs.shape
     scale = scale1[0]
@@ -62,11 +62,11 @@ def causal_softmax_backward(probs: Array, dprobs: Array, scale1: Array, scratch:
 
 @kernel("void(const T[:,::1], const T[::1], i8, i8, T[:,:,:,:,::1])")
 def split_heads(x: Array, bias: Array, head: int, sample: int, out: Array) -> None:
-    """Write the heads of some samples of x (samples * length, all features), plus ``bias``, each on its own.
+    """Copy ``x + bias`` of some samples, (samples * length, all features), to an array whose heads are contiguous.
 
-    ``out`` is (kinds, samples, heads, length, size): heads from ``head`` on of x become its first ones, samples its
-    ``sample`` and those after it. Kinds (queries, keys, values) stand side by side in a row of x. ``bias`` has as many
-    elements as a row, or none: then nothing is added.
+    ``out`` is (kinds, samples, heads, length, size). Its heads are those of x from ``head`` on; the samples of x become
+    its samples from ``sample`` on. A row of x holds the kinds (queries, keys, values) one after the other. ``bias`` has
+    as many elements as a row of x, or none: then nothing is added.
     """
     kinds, _, heads, length, size = out.shape
     rows, columns = x.shape
@@ -90,7 +90,7 @@ def split_heads(x: Array, bias: Array, head: int, sample: int, out: Array) -> No
 def transposed_heads(x: Array, out: Array) -> None:
     """Write x (samples, heads, length, size) transposed, (samples, heads, size, length).
 
-    A product with the result reads contiguous rows.
+    So a matrix product with the result reads contiguous rows.
     """
     samples, heads, length, size = x.shape
     whole = length // _PLACES * _PLACES

@@ -1,7 +1,7 @@
-"""Compress messages with error feedback: what a message leaves out stays in ``residual`` and goes with the next.
+"""Compress messages with error feedback: the error of a message stays in ``residual``, to be sent with the next one.
 
-``int8`` sends a scale for each block of ``BLOCK`` values and eight bits a value. ``top`` sends the values of largest
-magnitude with their indices; they are found exactly, by counting the bits of magnitudes from the top.
+``int8`` sends eight bits for each value, and a scale for each block of ``BLOCK`` values. ``top`` sends the values of
+largest magnitude with their indices; they are found exactly, by counting the bits of magnitudes from the top.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _largest(values: Array, residual: Array) -> Any:
 
 @kernel("void(const f4[::1], f4[::1], f4[::1], i1[::1])")
 def int8_encode(values: Array, residual: Array, scales: Array, codes: Array) -> None:
-    """Write scales and codes of ``values + residual``, and what they miss to ``residual``."""
+    """Write scales and codes of ``values + residual``, and their rounding errors to ``residual``."""
     for block in range(scales.size):
         first = block * BLOCK
         rest = residual[first : first + BLOCK]
@@ -55,7 +55,7 @@ def int8_encode(values: Array, residual: Array, scales: Array, codes: Array) -> 
 
 @kernel("void(const f4[::1], const i1[::1], f4[::1])")
 def int8_decode(scales: Array, codes: Array, out: Array) -> None:
-    """Write what ``int8_encode`` has sent."""
+    """Write the values that the scales and codes of ``int8_encode`` stand for."""
     for block in range(scales.size):
         first = block * BLOCK
         scale, part, whole = scales[block], codes[first : first + BLOCK], out[first : first + BLOCK]
@@ -64,7 +64,7 @@ def int8_decode(scales: Array, codes: Array, out: Array) -> None:
 
 
 def _reach(counts: Array, used: int, wanted: int) -> int:
-    """Return the largest place from which on to the end the counts add up to ``wanted`` or more."""
+    """Return the largest index such that the counts from there to the end add up to ``wanted`` or more."""
     place = used
     while wanted > 0:
         place -= 1
@@ -73,7 +73,7 @@ def _reach(counts: Array, used: int, wanted: int) -> int:
 
 
 def _above(counts: Array, used: int, place: int) -> int:
-    """Add up the counts above ``place``."""
+    """Return the sum of the counts above index ``place``."""
     total = 0
     for i in range(place + 1, used):
         total += counts[i]
@@ -82,7 +82,7 @@ def _above(counts: Array, used: int, place: int) -> int:
 
 @kernel("void(const f4[::1], f4[::1], i8[::1], i4[::1], f4[::1])")
 def top_encode(values: Array, residual: Array, counts: Array, indices: Array, largest: Array) -> None:
-    """Write the ``indices.size`` values of largest magnitude of ``values + residual``, and leave the others there.
+    """Write the ``indices.size`` values of largest magnitude of ``values + residual``; ``residual`` keeps the rest.
 
     Indices ascend; of equal magnitudes the first are taken. ``counts`` is room for ``COUNTERS`` numbers.
     """
@@ -131,7 +131,7 @@ def top_encode(values: Array, residual: Array, counts: Array, indices: Array, la
 
 @kernel("void(const i4[::1], const f4[::1], f4[::1])")
 def top_decode(indices: Array, largest: Array, out: Array) -> None:
-    """Write what ``top_encode`` has sent; zero elsewhere."""
+    """Write the values that ``top_encode`` selected to their indices, and 0 to all other elements."""
     out[:] = 0
     for i in range(indices.size):
         out[indices[i]] = largest[i]

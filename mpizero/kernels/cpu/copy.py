@@ -1,4 +1,4 @@
-"""Gather and scatter ranges, cast to 16 bits, and scale; bfloat16 and float16 are patterns in uint16."""
+"""Gather and scatter ranges, convert to and from 16-bit formats (stored as uint16), and scale, on the CPU."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def to_bfloat16(x: Array, out: Array) -> None:
 
 @kernel("void(const u2[::1], f4[::1])")
 def from_bfloat16(x: Array, out: Array) -> None:
-    """Widen bfloat16; exact."""
+    """Convert bfloat16 to float32, which is exact."""
     for i in range(x.size):
         out[i] = _from_bfloat16(x[i])
 
@@ -57,7 +57,7 @@ def to_float16(x: Array, out: Array) -> None:
 
 @kernel("void(const u2[::1], f4[::1])")
 def from_float16(x: Array, out: Array) -> None:
-    """Widen float16; exact."""
+    """Convert float16 to float32, which is exact."""
     for i in range(x.size):
         out[i] = _from_float16(x[i])
 

@@ -1,8 +1,9 @@
 """Sum rows of gradients by a tree program, divide, and update: one pass over memory, block by block.
 
+A *row* is one copy of the whole gradient vector.
 A *program* is a list of integers run by a stack machine over whole rows: ``v >= 0`` pushes row v, ``-1`` pops the
-top and adds it to the one beneath, ``v <= -2`` adds row ``-2 - v`` to the top. Element i of a row lies at column
-``first + i``. ``tree_sum`` takes rows of two arrays: those below ``len(rows_a)`` are ``rows_a``'s. The machine works on
+top and adds it to the entry below, ``v <= -2`` adds row ``-2 - v`` to the top. Element i of a row lies at column
+``first + i``. ``tree_sum`` takes rows of two arrays: rows below ``len(rows_a)`` are in ``rows_a``. The machine works on
 blocks small enough for the first-level cache, so a row is read from memory once and the sum is never written to it.
 The program's last addition is made in the loop of the update.
 The stack holds ``DEPTH`` rows: enough for the canonical tree over 32,768 grains.
@@ -51,7 +52,7 @@ def _add(x: Array, y: Array, out: Array) -> None:
 
 
 def _fold(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Array, scratch: Array, count: int) -> None:
-    """Run the program without its last instruction; a push and the addition after it are one loop."""
+    """Run the program without its last instruction; a push and the addition that follows it are one loop."""
     last, step, top = program.size - 1, 0, -1
     while step < last:
         code = program[step]
@@ -82,7 +83,7 @@ def _left(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Arr
 
 
 def _right(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Array, scratch: Array, count: int) -> Any:
-    """Return the second operand of the last addition; nothing that is read where there is none."""
+    """Return the second operand of the last addition; an array that is not read if there is no addition."""
     code = program[program.size - 1]
     if code <= -2:
         return _row(rows_a, first_a, rows_b, first_b, -2 - code, count)
@@ -124,7 +125,7 @@ def _gradient(total: Any, i: int) -> Any:
 
 
 def _tree_kernel(arrays: str) -> Callable[[Callable[..., None]], Kernel]:
-    """Make a kernel that sums rows by a program and updates, block by block, out of an update of one block.
+    """Make a kernel that sums rows by a program and updates, block by block, from a function that updates one block.
 
     ``update(total, *arrays, hyper, start, stop)`` takes the averaged gradient from :func:`_gradient`; ``arrays`` are
     the types of its arrays.
@@ -153,7 +154,7 @@ def _tree_kernel(arrays: str) -> Callable[[Callable[..., None]], Kernel]:
 
 @_tree_kernel("T[::1]")
 def sgd_tree(total: Any, w: Array, hyper: Array, start: int, stop: int) -> None:
-    """Sum and divide as ``tree_sum``, then update as ``optimizer.sgd``; same bits as the two in turn."""
+    """Sum and divide as ``tree_sum``, then update as ``optimizer.sgd``; same bits as the two calls."""
     lr, decay = hyper[0], hyper[1]
     w = w[start:stop]
     for i in range(w.size):
@@ -162,7 +163,7 @@ def sgd_tree(total: Any, w: Array, hyper: Array, start: int, stop: int) -> None:
 
 @_tree_kernel("T[::1], T[::1]")
 def momentum_tree(total: Any, w: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
-    """Sum and divide as ``tree_sum``, then update as ``optimizer.momentum``; same bits as the two in turn."""
+    """Sum and divide as ``tree_sum``, then update as ``optimizer.momentum``; same bits as the two calls."""
     lr, decay, factor, keep = hyper[0], hyper[1], hyper[2], hyper[3]
     of_g, of_m = hyper[4], hyper[5]
     w, m = w[start:stop], m[start:stop]
@@ -172,7 +173,7 @@ def momentum_tree(total: Any, w: Array, m: Array, hyper: Array, start: int, stop
 
 @_tree_kernel("T[::1], T[::1], T[::1]")
 def adam_tree(total: Any, w: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
-    """Sum and divide as ``tree_sum``, then update as ``optimizer.adam``; same bits as the two in turn."""
+    """Sum and divide as ``tree_sum``, then update as ``optimizer.adam``; same bits as the two calls."""
     decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
     rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
     w, m, v = w[start:stop], m[start:stop], v[start:stop]
@@ -183,7 +184,7 @@ def adam_tree(total: Any, w: Array, m: Array, v: Array, hyper: Array, start: int
 
 @_tree_kernel("T[::1], T[::1], T[::1]")
 def adamw_tree(total: Any, w: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
-    """Sum and divide as ``tree_sum``, then update as ``optimizer.adamw``; same bits as the two in turn."""
+    """Sum and divide as ``tree_sum``, then update as ``optimizer.adamw``; same bits as the two calls."""
     shrink, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
     rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
     w, m, v = w[start:stop], m[start:stop], v[start:stop]
@@ -194,7 +195,7 @@ def adamw_tree(total: Any, w: Array, m: Array, v: Array, hyper: Array, start: in
 
 @_tree_kernel("T[::1], T[::1]")
 def rmsprop_tree(total: Any, w: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
-    """Sum and divide as ``tree_sum``, then update as ``optimizer.rmsprop``; same bits as the two in turn."""
+    """Sum and divide as ``tree_sum``, then update as ``optimizer.rmsprop``; same bits as the two calls."""
     lr, decay, alpha, rest, eps = hyper[0], hyper[1], hyper[2], hyper[3], hyper[4]
     w, v = w[start:stop], v[start:stop]
     for i in range(w.size):
@@ -203,7 +204,7 @@ def rmsprop_tree(total: Any, w: Array, v: Array, hyper: Array, start: int, stop:
 
 @_tree_kernel("T[::1], T[::1]")
 def lion_tree(total: Any, w: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
-    """Sum and divide as ``tree_sum``, then update as ``optimizer.lion``; same bits as the two in turn."""
+    """Sum and divide as ``tree_sum``, then update as ``optimizer.lion``; same bits as the two calls."""
     shrink, lr, beta1, rest1 = hyper[0], hyper[1], hyper[2], hyper[3]
     beta2, rest2, zero = hyper[4], hyper[5], hyper[6]
     w, m = w[start:stop], m[start:stop]
@@ -215,7 +216,7 @@ def lion_tree(total: Any, w: Array, m: Array, hyper: Array, start: int, stop: in
 def lamb_direction_tree(
     total: Any, w: Array, u: Array, m: Array, v: Array, hyper: Array, start: int, stop: int
 ) -> None:
-    """Sum and divide as ``tree_sum`` into ``u``, then ``optimizer.lamb_direction``; same bits as the two in turn."""
+    """Sum and divide as ``tree_sum`` into ``u``, then ``optimizer.lamb_direction``; same bits as the two calls."""
     decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
     rest2, first, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
     w, u, m, v = w[start:stop], u[start:stop], m[start:stop], v[start:stop]

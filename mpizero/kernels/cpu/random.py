@@ -30,7 +30,7 @@ _ROUNDED = 32
 
 @kernel("void(const u4[::1], const u4[::1], u4[::1])")
 def philox(counter: Array, key: Array, out: Array) -> None:
-    """Write the four words of a counter (four words) and a key (two words)."""
+    """Write the four random words of a counter (four words) and a key (two words)."""
     a, b, c, d = philox_words(
         np.uint64(counter[0]),
         np.uint64(counter[1]),
@@ -46,7 +46,7 @@ def philox(counter: Array, key: Array, out: Array) -> None:
 def fill_uniform(
     key0: int, key1: int, site: int, start: int, out: Array, low1: Array, high1: Array, chunk: Array
 ) -> None:
-    """Write elements ``start ...`` of the uniform numbers on [low, high) that a key and a site name."""
+    """Write uniform numbers on [low, high): the elements from ``start`` on of the sequence of key and site."""
     T = out.dtype.type  # noqa: N806
     per, low, high = values_per_block(T), low1[0], high1[0]
     k0, k1, s0, s1 = low_word(key0), low_word(key1), low_word(site), high_word(site)
@@ -71,7 +71,7 @@ def fill_uniform(
 
 @kernel("void(u8, u8, u8, i8, T[::1], const T[::1], T[::1])", scratch=_SCRATCH)
 def fill_normal(key0: int, key1: int, site: int, start: int, out: Array, scale1: Array, chunk: Array) -> None:
-    """Write elements ``start ...`` of the normal numbers of deviation ``scale1[0]`` that a key and a site name."""
+    """Write normal numbers of deviation ``scale1[0]``: elements from ``start`` on of the sequence of key and site."""
     T = out.dtype.type  # noqa: N806
     per, scale = values_per_block(T), scale1[0]
     k0, k1, s0, s1 = low_word(key0), low_word(key1), low_word(site), high_word(site)
@@ -117,8 +117,8 @@ def dropout(
 
     ``x`` holds ``per_sample`` elements of each sample, as planes of ``rows`` rows of ``width``: element j of row r of
     plane p is element ``offset + p * plane_step + r * row_step + j`` of the whole sample (whole samples: offset 0 and
-    one row). An element's fate depends on seed, site, step, its global sample (``first_sample`` is that of the first)
-    and its place in the whole sample. The gradient is the same function of ``dy``.
+    one row). Whether an element is dropped depends on seed, site, step, the sample's index in the global batch (that of
+    the first sample is ``first_sample``) and the element's place in the sample. In the backward pass ``x`` is ``dy``.
     """
     T = x.dtype.type  # noqa: N806
     k0, k1, _, _ = dropout_key(seed, site, step)
@@ -153,7 +153,7 @@ def dropout(
 
 @kernel("void(i8[::1], i8, u8, u8)")
 def permutation(index: Array, length: int, seed: int, epoch: int) -> None:
-    """Replace every index by its image under a random permutation of ``range(length)`` keyed by seed and epoch.
+    """Apply a random permutation of ``range(length)``, keyed by seed and epoch, to every index.
 
     A Feistel network of eight rounds permutes the next power of four; images beyond ``length`` are sent through it
     again (cycle walking; Black and Rogaway 2002). Indices outside ``range(length)`` become -1.

@@ -24,7 +24,7 @@ _is_finite = formulas.is_finite
 
 
 def _halve(source: Array, target: Array, count: int) -> int:
-    """Write one level up; return the number of nodes there."""
+    """Compute the next higher level of the tree; return the number of its nodes."""
     pairs = count // 2
     for i in range(pairs):
         target[i] = source[2 * i] + source[2 * i + 1]

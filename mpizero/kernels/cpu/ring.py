@@ -1,8 +1,8 @@
 """Compute the softmax tile by tile, on the CPU.
 
-A tile holds the scores of some queries of this rank and some keys, (samples, heads, queries, keys). What is known of
-the queries so far, (samples, length, heads), is of all queries; the tile's begin at ``start``. Query i of the tile
-sees keys 0 ... i + ``offset`` of it: none if that is negative, all if it is large.
+A tile holds the scores of some queries of this rank and some keys, (samples, heads, queries, keys). Statistics of the
+queries (maxima, sums, ...) are arrays (samples, length, heads) for all queries of this rank; those of the tile begin at
+index ``start``. Query i of the tile sees its keys 0 to i + ``offset``: none if that is negative, all if it is large.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def running_softmax(
     factors: Array,
     scratch: Array,
 ) -> None:
-    """Replace scores by exp(scale * scores - maximum so far), 0 for unseen keys; bring maxima and sums forward.
+    """Replace scores by exp(scale * scores - maximum so far), 0 for unseen keys; update maxima and sums.
 
     ``maxima`` (-inf at first) and ``sums`` (0) of (samples, length, heads) then include this tile. ``factors``
-    (samples, heads, queries) tells what everything summed for a query before has to be multiplied by.
+    (samples, heads, queries) receives the factor by which earlier sums of a query have to be multiplied.
     Milakov and Gimelshein, 2018, algorithm 3.
     """
     T = scores.dtype.type  # noqa: N806
@@ -69,7 +69,7 @@ def running_softmax(
 def known_softmax(scores: Array, scale1: Array, offset: int, start: int, maxima: Array, shares: Array) -> None:
     """Replace scores by probabilities exp(scale * scores - maximum) * share, 0 for unseen keys.
 
-    ``maxima`` and ``shares`` (inverse sums), (samples, length, heads), are those of the whole rows.
+    ``maxima`` and ``shares`` (inverse sums), (samples, length, heads), are those of the queries' complete softmax.
     """
     T = scores.dtype.type  # noqa: N806
     samples, heads, queries, keys = scores.shape
@@ -87,9 +87,9 @@ def known_softmax(scores: Array, scale1: Array, offset: int, start: int, maxima:
 
 @kernel("void(const T[:,:,:,::1], T[:,:,:,::1], const T[::1], i8, i8, const T[:,:,::1])")
 def known_softmax_backward(probs: Array, dprobs: Array, scale1: Array, offset: int, start: int, dots: Array) -> None:
-    """Replace the gradient of the probabilities by that of the scores; entries of unseen keys become 0.
+    """Replace the gradient of the probabilities by that of the scores; it is 0 for keys that a query does not see.
 
-    ``dots`` (samples, length, heads) holds each whole row's dot product of probabilities and their gradient.
+    ``dots`` (samples, length, heads) holds for each query the dot product of its probabilities and their gradients.
     """
     T = probs.dtype.type  # noqa: N806
     samples, heads, queries, keys = probs.shape

@@ -23,7 +23,7 @@ _code_of = formulas.code_of
 
 @kernel("void(const f4[::1], f4[::1], f4[::1], i1[::1])")
 def int8_encode(values: Array, residual: Array, scales: Array, codes: Array) -> None:
-    """Write scales and codes of ``values + residual``, and what they miss to ``residual``."""
+    """Write scales and codes of ``values + residual``, and their rounding errors to ``residual``."""
     for block in range(cuda.grid(1), scales.size, cuda.gridsize(1)):
         first, last = block * BLOCK, min((block + 1) * BLOCK, values.size)
         largest = np.uint32(0)
@@ -41,7 +41,7 @@ def int8_encode(values: Array, residual: Array, scales: Array, codes: Array) -> 
 
 @kernel("void(const f4[::1], const i1[::1], f4[::1])")
 def int8_decode(scales: Array, codes: Array, out: Array) -> None:
-    """Write what ``int8_encode`` has sent."""
+    """Write the values that the scales and codes of ``int8_encode`` stand for."""
     for i in range(cuda.grid(1), out.size, cuda.gridsize(1)):
         out[i] = np.float32(codes[i]) * scales[i // BLOCK]
 
@@ -89,7 +89,7 @@ def _collect(residual: Array, threshold: int, starts: Array, allowed: Array, ind
 
 
 def top_encode(values: Array, residual: Array, counts: Array, indices: Array, largest: Array) -> None:
-    """Write the ``indices.size`` values of largest magnitude of ``values + residual``, and leave the others there."""
+    """Write the ``indices.size`` values of largest magnitude of ``values + residual``; ``residual`` keeps the rest."""
     _add(values, residual)
     if not indices.size:
         return
@@ -129,7 +129,7 @@ def _clear(out: Array) -> None:
 
 
 def top_decode(indices: Array, largest: Array, out: Array) -> None:
-    """Write what ``top_encode`` has sent; zero elsewhere."""
+    """Write the values that ``top_encode`` selected to their indices, and 0 to all other elements."""
     _clear(out)
     if indices.size:
         _scatter(indices, largest, out)

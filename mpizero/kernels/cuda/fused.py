@@ -1,7 +1,8 @@
-"""Sum rows of gradients by a tree program, divide, and update: one pass over memory, a thread an element.
+"""Sum rows of gradients by a tree program, divide, and update: one pass over memory, one thread for each element.
 
+A *row* is one copy of the whole gradient vector.
 A *program* is a list of integers run by a stack machine over whole rows: ``v >= 0`` pushes row v, ``-1`` pops the
-top and adds it to the one beneath, ``v <= -2`` adds row ``-2 - v`` to the top. Element i of a row lies at column
+top and adds it to the entry below, ``v <= -2`` adds row ``-2 - v`` to the top. Element i of a row lies at column
 ``first + i``. ``tree_sum`` takes rows of two arrays: those below ``len(rows_a)`` are ``rows_a``'s. Every thread runs
 the machine on one element at a time.
 The stack holds ``DEPTH`` rows: enough for the canonical tree over 32,768 grains.
@@ -78,7 +79,7 @@ def sgd_tree(
     start: int,
     stop: int,
 ) -> None:
-    """Sum and divide as ``tree_sum``, then update as ``optimizer.sgd``; same bits as the two in turn."""
+    """Sum and divide as ``tree_sum``, then update as ``optimizer.sgd``; same bits as the two calls."""
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
     lr, decay = hyper[0], hyper[1]
@@ -99,7 +100,7 @@ def momentum_tree(
     start: int,
     stop: int,
 ) -> None:
-    """Sum and divide as ``tree_sum``, then update as ``optimizer.momentum``; same bits as the two in turn."""
+    """Sum and divide as ``tree_sum``, then update as ``optimizer.momentum``; same bits as the two calls."""
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
     lr, decay, factor, keep = hyper[0], hyper[1], hyper[2], hyper[3]
@@ -122,7 +123,7 @@ def adam_tree(
     start: int,
     stop: int,
 ) -> None:
-    """Sum and divide as ``tree_sum``, then update as ``optimizer.adam``; same bits as the two in turn."""
+    """Sum and divide as ``tree_sum``, then update as ``optimizer.adam``; same bits as the two calls."""
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
     decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
@@ -145,7 +146,7 @@ def adamw_tree(
     start: int,
     stop: int,
 ) -> None:
-    """Sum and divide as ``tree_sum``, then update as ``optimizer.adamw``; same bits as the two in turn."""
+    """Sum and divide as ``tree_sum``, then update as ``optimizer.adamw``; same bits as the two calls."""
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
     shrink, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
@@ -167,7 +168,7 @@ def rmsprop_tree(
     start: int,
     stop: int,
 ) -> None:
-    """Sum and divide as ``tree_sum``, then update as ``optimizer.rmsprop``; same bits as the two in turn."""
+    """Sum and divide as ``tree_sum``, then update as ``optimizer.rmsprop``; same bits as the two calls."""
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
     lr, decay, alpha, rest = hyper[0], hyper[1], hyper[2], hyper[3]
@@ -189,7 +190,7 @@ def lion_tree(
     start: int,
     stop: int,
 ) -> None:
-    """Sum and divide as ``tree_sum``, then update as ``optimizer.lion``; same bits as the two in turn."""
+    """Sum and divide as ``tree_sum``, then update as ``optimizer.lion``; same bits as the two calls."""
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
     shrink, lr, beta1, rest1 = hyper[0], hyper[1], hyper[2], hyper[3]
@@ -215,7 +216,7 @@ def lamb_direction_tree(
     start: int,
     stop: int,
 ) -> None:
-    """Sum and divide as ``tree_sum`` into ``u``, then ``optimizer.lamb_direction``; same bits as the two in turn."""
+    """Sum and divide as ``tree_sum`` into ``u``, then ``optimizer.lamb_direction``; same bits as the two calls."""
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
     decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]

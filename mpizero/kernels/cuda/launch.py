@@ -1,4 +1,4 @@
-"""Decorate CUDA kernels: names, signatures and argument checks are those of the CPU twins.
+"""Decorate CUDA kernels: names, signatures and argument checks are those of the CPU kernels.
 
 ::
 
@@ -12,7 +12,7 @@
             w[i] = updated(w[i], g[i], lr, decay)
 
 Every loop over elements or rows strides over the grid, so any number of threads is right. Kernels return nothing;
-a twin with a result is a plain function that launches kernels and reads their output.
+where the CPU kernel returns a result, a plain function launches kernels and reads their output.
 
 Arrays are CuPy's or numba-cuda's device arrays. Small host arrays (scalars of a step, tree programs, sums) may be
 passed too: they are copied to the device, and back unless ``const``. Under ``NUMBA_ENABLE_CUDASIM=1`` arrays are
@@ -51,7 +51,7 @@ _SIMULATOR = threading.Lock()  # it runs one kernel at a time; ranks that are th
 
 
 class CudaKernel:
-    """Call a kernel like its CPU twin; compile it by numba on the first call with a dtype.
+    """Represent a CUDA kernel, called like the CPU kernel; numba compiles it at the first call with each dtype.
 
     Attributes
     ----------
@@ -122,7 +122,7 @@ class CudaKernel:
 
 
 def kernel(signature: str) -> Callable[[Callable[..., None]], CudaKernel]:
-    """Make a CUDA kernel out of a plain Python function; compiles nothing yet.
+    """Make a decorator that turns a plain Python function into a CUDA kernel; nothing is compiled yet.
 
     Parameters
     ----------
@@ -191,7 +191,7 @@ def _device_function(helper: Callable[..., Any]) -> Any:
 
 
 def empty(like: Array, shape: int, dtype: str) -> Array:
-    """Allocate a 1-D array where ``like`` lies: host, CuPy or numba-cuda."""
+    """Allocate a 1-D array of the same kind as ``like``: NumPy, CuPy or numba-cuda."""
     if isinstance(like, np.ndarray):
         return np.empty(shape, dtype)
     made: Array = cuda.device_array(shape, np.dtype(dtype))
@@ -199,7 +199,7 @@ def empty(like: Array, shape: int, dtype: str) -> Array:
 
 
 def to_host(array: Array) -> Array:
-    """Copy an array made by :func:`empty` to the host; the same object where it is there."""
+    """Copy an array made by :func:`empty` to the host; return a NumPy array itself."""
     if isinstance(array, np.ndarray):
         return array
     copied: Array = array.copy_to_host()

@@ -19,7 +19,7 @@ from mpizero.types import Array
 def softmax_cross_entropy(logits: Array, targets: Array, losses: Array) -> None:
     """Write each row's loss, -log softmax(logits)[target].
 
-    The loss of a negative target is 0 (the row is ignored), of one beyond the classes NaN.
+    The loss is 0 for a negative target (the row is ignored), and NaN for a target that is no class.
     """
     T = logits.dtype.type  # noqa: N806
     shared = cuda.shared.array(MOST_THREADS, logits.dtype)
@@ -73,7 +73,7 @@ def softmax_cross_entropy_backward(logits: Array, targets: Array, scale1: Array,
 
 @kernel("void(const T[:,::1], const i8[::1], i8, T[:,::1])")
 def partial_cross_entropy(logits: Array, targets: Array, first: int, terms: Array) -> None:
-    """Write what some of the classes, ``first`` and those after it, tell of each row's loss into a column of ``terms``.
+    """Write each row's terms of the loss, from the logits of the classes from ``first`` on, to a column of ``terms``.
 
     The three rows of ``terms`` are the largest logit (-inf without classes), the sum of exp(logit - largest), and the
     target's logit, 0 if the target is none of these classes. Rows with a negative target give zeros.
@@ -124,9 +124,9 @@ def merged_cross_entropy(terms: Array, targets: Array, merged: Array, losses: Ar
 def partial_cross_entropy_backward(
     logits: Array, targets: Array, first: int, merged: Array, scale1: Array, dlogits: Array
 ) -> None:
-    """Write ``scale1[0]`` times the gradient of the sum of losses for the classes ``first`` and those after it.
+    """Write ``scale1[0]`` times the gradient of the sum of losses for the logits of the classes from ``first`` on.
 
-    ``merged`` is :func:`merged_cross_entropy`'s; ``dlogits`` may be ``logits``.
+    ``merged`` comes from :func:`merged_cross_entropy`; ``dlogits`` may be ``logits``.
     """
     T = logits.dtype.type  # noqa: N806
     rows, classes = logits.shape

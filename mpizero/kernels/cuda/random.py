@@ -27,7 +27,7 @@ from mpizero.types import Array
 
 @kernel("void(const u4[::1], const u4[::1], u4[::1])")
 def philox(counter: Array, key: Array, out: Array) -> None:
-    """Write the four words of a counter (four words) and a key (two words)."""
+    """Write the four random words of a counter (four words) and a key (two words)."""
     if cuda.grid(1) == 0:
         a, b, c, d = philox_words(
             np.uint64(counter[0]),
@@ -48,7 +48,7 @@ def put(out: Array, place: Any, value: Any) -> None:
 
 @kernel("void(u8, u8, u8, i8, T[::1], const T[::1], const T[::1])")
 def fill_uniform(key0: int, key1: int, site: int, start: int, out: Array, low1: Array, high1: Array) -> None:
-    """Write elements ``start ...`` of the uniform numbers on [low, high) that a key and a site name."""
+    """Write uniform numbers on [low, high): the elements from ``start`` on of the sequence of key and site."""
     T = out.dtype.type  # noqa: N806
     per, low, high = values_per_block(T), low1[0], high1[0]
     k0, k1, s0, s1 = low_word(key0), low_word(key1), low_word(site), high_word(site)
@@ -68,7 +68,7 @@ def fill_uniform(key0: int, key1: int, site: int, start: int, out: Array, low1: 
 
 @kernel("void(u8, u8, u8, i8, T[::1], const T[::1])")
 def fill_normal(key0: int, key1: int, site: int, start: int, out: Array, scale1: Array) -> None:
-    """Write elements ``start ...`` of the normal numbers of deviation ``scale1[0]`` that a key and a site name."""
+    """Write normal numbers of deviation ``scale1[0]``: elements from ``start`` on of the sequence of key and site."""
     T = out.dtype.type  # noqa: N806
     per, scale = values_per_block(T), scale1[0]
     k0, k1, s0, s1 = low_word(key0), low_word(key1), low_word(site), high_word(site)
@@ -106,8 +106,8 @@ def dropout(
 
     ``x`` holds ``per_sample`` elements of each sample, as planes of ``rows`` rows of ``width``: element j of row r of
     plane p is element ``offset + p * plane_step + r * row_step + j`` of the whole sample (whole samples: offset 0 and
-    one row). An element's fate depends on seed, site, step, its global sample (``first_sample`` is that of the first)
-    and its place in the whole sample. The gradient is the same function of ``dy``.
+    one row). Whether an element is dropped depends on seed, site, step, the sample's index in the global batch (that of
+    the first sample is ``first_sample``) and the element's place in the sample. In the backward pass ``x`` is ``dy``.
     """
     T = x.dtype.type  # noqa: N806
     k0, k1, _, _ = dropout_key(seed, site, step)
@@ -130,7 +130,7 @@ def dropout(
 
 @kernel("void(i8[::1], i8, u8, u8)")
 def permutation(index: Array, length: int, seed: int, epoch: int) -> None:
-    """Replace every index by its image under a permutation of ``range(length)``; indices outside become -1."""
+    """Apply a random permutation of ``range(length)`` to every index; indices outside become -1."""
     first, second = round_keys(seed, epoch, 0), round_keys(seed, epoch, 1)
     bits = half_bits(length)
     for i in range(cuda.grid(1), index.size, cuda.gridsize(1)):

@@ -1,7 +1,7 @@
-"""Sum in the canonical order on the GPU, and test for infinite and NaN values.
+"""Sum in the order of the canonical tree on the GPU, and test for infinite and NaN values.
 
 A thread sums ``TILE`` neighbours (a node of the tree, since ``TILE`` is a power of two), which makes a level with
-``TILE`` times fewer nodes; the same again until every range is one node. Order and bits are the CPU twin's.
+``TILE`` times fewer nodes; the same again until every range is one node. Order and bits are those of the CPU kernels.
 """
 
 from __future__ import annotations

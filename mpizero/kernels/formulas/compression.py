@@ -11,7 +11,7 @@ import numpy as np
 
 Scalar = Any
 
-#: Values that share a scale; a power of two, so that blocks begin where vectors do.
+#: Number of values that share a scale; a power of two, so that blocks begin where vectors do.
 BLOCK = 256
 #: The value of one code for a largest magnitude of 1: codes go from -127 to 127. A little less than 1 / 127, so that
 #: 127 codes of the largest float32 are no more than that.
@@ -43,7 +43,7 @@ def scale_of(largest: Scalar) -> Scalar:
 
 
 def inverse_of(scale: Scalar) -> Scalar:
-    """Return what values are multiplied by to become codes; 0, and codes of 0, where there is no scale."""
+    """Return the factor that turns values into codes; it is 0, and so are the codes, if the scale is 0."""
     return _ONE / scale if scale > _ZERO else _ZERO
 
 

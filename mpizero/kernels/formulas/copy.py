@@ -40,7 +40,7 @@ def to_bfloat16(x: Scalar) -> Scalar:
 
 
 def from_bfloat16(half: Scalar) -> Scalar:
-    """Widen bfloat16; exact."""
+    """Convert bfloat16 to float32, which is exact."""
     return np.uint32(np.uint32(half) << _SIXTEEN).view(np.float32)
 
 
@@ -59,7 +59,7 @@ def to_float16(x: Scalar) -> Scalar:
 
 
 def from_float16(half: Scalar) -> Scalar:
-    """Widen float16; exact, subnormal values too."""
+    """Convert float16 to float32, which is exact, for subnormal values too."""
     sign = (np.uint32(half) & _HALF_SIGN) << _SIXTEEN
     magnitude = np.uint32(half) & _HALF_MAGNITUDE
     if magnitude >= _HALF_INFINITY:

@@ -1,4 +1,4 @@
-"""Compute elementary functions of one number, for both kernel twins.
+"""Compute elementary functions of one number, for CPU and GPU kernels.
 
 ``T`` is the scalar type of the arrays (``x.dtype.type``). In float64 these are the functions of ``math``. In float32
 they are polynomials without calls, tables or undefined conversions, because a call to libm stops LLVM from vectorizing

@@ -1,4 +1,4 @@
-"""Compute the scalars of the reductions."""
+"""Define the formulas of the reductions, for one element."""
 
 from __future__ import annotations
 

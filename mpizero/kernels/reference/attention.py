@@ -24,7 +24,7 @@ def causal_softmax(scores: Array, scale1: Array) -> None:
 
 
 def causal_softmax_backward(probs: Array, dprobs: Array, scale1: Array) -> None:
-    """Replace the gradient of the probabilities by that of the scores; entries of unseen keys become 0."""
+    """Replace the gradient of the probabilities by that of the scores; it is 0 for keys that a query does not see."""
     seen = _seen(*probs.shape[1:])
     dprobs[:, ~seen] = 0
     dots = (probs * dprobs).sum(axis=2, keepdims=True)
@@ -32,7 +32,7 @@ def causal_softmax_backward(probs: Array, dprobs: Array, scale1: Array) -> None:
 
 
 def split_heads(x: Array, bias: Array, head: int, sample: int, out: Array) -> None:
-    """Write the heads of some samples of x (samples * length, all features), plus ``bias``, each on its own."""
+    """Copy ``x + bias`` of some samples, (samples * length, all features), to an array whose heads are contiguous."""
     kinds, _, heads, length, size = out.shape
     shifted = x + bias if bias.size else x
     apart = shifted.reshape(-1, length, kinds, x.shape[1] // (kinds * size), size)[:, :, :, head : head + heads]

@@ -10,7 +10,7 @@ BLOCK = 256
 
 
 def int8_encode(values: Array, residual: Array, scales: Array, codes: Array) -> None:
-    """Write scales and codes of ``values + residual``, and what they miss to ``residual``."""
+    """Write scales and codes of ``values + residual``, and their rounding errors to ``residual``."""
     residual += values
     for block in range(scales.size):
         part = slice(block * BLOCK, (block + 1) * BLOCK)
@@ -28,12 +28,12 @@ def int8_encode(values: Array, residual: Array, scales: Array, codes: Array) -> 
 
 
 def int8_decode(scales: Array, codes: Array, out: Array) -> None:
-    """Write what ``int8_encode`` has sent."""
+    """Write the values that the scales and codes of ``int8_encode`` stand for."""
     out[:] = codes * np.repeat(scales, BLOCK)[: codes.size]
 
 
 def top_encode(values: Array, residual: Array, counts: Array, indices: Array, largest: Array) -> None:
-    """Write the ``indices.size`` values of largest magnitude of ``values + residual``, and leave the others there."""
+    """Write the ``indices.size`` values of largest magnitude of ``values + residual``; ``residual`` keeps the rest."""
     residual += values
     order = np.argsort(-np.where(np.isnan(residual), np.inf, np.abs(residual)), kind="stable")
     indices[:] = np.sort(order[: indices.size])
@@ -42,6 +42,6 @@ def top_encode(values: Array, residual: Array, counts: Array, indices: Array, la
 
 
 def top_decode(indices: Array, largest: Array, out: Array) -> None:
-    """Write what ``top_encode`` has sent; zero elsewhere."""
+    """Write the values that ``top_encode`` selected to their indices, and 0 to all other elements."""
     out[:] = 0
     out[indices] = largest

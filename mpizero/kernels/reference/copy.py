@@ -44,7 +44,7 @@ def _magnitude(bits: Array) -> Array:
 
 
 def from_bfloat16(x: Array, out: Array) -> None:
-    """Widen bfloat16; exact."""
+    """Convert bfloat16 to float32, which is exact."""
     out.view(np.uint32)[:] = x.astype(np.uint32) << np.uint32(16)
 
 
@@ -55,7 +55,7 @@ def to_float16(x: Array, out: Array) -> None:
 
 
 def from_float16(x: Array, out: Array) -> None:
-    """Widen float16; exact."""
+    """Convert float16 to float32, which is exact."""
     with np.errstate(invalid="ignore"):
         out[:] = x.view(np.float16)
 

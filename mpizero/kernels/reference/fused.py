@@ -70,6 +70,6 @@ def lamb_direction_tree(
     start: int,
     stop: int,
 ) -> None:
-    """Sum and divide into ``u``, then ``optimizer.lamb_direction``."""
+    """Sum and divide as ``tree_sum`` into ``u``, then compute ``optimizer.lamb_direction``."""
     tree_sum(rows, first, rows, 0, program, divisor, u, start, stop)
     optimizer.lamb_direction(w, u, m, v, hyper, start, stop)

@@ -60,7 +60,7 @@ def merged_cross_entropy(terms: Array, targets: Array, merged: Array, losses: Ar
 def partial_cross_entropy_backward(
     logits: Array, targets: Array, first: int, merged: Array, scale1: Array, dlogits: Array
 ) -> None:
-    """Write ``scale1[0]`` times the gradient of the sum of losses for the classes ``first`` and those after it."""
+    """Write ``scale1[0]`` times the gradient of the sum of losses for the logits of the classes from ``first`` on."""
     for row, target in enumerate(targets):
         wide = logits[row].astype(np.float64)
         shares = np.exp(wide - merged[0, row]) * merged[1, row] if target >= 0 else np.zeros(len(wide))

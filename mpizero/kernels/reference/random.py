@@ -29,7 +29,7 @@ def _words(value: int) -> tuple[int, int]:
 
 
 def philox(counter: Array, key: Array, out: Array) -> None:
-    """Write the four words of a counter (four words) and a key (two words)."""
+    """Write the four random words of a counter (four words) and a key (two words)."""
     out[:] = _philox(counter, (int(key[0]), int(key[1])))[0]
 
 
@@ -49,7 +49,7 @@ def _unit64(words: Array) -> Array:
 
 
 def fill_uniform(key0: int, key1: int, site: int, start: int, out: Array, low1: Array, high1: Array) -> None:
-    """Write elements ``start ...`` of the uniform numbers on [low, high) that a key and a site name."""
+    """Write uniform numbers on [low, high): the elements from ``start`` on of the sequence of key and site."""
     single = out.dtype == np.float32
     per = 4 if single else 2
     words = _element_words(key0, key1, site, np.arange(start, start + out.size), per)
@@ -61,7 +61,7 @@ def fill_uniform(key0: int, key1: int, site: int, start: int, out: Array, low1: 
 
 
 def fill_normal(key0: int, key1: int, site: int, start: int, out: Array, scale1: Array) -> None:
-    """Write elements ``start ...`` of the normal numbers of deviation ``scale1[0]`` that a key and a site name."""
+    """Write normal numbers of deviation ``scale1[0]``: elements from ``start`` on of the sequence of key and site."""
     single = out.dtype == np.float32
     per = 4 if single else 2
     words = _element_words(key0, key1, site, np.arange(start, start + out.size), per)
@@ -120,7 +120,7 @@ def _mix(half: int, key: int) -> int:
 
 
 def permutation(index: Array, length: int, seed: int, epoch: int) -> None:
-    """Replace every index by its image under a permutation of ``range(length)``; indices outside become -1."""
+    """Apply a random permutation of ``range(length)`` to every index; indices outside become -1."""
     keys = [int(word) for part in (0, 1) for word in _derived_key(seed, _PERMUTATION, epoch, part)]
     bits = 1
     while 4**bits < length:

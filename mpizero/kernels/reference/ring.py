@@ -42,6 +42,6 @@ def known_softmax(scores: Array, scale1: Array, offset: int, start: int, maxima:
 
 
 def known_softmax_backward(probs: Array, dprobs: Array, scale1: Array, offset: int, start: int, dots: Array) -> None:
-    """Replace the gradient of the probabilities by that of the scores; entries of unseen keys become 0."""
+    """Replace the gradient of the probabilities by that of the scores; it is 0 for keys that a query does not see."""
     dot = _rows(dots, start, probs.shape[2])[..., None]
     dprobs[:] = np.where(_seen(probs, offset), scale1[0] * (probs * (dprobs - dot)), 0)
