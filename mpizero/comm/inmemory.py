@@ -140,7 +140,7 @@ class _ThreadRequest(Request):
 
 
 class ThreadSharedMemory(SharedMemory):
-    """Share one array among all threads."""
+    """Provide shared memory for threads: one array that all of them use."""
 
     def __init__(self, buffer: Array) -> None:
         self.buffer = buffer

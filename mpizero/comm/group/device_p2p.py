@@ -68,17 +68,17 @@ class _LayerGroup:
 
     @property
     def rank(self) -> int:
-        """Place of this rank in the group."""
+        """Number of this rank in the group."""
         return self._group.rank
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks of the group."""
         return self._group.size
 
 
 class HostStagedGroup(_LayerGroup):
-    """Communicate arrays of layers on a GPU through the host's memory."""
+    """Sum, gather and shift GPU arrays of layers through the host's memory, as a :class:`mpizero.types.Group`."""
 
     def _like(self, x: Array, result: Array) -> Array:
         return result if isinstance(x, np.ndarray) else self._device.put(result)
@@ -106,7 +106,7 @@ class HostStagedGroup(_LayerGroup):
 
 
 class GpuAwareLayerGroup(_LayerGroup):
-    """Communicate arrays of layers on a GPU from GPU to GPU, by an MPI that takes GPU memory."""
+    """Sum, gather and shift GPU arrays of layers by an MPI that takes GPU memory, as a :class:`mpizero.types.Group`."""
 
     def __init__(self, group: CommunicatorGroup, device: Device) -> None:
         super().__init__(group, device)

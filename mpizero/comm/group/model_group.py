@@ -87,12 +87,12 @@ class CommunicatorGroup:
 
     @property
     def rank(self) -> int:
-        """Place of this rank in the group."""
+        """Number of this rank in the group."""
         return self.comm.rank
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks of the group."""
         return self.comm.size
 
     @property
@@ -208,7 +208,7 @@ class CommunicatorGroup:
             raise self._error(kind, tag, "expected float32 or float64", x)
 
     def _along(self, kind: str, x: Array, axis: int, sizes: Sequence[int], tag: str) -> tuple[int, tuple[int, ...]]:
-        """Return the axis counted from the front, and the sizes as a tuple."""
+        """Check ``axis`` and ``sizes``; return the axis counted from the front, and the sizes as a tuple."""
         self._check(kind, x, tag)
         if not -x.ndim <= axis < x.ndim:
             raise self._error(kind, tag, f"axis {axis} does not exist in shape {x.shape}", x)

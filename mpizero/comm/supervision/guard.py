@@ -269,5 +269,5 @@ def set_context(step: int | None = None, phase: str | None = None) -> None:
 
 
 def current() -> Guard:
-    """Return the guard of this process."""
+    """Return the guard of this process, its only instance."""
     return _GUARD

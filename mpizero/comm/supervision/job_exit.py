@@ -59,7 +59,7 @@ _KEYBOARD_INTERRUPT = 130
 
 
 class JobExit:
-    """End this process together with the other ranks, or end the whole job."""
+    """Handle errors and the end of the program, so that no rank ends without the others. The guard derives from it."""
 
     def __init__(self, launched: bool) -> None:
         self.process = 0
@@ -106,7 +106,7 @@ class JobExit:
     # ------------------------------------------------------------------ events of the hooks
 
     def on_error(self, error: BaseException, trace: TracebackType | None, origin: str) -> None:
-        """Report an uncaught error and end all ranks."""
+        """Report an uncaught error, and end all ranks; ``origin`` names the thread or exit handler, if in one."""
         assert self.hooks is not None
         mpi = self._mpi(join=True)
         if isinstance(error, MpizeroError):

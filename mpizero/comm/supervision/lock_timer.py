@@ -22,13 +22,13 @@ _SIGNAL = getattr(signal, "SIGRTMIN", 0) + 11
 
 
 class _Event(ctypes.Structure):
-    """``struct sigevent``."""
+    """Define the C structure ``struct sigevent``: what a timer does when it expires."""
 
     _fields_ = (("value", ctypes.c_void_p), ("signal", ctypes.c_int), ("how", ctypes.c_int), ("_", ctypes.c_byte * 48))
 
 
 class _Times(ctypes.Structure):
-    """``struct itimerspec``."""
+    """Define the C structure ``struct itimerspec``: when a timer expires."""
 
     _fields_ = tuple((name, ctypes.c_long) for name in ("every", "every_ns", "first", "first_ns"))
 
