@@ -54,7 +54,7 @@ def _add(values: Array, residual: Array) -> None:
 
 @kernel("void(const f4[::1], u4, u4, u4, u4, i8[::1])")
 def _count(values: Array, prefix: int, above: int, shift: int, mask: int, counts: Array) -> None:
-    """Count magnitudes by the bits from ``shift`` on, of those whose bits from ``above`` on are ``prefix``."""
+    """Count magnitudes by their bits from ``shift`` on; only those whose bits from ``above`` on are ``prefix``."""
     for i in range(cuda.grid(1), values.size, cuda.gridsize(1)):
         bits = _magnitude(values[i])
         if above == 32 or bits >> np.uint32(above) == np.uint32(prefix):
@@ -63,7 +63,7 @@ def _count(values: Array, prefix: int, above: int, shift: int, mask: int, counts
 
 @kernel("void(const f4[::1], u4, i8[::1], i8[::1])")
 def _count_tiles(values: Array, threshold: int, more: Array, equal: Array) -> None:
-    """Count what each tile has above the threshold, and what it has there."""
+    """Count, for each tile, the magnitudes above the threshold and those equal to it."""
     for tile in range(cuda.grid(1), more.size, cuda.gridsize(1)):
         more[tile], equal[tile] = 0, 0
         for i in range(tile * TILE, min((tile + 1) * TILE, values.size)):
@@ -74,7 +74,7 @@ def _count_tiles(values: Array, threshold: int, more: Array, equal: Array) -> No
 
 @kernel("void(f4[::1], u4, const i8[::1], const i8[::1], i4[::1], f4[::1])")
 def _collect(residual: Array, threshold: int, starts: Array, allowed: Array, indices: Array, largest: Array) -> None:
-    """Move each tile's values above the threshold, and so many of those there as it is allowed, to their places."""
+    """Move each tile's values above the threshold, and an allowed number of those equal to it, to the output."""
     for tile in range(cuda.grid(1), starts.size, cuda.gridsize(1)):
         place, left = starts[tile], allowed[tile]
         for i in range(tile * TILE, min((tile + 1) * TILE, residual.size)):

@@ -135,7 +135,7 @@ def kernel(signature: str) -> Callable[[Callable[..., None]], CudaKernel]:
 
 @contextmanager
 def _simulating() -> Iterator[None]:
-    """Let the simulator run one kernel at a time, with threads that are switched quickly.
+    """Run one kernel at a time in the simulator, and let Python switch between threads quickly.
 
     It polls its threads, so each of their barriers lasts as long as Python lets a thread run: 5 ms by default.
     """
@@ -149,7 +149,7 @@ def _simulating() -> Iterator[None]:
 
 
 def _for_simulator(python: Callable[..., Any]) -> Any:
-    """Copy a kernel or a helper of one with :class:`_Running` in the place of ``cuda``."""
+    """Copy a kernel or one of its helpers so that :class:`_Running` replaces the module ``cuda`` in it."""
     copy = with_compiled_helpers(python, _for_simulator)
     copy.__globals__.update({name: _Running() for name, value in copy.__globals__.items() if value is cuda})
     return copy

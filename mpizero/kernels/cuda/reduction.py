@@ -41,7 +41,7 @@ def _push(stack: Array, count: int, value: float) -> None:
 
 
 def _collect(stack: Array, count: int) -> float:
-    """Add what the counter holds after ``count`` > 0 leaves, the smallest node first."""
+    """Add up the partial sums in the binary counter after ``count`` > 0 leaves, the smallest node first."""
     level = 0
     while not count & 1:
         count >>= 1
