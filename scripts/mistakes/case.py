@@ -1,8 +1,8 @@
-"""Declare and run one typical mistake: a function of a few lines, the first line of its docstring says what was done.
+"""Declare and run typical mistakes: each is a short function; the first line of its docstring says what it does.
 
     mpiexec -n 4 python scripts/mistakes/batches.py NAME
 
-runs one by hand; ``scripts/mistake_table.py`` runs all and prints what became of them.
+runs one of them by hand; ``scripts/mistake_table.py`` runs all, and prints how the jobs ended.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Mistake:
-    """What a mistake must lead to.
+    """Declare the message and exit status to which a mistake must lead.
 
     Attributes
     ----------
     says : tuple of str
-        Pieces that what the job writes must contain, all of them.
+        Pieces of text that the output of the job must contain, all of them.
     status : int or tuple of int
-        Exit status of the job, or those that may be, where the launcher's own is told instead.
+        Exit status of the job, or all that are allowed, where launchers return different ones.
     ranks : tuple of int
         Numbers of ranks to run it on.
     names_line : bool
-        Whether the line of the mistake's file must be named.
+        Whether the output must name a line of the mistake's file.
     environment : mapping of str to str
-        Variables to set.
+        Environment variables to set.
     """
 
     says: tuple[str, ...]
