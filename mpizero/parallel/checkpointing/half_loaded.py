@@ -1,4 +1,4 @@
-"""Describe a model that an interrupted load left with parts of two states."""
+"""Describe a model whose arrays contain old and new values, because loading a checkpoint failed half-way."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class HalfLoaded:
-    """Name arrays of a model that may hold parts of two states, since reading ended amid them.
+    """List the arrays of a model that may contain old and new values, because reading failed half-way.
 
-    The arrays are the same on every rank; the reason is the rank's own error, or what it was told of another's.
+    ``paths`` is the same on every rank. ``reason`` is the error of this rank, or the one reported by another rank.
     """
 
     paths: frozenset[str]
     reason: str
 
     def without(self, paths: Iterable[str]) -> HalfLoaded | None:
-        """Return what is left when ``paths`` have been loaded whole. Not collective."""
+        """Return the description without ``paths``, which have now been loaded completely; None if no array is left."""
         left = self.paths.difference(paths)
         return HalfLoaded(left, self.reason) if left else None
 
     def __str__(self) -> str:
-        """Say what is wrong, why, and the way out."""
+        """Return the text for error messages: what is wrong, why, and what the user can do."""
         more = f" and {len(self.paths) - 1} more arrays" if len(self.paths) > 1 else ""
         return (
             f"half loaded: {min(self.paths)}{more} may hold parts of two states, since a checkpoint that had been "

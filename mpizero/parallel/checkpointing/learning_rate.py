@@ -1,4 +1,4 @@
-"""Compare the learning rate of a checkpoint with that after loading, to warn if it changes."""
+"""Compare the learning rate of a checkpoint with that of the bound optimizer, to warn if loading changes it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mpizero import optim
 from mpizero.errors import CheckpointError
 from mpizero.parallel.optimizer.sharded_update import Updater
 
-#: The attribute of a checkpoint; it is stored beside the optimizer's state, which it does not change.
+#: Name of the checkpoint attribute that holds the learning rate.
 ATTRIBUTE = "learning_rate"
 
 
 def recorded(updater: Updater | None) -> dict[str, Any]:
-    """Return the rate of the last step, where it is known, and the schedule, where it is the library's.
+    """Return the attribute to save: the rate of the last step (None if unknown), and the schedule's settings.
 
-    Not collective.
+    Not collective. The schedule is None unless it is one of the library's.
     """
     last = None if updater is None else updater.last_rate
     schedule = _schedule(updater)
@@ -26,23 +26,23 @@ def recorded(updater: Updater | None) -> dict[str, Any]:
 
 
 def moved(updater: Updater, attributes: Mapping[str, Any], steps: int) -> str | None:
-    """Return in what the rates of a bound optimizer are not those of a checkpoint; None if nothing is known of it.
+    """Describe how schedule or rate of the bound optimizer differ from a checkpoint; None if equal or unknown.
 
     Not collective.
 
     Parameters
     ----------
     updater : Updater
-        Of the bound optimizer.
+        Holds the bound optimizer.
     attributes : mapping
-        The checkpoint's.
+        Attributes of the checkpoint.
     steps : int
-        The optimizer's steps that it has made.
+        Number of optimizer steps before the checkpoint was saved.
 
     Raises
     ------
     CheckpointError
-        If the attribute cannot be what :func:`recorded` returned.
+        If the attribute does not have the form that :func:`recorded` returns.
     """
     saved, last = attributes.get(ATTRIBUTE), last_of(attributes)
     if saved is None:
@@ -59,14 +59,14 @@ def moved(updater: Updater, attributes: Mapping[str, Any], steps: int) -> str | 
 
 
 def last_of(attributes: Mapping[str, Any]) -> float | None:
-    """Return the learning rate of the last step before a checkpoint was saved, None if unknown.
+    """Return the learning rate of the last step before a checkpoint was saved; None if unknown.
 
     Not collective.
 
     Raises
     ------
     CheckpointError
-        As :func:`moved`.
+        As for :func:`moved`.
     """
     saved = attributes.get(ATTRIBUTE)
     if saved is None:

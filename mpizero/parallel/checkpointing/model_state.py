@@ -1,7 +1,7 @@
-"""Save and load sharded models: every rank writes and reads the ranges it owns, whatever the layout was.
+"""Save and load sharded models: every rank writes and reads its own ranges of the arrays of the whole model.
 
-A checkpoint holds the arrays of the whole, unsplit model; slices and copies
-(see ``parallel/parameters/global_view.py``) are translated to ranges of them.
+A checkpoint holds the arrays of the whole, unsplit model, so any layout can load it. The slices and copies that a rank
+holds (see ``parallel/parameters/global_view.py``) are translated to ranges of these arrays.
 """
 
 from __future__ import annotations
@@ -27,18 +27,17 @@ if TYPE_CHECKING:
     from mpizero.parallel.engine import Engine
 
 _REMEDY = "bind the same one, or load into a model without an optimizer to take the parameters alone"
-#: The axes of a layout besides the data axis; files that do not mention one were written without it.
+#: The axes of a layout besides the data axis. If a checkpoint does not have one, its size was 1.
 _AXES = ("pipeline", "tensor", "context")
 
 
 def local_arrays(
     engine: Engine, *, parameters: bool = True, values: Array | None = None, fetch: bool = True
 ) -> list[checkpoint.LocalArray]:
-    """Return the ranges of every parameter and optimizer array that this rank writes. Not collective.
+    """Return every parameter and optimizer array of the whole model, with the ranges that this rank writes.
 
-    They are views, but of copies where optimizer state lies on a GPU; those have no contents with ``fetch=False``.
-    The arrays are those of the whole model, whatever this rank holds of it. ``values``, in the flat order, take the
-    place of the parameters.
+    The ranges are views of this rank's memory. Optimizer state on a GPU is copied first; with ``fetch=False`` memory is
+    allocated for it and not filled. ``values``, in flat order, are written instead of the parameters. Not collective.
     """
     arrays = _parameter_arrays(engine, engine.whole.writes, values) if parameters else []
     if engine.updater is not None:
@@ -48,14 +47,14 @@ def local_arrays(
 
 
 def _everything(spec: ParameterSpec) -> bool:
-    """Take part in reading all that this rank holds, copies too."""
+    """Select every parameter: for loading, where a rank reads everything that it holds, copies included."""
     return True
 
 
 def _parameter_arrays(
     engine: Engine, wanted: Callable[[ParameterSpec], bool], values: Array | None = None
 ) -> list[HeldArray]:
-    """Return what this rank owns of the parameters; of ``values``, in the flat order, where they are given."""
+    """Return the parameter arrays, with the pieces that this rank owns; pieces of ``values`` if they are given."""
     pieces: list[HeldPiece] = []
     for unit, span in zip(engine.layout.units, engine.store.share.spans, strict=True):
         owned = engine.store.owned(unit.index) if values is None else values[span.start : span.stop]
@@ -71,7 +70,7 @@ def _state_arrays(
     kept: Sequence[UpdatePiece],
     wanted: Callable[[ParameterSpec], bool],
 ) -> list[HeldArray]:
-    """Return what this rank keeps of the optimizer's arrays."""
+    """Return the arrays of the optimizer state, with the pieces ``kept`` that this rank has."""
     arrays: list[HeldArray] = []
     for slot, values in state.items():
         pieces = [
@@ -85,7 +84,7 @@ def _state_arrays(
 def _whole_arrays(
     engine: Engine, folder: str, pieces: Iterable[HeldPiece], wanted: Callable[[ParameterSpec], bool]
 ) -> list[HeldArray]:
-    """List an array for each parameter of the whole model, with the pieces of it that are wanted."""
+    """Return an array for each parameter of the whole model, with those of ``pieces`` that ``wanted`` selects."""
     arrays = {
         entry.spec.name: HeldArray(f"{folder}/{entry.spec.name}", entry.spec, engine.dtype)
         for entry in engine.whole.layout.parameters
@@ -97,7 +96,7 @@ def _whole_arrays(
 
 
 def attributes(engine: Engine) -> dict[str, Any]:
-    """Return what a checkpoint must know besides arrays. Not collective."""
+    """Return the checkpoint attribute "mpizero": optimizer, step number, loss scale and layout. Not collective."""
     updater = engine.updater
     return {
         "optimizer": None
@@ -121,12 +120,12 @@ def attributes(engine: Engine) -> dict[str, Any]:
 
 
 def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False) -> None:
-    """Fill an engine from an open checkpoint, as ``restore.fill`` does.
+    """Restore a model from an open checkpoint: all of it, or nothing (see :func:`~.restore.fill`).
 
     Collective over the world.
 
-    Optimizer state is restored when the checkpoint has that of the bound optimizer; a model without one takes the
-    parameters alone.
+    Optimizer state is restored if an optimizer is bound and the checkpoint has its state. A model without an optimizer
+    restores only the parameters.
 
     Raises
     ------
@@ -157,10 +156,10 @@ def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False)
 
 
 def _saved(reader: ArrayReader) -> dict[str, Any]:
-    """Return what :func:`attributes` wrote, after a look at everything in it: a file may hold any JSON there.
+    """Return the attribute that :func:`attributes` wrote, after checking all of it: a file may hold any JSON there.
 
-    Keys that are not there count as null or 0, as in files of others; keys that are not known are refused, for nobody
-    can tell what they change.
+    Missing keys count as null or 0, as in files of other programs. Unknown keys raise an error, because their meaning
+    is unknown.
     """
     saved, where = reader.attributes.get("mpizero", {}), "the checkpoint's attribute 'mpizero'"
     if not isinstance(saved, dict):
@@ -203,7 +202,7 @@ def _is_layout(value: object) -> bool:
     )
 
 
-#: What the attribute ``mpizero`` may hold: by key a check, and what it expects, for people.
+#: Keys of the attribute ``mpizero``, each with a check of its value, and what errors say is expected.
 _SAVED: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "optimizer": (_is_optimizer, "null, or name (text), slots (list of texts) and step_count (whole number >= 0)"),
     "step_number": (is_count, "a whole number >= 0"),
@@ -232,7 +231,7 @@ def _layout_text(layout: Mapping[str, Any] | None) -> str:
 
 
 def restore_state(engine: Engine, reader: ArrayReader) -> None:
-    """Fill the state of an engine's optimizer from an open checkpoint, as ``restore.fill`` does.
+    """Restore only the optimizer state from an open checkpoint: all of it, or nothing.
 
     Collective over the world.
 
@@ -252,7 +251,7 @@ def restore_state(engine: Engine, reader: ArrayReader) -> None:
 
 
 def _forget_residuals(engine: Engine) -> None:
-    """Drop residuals, which belong to one layout and are in no checkpoint; rank 0 says so."""
+    """Drop the residuals of gradient compression, which no checkpoint contains; rank 0 prints a notice."""
     if engine.exchange.feedback and engine.grid.world.rank == 0:
         notice(
             f"checkpoints do not hold what gradient_compression={engine.exchange.compression!r} has not sent "
@@ -282,7 +281,7 @@ def _check_optimizer(engine: Engine, reader: ArrayReader, saved: Mapping[str, An
 
 
 def _check_no_state(engine: Engine, reader: ArrayReader, saved: Mapping[str, Any]) -> None:
-    """Reject optimizer state without the name of its optimizer, which would be ignored unnoticed."""
+    """Raise an error if there is optimizer state without its optimizer's name: it would be ignored silently."""
     if found := _state_paths(reader):
         raise CheckpointError(
             f"the checkpoint holds {found[0]} and {len(found) - 1} more arrays of optimizer state, and its attribute "
@@ -295,7 +294,7 @@ def _state_paths(reader: ArrayReader) -> list[str]:
 
 
 def _tell_rates(engine: Engine, reader: ArrayReader, saved: Mapping[str, Any]) -> None:
-    """Warn on rank 0 if loading changes the learning rate, as a schedule over other steps does."""
+    """Warn on rank 0 if the bound optimizer has another learning rate or schedule than the checkpoint."""
     assert engine.updater is not None
     change = learning_rate.moved(engine.updater, reader.attributes, saved["optimizer"]["step_count"])
     if change is not None and engine.grid.world.rank == 0:
@@ -303,7 +302,7 @@ def _tell_rates(engine: Engine, reader: ArrayReader, saved: Mapping[str, Any]) -
 
 
 def _take_state(engine: Engine, state: Mapping[str, Array], saved: Mapping[str, Any], reader: ArrayReader) -> None:
-    """Take the state that was read into the arrays of :func:`_kept_state`, and the scalars with it."""
+    """Set the optimizer's state from ``state``, which was read from the checkpoint, with step count and loss scale."""
     assert engine.updater is not None
     engine.updater.take_state(state)
     engine.integrity.forget()
@@ -314,9 +313,9 @@ def _take_state(engine: Engine, state: Mapping[str, Array], saved: Mapping[str, 
 
 
 def _kept_state(engine: Engine) -> tuple[dict[str, Array], list[HeldArray]]:
-    """Return arrays for all that this rank keeps of the optimizer's state, and what of a checkpoint belongs there.
+    """Return memory for this rank's optimizer state by slot, and the arrays of the checkpoint to be read into it.
 
-    Replicas keep more than they write.
+    Where state is replicated, a rank reads more than it writes.
     """
     assert engine.updater is not None
     state = engine.updater.host_state(fetch=False)
@@ -324,7 +323,7 @@ def _kept_state(engine: Engine) -> tuple[dict[str, Array], list[HeldArray]]:
 
 
 def copy_state(source: Engine, target: Engine) -> None:
-    """Give ``target`` the optimizer, its state and the step of an engine of the same layout and grid.
+    """Copy optimizer, optimizer state and step number from one engine to another of the same layout and grid.
 
     Collective over the world.
     """
@@ -342,7 +341,7 @@ def copy_state(source: Engine, target: Engine) -> None:
 
 
 def optimizer_name(optimizer: Any) -> str:
-    """Return the name that a checkpoint knows an optimizer by: of a user's own, that of its class."""
+    """Return the name of an optimizer in checkpoints: its attribute ``name``, else the name of its class."""
     return str(getattr(optimizer, "name", type(optimizer).__name__))
 
 

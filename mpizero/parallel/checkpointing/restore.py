@@ -1,8 +1,8 @@
-"""Fill what ranks hold from an open checkpoint: all of it, or nothing.
+"""Read an open checkpoint into the arrays that ranks hold: all of it, or nothing.
 
-[Note: slices are read by rows] A slice of columns stands in a file as one short range for each row; to read and verify
-each by itself takes far longer than the bytes do. So a tensor group reads the rows that it needs as a whole, each rank
-an equal part of them, and passes them around in pieces of bounded size, out of which every rank takes its columns.
+[Note: slices are read by rows] A rank of a tensor group may hold some columns of a matrix. In the file these are one
+short range for each row, and reading and verifying many short ranges is slow. Therefore the group reads whole rows,
+each rank an equal part of them. The ranks exchange the rows in pieces of limited size, and each takes its columns.
 """
 
 from __future__ import annotations
@@ -30,24 +30,27 @@ from mpizero.types import Array, ParameterSpec
 if TYPE_CHECKING:
     from mpizero.parallel.engine import Engine
 
-#: Elements of the arrays whose ranges are read, and verified, at once beside a model in use.
+#: Elements of the arrays that are read and verified together, into extra memory, for a model that is in use.
 VERIFIED_AT_ONCE = 1 << 22
-#: Slices whose ranges have fewer bytes than this on average are read by rows.
+#: Slices are read by rows if their ranges are shorter than this on average, in bytes.
 _SHORT_RANGE = 1 << 18
 
 
 class ArrayReader(Protocol):
-    """Read arrays of an open checkpoint: the part of a reader's interface that restoring needs."""
+    """Define the part of :class:`mpizero.checkpoint.Reader` that restoring needs."""
 
     arrays: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
     attributes: dict[str, Any]
 
     def read(self, requests: list[LocalArray]) -> None:
-        """Fill the pieces of ``requests``."""
+        """Read values into the pieces of ``requests``. Collective."""
 
 
 class HeldPiece(NamedTuple):
-    """Hold a view of elements ``start ...`` of a parameter as this rank declares it, or of an array like it."""
+    """Hold a view of consecutive elements of a parameter, or of its optimizer state, as this rank has them.
+
+    ``start`` is the number of the first element, counted in the part of the parameter that this tensor rank has.
+    """
 
     spec: ParameterSpec
     start: int
@@ -65,27 +68,27 @@ class HeldArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape in the checkpoint."""
+        """Shape of the array in the checkpoint."""
         return self.spec.shape
 
     def local(self) -> LocalArray:
-        """Return the ranges of the whole array that this rank's pieces are."""
+        """Convert the pieces to ranges of the whole array, as checkpoints are read and written."""
         ranges = (place for piece in self.pieces for place in in_whole(*piece))
         return LocalArray(self.path, self.shape, self.dtype, tuple(ranges))
 
 
 @contextmanager
 def opened_alike(comm: Communicator, what: str, data: bytes) -> Iterator[checkpoint.Reader]:
-    """Open a serialized model, the same on every rank; the first message of an operation. Collective over ``comm``.
+    """Open a serialized model after checking that all ranks pass the same bytes. Collective over ``comm``.
 
-    Its arrays are compared by the checksums that stand beside them, by which reading verifies them.
+    The check compares the stored checksums of the arrays; it is the first message of the operation ``what``.
 
     Raises
     ------
     CheckpointError
-        Damaged, foreign or hostile bytes; on every rank.
+        On every rank, if the bytes are damaged, crafted or not a serialized model.
     ConfigError
-        As :func:`mpizero.comm.equality.agree_arrays`.
+        If ranks pass different bytes.
     """
     readers = []
 
@@ -100,25 +103,25 @@ def opened_alike(comm: Communicator, what: str, data: bytes) -> Iterator[checkpo
 
 
 def fill(engine: Engine, reader: ArrayReader, arrays: Sequence[HeldArray]) -> None:
-    """Fill what this rank holds of ``arrays``, or change nothing and raise on every rank. Collective over the world.
+    """Read this rank's pieces of ``arrays``, or change nothing and raise on every rank. Collective over the world.
 
-    [Note: nothing half loaded] A model that still has its start values reads in place, and takes them again if
-    something is wrong. Any other is too precious: its arrays are read aside, a bounded number of elements at once, and
-    take their place when all ranks have theirs, verified. Where that number does not cover all of them, they are read
-    once before, only to be verified, so that a rank never needs room for a second copy. What is left is a file that
-    could be read a moment ago and cannot be read again, after the first part has taken its place: the engine is marked
-    as :attr:`Engine.half_loaded` then, and its model refuses to be used until all of it has been loaded.
+    [Note: nothing half loaded] A model that still has its initial values is read in place; after an error it gets
+    initial values again. The values of a model in use must not be lost. Therefore its arrays are read into extra
+    memory, a limited number of elements (a group) at a time, and copied when all ranks have verified theirs. If there
+    are several groups, all are first read once only to be verified: so no rank needs memory for a second copy of the
+    model. One case remains: the second reading fails after a first group was copied. Then :attr:`Engine.half_loaded` is
+    set, and the model raises an error on every use until a checkpoint has been loaded completely.
 
     Parameters
     ----------
     engine : Engine
-        Whose parameters and optimizer state are filled.
+        Holds the parameters and the optimizer state that are filled.
     reader : ArrayReader
         The checkpoint.
     arrays : sequence of HeldArray
-        The same arrays in the same order on every rank, whatever it holds of them.
+        The same arrays in the same order on every rank, also those of which a rank has no piece.
     """
-    engine.memory.barrier("restore")  # who still reads parameters reads the old ones
+    engine.memory.barrier("restore")  # other ranks may still read the old parameters in the shared window
     untouched = np.array([engine.pristine], np.int8)  # empty optimizer state looks untouched: one rank must not decide
     engine.grid.world.allreduce(untouched, "min", "restore")
     rows, world = RowReading(engine.grid.tensor, arrays), engine.grid.world
@@ -140,7 +143,7 @@ def fill(engine: Engine, reader: ArrayReader, arrays: Sequence[HeldArray]) -> No
 
 
 def _fill_in_use(engine: Engine, reader: ArrayReader, rows: RowReading, groups: Sequence[Sequence[HeldArray]]) -> None:
-    """Fill the arrays of a model that is in use, group by group."""
+    """Read the arrays of a model that is in use, group by group; see the note in :func:`fill`."""
     world, changed = engine.grid.world, False
     for group in groups if len(groups) > 1 else ():
         _read_aside(world, reader, rows, group)
@@ -165,7 +168,7 @@ def _fill_in_use(engine: Engine, reader: ArrayReader, rows: RowReading, groups: 
 def _read_aside(
     world: Communicator, reader: ArrayReader, rows: RowReading, group: Sequence[HeldArray]
 ) -> tuple[list[LocalArray], list[LocalArray]]:
-    """Return what is to be filled of some arrays, and the same ranges in new memory, read and verified."""
+    """Read and verify a group of arrays into new memory; return the requests for the model's memory, and the copies."""
     with all_ranks(world, "restore"):
         requests = [rows.request(array) for array in group]
         aside = [_fresh(request) for request in requests]
@@ -179,7 +182,7 @@ def _read(world: Communicator, reader: ArrayReader, requests: Sequence[LocalArra
 
 
 def _groups(arrays: Sequence[HeldArray]) -> Iterator[list[HeldArray]]:
-    """Cut arrays into groups of a bounded number of elements, or of one array; the same on every rank."""
+    """Cut the list of arrays into groups of about :data:`VERIFIED_AT_ONCE` elements; the same on every rank."""
     group: list[HeldArray] = []
     size = 0
     for array in arrays:
@@ -193,7 +196,7 @@ def _groups(arrays: Sequence[HeldArray]) -> Iterator[list[HeldArray]]:
 
 
 def _fresh(request: LocalArray) -> LocalArray:
-    """Return a request for the same ranges into one new array."""
+    """Return a request for the same ranges, to be read into newly allocated memory."""
     room, place, pieces = np.empty(sum(v.size for _, v in request.pieces), request.dtype), 0, []
     for start, values in request.pieces:
         pieces.append((start, room[place : place + values.size]))
@@ -204,8 +207,8 @@ def _fresh(request: LocalArray) -> LocalArray:
 class _Need(NamedTuple):
     """Describe the rows of a sliced array that a rank needs.
 
-    ``cover`` is a range of elements of the whole array, made of rows of ``row`` elements; ``short`` tells whether the
-    ranges of its slice are too short to be read one by one.
+    ``cover`` is the range of elements of the whole array that these rows make up, ``row`` the number of elements of a
+    row. ``short`` says whether the ranges of the slice are too short to be read one by one.
     """
 
     cover: Span
@@ -214,7 +217,7 @@ class _Need(NamedTuple):
 
     @classmethod
     def of(cls, array: HeldArray) -> _Need | None:
-        """Return what this rank needs; None where it holds no slice."""
+        """Return the rows of ``array`` that this rank needs; None if it holds no slice of it."""
         sliced = [(part_rows(piece.spec.part), piece) for piece in array.pieces if piece.spec.part is not None]
         sliced = [(rows, piece) for rows, piece in sliced if piece.values.size]
         if not sliced:
@@ -228,14 +231,14 @@ class _Need(NamedTuple):
 
 
 class RowReading:
-    """Read rows of sliced arrays for a tensor group, each row once. Construction is collective over the group.
+    """Read the rows of sliced arrays once for a whole tensor group. Construction is collective over the group.
 
     Parameters
     ----------
     group : Communicator
         The tensor group.
     arrays : sequence of HeldArray
-        What is to be read.
+        The arrays to read.
     """
 
     def __init__(self, group: Communicator, arrays: Sequence[HeldArray]) -> None:
@@ -252,7 +255,10 @@ class RowReading:
                 self._needs[path] = needs[0]._replace(cover=cover)
 
     def request(self, array: HeldArray) -> LocalArray:
-        """Return what this rank reads of an array: in place, or its part of the group's rows in a new buffer."""
+        """Return the request by which this rank reads an array.
+
+        Either its own ranges are read in place, or, by rows, this rank's part of the group's rows into a new buffer.
+        """
         if array.path not in self._needs:
             return array.local()
         part = self._parts(array.path)[self.group.rank]
@@ -260,7 +266,7 @@ class RowReading:
         return LocalArray(array.path, array.shape, array.dtype, pieces)
 
     def deliver(self, arrays: Sequence[HeldArray], requests: Sequence[LocalArray]) -> None:
-        """Give every rank its slices of what each :meth:`request` has read. Collective over the group."""
+        """Exchange the rows that the ranks have read, and copy each rank's slices out of them. Collective."""
         for array, request in zip(arrays, requests, strict=True):
             if array.path in self._needs:
                 self._deliver(array, request)
@@ -281,14 +287,14 @@ class RowReading:
                 _take(piece, rows, window)
 
     def _parts(self, path: str) -> list[Span]:
-        """Return what each rank of the group reads of an array."""
+        """Return the range of the whole array that each rank of the group reads."""
         cover = self._needs[path].cover
         shards = Partition(cover.size, self.group.size)
         return [Span(shard.start, shard.stop).shift(cover.start) for shard in shards]
 
 
 def _take(piece: HeldPiece, window: Array, where: Span) -> None:
-    """Copy what a slice holds of a window of whole rows, which stands at ``where`` in the whole array."""
+    """Copy the elements that a slice has in ``window``, whole rows at ``where`` of the whole array, into the slice."""
     assert piece.spec.part is not None
     rows = part_rows(piece.spec.part)
     first, last = where.start // rows.whole * rows.local, where.stop // rows.whole * rows.local

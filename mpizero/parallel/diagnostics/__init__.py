@@ -1,1 +1,1 @@
-"""Find and explain steps that went wrong, and record where time goes."""
+"""Keep and replay steps whose gradients were not finite, and record where time goes."""

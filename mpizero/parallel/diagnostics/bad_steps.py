@@ -1,13 +1,13 @@
 """Keep the samples of a step whose loss or gradient was not finite, in plain files, for a replay in one process.
 
-[Note: the files of a bad step] ``step.json`` is what is known of the step, one JSON object: ``format`` ("mpizero bad
-step"), ``version`` (1), ``step``, ``run_step`` and ``seed`` (what dropout is keyed by), ``loss_scale``, ``micro_batch``
-(samples evaluated at a time), ``global_batch``, ``epoch`` (where the step was told one), ``found`` (a list of ``rank``,
-``tensor``, ``start``, ``stop``, ``message``), ``grains`` (names of the files below), ``structure`` (of batches that are
-trees: what :func:`~mpizero.sampletree.outline` gives for ``x`` and ``y``), ``libraries`` (versions) and ``about`` (what
-the caller adds; `mpizero train`: its configuration). ``grain_00003.npz``, NumPy's own format without pickle,
-uncompressed, has ``x`` and ``y`` as they were trained on (of a tree ``x.0``, ``x.1``, ...), ``samples`` (places in the
-global batch) and, where the caller knows them, ``indices`` (in the data).
+[Note: the files of a bad step] ``step.json`` describes the step in one JSON object: ``format`` ("mpizero bad step"),
+``version`` (1), ``step``, ``run_step`` and ``seed`` (keys of the dropout's random numbers), ``loss_scale``,
+``micro_batch`` (samples evaluated at a time), ``global_batch``, ``epoch`` (left out if 0), ``found`` (a list of
+``step``, ``rank``, ``tensor``, ``start``, ``stop``, ``message``), ``grains`` (names of the files below), ``structure``
+(only for batches that are trees: the :func:`~mpizero.sampletree.outline` of ``x`` and ``y``), ``libraries`` (versions)
+and ``about`` (values of the caller; `mpizero train` writes its configuration). ``grain_00003.npz``, NumPy's format
+without pickle, uncompressed, has ``x`` and ``y`` (for trees ``x.0``, ``x.1``, ...), ``samples`` (positions in the
+global batch) and, if the caller knows them, ``indices`` (positions in the data).
 """
 
 from __future__ import annotations
@@ -36,16 +36,19 @@ from mpizero.sampletree import SampleTree, leaves_of, of_outline, outline
 from mpizero.types import Array
 
 FORMAT, VERSION = "mpizero bad step", 1
-#: Bytes of a ``step.json`` that is read at all.
+#: The largest ``step.json``, in bytes, that is read.
 _LIMIT = 16 << 20
-#: The structure of x and y that are arrays, which no file needs to tell.
+#: The structure of batches whose x and y are arrays; it is left out of ``step.json``.
 _ARRAYS = {"x": "*", "y": "*"}
 _GRAIN = re.compile(r"grain_[0-9]{5,18}\.npz")
 
 
 @dataclass(frozen=True)
 class BadGrain:
-    """Hold the samples of one grain, arrays or trees; ``indices`` are their places in the data, None if unknown."""
+    """Hold the samples of one grain, arrays or trees, with their positions.
+
+    ``samples`` are positions in the global batch, ``indices`` positions in the data (None if unknown).
+    """
 
     x: Any
     y: Any
@@ -55,7 +58,7 @@ class BadGrain:
 
 @dataclass(frozen=True)
 class BadStep:
-    """Hold what :func:`dump_bad_step` wrote; the fields are explained in ``docs/bad_numbers.md``."""
+    """Describe a bad step that :func:`dump_bad_step` wrote; the fields are explained in ``docs/bad_numbers.md``."""
 
     step: int
     run_step: int
@@ -78,22 +81,22 @@ def dump_bad_step(
     indices: Any = None,
     about: Mapping[str, Any] | None = None,
 ) -> Path | None:
-    """Write the grains of the last step that were not finite to a folder below ``folder``.
+    """Write the grains of the last step whose loss or gradient was not finite to a folder below ``folder``.
 
     Collective over the model's ranks; rank 0 writes.
 
     Parameters
     ----------
     model : sharded model
-        Its ``last_step`` was skipped.
+        The model, whose ``last_step`` was skipped.
     batch : (array, array), or trees of arrays
-        What this rank gave to ``train``.
+        The samples that this rank passed to ``train``.
     folder : path
-        Gets ``step_<number>``; one that exists already is left as it is.
+        Folder in which ``step_<number>`` is made; if that exists already, it is left as it is.
     indices : 1-D array of int or None
-        Where in the data this rank's samples are.
+        Positions of this rank's samples in the data.
     about : mapping or None
-        Plain JSON values to be kept beside.
+        More JSON values to write into ``step.json``.
 
     Returns
     -------
@@ -103,7 +106,7 @@ def dump_bad_step(
     Raises
     ------
     DataError
-        If the batch is not of arrays of numbers, which can be kept without pickle; on every rank.
+        On every rank, if the batch contains anything but arrays of numbers, which need no pickle.
     OSError
         If the files cannot be written; RemoteError on the other ranks.
     """
@@ -130,7 +133,7 @@ def dump_bad_step(
 def _gather(
     model: ShardedModelBase, tree: SampleTree, indices: Any, found: tuple[NonFinite, ...]
 ) -> tuple[dict[int, BadGrain], int]:
-    """Return the grains that were found, by number, and the samples of the global batch. Collective."""
+    """Gather the samples of the bad grains; return them by grain number, and the global batch size. Collective."""
     group = model.batch_group
     counts = np.empty(group.size, np.int64)
     group.allgather(np.array([own := tree.count()], np.int64), counts, "bad step")
@@ -166,7 +169,7 @@ def _described(model: ShardedModelBase, report: StepReport, total: int) -> dict[
 
 
 def _write(path: Path, described: Mapping[str, Any], grains: Mapping[int, BadGrain]) -> None:
-    """Write a folder beside its place, and give it its name when it is whole."""
+    """Write the files into a temporary folder, and rename it to ``path`` when it is complete."""
     temporary = path.with_name(f".tmp-{path.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -184,7 +187,7 @@ def _write(path: Path, described: Mapping[str, Any], grains: Mapping[int, BadGra
 
 
 def read_bad_step(path: str | os.PathLike[str]) -> BadStep:
-    """Read what :func:`dump_bad_step` wrote. Not collective.
+    """Read a bad step that :func:`dump_bad_step` wrote. Not collective.
 
     Raises
     ------
@@ -220,7 +223,7 @@ def read_bad_step(path: str | os.PathLike[str]) -> BadStep:
 
 
 def _is_found(value: object) -> bool:
-    """Tell whether a value is what :class:`~mpizero.parallel.step_report.NonFinite` says of a grain."""
+    """Tell whether a JSON value has the fields of :class:`~mpizero.parallel.step_report.NonFinite`."""
     return (
         isinstance(value, dict)
         and value.keys() == {field.name for field in fields(NonFinite)}
@@ -242,7 +245,7 @@ def _are_texts(value: object) -> bool:
 
 
 _WHOLE: tuple[Callable[[object], bool], str] = (is_count, "a whole number >= 0")
-#: What ``step.json`` holds besides format and version: by key a check, and what it expects, for people.
+#: Keys of ``step.json`` besides format and version, each with a check of its value, and the text for errors.
 _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "step": _WHOLE,
     "run_step": _WHOLE,
@@ -263,7 +266,7 @@ _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def _entries(value: Any, name: str) -> dict[str, Any]:
-    """Return the arrays of samples under the names that they have in a file."""
+    """Return the arrays of ``x`` or ``y`` by their names in the file."""
     if isinstance(value, np.ndarray):
         return {name: value}
     return {f"{name}.{number}": leaf for number, leaf in enumerate(leaves_of(value))}

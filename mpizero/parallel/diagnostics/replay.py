@@ -1,4 +1,4 @@
-"""Evaluate the samples of a bad step again, in one process, and check every value."""
+"""Evaluate the samples of a bad step again, in one process, and compute statistics of every array."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mpizero.types import EVALUATE, Array, Loss, Params, Run
 
 @dataclass(frozen=True)
 class ReplayedArray:
-    """Summarize one array of a replay.
+    """Hold statistics of one array of a replay.
 
     Attributes
     ----------
@@ -30,13 +30,13 @@ class ReplayedArray:
         "parameter", "input", "output" of a block, "loss", "gradient of output" of a block, or "gradient" of a
         parameter.
     name : str
-        Of the block or parameter.
+        Name of the block or parameter.
     minimum, maximum : float
-        Of the finite values; NaN if there are none.
+        Smallest and largest finite value; NaN if there are none.
     norm : float
-        Root of the sum of their squares.
+        Root of the sum of squares of the finite values.
     not_finite, size : int
-        How many values are infinite or NaN, and how many there are.
+        Number of values that are infinite or NaN, and number of all values.
     """
 
     what: str
@@ -49,7 +49,7 @@ class ReplayedArray:
 
     @classmethod
     def of(cls, what: str, name: str, values: Any) -> ReplayedArray:
-        """Look at an array; a complex value counts as two numbers. Not collective."""
+        """Compute the statistics of an array; a complex value counts as two numbers. Not collective."""
         flat = np.asarray(values).reshape(-1)
         flat = flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat
         finite = flat if flat.dtype.kind in "iub" else flat[np.isfinite(flat)]
@@ -65,11 +65,11 @@ class Replay:
     Attributes
     ----------
     start, stop : int
-        Its samples, as places in the global batch.
+        Range of its samples in the global batch.
     loss, weight : float
-        Their loss sum, and what it counts for.
+        Sum of the losses of its samples, and their total weight.
     figures : tuple of ReplayedArray
-        Parameters first, then everything in the order in which it was computed.
+        Statistics of the parameters, then of all other arrays in the order in which they were computed.
     """
 
     start: int
@@ -80,22 +80,22 @@ class Replay:
 
     @property
     def first(self) -> ReplayedArray | None:
-        """The first that is not finite; None where all are."""
+        """The first array that has values which are not finite; None if there is none."""
         return next((figures for figures in self.figures if figures.not_finite), None)
 
 
 def replay_bad_step(step: BadStep | str | os.PathLike[str], model: ShardedModelBase) -> list[Replay]:
     """Run the samples of a bad step forward and backward, with the parameters that ``model`` has.
 
-    Not collective: ``model`` is on one process. Nothing of it changes. The samples are cut as they were in training
-    and meet the same dropout.
+    Not collective: ``model`` is on one process. The model stays unchanged. The samples are cut into the same
+    micro-batches as in training, with the same dropout.
 
     Parameters
     ----------
     step : BadStep or path
-        What :func:`dump_bad_step` wrote.
+        The bad step, or the folder that :func:`dump_bad_step` wrote.
     model : sharded model
-        With the parameters to look at, on a communicator of one rank.
+        A model on a communicator of one rank, with the parameters to use.
 
     Raises
     ------
@@ -134,7 +134,7 @@ class _Trace:
         self._frozen = {entry.spec.name for entry in self.engine.layout.entries if entry.gradient < 0}
 
     def note(self, what: str, name: str, values: Any) -> None:
-        """Look at an array."""
+        """Record the statistics of an array; None is ignored."""
         if values is not None:
             self.figures.append(ReplayedArray.of(what, name, values))
 
@@ -152,7 +152,7 @@ class _Trace:
         return loss, weight
 
     def note_gradients(self, block: str, views: Any) -> None:
-        """Look at the gradients of a block's parameters."""
+        """Record the statistics of the gradients of a block's trainable parameters."""
         for name, view in flat_names(views):
             if joined(block, name) not in self._frozen:
                 self.note("gradient", joined(block, name), view)
@@ -182,7 +182,7 @@ class _Trace:
 
 
 class _RecordedLayer:
-    """Record the output of a block and the gradients that it gives."""
+    """Wrap a block, and record its output and its gradients."""
 
     def __init__(self, block: Any, name: str, before: str | None, trace: _Trace) -> None:
         self.block, self.name, self.before, self.trace = block, name, before, trace
@@ -203,7 +203,7 @@ class _RecordedLayer:
 
 
 class _RecordedLoss:
-    """Record a loss and the gradient that it gives."""
+    """Wrap a loss, and record its value and its gradient."""
 
     def __init__(self, loss: Loss, before: str, trace: _Trace) -> None:
         self.loss, self.before, self.trace = loss, before, trace

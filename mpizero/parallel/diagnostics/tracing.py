@@ -1,4 +1,4 @@
-"""Record what a rank does when, from the engine down to single messages."""
+"""Record the phases of a rank's work with their times, from the engine down to single messages."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mpizero.parallel.engine import Engine
 
 @contextmanager
 def traced(engine: Engine) -> Iterator[Timeline]:
-    """Yield the engine's timeline, which records everything done in the ``with`` block.
+    """Yield the engine's timeline, which records all phases and messages inside the ``with`` block.
 
-    Not collective. Calls of communicators of one rank take no time and are not noted.
+    Not collective. Calls of communicators of one rank take no time and are not recorded.
     """
     timeline, grid = engine.timeline, engine.grid
     several = [c for c in (grid.world, *grid.communicators) if c.size > 1]

@@ -1,4 +1,4 @@
-"""Measure how much memory a process uses: its peak, and its share of what it shares with the node's other ranks."""
+"""Measure the memory of a process: its peak, and its part of the memory that it shares with other ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def allocated() -> int:
-    """Return the bytes of heap and private mappings of this process: what RLIMIT_DATA counts."""
+    """Return the bytes of heap and private mappings of this process, as RLIMIT_DATA counts them."""
     return _kilobytes(Path("/proc/self/status"), "VmData")
 
 
@@ -28,18 +28,18 @@ def resident() -> int:
 def proportional(pid: int | str = "self") -> int:
     """Return the proportional set size of a process in bytes: each shared page counts 1/k where k processes map it.
 
-    Not collective. Summed over a node's ranks it is what they use together. Where the kernel does not tell
-    (``/proc/PID/smaps_rollup``), this process's resident size is returned.
+    Not collective. The sum over a node's ranks is the memory that they use together. If the kernel does not tell
+    (``/proc/PID/smaps_rollup``), the resident size of this process is returned.
     """
     return _kilobytes(Path(f"/proc/{pid}/smaps_rollup"), "Pss") or resident()
 
 
 @contextmanager
 def peak_growth() -> Iterator[list[int]]:
-    """Yield a list that holds, after the block, by how many bytes the resident size was larger at most than before.
+    """Measure by how many bytes the resident size grew at most in a ``with`` block; yield a list that will hold it.
 
-    Not collective. Where the kernel does not let a process forget its former peak (``/proc/self/clear_refs``), a block
-    that stays below it counts 0.
+    Not collective. If the kernel does not let a process reset its peak (``/proc/self/clear_refs``), a block that stays
+    below the former peak counts 0.
     """
     grown = [0]
     with suppress(OSError):
@@ -54,9 +54,9 @@ def peak_growth() -> Iterator[list[int]]:
 
 @contextmanager
 def proportional_growth(every: float = 0.002) -> Iterator[list[int]]:
-    """Yield a list that holds, after the block, by how many bytes :func:`proportional` was larger at most than before.
+    """Measure by how many bytes :func:`proportional` grew at most in a ``with`` block; yield a list that will hold it.
 
-    Not collective. The kernel keeps no peak of it, so a thread looks ``every`` so many seconds.
+    Not collective. The kernel keeps no peak of this size, so a thread reads it every ``every`` seconds.
     """
     grown, done = [0], threading.Event()
     before = proportional()
@@ -75,7 +75,7 @@ def proportional_growth(every: float = 0.002) -> Iterator[list[int]]:
 
 
 def release_free_memory() -> None:
-    """Give freed memory back to the system, so that a measurement sees what is really held."""
+    """Return freed memory to the system, so that a measurement counts only memory in use."""
     import ctypes
 
     gc.collect()

@@ -9,12 +9,12 @@ from typing import Any, Self, TextIO
 
 from mpizero.text import printable
 
-#: Seconds between two lines where the output is not a terminal; the first and the last step always show.
+#: Seconds between two lines if the output is not a terminal; the first and the last step are always shown.
 QUIET_SECONDS = 10.0
 
 
 class Progress:
-    """Report steps on one stream.
+    """Show the progress of training steps on one output stream.
 
     Parameters
     ----------
@@ -32,14 +32,14 @@ class Progress:
         self._bar: Any = None
 
     def begin(self, done: int = 0) -> None:
-        """Start the bar where an earlier run has left off."""
+        """Start the progress bar, on a terminal; ``done`` is the number of steps that an earlier run has made."""
         if self._active and self._stream.isatty():
             from tqdm import tqdm
 
             self._bar = tqdm(total=self._steps, initial=done, file=self._stream, unit="step", dynamic_ncols=True)
 
     def step(self, step: int, figures: dict[str, str]) -> None:
-        """Show that a step is done."""
+        """Show that a step is done, with its figures."""
         if not self._active:
             return
         if self._bar is not None:
@@ -52,12 +52,12 @@ class Progress:
             self._write(f"step {step}/{self._steps}  " + "  ".join(f"{k} {v}" for k, v in figures.items()))
 
     def say(self, message: str) -> None:
-        """Write one line beside the bar, whatever the message quotes."""
+        """Write a message as one line above the bar; line breaks and control characters in it are escaped."""
         if self._active:
             self._write(f"mpizero: {printable(message)}")
 
     def close(self) -> None:
-        """Leave the bar as it is and end its line."""
+        """End the bar, which stays visible."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -75,14 +75,14 @@ class Progress:
 
 
 class ByteProgress:
-    """Show a bar over bytes on a terminal, nothing otherwise. Calling it tells that so many more are done.
+    """Show a progress bar over bytes on a terminal, and nothing otherwise; a call advances it by some bytes.
 
     Parameters
     ----------
     total : int
-        Bytes in all.
+        Number of all bytes.
     label : str
-        What stands before the bar.
+        Text before the bar.
     stream : TextIO, optional
         Default: standard error.
     """

@@ -1,4 +1,4 @@
-"""Save and restore a run's state beside the arrays, and choose the checkpoint that a run continues from."""
+"""Save and restore the state of a run besides its arrays, and choose the checkpoint from which a run continues."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from mpizero.train.run.metrics import finite
 from mpizero.train.run.progress import Progress
 from mpizero.train.run.run_folder import RunFolder
 
-#: The attribute under which a training run keeps what it needs to go on.
+#: Name of the checkpoint attribute with the state of a training run.
 ATTRIBUTE = "training"
 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """Hold what a training run wrote beside its arrays.
+    """Hold the state of a training run that a checkpoint has besides the arrays.
 
     Attributes
     ----------
     step : int
-        Steps done; with the global batch size it is also the place in the data.
+        Number of steps done; times the global batch size it is the position in the data.
     loss : float or None
-        Of that step.
+        Loss of the last of them.
     config : dict
-        The whole configuration.
+        The whole configuration of the run.
     data : str
         Fingerprint of the training data.
     """
@@ -46,14 +46,14 @@ class SavedRun:
 
     @classmethod
     def of(cls, attributes: Mapping[str, Any], path: str | Path) -> SavedRun:
-        """Read what :func:`saved_attributes` returned.
+        """Read and check the state from the attributes of a checkpoint, which :func:`saved_attributes` made.
 
         Not collective.
 
         Raises
         ------
         CheckpointError
-            The checkpoint is not a training run's.
+            If the checkpoint does not come from a training run.
         """
         try:
             found = attributes[ATTRIBUTE]
@@ -72,7 +72,7 @@ def _whole(value: object) -> int:
 
 
 def saved_attributes(job: TrainingJob, step: int, loss: float | None, versions: Mapping[str, str]) -> dict[str, Any]:
-    """Return what the checkpoint of a step keeps beside what every model's has.
+    """Return the attributes with the state of the run, to save beside the arrays of a step.
 
     Not collective.
     """
@@ -91,14 +91,14 @@ def saved_attributes(job: TrainingJob, step: int, loss: float | None, versions: 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Hold where a run goes on.
+    """Describe from where a run continues.
 
     Attributes
     ----------
     saved : SavedRun
-        What the checkpoint holds beside its arrays, which are restored.
+        State of the checkpoint, whose arrays have been restored.
     newer : list of StepFolder
-        The checkpoints of later steps, newest first: they move aside before the first save.
+        The checkpoints of later steps, newest first; they are moved to another folder before training goes on.
     """
 
     saved: SavedRun
@@ -110,16 +110,16 @@ def restore(
 ) -> ResumePoint | None:
     """Restore the newest good checkpoint of a run, or that of a ``step``; None if the folder holds no checkpoint.
 
-    Collective over ``comm``. Nothing on disk is touched. Without a ``step``, newer checkpoints that are damaged are
-    passed over; one that cannot be opened for any other reason ends the search, for it may be whole.
+    Collective over ``comm``. Nothing on disk is changed. Without a ``step``, damaged newer checkpoints are skipped. A
+    newer checkpoint that cannot be opened for another reason is an error, because it may be whole.
 
     Raises
     ------
     ConfigError
-        The saved run computes something else: the message names the first setting that differs.
+        If the saved run has other settings or data, so that it computes something else; names the first difference.
     CheckpointError
-        There is no checkpoint of the ``step``, or it cannot be loaded; or without a ``step``: a newer one cannot be
-        opened, or all there are are damaged. The message names each, and the ways out.
+        If there is no checkpoint of the ``step``, or it cannot be loaded. Without a ``step``: if a newer checkpoint
+        cannot be opened, or all are damaged. The message names each of them, and says what to do.
     """
     found = checkpoint.survey(folder.checkpoints, comm)
     if step is not None:
@@ -142,7 +142,7 @@ def restore(
 
 
 def _try(job: TrainingJob, found: StepFolder, comm: Communicator) -> tuple[StepFolder, SavedRun | None]:
-    """Load a checkpoint, if it is sound; or return what is wrong with it."""
+    """Try to load a checkpoint; return its description, with the problem if there is one, and its state or None."""
     if not found.sound:
         return found, None
     try:
@@ -168,7 +168,7 @@ def _restore_step(
 
 
 def _refusal(folder: RunFolder, passed: Sequence[StepFolder], good: StepFolder | None) -> CheckpointError:
-    """Return the error that names what cannot be taken, and what the user may ask for by name."""
+    """Make the error that names the checkpoints which cannot be loaded, and the options that the user has."""
     told = "; ".join(
         f"{os.path.basename(one.path)} {'is damaged' if one.damaged else 'cannot be used'}: {one.problem}"
         for one in passed

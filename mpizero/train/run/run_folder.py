@@ -1,4 +1,4 @@
-"""Manage the files of one run: metrics, marker, lock and checkpoints; what an earlier run left is kept."""
+"""Manage the files of one run: metrics, marker, lock and checkpoints. Files of an earlier run are kept."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpizero.errors import CheckpointError, ExitStatus, MpizeroError
 
 
 class RunFolderError(MpizeroError):
-    """Raised when a run folder cannot be used: not writable, full, or in use by another job."""
+    """Report that a run folder cannot be used: not writable, full, or in use by another job."""
 
     status = ExitStatus.INPUT_OUTPUT
 
@@ -27,12 +27,12 @@ class RunFolder:
     """Manage the folder that holds a run.
 
     ``checkpoint.folder = "run/checkpoints"`` makes ``run`` the run's folder; a checkpoint folder of any other name is
-    the run's folder itself. Everything here happens on one rank; the caller agrees on the outcome.
+    itself the run's folder. All methods run on one rank only; callers tell the other ranks of errors.
 
     Parameters
     ----------
     checkpoints : path
-        ``checkpoint.folder``.
+        The setting ``checkpoint.folder``.
     """
 
     def __init__(self, checkpoints: str | Path) -> None:
@@ -44,12 +44,12 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """One JSON line a step."""
+        """Path of the metrics file, which has one line of JSON for each step."""
         return self.root / "metrics.jsonl"
 
     @property
     def marker(self) -> Path:
-        """Exists once the run has ended well; holds the result line."""
+        """Path of a file that exists once the run has ended successfully; it holds the result line."""
         return self.root / "run_complete"
 
     @property
@@ -59,11 +59,11 @@ class RunFolder:
 
     @property
     def stopped(self) -> Path:
-        """Return what :attr:`stop_file` is renamed to once it has been obeyed, until the run goes on."""
+        """Return the path to which :attr:`stop_file` is renamed when the run has stopped; a resume removes it."""
         return self.root / "STOPPED"
 
     def obey_stop(self) -> None:
-        """Note that the run has stopped as :attr:`stop_file` asked, so that the next resume goes on."""
+        """Rename :attr:`stop_file`, if it exists, after the run has stopped: so a resumed run does not stop again."""
         try:
             with contextlib.suppress(FileNotFoundError):
                 self.stop_file.rename(self.stopped)
@@ -71,12 +71,12 @@ class RunFolder:
             raise self._failed("the file STOP cannot be renamed", error) from None
 
     def open(self) -> None:
-        """Create the folders, prove that they can be written, and keep other jobs out.
+        """Create the folders, check that they can be written, and lock the run's folder against other jobs.
 
         Raises
         ------
         RunFolderError
-            Naming the folder and the reason.
+            If that fails; names the folder and the reason.
         """
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -92,10 +92,9 @@ class RunFolder:
             raise self._failed("cannot be used", error) from None
 
     def check(self) -> None:
-        """Raise :class:`RunFolderError` unless the folders that :meth:`open` took are still there.
+        """Raise :class:`RunFolderError` if a folder that :meth:`open` opened was removed or replaced.
 
-        Not collective. A run that saved into a folder made anew would go on without lock, metrics and checkpoints, or
-        on the wrong disk.
+        Without this check, a run would save into a new folder, without lock and metrics, or on the wrong disk.
         """
         for folder, identity in self._taken.items():
             try:
@@ -107,29 +106,23 @@ class RunFolder:
 
     @property
     def bad_steps(self) -> Path:
-        """The samples of steps that were skipped."""
+        """Path of the folder with the samples of skipped steps."""
         return self.root / "bad_steps"
 
     def set_aside(self) -> Path | None:
-        """Move what an earlier run left into a folder of its own, and return that.
-
-        Not collective. None when there is nothing.
-        """
+        """Move all files of an earlier run into a new folder below ``earlier``; return it, or None if none exist."""
         steps = [Path(path) for path in step_folders(str(self.checkpoints))]
         files = [path for path in (self.metrics, self.superseded, self.marker, self.bad_steps) if path.exists()]
         return self._move_aside(steps, files)
 
     def set_steps_aside(self, steps: Iterable[str]) -> Path | None:
-        """Move these checkpoints into a folder of their own, and return that.
-
-        Not collective. None when there is nothing.
-        """
+        """Move checkpoints into a new folder below ``earlier``; return that folder, or None if ``steps`` is empty."""
         return self._move_aside([Path(path) for path in steps], [])
 
     def _move_aside(self, steps: Sequence[Path], files: Sequence[Path]) -> Path | None:
-        """Move checkpoints, given newest first, and files; all or none, unless the process is killed.
+        """Move checkpoints, given newest first, and files; after an error all are moved back.
 
-        The oldest checkpoint goes first: where this is killed, the newest is still where it was.
+        The oldest checkpoint is moved first, so that the newest is still in place if the process is killed meanwhile.
         """
         if not steps and not files:
             return None
@@ -162,11 +155,11 @@ class RunFolder:
 
     @property
     def superseded(self) -> Path:
-        """Metrics of steps that were done again after a resume."""
+        """Path of the metrics of steps that were done again after a resume."""
         return self.root / "metrics.superseded.jsonl"
 
     def continue_metrics(self, step: int) -> None:
-        """Keep the metrics up to ``step`` in place; later lines, which will be written again, move to another file."""
+        """Move the metrics of steps after ``step``, which will be written again, to the file :attr:`superseded`."""
         try:
             lines = self._metrics_lines()
             kept = [line for line in lines if _step_of(line) <= step]
@@ -182,14 +175,14 @@ class RunFolder:
             raise RunFolderError(f"run folder {self.root}: its metrics cannot be rewritten: {error}") from None
 
     def _metrics_lines(self) -> list[bytes]:
-        """Return the lines that are there; whatever stands in them, they are kept as they are."""
+        """Return the lines of the metrics file as bytes, without interpreting them."""
         if not self.metrics.exists():
             return []
         with os.fdopen(open_regular(os.path.realpath(self.metrics)), "rb") as file:
             return [line.removesuffix(b"\n") for line in file]
 
     def write_metrics(self, line: Mapping[str, Any]) -> None:
-        """Append one line to the metrics."""
+        """Append one line of JSON to the metrics."""
         try:
             if self._metrics is None:
                 self._metrics = self.metrics.open("a", encoding="utf-8")
@@ -199,7 +192,7 @@ class RunFolder:
             raise self._failed("metrics cannot be written", error) from None
 
     def complete(self, result: Mapping[str, Any]) -> None:
-        """Leave the marker that tells success."""
+        """Write the marker file with the result, which says that the run has ended successfully."""
         try:
             self._replace(self.marker, [json.dumps(result, allow_nan=False).encode()])
         except OSError as error:
@@ -207,7 +200,7 @@ class RunFolder:
         self.obey_stop()
 
     def close(self) -> None:
-        """Close the files and let other jobs in."""
+        """Close the files and release the lock."""
         for file in (self._metrics, self._lock):
             if file is not None:
                 file.close()
@@ -245,7 +238,7 @@ class RunFolder:
 
 
 def _move(path: Path, target: Path) -> None:
-    """Rename a file, folder or link; what a link means stays the same."""
+    """Rename a file, folder or link; a relative link is changed so that it still points to its target."""
     if path.is_symlink() and not (meant := path.readlink()).is_absolute():
         target.symlink_to(path.parent / meant)
         path.unlink()
@@ -259,7 +252,7 @@ def _identity(folder: Path) -> tuple[int, int]:
 
 
 def _step_of(line: bytes) -> float:
-    """Return a metrics line's step; a torn line, or one that no run has written, counts as later than all."""
+    """Return the step of a line of metrics; infinity for an incomplete line or one of another form."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -1,4 +1,4 @@
-"""Write a run's checkpoints when they are due: at once, or in the background of the steps that follow."""
+"""Write the checkpoints of a run, either at once or in a thread during the next steps."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from mpizero.train.run.wall_time import WallTime
 
 
 class Saver:
-    """Write the checkpoints of a run as ``[checkpoint]`` says, and remove those that need not be kept.
+    """Write the checkpoints of a run by the settings of ``[checkpoint]``, and remove old ones.
 
     Construction is collective over ``comm``.
 
     Parameters
     ----------
     job : TrainingJob
-        What is saved.
+        The training to save.
     folder : RunFolder
-        Where to.
+        Folder of the run.
     comm : Communicator
         The ranks of the job.
     clock : WallTime
-        Learns how long saves take.
+        Is told how long each save took.
     report : callable
-        Is told what cannot be removed, once for each reason; nothing is lost by that.
+        Is called with a message if an old checkpoint cannot be removed, once for each reason.
 
     Raises
     ------
@@ -62,11 +62,11 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Tell whether this rank still writes beside training."""
+        """Tell whether this rank's thread is still writing a checkpoint."""
         return self._pending is not None and not self._pending.finished
 
     def save(self, step: int, loss: float | None, *, wait: bool) -> None:
-        """Save a step, after the save before has ended; unless it must ``wait``, asynchronously if so configured.
+        """Save a step: with ``wait`` at once, else asynchronously if so configured. First commit the save before.
 
         Collective over the job's ranks.
         """
@@ -88,7 +88,7 @@ class Saver:
         self.step = step
 
     def finish(self) -> None:
-        """Make the checkpoint of a save beside training appear, if there is one.
+        """Commit the asynchronous save, if there is one.
 
         Collective over the job's ranks.
         """

@@ -1,4 +1,4 @@
-"""Note signals that ask a job to stop, from the first moment of a command to its last; they never kill it."""
+"""Catch the signals by which schedulers ask a job to stop, so that it can save its state first."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import FrameType, TracebackType
 
-#: Slurm's early warning, and the request to end of schedulers and launchers.
+#: SIGUSR1 is Slurm's early warning; with SIGTERM schedulers and launchers ask a job to end.
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 
 class StopSignals(AbstractContextManager["StopSignals"]):
-    """Note stop signals inside a ``with`` block; a block inside the block changes nothing.
+    """Record stop signals inside a ``with`` block; an inner block of the same object has no effect.
 
-    A handler only keeps the first signal's name: nothing is interrupted but waiting system calls, which Python starts
-    again, and a second signal changes nothing. Elsewhere than in the main thread Python allows no handlers: nothing is
-    caught there.
+    The handler only stores the name of the first signal; the program is not interrupted. Outside of the main thread
+    Python allows no handlers, so nothing is caught there.
     """
 
     def __init__(self) -> None:
@@ -43,7 +42,7 @@ class StopSignals(AbstractContextManager["StopSignals"]):
 
     @property
     def name(self) -> str:
-        """The first signal that has come, "" while there is none."""
+        """Name of the first signal that was caught; "" if there was none."""
         return self._name
 
     def reason(self, rank: int) -> str:
@@ -51,9 +50,9 @@ class StopSignals(AbstractContextManager["StopSignals"]):
         return f"{self._name} on rank {rank}" if self._name else ""
 
     def ignore(self) -> None:
-        """Take no notice of stop signals from now on: the process is ending, with the status it has earned.
+        """Ignore stop signals from now on, also after the block: the process is ending with its own exit status.
 
-        Not collective. Stays so after the block, and while Python takes itself apart.
+        Not collective.
         """
         for number in self._previous:
             signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Look for the file ``STOP`` in a run's folder: who may write there may end the run, with its state saved."""
+"""Look for the file ``STOP`` in a run's folder, by which a user makes the run save its state and end."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-#: Seconds between two looks: a file system that serves a thousand jobs is not asked at every step.
+#: Seconds between two checks, so that a shared file system is not asked at every step.
 INTERVAL = 1.0
 
 
 class StopFile:
-    """Look for a file now and then; for one rank, which tells the others.
+    """Check from time to time whether a file exists; used on one rank, which tells the others.
 
     Parameters
     ----------
     path : Path
         The file. What is in it does not matter.
     clock : callable, optional
-        Seconds of a clock that never goes back.
+        Returns the seconds of a monotonic clock.
     report : callable, optional
-        Is told once if the file cannot be looked for: that is no request to stop, and no reason to end a run.
+        Is called once with a message if the check fails; training goes on then.
     """
 
     def __init__(

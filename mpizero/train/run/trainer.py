@@ -35,7 +35,7 @@ from mpizero.train.run.wall_time import JobContext, WallTime
 
 
 class Preempted(MpizeroError):  # noqa: N818 - it is the outcome of a request, not a mistake
-    """Raised when the run was asked to stop and has saved its state."""
+    """Report that the run was asked to stop and has saved its state."""
 
     status = ExitStatus.PREEMPTED
 
@@ -55,26 +55,26 @@ def train(
     Parameters
     ----------
     config : Config
-        The same on every rank.
+        The configuration, the same on every rank.
     comm : Communicator
-        The ranks that train; left open.
+        The ranks that train; it is not closed.
     resume : bool
         Continue from the newest good checkpoint of the run's folder, if it holds any; see :func:`restore`.
     resume_from : int, optional
-        Continue from the checkpoint of this step; those of later steps move aside.
+        Continue from the checkpoint of this step; those of later steps are moved to another folder.
     context : JobContext, optional
-        What the caller has begun already: the signals that it catches, its time. Without it, this function does.
+        Signals that the caller catches already, and its start time. Without it, this function catches signals itself.
 
     Returns
     -------
     dict
         ``steps``, ``loss`` (of the last step), ``parameters_sha256``, ``ranks``, ``strategy``, ``tokens_per_second``
-        (``samples_per_second`` beside it where samples have no tokens), ``parameter_count`` and ``layout``.
+        (None where samples have no tokens; then also ``samples_per_second``), ``parameter_count`` and ``layout``.
 
     Raises
     ------
     Preempted
-        After SIGUSR1 or SIGTERM on any rank, a file ``STOP``, or shortly before the end of the job's time: the state is
+        After SIGUSR1 or SIGTERM on any rank, a file ``STOP``, or shortly before the job's time limit. The state is
         saved, and the message names the reason.
     NonFiniteError
         After five steps in a row without a finite gradient.
@@ -103,7 +103,7 @@ def train(
 
 
 def open_folder(folder: RunFolder, progress: Progress, *, resume: bool) -> None:
-    """Take the run's folder; unless it is resumed, an earlier run in it moves aside.
+    """Open the run's folder; unless the run is resumed, move the files of an earlier run into a folder below it.
 
     Not collective.
     """
@@ -183,7 +183,7 @@ class Trainer:
         self.progress.say(job.describe())
 
     def _move_aside(self, newer: Sequence[StepFolder]) -> None:
-        """Keep the checkpoints of later steps where neither a save nor a resume comes across them."""
+        """Move the checkpoints of later steps to another folder, and print a message about each."""
         place = self.folder.set_steps_aside(one.path for one in newer)
         for one in newer:
             why = "of a later step" if one.sound else f"{'damaged' if one.damaged else 'not readable'}: {one.problem}"
@@ -244,7 +244,7 @@ class Trainer:
         return self.step % train.validate_every == 0 or self.step == train.steps
 
     def _validate(self) -> Validation:
-        """Evaluate the model on an even choice of the validation samples.
+        """Evaluate the model on evenly chosen validation samples.
 
         Collective over the job's ranks.
         """
@@ -273,7 +273,7 @@ class Trainer:
 
     @property
     def farewell(self) -> str:
-        """Return what a stopped run tells."""
+        """Return the last message of a run that was stopped."""
         where = self.folder.checkpoints
         return f"stopped by {self.stop.reason} after step {self.step}: saved in {where}; go on with --resume"
 

@@ -1,4 +1,4 @@
-"""Find out how much of a job's time is left, from its configuration and Slurm, and how much of it saving needs."""
+"""Find out how much time a job has left, from its configuration and Slurm, and how much of it saving needs."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from mpizero.train.config.sections import TrainSection
 from mpizero.train.config.setting_checks import clock_seconds
 from mpizero.train.run.signals import StopSignals
 
-#: Of what :func:`squeue` is asked, and for how many seconds its answer is awaited.
+#: Seconds to wait for the output of ``squeue``.
 _PATIENCE = 10.0
-#: Kept for saving at least, unless the whole time is so short that a tenth of it is less.
+#: Least number of seconds that are reserved for saving; of a short job this share of its time, if that is less.
 LEAST_RESERVE, SHARE = 60.0, 0.1
 
 
 @dataclass(frozen=True)
 class JobContext:
-    """Hold what a command knows of the job that it is part of.
+    """Hold signals, start time and environment of the command that runs a training.
 
     Attributes
     ----------
     signals : StopSignals
-        Those that it catches already.
+        Object that catches stop signals.
     started : float
-        When it began, on ``time.monotonic``'s clock.
+        Start of the command by ``time.monotonic``.
     environment : mapping
-        Its environment's variables, of which Slurm's count.
+        Environment variables; those of Slurm are used.
     """
 
     signals: StopSignals
@@ -38,14 +38,14 @@ class JobContext:
 
 @dataclass(frozen=True)
 class Limit:
-    """Hold when a job's time ends.
+    """Describe a time limit of the job.
 
     Attributes
     ----------
     source : str
-        Who says so.
+        Origin of the limit: a setting or Slurm.
     left : float
-        Seconds from now.
+        Seconds that are left.
     """
 
     source: str
@@ -53,14 +53,14 @@ class Limit:
 
 
 def ask_squeue(job: str) -> str:
-    """Return what Slurm says is left of a job's time.
+    """Ask ``squeue`` for the remaining time of a job, and return its text.
 
     Not collective.
 
     Raises
     ------
     OSError, subprocess.SubprocessError
-        Slurm does not answer.
+        If ``squeue`` cannot be run, fails or takes too long.
     """
     command = ["squeue", "--noheader", f"--jobs={job}", "--format=%L"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=True)
@@ -68,9 +68,9 @@ def ask_squeue(job: str) -> str:
 
 
 def slurm_limit(environment: Mapping[str, str], ask: Callable[[str], str] = ask_squeue) -> Limit | None:
-    """Return the end of the Slurm job that this process is part of; None without one, or where Slurm does not say.
+    """Return the time limit of the Slurm job that this process is part of; None if there is none or it is unknown.
 
-    Not collective: for one rank. Slurm 22.05 and older do not set SLURM_JOB_END_TIME: ``ask`` is called once there.
+    Not collective: called on one rank. Slurm 22.05 and older do not set SLURM_JOB_END_TIME; then ``ask`` is called.
     """
     job, end = environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_JOB_END_TIME", "")
     if not job:
@@ -84,17 +84,17 @@ def slurm_limit(environment: Mapping[str, str], ask: Callable[[str], str] = ask_
 
 
 class WallTime:
-    """Track the time that is left to a job, and what saving needs of it.
+    """Track the time that a job has left, and the part of it that must be reserved for saving.
 
     Parameters
     ----------
     limits : sequence of Limit
-        The earliest counts.
+        Time limits; the earliest is used.
     reserve : float, optional
-        Seconds kept for saving. Without: twice the longest step and save so far, but at least a minute or, if that is
-        less, a tenth of the time.
+        Seconds reserved for saving. None: twice the sum of the longest step and the longest save so far, but at least a
+        minute or, if that is less, a tenth of the job's time.
     clock : callable, optional
-        Seconds of a clock that never goes back.
+        Returns the seconds of a monotonic clock.
     """
 
     def __init__(
@@ -107,9 +107,9 @@ class WallTime:
 
     @classmethod
     def of(cls, train: TrainSection, context: JobContext) -> WallTime:
-        """Return the time that a configuration and Slurm leave.
+        """Make the tracker from ``train.time_limit`` and Slurm's limit.
 
-        Not collective: for one rank.
+        Not collective: called on one rank.
         """
         limits = [slurm_limit(context.environment)]
         if train.time_limit is not None:
@@ -118,27 +118,27 @@ class WallTime:
 
     @property
     def reserve(self) -> float:
-        """Seconds kept for saving."""
+        """Number of seconds reserved for saving."""
         if self._reserve is not None:
             return self._reserve
         return max(2.0 * (self._step + self._save), min(LEAST_RESERVE, SHARE * self._total))
 
     def worked(self, seconds: float) -> None:
-        """Learn how long a step took, with all that belongs to it but saving.
+        """Record the duration of a step, with everything but saving.
 
         Not collective.
         """
         self._step = max(self._step, seconds)
 
     def saved(self, seconds: float) -> None:
-        """Learn how long a save took.
+        """Record the duration of a save.
 
         Not collective.
         """
         self._save = max(self._save, seconds)
 
     def reason(self) -> str:
-        """Return why the run has to stop, "" while there is time.
+        """Return the reason to stop if only the reserved time is left, else "".
 
         Not collective.
         """
