@@ -1,4 +1,4 @@
-"""Describe what an imported checkpoint should hold: like another one, or as a configuration says."""
+"""Describe what an imported checkpoint must contain: the same as another checkpoint, or what a configuration says."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from mpizero.train.run.resume import ATTRIBUTE
 
 @dataclass(frozen=True)
 class CheckpointTemplate:
-    """Hold the attributes and arrays that a checkpoint should have.
+    """Hold the attributes and arrays that an imported checkpoint must have.
 
     Attributes
     ----------
     attributes : dict
-        What stands beside the arrays.
+        Attributes to save beside the arrays.
     expected : mapping or None
-        Shape and element type by path; None: whatever there is.
+        Shape and element type of every array, by path; None allows any arrays.
     """
 
     attributes: Mapping[str, Any]
@@ -36,7 +36,7 @@ class CheckpointTemplate:
 
 
 def like(path: str) -> CheckpointTemplate:
-    """Return what makes a checkpoint like another."""
+    """Return the attributes and the expected arrays of an existing checkpoint."""
     with checkpoint.open_checkpoint(find_checkpoint(Path(path)), "self") as reader:
         elements = element_types(reader)
         return CheckpointTemplate(
@@ -45,9 +45,9 @@ def like(path: str) -> CheckpointTemplate:
 
 
 def described(name: str) -> CheckpointTemplate:
-    """Return what makes a checkpoint at step 0 of the training that a configuration file describes.
+    """Return attributes and expected arrays of a checkpoint at step 0 of the training of a configuration file.
 
-    Not collective. Where the data of a gpt are not there, it can write text, and cannot be resumed from.
+    If the data of a GPT are missing, the checkpoint can be used to generate text, but not to resume training.
     """
     document = ConfigDocument(name, read_config(name))
     config = parse_config(document)

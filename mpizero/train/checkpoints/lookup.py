@@ -1,4 +1,4 @@
-"""Find the checkpoints that a path on the command line means."""
+"""Find the checkpoints to which a path on the command line refers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mpizero.text import notice
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Tell whether a path means one checkpoint, and not a folder of them.
+    """Tell whether a path is one checkpoint, not a folder of checkpoints.
 
     Raises
     ------
     CheckpointError
-        There is no such folder.
+        If there is no such folder.
     """
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder")
@@ -26,9 +26,9 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return the checkpoint that a path means: itself, or the newest good one of a run.
+    """Return the path itself if it is a checkpoint, else the newest sound checkpoint of the run in it.
 
-    Not collective. Says on standard error which damaged ones it passes over, and what it takes instead.
+    Prints to standard error which damaged checkpoints are newer, and which checkpoint is used instead.
     """
     if is_checkpoint(path):
         return path
@@ -45,7 +45,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def find_folder(path: Path) -> Path:
-    """Return the folder with the checkpoints of a run, good or damaged."""
+    """Return the folder that contains the checkpoints of a run, sound or damaged."""
     folder = next((home for home in (path / "checkpoints", path) if step_folders(str(home))), None)
     if folder is None:
         raise _none(path)

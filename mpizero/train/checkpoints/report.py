@@ -21,12 +21,12 @@ from mpizero.train.config.setting_checks import shown
 from mpizero.train.number_format import age, aligned, amount, joined
 from mpizero.train.run.progress import ByteProgress
 
-#: Lines of attributes at most that a comparison prints.
+#: The most attributes that a comparison prints.
 _SHOWN = 20
 
 
 def describe(reader: checkpoint.Reader, options: argparse.Namespace) -> dict[str, Any]:
-    """Return what a checkpoint holds; reads arrays for statistics only."""
+    """Collect the facts about a checkpoint for its report; arrays are read only for statistics."""
     sizes = {path: prod(shape) * dtype.itemsize for path, (shape, dtype) in reader.arrays.items()}
     manifest, state = (os.stat(os.path.join(reader.name, name)) for name in ("manifest.json", "state.h5"))
     found: dict[str, Any] = {
@@ -49,7 +49,7 @@ def describe(reader: checkpoint.Reader, options: argparse.Namespace) -> dict[str
 
 
 def summary(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is known of a checkpoint without its arrays; None for what was not saved."""
+    """Collect step, loss, layout and so on from a checkpoint's attributes; None for values that were not saved."""
     training, own = _object(attributes.get("training")), _object(attributes.get("mpizero"))
     configuration = _object(training.get("config"))
     return {
@@ -69,7 +69,7 @@ def _object(value: Any) -> dict[str, Any]:
 
 
 def _samples(training: Mapping[str, Any], configuration: Mapping[str, Any]) -> int | None:
-    """Return the samples that a run had consumed where it did not write them: each step takes a global batch."""
+    """Compute the number of consumed samples, for runs that did not save it: steps times global batch size."""
     step, batch = training.get("step"), _object(configuration.get("train")).get("global_batch")
     return step * batch if isinstance(step, int) and isinstance(batch, int) else None
 
@@ -86,7 +86,7 @@ def _table(reader: checkpoint.Reader, paths: Sequence[str], with_statistics: boo
 
 
 def as_json(found: Any) -> str:
-    """Return figures for programs: one line of printable ASCII; what is not finite is null."""
+    """Format figures as one line of JSON in printable ASCII; numbers that are not finite become null."""
     return printable(json.dumps(_finite(found), allow_nan=False))
 
 
@@ -102,7 +102,7 @@ def _finite(value: Any) -> Any:
 
 
 def description(found: Mapping[str, Any]) -> str:
-    """Return what :func:`describe` found, for people."""
+    """Format the result of :func:`describe` as text for people."""
     known = [("written", f"{_date(found['written'])}, {age(time.time() - found['written'])}")]
     known += [(name, str(found[name])) for name in ("step", "loss", "samples", "seed") if found[name] is not None]
     known += [(name, _words(found[name])) for name in ("optimizer", "layout", "versions") if found[name]]
@@ -134,7 +134,7 @@ def _table_lines(table: Sequence[Mapping[str, Any]] | None) -> list[str]:
 
 
 def _words(settings: Any) -> str:
-    """Return a table of settings on one line, without what is not set."""
+    """Format a table of settings on one line, without settings that are None."""
     if not isinstance(settings, dict):
         return _value(settings)
     return ", ".join(f"{name} {_value(value)}" for name, value in flat(settings).items() if value is not None)
@@ -155,7 +155,7 @@ def _date(seconds: float) -> str:
 
 
 def listing_json(found: Sequence[ListedCheckpoint]) -> str:
-    """Return the checkpoints of a run for programs."""
+    """Format the list of a run's checkpoints as one line of JSON."""
     now = time.time()
     listed = [
         {
@@ -174,7 +174,7 @@ def listing_json(found: Sequence[ListedCheckpoint]) -> str:
 
 
 def listing_text(found: Sequence[ListedCheckpoint]) -> str:
-    """Return the checkpoints of a run for people."""
+    """Format the list of a run's checkpoints as text for people."""
     rows = [["step", "loss", "size", "age", "", "checkpoint"]]
     for one in found:
         loss = summary(one.attributes)["loss"]
@@ -188,12 +188,12 @@ def listing_text(found: Sequence[ListedCheckpoint]) -> str:
 
 
 def difference_json(names: Sequence[str], found: CheckpointDifference) -> str:
-    """Return what differs for programs."""
+    """Format the differences of two checkpoints as one line of JSON."""
     return as_json({"a": names[0], "b": names[1], "equal": found.equal, **asdict(found)})
 
 
 def difference_text(names: Sequence[str], found: CheckpointDifference) -> str:
-    """Return what differs for people."""
+    """Format the differences of two checkpoints as text for people."""
     lines = [*_named("only in A", found.missing), *_named("only in B", found.extra)]
     lines += [f"{path}: {a} in A, {b} in B" for path, (a, b) in found.reshaped.items()]
     for one in found.arrays:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
-    """Add the command, which ``run`` executes. Not collective."""
+    """Add ``mpizero bench`` and its benchmarks to the parser; ``run`` executes them. Not collective."""
     parser = commands.add_parser("bench", help="measure", description="Measure.")
     kinds = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     _add_memory(kinds)
@@ -122,9 +122,9 @@ def _add_step(kinds: Any) -> None:
 
 
 def run(options: argparse.Namespace, world: Callable[[], Communicator], threads: int) -> int:
-    """Measure what the options say on all ranks of ``world()``, print it, and return the exit status.
+    """Run the chosen benchmark on all ranks of ``world()``, print its figures, and return the exit status.
 
-    ``threads`` are those of a rank, where the options do not say.
+    ``threads`` is the number of threads of a rank, unless the configuration file says another.
 
     Collective over all processes.
     """
@@ -211,7 +211,7 @@ def _step(options: argparse.Namespace, world: Callable[[], Communicator]) -> int
 
 
 def _shapes(options: argparse.Namespace, comm: Communicator) -> Any:
-    """Return the shapes of the products: those of a configuration, or those of the options."""
+    """Return the shapes of the matrix products to measure: from the configuration file, else from the options."""
     from mpizero.train.bench.product_rates import ProductShapes
     from mpizero.train.config.config_file import read_together
 
@@ -232,7 +232,7 @@ def _shapes(options: argparse.Namespace, comm: Communicator) -> Any:
 
 
 def _count(options: argparse.Namespace, name: str) -> int:
-    """Return an option like 64e6 as a whole number."""
+    """Convert the value of an option such as 64e6 to a whole number, or raise :class:`ConfigError`."""
     value = getattr(options, name)
     if not 0 <= value <= 1e15:
         raise ConfigError(f"--{name.replace('_', '-')} {value}: must be a number from 0 to 1e15")

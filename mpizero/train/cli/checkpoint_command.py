@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from mpizero.checkpoint.tools import ListedCheckpoint
 
 _PATH = "a run's folder (newest good checkpoint), its checkpoint folder, or one checkpoint"
-#: How the names of files in each format of ``export`` end.
+#: File name endings of each format of ``export``.
 _ENDINGS = {"safetensors": (".safetensors",), "npz": (".npz",), "hdf5": (".h5", ".hdf5")}
 _TYPES = "bfloat16, float16, float32 or float64"
 
 
 def add_command(parent: Any, run: Callable[[argparse.Namespace], int]) -> None:
-    """Add ``checkpoint`` and the commands below it; ``run`` calls what it finds in ``options.tool``. Not collective."""
+    """Add ``checkpoint`` and its commands to the parser; ``run`` calls ``options.tool``. Not collective."""
     parser = parent.add_parser(
         "checkpoint",
         help="look into checkpoints; check, compare, export and import them",
@@ -234,7 +234,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _format_of(out: str) -> str:
-    """Return the format that a new file's name tells."""
+    """Return the export format that belongs to the ending of a file's name."""
     found = next((form for form, endings in _ENDINGS.items() if out.lower().endswith(endings)), None)
     if found is None:
         known = ", ".join(ending for endings in _ENDINGS.values() for ending in endings)

@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 
 class InputOutputError(MpizeroError):
-    """Raised when the operating system refuses to read or write something."""
+    """Report that the operating system has failed to read or write something."""
 
     status = ExitStatus.INPUT_OUTPUT
 
 
 class Interrupted(MpizeroError):  # noqa: N818 - what the user wanted
-    """Raised by Ctrl-C; the exit status is the shell's own for it."""
+    """Report that the user has pressed Ctrl-C; the exit status is 130, as in a shell."""
 
     status = cast("ExitStatus", 130)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Print usage errors once per job, with the exit status for bad usage."""
+    """Parse the command line; print usage errors and help on rank 0 only, and exit with the status for bad usage."""
 
     def error(self, message: str) -> NoReturn:
         if launched_rank(os.environ) == 0:
@@ -52,8 +52,8 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit status.
 
-    Collective over all processes that were started together. Errors that the user can mend become one line on
-    standard error from one rank; anything else ends the job with its traceback.
+    Collective over all processes that were started together. Errors that the user can correct become one line on
+    standard error from one rank; any other error ends the job with its traceback.
     """
     from mpizero.comm.supervision import guard
 
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
-    """Turn what the operating system and the keyboard say into errors of one line."""
+    """Convert operating system errors and Ctrl-C to errors that are printed on one line."""
     try:
         yield
     except KeyboardInterrupt:
@@ -86,9 +86,9 @@ def _one_line_errors() -> Iterator[None]:
 
 
 def _on_first_rank(work: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """Do what one process can, where a job of several was started: the others end quietly, and nobody starts MPI.
+    """Run ``work`` on rank 0 only, for commands that one process can do; other ranks return at once.
 
-    So an error ends here: the guard would look for the other ranks.
+    MPI is not started. Therefore errors are printed here: the guard, which ends jobs, would look for the other ranks.
     """
     if launched_rank(os.environ) > 0:
         return int(ExitStatus.OK)
@@ -105,7 +105,7 @@ def _on_first_rank(work: Callable[[argparse.Namespace], int], options: argparse.
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line.
+    """Make the parser of the whole command line.
 
     Not collective.
     """
@@ -371,6 +371,6 @@ def _version() -> str:
 
 
 def _threads() -> int:
-    """Return the threads of a rank that the environment asks for, else 1."""
+    """Return the number of threads of a rank from OMP_NUM_THREADS; 1 if it is not set."""
     value = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return min(int(value), 1024) if value.isdecimal() and int(value) > 0 else 1

@@ -1,4 +1,4 @@
-"""Define command line options of several commands: ``--set``, and those that lay a model out over ranks."""
+"""Define command line options that several commands have: ``--set``, and the parallel layout of a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SIZES = {
 
 
 def add_layout_options(parser: argparse.ArgumentParser, *, schedule: bool = False) -> None:
-    """Add ``--pipeline``, ``--tensor``, ``--context``, ``--data``, and those of a pipeline's schedule if wanted."""
+    """Add ``--pipeline``, ``--tensor``, ``--context``, ``--data``, ``--order`` and, with ``schedule``, its options."""
     group = parser.add_argument_group("layout over the ranks of mpiexec")
     for name, meaning in _SIZES.items():
         group.add_argument(f"--{name}", metavar="N", type=int, default=1, help=f"{meaning} (default: 1)")
@@ -53,12 +53,12 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def whole_number(text: str) -> int:
-    """Return the number >= 0 that an option gives.
+    """Convert the text of an option to a whole number >= 0.
 
     Raises
     ------
     argparse.ArgumentTypeError
-        It is none.
+        If the text is not such a number.
     """
     if not (text.isascii() and text.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number >= 0")
@@ -66,12 +66,12 @@ def whole_number(text: str) -> int:
 
 
 def layout_of(options: argparse.Namespace, **settings: Any) -> Any:
-    """Return the :class:`~mpizero.train.config.parallel_section.ParallelSection` that the options describe.
+    """Make the :class:`~mpizero.train.config.parallel_section.ParallelSection` that the options describe.
 
     Raises
     ------
     ConfigError
-        Naming the option.
+        If an option is wrong; names it.
     """
     from mpizero.train.config.parallel_section import ParallelSection
 
@@ -83,7 +83,7 @@ def layout_of(options: argparse.Namespace, **settings: Any) -> Any:
 
 @contextmanager
 def named_as_options() -> Iterator[None]:
-    """Turn ``parallel.tensor = 3`` in an error about a setting into ``--tensor 3``."""
+    """Rewrite errors about settings for the command line: ``parallel.tensor = 3`` becomes ``--tensor 3``."""
     from mpizero.train.config.setting_checks import SettingError
 
     try:

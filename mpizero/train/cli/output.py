@@ -1,4 +1,4 @@
-"""Print the output of commands, fit for a terminal whatever it quotes."""
+"""Print the output of commands; control characters in quoted names and texts are escaped."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from mpizero.text import printable
 
 
 def show(text: str, file: TextIO | None = None) -> None:
-    """Print a report or a line on standard output, or on ``file``."""
+    """Print a report or a line to standard output, or to ``file``, with control characters escaped."""
     print(printable(text, keep="\n"), file=file, flush=True)
 
 
 def accept_all_characters() -> None:
-    """Let standard output and error escape what their encoding does not have, instead of raising."""
+    """Make standard output and error escape characters that their encoding does not have, instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -10,7 +10,7 @@ from mpizero.train.cli.options import add_overrides
 
 
 def add_verify(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
-    """Add the command, which ``run`` does, to a parser's commands."""
+    """Add ``mpizero verify`` to the parser; ``run`` executes it."""
     parser = commands.add_parser(
         "verify",
         help="run one training on several layouts and name the first number that differs",

@@ -17,13 +17,13 @@ class CheckResult:
     Attributes
     ----------
     name : str
-        What was looked at.
+        Name of the check.
     status : {"ok", "warn", "FAIL"}
-        "warn": training works, not as well as it could.
+        "warn": training works, but not as well as it could.
     text : str
-        What was found.
+        The result in words.
     remedy : str
-        How to mend it.
+        What the user can do about a problem.
     code : int
         Exit status of a "FAIL".
     """
@@ -36,5 +36,5 @@ class CheckResult:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return "1 rank", "3 ranks"."""
+    """Format a number with its noun, for example "1 rank" or "3 ranks"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

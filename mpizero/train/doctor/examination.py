@@ -1,4 +1,4 @@
-"""Check what training needs on this machine, by trying it, and say how to mend what is wrong."""
+"""Check by trying whether this machine has what training needs, and say how to correct problems."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_versions(comm: Communicator, threads: int) -> CheckResult:
 
 
 def check_mpi(comm: Communicator, threads: int) -> CheckResult:
-    """Tell the MPI, and try a reduction. Collective over ``comm``."""
+    """Report the MPI library and its thread level, and try a reduction. Collective over ``comm``."""
     facts = machine_facts.mpi_facts()
     if facts is None:
         return CheckResult(
@@ -95,7 +95,7 @@ def check_blas(comm: Communicator, threads: int) -> CheckResult:
 
 
 def check_hdf5(comm: Communicator, threads: int) -> CheckResult:
-    """Tell whether HDF5 is there, with or without MPI. Collective over ``comm``."""
+    """Check that h5py can be imported, and report whether it has MPI. Collective over ``comm``."""
     facts = machine_facts.hdf5(comm)
     if facts is None:
         return CheckResult("hdf5", "FAIL", "h5py cannot be imported", "pip install h5py")
@@ -120,7 +120,7 @@ def check_shared_memory(comm: Communicator, threads: int) -> CheckResult:
 
 
 def check_leftovers(comm: Communicator, threads: int, *, clean: bool = False) -> CheckResult:
-    """Look for what killed jobs have left in shared memory; ``clean`` removes what nobody uses. Collective."""
+    """Look for files of killed jobs in shared memory; ``clean`` removes those that no process uses. Collective."""
     with comm.split_node(name="doctor") as node:
         first = node.rank == 0
     found = [*leftovers(), *session_folders()] if first else []
@@ -142,7 +142,7 @@ def _mebibytes(files: Sequence[Leftover]) -> str:
 
 
 def check_kernels(comm: Communicator, threads: int) -> CheckResult:
-    """Run one compiled kernel, and find out where compiled ones are kept. Collective over ``comm``."""
+    """Run one compiled kernel, and report the folder in which compiled kernels are cached. Collective over ``comm``."""
     problem, place, seconds = machine_facts.try_kernel()
     every = comm.allgather_object((problem, place))
     failed = [(rank, text) for rank, (text, _) in enumerate(every) if text]
@@ -159,7 +159,7 @@ def check_kernels(comm: Communicator, threads: int) -> CheckResult:
 
 
 def check_gpu(comm: Communicator, threads: int) -> CheckResult:
-    """Look for GPUs, whether ``device = "cuda"`` would find them, and how messages go. Collective over ``comm``."""
+    """Check whether ``device = "cuda"`` works, and how messages between GPUs are sent. Collective over ``comm``."""
     count, packages = machine_facts.gpus()
     usable, reason = machine_facts.devices() if count else (0, "")
     with comm.split_node(name="doctor") as node:
@@ -195,20 +195,20 @@ CHECKS: Sequence[Check] = (
 def examine(
     comm: Communicator, threads: int = 1, environment: Mapping[str, str] | None = None, *, clean: bool = False
 ) -> list[CheckResult]:
-    """Run every check.
+    """Run every check, and return the results of rank 0 on every rank.
 
-    Collective over ``comm``. The result is rank 0's view on every rank.
+    Collective over ``comm``.
 
     Parameters
     ----------
     comm : Communicator
-        The ranks to look at.
+        The ranks to examine.
     threads : int
-        Threads a rank will use.
+        Number of threads that each rank will use.
     environment : mapping, optional
-        This process's environment variables, for what launcher and Slurm say.
+        Environment variables of this process, in which launcher and Slurm describe the job.
     clean : bool
-        Whether to remove what killed jobs of this user have left on the nodes of ``comm``, and nobody uses.
+        Whether to remove unused shared memory of this user's killed jobs on the nodes of ``comm``.
     """
     checks = [partial(check, clean=clean) if check is check_leftovers else check for check in CHECKS]
     found = [check(comm, threads) for check in checks]
@@ -218,7 +218,7 @@ def examine(
 
 
 def alone(error: ConfigError) -> CheckResult:
-    """Return the result for ranks that do not see each other.
+    """Return the result for a job whose ranks have each started an MPI of their own.
 
     Not collective.
     """
@@ -227,7 +227,7 @@ def alone(error: ConfigError) -> CheckResult:
 
 
 def exit_status(results: Sequence[CheckResult]) -> int:
-    """Return 0, or the status of the first failure.
+    """Return the exit status of the command: 0, or that of the first failed check.
 
     Not collective.
     """
@@ -235,7 +235,7 @@ def exit_status(results: Sequence[CheckResult]) -> int:
 
 
 def report(results: Sequence[CheckResult]) -> str:
-    """Return the results for people.
+    """Format the results as text for people.
 
     Not collective.
     """
@@ -248,7 +248,7 @@ def report(results: Sequence[CheckResult]) -> str:
 
 
 def as_json(results: Sequence[CheckResult], ranks: int) -> str:
-    """Return the results for programs.
+    """Format the results as one line of JSON for programs.
 
     Not collective.
     """

@@ -1,4 +1,4 @@
-"""Check that MPI, Slurm and threads agree with what the environment says of the launcher."""
+"""Check that ranks, nodes and threads are those that launcher and Slurm have set in the environment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
 
 
 def check_launch(comm: Communicator, threads: int, environment: Mapping[str, str]) -> CheckResult:
-    """Compare launcher and Slurm with what MPI sees. Collective over ``comm``."""
+    """Compare ranks and nodes of MPI with those of launcher and Slurm. Collective over ``comm``."""
     own = Launch.of(environment)
     every = comm.allgather_object((own, machine_facts.host()))
     nodes, slurm_nodes = len({host for _, host in every}), _number(environment, "SLURM_JOB_NUM_NODES")
@@ -58,7 +58,7 @@ def check_threads(comm: Communicator, threads: int, environment: Mapping[str, st
 
 
 def check_time(comm: Communicator, threads: int, environment: Mapping[str, str]) -> CheckResult:
-    """Tell when Slurm ends the job. Collective over ``comm``."""
+    """Report the time limit of the Slurm job. Collective over ``comm``."""
     limit: Limit | None = comm.broadcast_object(slurm_limit(environment) if comm.rank == 0 else None)
     if limit is not None:
         return CheckResult(
@@ -71,7 +71,7 @@ def check_time(comm: Communicator, threads: int, environment: Mapping[str, str])
 
 
 def difference(values: Sequence[T]) -> str:
-    """Return the first of the ranks' values that differs from rank 0's, with both; "" if all are equal.
+    """Describe the first rank whose value differs from that of rank 0, with both values; "" if all are equal.
 
     Not collective.
     """

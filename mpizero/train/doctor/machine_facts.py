@@ -53,7 +53,7 @@ def host() -> str:
 
 
 def cores() -> list[int]:
-    """Return the cores that this process may run on.
+    """Return the numbers of the cores on which this process may run.
 
     Not collective.
     """
@@ -63,7 +63,7 @@ def cores() -> list[int]:
 
 
 def processor() -> str:
-    """Return what the processor calls itself.
+    """Return the name of the processor's model.
 
     Not collective.
     """
@@ -85,7 +85,7 @@ def described() -> str:
 
 
 def available_memory() -> int | None:
-    """Return the bytes of memory that are free on this node, None where the system does not say.
+    """Return the bytes of available memory on this node; None if the system does not tell.
 
     Not collective.
     """
@@ -97,14 +97,14 @@ def available_memory() -> int | None:
 
 
 def blas() -> str:
-    """Return the BLAS that NumPy has loaded, with the kind of core that it is built for, and one beside it.
+    """Name the BLAS that NumPy has loaded, with its kind of core, and the BLAS for large products if there is one.
 
     Not collective.
 
     Raises
     ------
     ConfigError
-        ``MPIZERO_BLAS`` names a library that cannot be used.
+        If ``MPIZERO_BLAS`` names a library that cannot be used.
     """
     from threadpoolctl import threadpool_info
 
@@ -120,7 +120,7 @@ def blas() -> str:
 
 
 def hdf5(comm: Communicator) -> str | None:
-    """Return what h5py can do, None without it.
+    """Describe the installed h5py, with or without MPI; None if it is not installed.
 
     Not collective.
     """
@@ -138,7 +138,7 @@ def hdf5(comm: Communicator) -> str | None:
 
 
 def try_reduction(comm: Communicator) -> tuple[int, float]:
-    """Sum the ranks, and time it.
+    """Sum the rank numbers over all ranks; return the sum, and the median seconds of a small reduction.
 
     Collective over ``comm``.
     """
@@ -153,7 +153,7 @@ def try_reduction(comm: Communicator) -> tuple[int, float]:
 
 
 def try_shared_memory(comm: Communicator) -> str:
-    """Write a shared window from every rank of this node and read it from every other; return what is wrong.
+    """Write a shared window from every rank of this node and read it on all; return the problem, "" if none.
 
     Collective over ``comm``.
     """
@@ -173,7 +173,7 @@ def try_shared_memory(comm: Communicator) -> str:
 
 
 def shared_space() -> tuple[int, int] | None:
-    """Return the free and the whole room for shared memory in bytes, None where the system does not say.
+    """Return the free and the total size of shared memory in bytes; None if the system does not tell.
 
     Not collective.
     """
@@ -185,7 +185,7 @@ def shared_space() -> tuple[int, int] | None:
 
 
 def try_kernel() -> tuple[str, CacheFolder | None, float]:
-    """Run one compiled kernel; return what is wrong, where compiled kernels are kept, and the seconds it took.
+    """Run one compiled kernel; return the problem ("" if none), the cache folder, and the seconds it took.
 
     Not collective.
     """
@@ -206,7 +206,7 @@ def try_kernel() -> tuple[str, CacheFolder | None, float]:
 
 
 def devices() -> tuple[int, str]:
-    """Return the number of GPUs that ``device = "cuda"`` would take in turn, and if there are none, why.
+    """Return the number of GPUs that ``device = "cuda"`` would use, and the reason if there are none.
 
     Not collective.
     """
@@ -216,9 +216,9 @@ def devices() -> tuple[int, str]:
 
 
 def why_through_host(comm: Communicator, place: int) -> str:
-    """Return why messages between layers on GPUs would go through the host; nothing if they go directly.
+    """Return why messages between GPUs must go through host memory; "" if they go directly.
 
-    Collective over ``comm``. ``place`` is this rank's on its node.
+    Collective over ``comm``. ``place`` is the number of this rank on its node.
     """
     from mpizero.comm.group.gpu_aware import prove
     from mpizero.kernels.device import open_device
