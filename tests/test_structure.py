@@ -83,7 +83,6 @@ TYPING_CYCLES: dict[frozenset[str], str] = {
 TWO_CLASSES = {
     "Layer": "the protocol in types.py and the base class of the layers that follow it",
     "Schedule": "a pipeline's, and a learning rate's: both public names of the library",
-    "Piece": "to be renamed",
 }
 #: Folders of a package whose modules may have the names of modules in its other folders, and why.
 TWINS = {

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpizero.fingerprint.code import is_standard, is_users, kept_by, variables
-from mpizero.fingerprint.told import BY_REPR, PLAIN, all_plain, shown, words
+from mpizero.fingerprint.describe import BY_REPR, PLAIN, all_plain, shown, words
 
 #: Most bytes of an array that is compared: whole data sets would take seconds to read.
 LARGEST_ARRAY = 1 << 26

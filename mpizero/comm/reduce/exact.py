@@ -18,7 +18,7 @@ import numpy as np
 
 from mpizero.comm.communicator import Communicator, Request
 from mpizero.comm.reduce.codecs import Codec
-from mpizero.comm.reduce.segments import Arriving, Piece, Segment, program_array
+from mpizero.comm.reduce.segments import Arriving, RowRange, Segment, program_array
 from mpizero.layout import Program, Span
 from mpizero.types import Array
 
@@ -124,7 +124,7 @@ class ExactExchange:
         """Index of this rank's group."""
         return self.peers.rank
 
-    def pieces(self, rows: RowsToSum) -> Iterator[Piece]:
+    def pieces(self, rows: RowsToSum) -> Iterator[RowRange]:
         """Exchange partial sums, and yield pieces: rows over some of the elements that this rank owns and has to sum.
 
         Collective over the peers: every rank must consume the whole iterator. The rows of a piece are valid until the
@@ -225,12 +225,12 @@ class ExactExchange:
         return self.peers.ialltoallv(send, send_counts, recv, recv_counts, tag)
 
 
-def _in_place(rows: Array, spans: Sequence[Span]) -> Iterator[Piece]:
+def _in_place(rows: Array, spans: Sequence[Span]) -> Iterator[RowRange]:
     """Yield the pieces of a rank when there is one group only: all rows are in its window."""
     position = 0
     for span in spans:
         if span.size:
-            yield Piece(rows, span.start, span.start, position, span.size)
+            yield RowRange(rows, span.start, span.start, position, span.size)
         position += span.size
 
 

@@ -22,7 +22,7 @@ _NO_RESIDUAL = np.empty(0, np.float32)
 MAX_DEPTH = 16
 
 
-class Piece(NamedTuple):
+class RowRange(NamedTuple):
     """Describe a sum that an owner has to compute: over ``size`` elements of ``rows``, from column ``first`` on.
 
     ``target`` is the index of the first element in the gradient vector. ``position`` is its index in the concatenation
@@ -111,11 +111,11 @@ class Arriving:
         """Let MPI make progress, and tell whether all messages have been sent and received."""
         return self._request is None or self._request.test()
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[RowRange]:
         """Wait for the messages, and yield the received partial sums that this rank has to add."""
         if self._request is not None:
             self._request.wait()
         rows, column = self._unpack(), 0
         for position, span in self._window:
-            yield Piece(rows, column, span.start, position, span.size)
+            yield RowRange(rows, column, span.start, position, span.size)
             column += span.size

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpizero.comm.reduce.exact import RowsToSum
-from mpizero.comm.reduce.segments import Piece, program_array, tree_sum
+from mpizero.comm.reduce.segments import RowRange, program_array, tree_sum
 from mpizero.errors import StateError
 from mpizero.layout import RowsPlan, Unit, rows_plan
 from mpizero.parallel.batch.grain_owners import contiguous_owners, contiguous_shares
@@ -226,7 +226,7 @@ class RowBuffer:
         with self.store.timeline.span("reduction", "rows"):
             self.store.memory.barrier("rows")
 
-    def _pieces(self) -> tuple[Iterator[Piece], Array]:
+    def _pieces(self) -> tuple[Iterator[RowRange], Array]:
         """Exchange rows: return an iterator over the pieces that this rank sums, and the tree program. Collective."""
         plan, residuals = self._current(), self.exchange.residuals()
         rows = RowsToSum(self.window, self._ranges, plan.group_programs, "gradients", residuals)

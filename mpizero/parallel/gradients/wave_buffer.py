@@ -11,7 +11,7 @@ import numpy as np
 from mpizero import kernels
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.reduce.exact import RowsToSum
-from mpizero.comm.reduce.segments import Arriving, Piece, program_array
+from mpizero.comm.reduce.segments import Arriving, RowRange, program_array
 from mpizero.layout import Unit, Wave, WavePlan, wave_plan
 from mpizero.parallel.batch.grain_owners import wave_owners
 from mpizero.parallel.batch.redistribute import GlobalBatch, Grain
@@ -197,7 +197,7 @@ class WaveBuffer:
                 self._in_flight = _InFlight(self.exchange.begin_segment(segment), base, programs, wave.arrivals)
         self._next = (self._next + 1) % len(self.slots)
 
-    def _merge(self, piece: Piece, at: int, programs: Sequence[tuple[int, Array]], arrivals: int) -> None:
+    def _merge(self, piece: RowRange, at: int, programs: Sequence[tuple[int, Array]], arrivals: int) -> None:
         fused = kernels.backend(self.stack).fused
         rows = piece.rows[:arrivals]
         for row, program in programs:

@@ -26,7 +26,7 @@ from mpizero.types import Array, ParameterSpec
 Held = Callable[[str], Array]
 
 
-class Piece(NamedTuple):
+class DeclaredParameter(NamedTuple):
     """Hold a parameter of the whole model (``entry``), and its spec on the rank that it is read from."""
 
     entry: ParameterUse
@@ -86,13 +86,13 @@ class GlobalView:
         # The ranks of a data group, contexts too, gather together; one of each context sends.
         self._sends = [place.context == 0 for place in here]
 
-    def _spoken(self, here: Coordinates, specs: Sequence[ParameterSpec]) -> list[list[Piece]]:
+    def _spoken(self, here: Coordinates, specs: Sequence[ParameterSpec]) -> list[list[DeclaredParameter]]:
         """List the parameters of each unit that are read from a rank."""
-        units: list[list[Piece]] = [[] for _ in self.layout.units]
+        units: list[list[DeclaredParameter]] = [[] for _ in self.layout.units]
         for spec in specs:
             if speaks_for(spec, here):
                 entry = self.layout.by_name[spec.name]
-                units[entry.unit].append(Piece(entry, spec))
+                units[entry.unit].append(DeclaredParameter(entry, spec))
         return units
 
     # ------------------------------------------------------------------ reading
