@@ -53,7 +53,10 @@ class TemporaryFolder:
         self.close()
 
     def open(self, target: str, skeleton: Skeleton | None) -> str:
-        """Make the folder and, in it, the state file without values; return its path. Not collective: rank 0 only."""
+        """Make the folder and the state file in it, still without values; return the path of the file.
+
+        Not collective: rank 0 only.
+        """
         self.close()
         if skeleton is None:
             raise CheckpointError("rank 0 has no layout")

@@ -68,7 +68,7 @@ class NodeOrder:
 
     @property
     def place(self) -> int:
-        """Position of this rank in :attr:`order`."""
+        """Return the position of this rank in :attr:`order`, the data ranks sorted node by node."""
         return self.position[self.data.rank]
 
     @property

@@ -127,7 +127,7 @@ class Layer(ABC):
         return _tried(self, shape)[0] if self.children() else Operations()
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
-        """Add this layer to a computation graph and return its output.
+        """Add this layer to the exported computation graph, which tools draw or translate, and return its output.
 
         A layer made of children must say how they are joined, so it overrides this method.
         """

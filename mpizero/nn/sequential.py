@@ -102,7 +102,7 @@ class Sequential(Layer):
         return total
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
-        """Add the nodes of all layers to the graph, each with the output of the layer before it as its input."""
+        """Add the nodes of all layers to the exported computation graph, each fed by the layer before it."""
         for child, layer in self.layers:
             source = layer.trace(graph, f"{name}.{child}", source)
         return source

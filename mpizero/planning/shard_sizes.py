@@ -44,9 +44,10 @@ class ShardSizes:
         return self.shares[rank].spans[unit].intersect(region).size
 
     def gathered(self, rank: int, unit: Unit) -> tuple[int, ...]:
-        """Return how many elements a data rank sends when a unit is gathered. Not collective.
+        """Return how many elements a data rank sends when a unit is gathered, message by message. Not collective.
 
-        The first number is for the unit's own parameters, the others are for each tied use.
+        The first message carries the unit's own parameters. Each further one carries a parameter that the unit uses
+        and another unit owns, such as a token table that is both embedding and head.
         """
         spans = self.shares[rank].spans
         homes = [(entry, self.layout.by_name[str(entry.spec.tied)].unit) for entry in unit.aliases]

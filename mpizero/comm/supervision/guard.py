@@ -143,10 +143,11 @@ class Guard(JobExit):
 
     @contextlib.contextmanager
     def register_new(self, trace: CallTrace, comm: Any, timeout: float | None, *, guest: bool) -> Iterator[Any]:
-        """Register the communicator that the block makes from ``comm``, and supervise the process while it is open.
+        """Supervise the process while a new communicator is made inside a ``with`` statement, and register the new one.
 
-        Collective over ``comm``, an mpi4py intracommunicator. It yields a function that the block calls with the new
-        communicator, collectively over it: it opens the peer group of the ranks, and returns their world ranks.
+        Collective over ``comm``, the mpi4py intracommunicator from which the new one is made. The value of the ``with``
+        statement is a function. The body calls this function with the new communicator; the call is collective over
+        the new communicator, connects its ranks outside MPI (``status/peer_groups.py``), and returns their world ranks.
         """
         if not guest:
             self.install()

@@ -254,7 +254,7 @@ class CausalSelfAttention(AttentionBase):
         return Operations(2 * seen, again + 2 * seen + 2 * seeing)
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
-        """Add nodes for the two linear maps and the attention between them."""
+        """Add nodes for the two linear maps and the attention between them to the exported computation graph."""
         into_qkv, projection = self._layers
         node = into_qkv.trace(graph, f"{name}.qkv", source)
         settings = {"heads": self.heads, "scale": self._scale, "dropout": self.dropout}

@@ -109,7 +109,7 @@ class FeedForward(FeedForwardBase):
         )
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
-        """Add nodes for the three layers, one after the other."""
+        """Add nodes for the three layers, one after the other, to the exported computation graph."""
         expand, act, projection = self._layers
         node = expand.trace(graph, f"{name}.expand", source)
         node = act.trace(graph, f"{name}.activation", node)
@@ -236,7 +236,7 @@ class TransformerBlock(TransformerBlockBase):
         return Dropout(self.dropout, self.site + 1), Dropout(self.dropout, self.site + 2)
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
-        """Add nodes for both branches and their residual sums."""
+        """Add nodes for both branches and their residual sums to the exported computation graph."""
         norm1, attention, norm2, feed_forward = self._layers
         drop1, drop2 = self._dropouts
         node = norm1.trace(graph, f"{name}.norm1", source)

@@ -85,5 +85,5 @@ class Dropout(Layer):
         return y
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
-        """Add a node to the graph, unless the rate is 0."""
+        """Add a dropout node to the exported computation graph, unless the rate is 0."""
         return graph.add_layer(self, name, source, source.shape) if self.rate else source

@@ -182,7 +182,7 @@ class TokenEmbedding(Layer):
         return Operations()
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
-        """Add nodes for the token table, the positions and the dropout."""
+        """Add nodes for the token table, the positions and the dropout to the exported computation graph."""
         token, position, dropout = self._layers
         node = token.trace(graph, f"{name}.token", source)
         node = position.trace(graph, f"{name}.position", node)

@@ -50,5 +50,5 @@ class Wrapper(Layer):
         return self.layer.operations(shape)
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
-        """Add the wrapped layer to a graph. Not collective."""
+        """Add the wrapped layer to the exported computation graph. Not collective."""
         return self.layer.trace(graph, name, source)

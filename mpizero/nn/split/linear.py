@@ -107,8 +107,8 @@ class ColumnLinear(SplitLinearBase):
 class RowLinear(SplitLinearBase):
     """Apply this rank's rows of a linear map: its part of the inputs gives one term of the outputs' sum over the ranks.
 
-    Every rank holds the whole bias, which is added to the sum. Between the halves of the backward pass a rank holds the
-    whole gradient of the outputs.
+    Every rank holds the whole bias, which is added to the sum. After ``backward_input`` a
+    rank holds the whole gradient of the outputs, until ``backward_weights`` has used it.
 
     Parameters
     ----------

@@ -159,7 +159,10 @@ class SequentialRunner:
         self.marks = marks
 
     def run(self, jobs: Sequence[Job], run_of: RunOf) -> None:
-        """Run all jobs in order. Collective if gradients or parameters are sharded."""
+        """Run the forward and backward pass of every job, one micro-batch each, in order.
+
+        Collective if gradients or parameters are sharded.
+        """
         for job in jobs:
             if job.grain is None or self.scalars.error is not None:
                 self.evaluator.absent(job.done)

@@ -50,7 +50,8 @@ class DDPModel(ShardedModelBase):
 class ZeRO1Model(ShardedModelBase):
     """Shard the optimizer state, replicate parameters and gradients (Rajbhandari et al. 2020, P_os).
 
-    The messages are those of DDP: a reduce-scatter of gradients and an all-gather of parameters.
+    A step sends as many bytes as with DDP: it reduce-scatters gradients and all-gathers updated parameters, where DDP
+    all-gathers summed gradients.
     """
 
     strategy = "zero1"

@@ -123,7 +123,7 @@ class GlobalView:
         """Yield the values of one unit after the other, each as a new 1-D array; every rank must take all of them.
 
         Collective over the world. At any time a rank holds one unit, a buffer for its messages and, with sharded
-        parameters, one gathered unit of its own layout.
+        parameters, one gathered unit of the model part that it holds (see ``partition/``).
         """
         held = self._held()
         for unit in self.layout.units:

@@ -38,7 +38,7 @@ class Speed:
     _disturbed: bool = False
 
     def step(self, units: float, seconds: float) -> float:
-        """Record a step and return its rate."""
+        """Record the duration of a step and return its speed in ``units`` (samples, tokens) a second."""
         rate = units / seconds if seconds > 0 else 0.0
         self._all.append(rate)
         if len(self._all) > WARM_UP_STEPS and not self._disturbed:
