@@ -49,11 +49,13 @@ def whole(least: int = 0, most: int | None = None, of: str = "") -> Callable[[An
 
     ``of`` completes the message "a whole number of samples >= 1"; for this it is " of samples".
     """
-    expected = f"a whole number{of} " + (f">= {least}" if most is None else f"from {least} to {most}")
+    limit = 2**63 - 1 if most is None else most
 
     def check(value: Any) -> int:
-        if not is_whole(value, least, 2**63 - 1 if most is None else most):
-            raise Unexpected(expected)
+        if not is_whole(value, least, limit):
+            names_limit = most is not None or (isinstance(value, Integral) and int(value) > limit)
+            bounds = f"from {least} to {limit}" if names_limit else f">= {least}"
+            raise Unexpected(f"a whole number{of} {bounds}")
         return int(value)
 
     return check

@@ -86,9 +86,6 @@ RETIRED = (
     Retired("beholder|lap|hall|errand|errands|dwell|dwells", "plain words"),
 )
 
-#: Uses that remain to be renamed, at most: to be lowered, never raised.
-REMAINING: dict[str, int] = {"watching": 1}
-
 
 def words_of(text: str) -> str:
     """Return a text in lower case, its identifiers cut into their words."""

@@ -35,11 +35,6 @@ class MessageProgress:
         if finish is not None:
             self._finishes[name] = finish
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the registered names."""
-        return tuple(self._polls)
-
     def poll(self) -> None:
         """Make messages in flight progress. Not collective."""
         for poll in self._polls.values():

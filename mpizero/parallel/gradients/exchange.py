@@ -91,17 +91,17 @@ class GradientExchange(ExactExchange):
 
     @property
     def bucket_mb(self) -> float:
-        """MiB in flight at once; 0.0 if there is only one peer. Not collective."""
+        """Return the MiB in flight at once; 0.0 if there is only one peer. Not collective."""
         return 0.0 if self.peers.size == 1 else in_flight(self.elements) * self.dtype.itemsize / 2**20
 
     @property
     def feedback(self) -> bool:
-        """Whether this rank keeps residuals. Not collective."""
+        """Tell whether this rank keeps residuals. Not collective."""
         return self._kept.size > 0
 
     @property
     def owes(self) -> bool:
-        """Whether this rank has residuals other than 0, which it still has to send. Not collective."""
+        """Tell whether this rank has residuals other than 0, which it still has to send. Not collective."""
         return bool(self._kept.any())
 
     # ------------------------------------------------------------------ residuals

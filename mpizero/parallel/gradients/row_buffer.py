@@ -83,7 +83,7 @@ class RowBuffer:
 
     @property
     def overlaps(self) -> bool:
-        """Whether rows are summed while the backward pass still fills them. Not collective."""
+        """Tell whether rows are summed while the backward pass still fills them. Not collective."""
         peers, stages = self.grid.peers.size, self.grid.pipeline.size
         return self._by_block and overlaps_reduction(self.exchange.placement, peers, stages, self.exchange.codec)
 

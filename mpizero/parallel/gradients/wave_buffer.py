@@ -116,7 +116,7 @@ class WaveBuffer:
 
     @property
     def in_flight(self) -> bool:
-        """Whether partial sums of a unit are in flight between peers. Not collective."""
+        """Tell whether partial sums of a unit are in flight between peers. Not collective."""
         return self._in_flight is not None
 
     def poll(self) -> None:

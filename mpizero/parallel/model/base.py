@@ -119,6 +119,10 @@ class ShardedModelBase(ManualGradients):
             raise StateError(f"the {type(bound).__name__} of this {name} has been bound to another model meanwhile")
         return cast("ShardedOptimizer", bound)
 
+    def is_updated_by(self, optimizer: ShardedOptimizer) -> bool:
+        """Return whether ``optimizer`` is the one that was bound to this model last. Not collective."""
+        return self._optimizer is optimizer
+
     def _take_optimizer(self, optimizer: ShardedOptimizer) -> None:
         """Store the sharded optimizer that has been bound to this model. Not collective."""
         self._optimizer = optimizer

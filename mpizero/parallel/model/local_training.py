@@ -10,9 +10,9 @@ import numpy as np
 
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.calls import collective, recorded
+from mpizero.comm.reduce.mean import mean_over_ranks
 from mpizero.parallel.batch.step_scalars import tree_total
 from mpizero.parallel.engine import Engine
-from mpizero.parallel.gradients.average import mean_over_ranks
 from mpizero.parallel.model.parameter_access import ParameterAccess
 from mpizero.parallel.placement import placement
 from mpizero.parallel.step_report import StepReport

@@ -174,8 +174,8 @@ class ShardedOptimizer:
 
     @property
     def is_bound(self) -> bool:
-        """Return whether the optimizer is bound to a model. Not collective."""
-        return self._model is not None
+        """Return whether the optimizer is bound to a model, and no other has replaced it there. Not collective."""
+        return self._model is not None and self._model.is_updated_by(self)
 
     @property
     def step_count(self) -> int:

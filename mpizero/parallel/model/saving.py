@@ -15,10 +15,10 @@ from mpizero.checkpoint import LocalArray, PendingSave, SnapshotBuffer
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.calls import collective, recorded
+from mpizero.comm.reduce.mean import mean_over_ranks
 from mpizero.crc import crc32
 from mpizero.parallel.checkpointing import learning_rate, model_state
 from mpizero.parallel.checkpointing.restore import opened_alike
-from mpizero.parallel.gradients.average import mean_over_ranks
 from mpizero.parallel.model.core import ShardedCore
 from mpizero.text import notice
 

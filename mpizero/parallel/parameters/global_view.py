@@ -99,12 +99,12 @@ class GlobalView:
 
     @property
     def parameter_count(self) -> int:
-        """Number of parameters of the whole model; copies are not counted."""
+        """Return the number of parameters of the whole model; copies are not counted."""
         return self.layout.size
 
     @property
     def gathers(self) -> bool:
-        """Whether reading parameters sends messages; the same on every rank of the world."""
+        """Tell whether reading parameters sends messages; the same on every rank of the world."""
         return self._split or self.store.sharded
 
     def vector(self) -> Array:

@@ -67,7 +67,7 @@ class Publication:
 
     @property
     def ended(self) -> bool:
-        """Whether all regions are known to be complete. Not collective."""
+        """Tell whether all regions are known to be complete. Not collective."""
         return self._ready == len(self._gatherings)
 
     def poll(self) -> bool:

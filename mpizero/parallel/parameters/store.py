@@ -156,7 +156,7 @@ class ParameterStore:
 
     @property
     def base(self) -> int:
-        """Where this rank's shard starts in the arrays of a sharded store."""
+        """Return the position at which this rank's shard starts in the arrays of a sharded store."""
         return int(self.bases[self.grid.node.rank])
 
     def owned(self, unit: int) -> Array:

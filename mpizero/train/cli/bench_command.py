@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mpizero.errors import ConfigError, ExitStatus
-from mpizero.train.cli.options import add_layout_options, add_overrides, layout_of, named_as_options
+from mpizero.train.cli.options import add_json, add_layout_options, add_overrides, layout_of, named_as_options
 
 if TYPE_CHECKING:
     from mpizero.comm import Communicator
@@ -41,7 +41,7 @@ def _add_memory(kinds: Any) -> None:
     )
     memory.add_argument("--memory", choices=("shared", "private", "both"), default="both", help="(default: both)")
     memory.add_argument("--steps", metavar="N", type=int, default=2, help="training steps each (default: %(default)s)")
-    memory.add_argument("--json", action="store_true", help="one line for programs")
+    add_json(memory)
     add_layout_options(memory, schedule=True)
     memory.add_argument(
         "--micro-batches", metavar="M", type=int, help="of a replica and step, for a layout (default: 2 a stage)"
@@ -63,7 +63,7 @@ def _add_checkpoint(kinds: Any) -> None:
     )
     saved.add_argument("--repeat", metavar="N", type=int, default=6, help="repetitions (default: %(default)s)")
     saved.add_argument("--folder", metavar="DIR", default=".", help="on the file system to measure (default: here)")
-    saved.add_argument("--json", action="store_true", help="one line for programs")
+    add_json(saved)
     saved.set_defaults(measure=_checkpoint)
 
 
@@ -96,7 +96,7 @@ def _add_machine(kinds: Any) -> None:
     machine.add_argument(
         "--output", metavar="FILE", default="machine.json", help="the machine file (default: %(default)s)"
     )
-    machine.add_argument("--json", action="store_true", help="one line for programs")
+    add_json(machine)
     machine.set_defaults(measure=_machine)
 
 
@@ -106,18 +106,18 @@ def _add_step(kinds: Any) -> None:
         help="where the time of a training step goes, phase by phase",
         description="Train some steps as CONFIG.toml says and tell what each took: forward, backward, sums of "
         "gradients, optimizer, publication of parameters, and waiting for other ranks; with --machine beside what the "
-        "machine allows. Every other step is not watched: what watching takes is seen, too. Nothing is saved.",
+        "machine allows. Every other step runs without tracing, which shows what tracing costs. Nothing is saved.",
         epilog="Example: mpiexec -n 8 python -m mpizero bench step config.toml --machine machine.json --trace t.json",
     )
     step.add_argument("config", metavar="CONFIG.toml", help="what to train")
     add_overrides(step)
-    step.add_argument("--steps", metavar="N", type=int, default=10, help="watched ones (default: %(default)s)")
+    step.add_argument("--steps", metavar="N", type=int, default=10, help="traced steps (default: %(default)s)")
     step.add_argument("--warm-up", metavar="N", type=int, default=3, help="steps before (default: %(default)s)")
     step.add_argument("--machine", metavar="FILE", help="what `mpizero bench machine` has measured, for floors")
     step.add_argument(
-        "--trace", metavar="FILE", help="also draw the watched steps, one row a rank, for Perfetto or chrome://tracing"
+        "--trace", metavar="FILE", help="also draw the traced steps, one row a rank, for Perfetto or chrome://tracing"
     )
-    step.add_argument("--json", action="store_true", help="one line for programs")
+    add_json(step)
     step.set_defaults(measure=_step)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError, ExitStatus
+from mpizero.train.cli.options import add_json
 from mpizero.train.cli.output import show
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def _add_inspect(commands: Any) -> None:
     parser.add_argument("--arrays", action="store_true", help="a table of all arrays")
     parser.add_argument("--statistics", action="store_true", help="with smallest, largest and mean value and norm")
     parser.add_argument("--pattern", metavar="GLOB", help="only arrays whose names fit, with or without parameters/")
-    parser.add_argument("--json", action="store_true", help="one line for programs")
+    add_json(parser)
     parser.set_defaults(tool=_inspect)
 
 
@@ -86,7 +87,7 @@ def _add_diff(commands: Any) -> None:
     )
     parser.add_argument("--pattern", metavar="GLOB", help="compare only arrays whose names fit")
     parser.add_argument("--arrays-only", action="store_true", help="leave attributes and configuration out")
-    parser.add_argument("--json", action="store_true", help="one line for programs")
+    add_json(parser)
     parser.set_defaults(tool=_diff)
 
 

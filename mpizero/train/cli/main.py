@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from mpizero.errors import ConfigError, ExitStatus, MpizeroError
 from mpizero.launched import BY_ANY, launched_rank
 from mpizero.train.cli import bench_command, checkpoint_command, replay_command
-from mpizero.train.cli.options import add_layout_options, add_overrides, layout_of, named_as_options, whole_number
+from mpizero.train.cli.options import (
+    add_json,
+    add_layout_options,
+    add_overrides,
+    layout_of,
+    named_as_options,
+    whole_number,
+)
 from mpizero.train.cli.output import accept_all_characters, show
 from mpizero.train.cli.verify_options import add_verify
 from mpizero.train.run.signals import StopSignals
@@ -198,7 +205,7 @@ def _add_plan(commands: Any) -> None:
         "--machine", metavar="FILE", help="also expect seconds, on what `mpizero bench machine` has measured"
     )
     parser.add_argument("--timetable", action="store_true", help="print what every stage of a pipeline does when")
-    parser.add_argument("--json", action="store_true", help="one line for programs")
+    add_json(parser)
     parser.set_defaults(run=_plan)
 
 
@@ -209,7 +216,7 @@ def _add_doctor(commands: Any) -> None:
         description="Try what training needs. Run it the way you would train, to see what training would see.",
         epilog="Example: mpiexec -n 8 python -m mpizero doctor",
     )
-    parser.add_argument("--json", action="store_true", help="one line for programs")
+    add_json(parser)
     parser.add_argument(
         "--clean", action="store_true", help="remove shared memory of killed jobs of yours, on every node, if unused"
     )

@@ -1,4 +1,4 @@
-"""Define command line options that several commands have: ``--set``, and the parallel layout of a model."""
+"""Define command line options that several commands have: ``--set``, ``--json``, and the parallel layout of a model."""
 
 from __future__ import annotations
 
@@ -50,6 +50,11 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
         dest="overrides",
         help="replace a setting of the file; a TOML value, or a bare word; may be given many times",
     )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json``, for commands whose output programs read, too."""
+    parser.add_argument("--json", action="store_true", help="one line for programs")
 
 
 def whole_number(text: str) -> int:

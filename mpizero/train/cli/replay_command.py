@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpizero.errors import ExitStatus
+from mpizero.train.cli.options import add_json
 from mpizero.train.cli.output import show
 
 
@@ -26,7 +27,7 @@ def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
         metavar="PATH",
         help="whose parameters to take (default: the run's newest from before the step, else the start values)",
     )
-    parser.add_argument("--json", action="store_true", help="one line for programs")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 

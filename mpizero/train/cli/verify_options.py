@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from mpizero.train.cli.options import add_overrides
+from mpizero.train.cli.options import add_json, add_overrides
 
 
 def add_verify(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
@@ -27,5 +27,5 @@ def add_verify(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
     parser.add_argument(
         "--tolerance", metavar="T", type=float, help="relative (default: 16 epsilon of the type a doubling of sums)"
     )
-    parser.add_argument("--json", action="store_true", help="one line for programs")
+    add_json(parser)
     parser.set_defaults(run=run)

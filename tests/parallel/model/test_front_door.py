@@ -395,3 +395,15 @@ def test_readme_and_library_lead_with_six_names_and_the_library_lists_all() -> N
         assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == first, page
     others = (root / "docs/library.md").read_text().partition("## All other names")[2]
     assert set(re.findall(r"`(\w+)`", others)) >= set(mz.__all__) - set(first)
+
+
+def test_an_optimizer_that_another_has_replaced_can_be_given_to_a_new_model() -> None:
+    config = config_of(None)
+    first, second = mz.ZeRO2Optimizer(mz.AdamW(lr=1e-2)), mz.ZeRO2Optimizer(mz.SGD(lr=0.1))
+    with mz.ZeRO2Model(mlp(), config, optimizer=first) as model:
+        second.set_model(model)
+        assert second.is_bound
+        assert not first.is_bound
+        with mz.ZeRO2Model(mlp(), config, optimizer=first) as other:
+            assert other.optimizer is first
+            assert model.optimizer is second
