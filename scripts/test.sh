@@ -172,6 +172,11 @@ passed() {
     }
 }
 
+# failures LOG: what a reader who sees only the end of the output must know of a part that failed.
+failures() {
+    grep -aE '^(FAILED|ERROR) |^E   |[0-9]+ failed' "$1" | tail -n 40 | grep . || tail -n 25 "$1"
+}
+
 # run_pytest NAME SECONDS ARGUMENT...: one process, without MPI.
 run_pytest() {
     local name=$1 seconds=$2
@@ -319,9 +324,12 @@ STATUS=0
 for part in "${ONLY[@]}"; do
     say "== $part"
     STARTED=$SECONDS NOTE='' RESULT=ok
-    "part_$part" || { RESULT=FAILED && STATUS=1; }
+    "part_$part" > >(tee "$LOGS/part-$part") 2>&1 || { RESULT=FAILED && STATUS=1; }
     case $NOTE in "left out"*) RESULT=- ;; esac
     TABLE+=$(printf '\n%-10s %-6s %5d s  %s' "$part" "$RESULT" $((SECONDS - STARTED)) "$NOTE")
+done
+for part in "${ONLY[@]}"; do
+    grep -q "^$part *FAILED" <<<"$TABLE" && say "what failed in $part" && failures "$LOGS/part-$part"
 done
 say "summary"
 printf '%s\n%-10s %-6s %5d s\n' "$TABLE" total "$([ $STATUS = 0 ] && echo ok || echo FAILED)" $SECONDS
