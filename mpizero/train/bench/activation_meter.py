@@ -1,4 +1,4 @@
-"""Count the bytes that a model's blocks keep from forward to the backward pass, while a rank trains."""
+"""Count the bytes that a rank's blocks and loss keep from the forward pass for the backward pass of training."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from mpizero.types import Array
 
 
 class CacheMeter:
-    """Count the bytes of all caches that are alive; a buffer counts once, however many views of it are kept.
+    """Count the bytes of all arrays that forward passes have kept and backward passes have not freed yet.
+
+    An array that owns its memory counts once, however many caches hold it or views of it.
 
     Attributes
     ----------
     held, peak : int
-        Bytes of the buffers counted now, and the largest number so far.
+        Bytes of the arrays counted now, and the largest number so far.
     """
 
     def __init__(self) -> None:
@@ -28,7 +30,7 @@ class CacheMeter:
         self._buffers: dict[int, tuple[int, int]] = {}
 
     def keep(self, kept: object, but: Iterable[object] = ()) -> tuple[Array, ...]:
-        """Count the buffers of ``kept`` but not those of ``but``, and return them, to be given to :meth:`drop`."""
+        """Start counting the arrays inside ``kept`` that are not inside ``but``; return them, for :meth:`drop`."""
         skipped = {id(array) for value in but for array in buffers(value)}
         found = tuple(array for array in buffers(kept) if id(array) not in skipped)
         for array in found:
@@ -39,7 +41,7 @@ class CacheMeter:
         return found
 
     def drop(self, found: Iterable[Array]) -> None:
-        """Stop counting the buffers that :meth:`keep` returned."""
+        """Stop counting the arrays ``found`` that a call of :meth:`keep` returned, unless another call keeps them."""
         for array in found:
             uses, size = self._buffers.pop(id(array))
             if uses > 1:
@@ -49,14 +51,17 @@ class CacheMeter:
 
 
 class _Kept(NamedTuple):
-    """Hold a block's cache and the buffers in it, so that the buffers stay alive while they are counted."""
+    """Hold the cache of a block or loss and the arrays counted in it, which thereby stay alive while they count."""
 
     cache: Any
     found: tuple[Array, ...]
 
 
 class _MeteredLayer:
-    """Wrap a layer and count its caches; with ``skip_input`` the layer's input, the samples, is not counted."""
+    """Wrap a layer and count its caches in ``meter``.
+
+    With ``skip_input`` the layer's input is not counted: the first layer's input are the samples.
+    """
 
     def __init__(self, layer: Any, meter: CacheMeter, *, skip_input: bool) -> None:
         self.layer, self.meter, self.skip_input = layer, meter, skip_input
@@ -83,7 +88,7 @@ class _MeteredLayer:
 
 
 class _MeteredLoss:
-    """Wrap a loss and count its caches, without the targets."""
+    """Wrap a loss and count in ``meter`` the arrays that it keeps for its backward pass, except the targets."""
 
     def __init__(self, loss: Any, meter: CacheMeter) -> None:
         self.loss, self.meter = loss, meter
@@ -99,11 +104,11 @@ class _MeteredLoss:
 
 
 def watch(engine: Engine) -> CacheMeter:
-    """Wrap the blocks and the loss of this rank's engine, so that the returned meter counts their caches in training.
+    """Wrap the blocks and the loss of this rank's engine, and return a meter that counts their caches in training.
 
-    Counted are the cache that a block's forward pass returns, and what ``backward_input`` keeps for
-    ``backward_weights``. Parameters, samples and targets are not counted. The engine computes the same values, a
-    little slower, so this is for measurements only.
+    The meter counts the cache that a forward pass returns, and what ``backward_input`` keeps for
+    ``backward_weights``. It does not count parameters, samples and targets. The wrapped engine computes the same
+    values, a little slower. Call this for measurements only.
     """
     meter, runner = CacheMeter(), engine.runner
     piped = isinstance(runner, PipelineRunner)
@@ -117,9 +122,10 @@ def watch(engine: Engine) -> CacheMeter:
 
 
 def buffers(value: object) -> list[Array]:
-    """Find all arrays inside nested containers and objects, and return the arrays that own their memory, each once.
+    """Find all NumPy arrays inside nested containers and objects, and return the arrays that own their memory.
 
-    A cache may refer to a communicator group; the buffers of that group are not searched.
+    Each array is returned once; for a view, the array that owns the view's memory. A cache may refer to a
+    :class:`CommunicatorGroup`, which is not searched.
     """
     found: dict[int, Array] = {}
     seen: set[int] = set()

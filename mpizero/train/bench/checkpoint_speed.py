@@ -1,4 +1,4 @@
-"""Time saving and loading a checkpoint, beside plain writes, reads and copies of as many bytes.
+"""Time saving and loading a checkpoint, and compare with plain writes, reads and copies of as many bytes.
 
 The command is ``mpizero bench checkpoint``.
 """
@@ -41,7 +41,19 @@ _WIDTH = 1024
 
 @dataclass(frozen=True)
 class CheckpointRequest:
-    """Describe what to measure: bytes of all arrays together, back ends, repetitions, and the folder to write in."""
+    """Describe what to measure.
+
+    Attributes
+    ----------
+    nbytes : int
+        Bytes of all arrays of the checkpoint, of all ranks together.
+    backends : tuple of str
+        The back ends that save; the checkpoint of the first one is also loaded.
+    repeat : int
+        Number of repetitions of every measurement.
+    folder : str
+        An existing folder, in which a temporary folder is made for the files.
+    """
 
     nbytes: int
     backends: tuple[str, ...]
@@ -50,9 +62,9 @@ class CheckpointRequest:
 
     @classmethod
     def parse(cls, nbytes: float, backend: str, repeat: int, folder: str, comm: Communicator) -> CheckpointRequest:
-        """Check the options of the command line; the back end "all" stands for every back end that works here.
+        """Check the options of the command line, and return them as a request.
 
-        Not collective.
+        The back end "all" selects every back end that this installation can write with. Not collective.
         """
         least = 4 * _WIDTH * LAYERS * len(SLOTS)
         if not math.isfinite(nbytes) or not least <= nbytes <= 1e13:
@@ -79,18 +91,18 @@ def _available(comm: Communicator) -> list[str]:
 
 @dataclass(frozen=True)
 class OperationTime:
-    """Hold the seconds that one operation takes on the slowest rank, and their ratio to those of another operation.
+    """Hold the seconds that one operation takes on the slowest rank, compared with another operation's seconds.
 
     Attributes
     ----------
     name : str
         Name of the operation, such as "save direct" or "raw read".
     seconds, least, most : float
-        The median over the repetitions, and their range.
+        The median, the least and the greatest over the repetitions.
     against : str
-        Name of the operation that it is compared with, which was timed in the same repetitions; "" for none.
+        Name of the operation to compare with, which was timed in the same repetitions; "" for none.
     ratio : float
-        The median of this operation's seconds divided by the median of the other's; 1 without comparison.
+        The median of this operation's seconds divided by the median of the other operation's; 1 if ``against`` is "".
     """
 
     name: str
@@ -103,10 +115,20 @@ class OperationTime:
 
 @dataclass(frozen=True)
 class CheckpointFigures:
-    """Hold the measured times, the bytes of this rank's shard, and the memory that was needed beside the shard.
+    """Hold the measured times, and the memory that a save and a load needed beside the arrays.
 
-    ``peaks`` has three peaks for each operation, in bytes, the largest over the ranks: memory counted by Python's
-    ``tracemalloc``, growth of the resident size, and growth of the proportional set size.
+    Attributes
+    ----------
+    ranks, nbytes, repeat : int
+        Number of ranks, bytes of the whole checkpoint's arrays, and number of repetitions.
+    shard : int
+        Bytes of this rank's shard of the arrays.
+    timings : list of OperationTime
+        The times of every operation.
+    peaks : dict of str to tuple of int
+        For a save and for a load, by name: three peaks in bytes, each the largest over the ranks. They are the memory
+        counted by Python's ``tracemalloc``, the growth of the resident size, and the growth of the proportional set
+        size.
     """
 
     ranks: int
@@ -132,7 +154,7 @@ COMPARED: Mapping[str, str] = {
 
 
 class _Bench:
-    """Hold this rank's arrays, and time every operation on them."""
+    """Hold this rank's shard of the arrays, and time every operation on it."""
 
     def __init__(self, request: CheckpointRequest, comm: Communicator, folder: Path) -> None:
         self.request, self.comm, self.folder = request, comm, folder
@@ -160,23 +182,23 @@ class _Bench:
         ]
 
     def raw_write(self) -> None:
-        """Write this rank's share to one common file, and flush it to the disk."""
+        """Write this rank's shard into the file that all ranks share, and flush it to the disk."""
         write_part(self.folder / "raw", self.shard.view(np.uint8).data, self.start)
 
     def raw_read(self) -> None:
-        """Read this rank's share of the file of :meth:`raw_write` into memory that is already allocated."""
+        """Read this rank's shard from the file of :meth:`raw_write` into memory that is already allocated."""
         read_part(self.folder / "raw", self.copy.view(np.uint8).data, self.start)
 
     def plain_copy(self) -> None:
-        """Copy this rank's share from memory to memory."""
+        """Copy this rank's shard from memory to memory."""
         self.copy[:] = self.shard
 
     def save(self, backend: str) -> None:
-        """Save a checkpoint with this back end, as training does: with checksums, flushed and committed."""
+        """Save a checkpoint with ``backend``, as training does: with checksums, flushed to the disk and committed."""
         checkpoint.write(self.folder / backend, self.arrays, {}, self.comm, backend)
 
     def load(self) -> None:
-        """Load the checkpoint and verify its checksums."""
+        """Load this rank's shard from the checkpoint of the first back end, and verify its checksums."""
         with checkpoint.open_checkpoint(self.folder / self.request.backends[0], self.comm) as reader:
             reader.read(self.wanted)
 
@@ -191,16 +213,17 @@ class _Bench:
             source.close()
 
     def forget(self, name: str) -> None:
-        """Wait for all ranks, then drop a file from the system's page cache, as for a job that resumes later.
+        """Wait for all ranks, then drop a file from the system's page cache, so that the next read is from the disk.
 
-        The file must be flushed to the disk already: pages that are not written yet stay in the cache.
+        ``name`` is the file's path inside the benchmark's folder. The file must be flushed to the disk already:
+        pages that are not written yet stay in the cache.
         """
         self.comm.barrier("bench checkpoint")
         if self.comm.rank == 0:
             drop_cached(self.folder / name)
 
     def begin(self) -> None:
-        """Start an asynchronous save."""
+        """Start an asynchronous save of this rank's shard, which :meth:`finish` completes."""
         self.pending = checkpoint.begin(self.folder / "begun", self.arrays, {}, self.comm, buffer=self.buffer)
 
     def finish(self) -> None:
@@ -209,7 +232,7 @@ class _Bench:
         self.remove("begun")
 
     def remove(self, name: str) -> None:
-        """Wait for all ranks, then remove the file or folder that an operation has written."""
+        """Wait for all ranks, then remove the file or folder ``name`` from the benchmark's folder."""
         self.comm.barrier("bench checkpoint")
         if self.comm.rank == 0:
             path = self.folder / name
@@ -227,11 +250,11 @@ class _Bench:
         return float(took[0])
 
     def round(self, number: int) -> dict[str, float]:
-        """Time every operation once, remove its files, and return the seconds by operation.
+        """Time every operation once, remove the files, and return the seconds by the operation's name.
 
-        Every other round goes in reverse order, so that neither side of a comparison is always first. Only one file
-        exists at a time: the page cache may be slower for a second one, and a disk may be fast only until its own
-        buffer is full.
+        Rounds with an odd ``number`` run in reverse order, so that of two compared operations each is the first one
+        in every other round. Only one file or checkpoint exists at a time: the page cache may be slower for a second
+        one, and a disk may be fast only until its own buffer is full.
         """
         turn = -1 if number % 2 else 1
         found: dict[str, float] = {}
@@ -266,7 +289,11 @@ class _Bench:
         return found
 
     def _loads(self, cold: str, turn: int) -> dict[str, float]:
-        """Time loads with and without verification: from the page cache, or from the disk if ``cold`` is not ""."""
+        """Time a load with and one without verification, and return the seconds by the operation's name.
+
+        ``cold`` is the prefix of these names: with "" the loads read from the page cache, with "cold " from the disk.
+        ``turn`` is 1 or, for the reverse order, -1. The entry "verification" is the difference of the two loads.
+        """
         works = {"load": self.load, "load unverified": self.load_unverified}
         found = {}
         for name in list(works)[::turn]:
@@ -276,7 +303,7 @@ class _Bench:
         return found | {f"{cold}verification": found[f"{cold}load"] - found[f"{cold}load unverified"]}
 
     def peaks(self) -> dict[str, tuple[int, int, int]]:
-        """Return the peak memory that a save and a load need beside the arrays, the largest over the ranks."""
+        """Return the peak memory that a save and a load need beside the arrays, as in CheckpointFigures.peaks."""
         found = {}
         backend = self.request.backends[0]
         # The first save loads libraries, once.
@@ -299,9 +326,9 @@ class _Bench:
 def measure_checkpoint(
     request: CheckpointRequest, comm: Communicator, tell: Callable[[str], None] = lambda line: None
 ) -> CheckpointFigures:
-    """Time checkpoints and plain files in interleaved repetitions, and return the figures.
+    """Time checkpoints, plain files and plain copies in interleaved repetitions, and return the figures.
 
-    Collective over ``comm``. ``tell`` gets a line before each repetition, on rank 0.
+    Collective over ``comm``. On rank 0, ``tell`` is called with a line of text before each repetition.
     """
     with all_ranks(comm):
         made = tempfile.mkdtemp(prefix=".bench-checkpoint-", dir=request.folder) if comm.rank == 0 else None

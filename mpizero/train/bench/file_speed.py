@@ -24,7 +24,7 @@ _WRITE, _READ, _AGAIN = "write with fsync", "read", "read from memory"
 
 
 def write_part(path: Path, data: memoryview, start: int) -> None:
-    """Write ``data`` into a file at offset ``start``, and flush it to the disk. Not collective."""
+    """Write ``data`` into a file at byte offset ``start``, and flush it to the disk. Not collective."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
     try:
         done = 0
@@ -36,7 +36,7 @@ def write_part(path: Path, data: memoryview, start: int) -> None:
 
 
 def read_part(path: Path, room: memoryview, start: int) -> None:
-    """Fill the buffer ``room`` with the bytes of a file from offset ``start`` on. Not collective."""
+    """Fill the buffer ``room`` with the bytes of a file from byte offset ``start`` on. Not collective."""
     file = os.open(path, os.O_RDONLY)
     try:
         done = 0
@@ -49,7 +49,7 @@ def read_part(path: Path, room: memoryview, start: int) -> None:
 
 
 def drop_cached(path: Path) -> None:
-    """Ask the system to drop a file, already flushed to the disk, from its page cache. Not collective."""
+    """Ask the system to drop a file that is flushed to the disk from the page cache. Not collective."""
     file = os.open(path, os.O_RDONLY)
     try:
         if hasattr(os, "posix_fadvise"):
@@ -59,9 +59,10 @@ def drop_cached(path: Path) -> None:
 
 
 class FileBenchmark:
-    """Time one file of ``nbytes`` in a new folder inside ``folder``; the file is removed after every repetition.
+    """Time writing and reading one file of ``nbytes`` bytes, of which every rank writes and reads its own part.
 
-    Construction and :meth:`measure` are collective over ``comm``.
+    The file lies in a new folder inside ``folder``, and is removed after every repetition. Construction and
+    :meth:`measure` are collective over ``comm``.
     """
 
     def __init__(self, comm: Communicator, nbytes: int, folder: str) -> None:
@@ -77,7 +78,7 @@ class FileBenchmark:
         self.values: dict[str, list[float]] = {_WRITE: [], _READ: [], _AGAIN: []}
 
     def measure(self) -> None:
-        """Time one write and two reads, from the disk and from the page cache, and remove the file. Collective."""
+        """Time one write, one read from the disk and one read from the page cache, and remove the file. Collective."""
         failure: list[OSError] = []
 
         def tried(work: Callable[[], None]) -> None:
@@ -100,10 +101,10 @@ class FileBenchmark:
             self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Remove the folder and the file. Not collective: only rank 0 acts, maybe after an error."""
+        """Remove the new folder with the file, on rank 0. Not collective, so it may be called after an error."""
         if self.comm.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def figures(self) -> tuple[FileSpeed, ...]:
-        """Return the measured speed of each operation. Not collective."""
+        """Return the measured seconds of the write and of both reads. Not collective."""
         return tuple(FileSpeed(name, self.nbytes, Measurement.of(values)) for name, values in self.values.items())

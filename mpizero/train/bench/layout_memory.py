@@ -1,4 +1,4 @@
-"""Compare the memory and messages of each rank of a split model with its plan: ``mpizero bench memory --pipeline``."""
+"""Measure memory and messages of every rank of a split model beside its plan: ``mpizero bench memory --pipeline``."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class LayoutRequest:
     Attributes
     ----------
     memory : MemoryRequest
-        Number of parameters, strategies, shared or private memory, steps.
+        The number of parameters, the strategies, whether node memory is shared, and the number of steps.
     layout : ParallelSection
-        How the model is split over ranks; its strategy is replaced by each of those in :attr:`memory`.
+        How the model is split over ranks. Its strategy is ignored: each strategy of :attr:`memory` is measured.
     micro_batches : int
-        Micro-batches of one sample that a replica computes in a step.
+        Number of micro-batches, of one sample each, that a replica computes in a step.
     """
 
     memory: MemoryRequest
@@ -85,7 +85,7 @@ class LayoutRequest:
 
 @dataclass(frozen=True)
 class RankRow:
-    """Hold the memory and messages of one rank, measured and planned, in bytes.
+    """Hold the memory and messages of one rank, measured and planned; sizes are in bytes.
 
     Attributes
     ----------
@@ -94,17 +94,19 @@ class RankRow:
     here : dict of str to int
         The rank's coordinate on every axis of the process grid.
     held, planned : dict of str to int
-        Bytes of each kind of memory: counted where they are allocated, and by the plan's formulas.
+        Bytes by kind of memory ("parameters", "gradients", "optimizer state", "activations", "buffers"): counted
+        where they are allocated, and computed by the plan.
     pss_at_rest, pss_in_step : int
-        Growth of the rank's proportional set size: after training, when freed memory has been given back to the
-        system, and before it is given back. The latter is the most that a step has taken: activations, working arrays
-        and messages too.
+        How much larger the rank's proportional set size is after training than before: once freed memory has been
+        returned to the system, and while the process still holds it. The latter is the most that a step has taken,
+        with activations, working arrays and messages.
     planned_working : int
-        Most bytes that working arrays of blocks, and messages, take during a step besides ``planned``, by the plan.
+        Most bytes that, by the plan, working arrays of blocks and messages take during a step in addition to
+        ``planned``.
     sent, planned_sent : int
-        Bytes sent to other ranks in the last step.
+        Bytes that the rank sends to other ranks in a step: counted in the last step, and planned.
     messages, planned_messages : int
-        Messages that the rank sent in that step.
+        Number of messages that the rank sends in a step: counted in the last step, and planned.
     """
 
     rank: int
@@ -129,9 +131,9 @@ class LayoutTable:
     memory : str
         "shared" or "private".
     strategy, layout : str
-        The strategy's name, as in the configuration; the parallel layout, in words.
+        The strategy's name, as in the configuration; a description of the parallel layout.
     parameters, micro_batches : int
-        Parameters of the whole model; micro-batches of a replica in a step.
+        Number of parameters of the whole model; number of micro-batches that a replica computes in a step.
     rows : tuple of RankRow
         One row of the table for each rank.
     """
@@ -147,9 +149,10 @@ class LayoutTable:
 def measure_layout(
     request: LayoutRequest, comm: Communicator, tell: Callable[[str], None] = lambda line: None
 ) -> list[LayoutTable]:
-    """Train with every requested strategy, and return the tables on rank 0, an empty list on other ranks.
+    """Train with every requested strategy and kind of memory, and return one table for each, on rank 0.
 
-    Collective over ``comm``. ``tell`` gets a line before each run, on rank 0.
+    Other ranks get an empty list. Collective over ``comm``. On rank 0, ``tell`` is called with a line of text before
+    each run.
     """
     wanted, layout = request.memory, request.layout
     with all_ranks(comm):
@@ -172,7 +175,7 @@ def measure_layout(
 
 @dataclass(frozen=True)
 class _Run:
-    """Measure one layout with one strategy and with shared or private memory."""
+    """Measure one layout with one strategy and with shared or private memory, all of which ``layout`` gives."""
 
     request: LayoutRequest
     layout: ParallelSection
@@ -187,13 +190,18 @@ class _Run:
         return self.layout.describe(self.comm.size)
 
     def config(self, comm: Communicator | str) -> ShardingConfig:
-        """Return settings with which a replica computes one grain, in micro-batches of one sample. Not collective."""
+        """Return settings for one grain a replica and step, of micro-batches of one sample. Not collective."""
         count = self.request.micro_batches
         share = self.layout.share_node_memory
         return ShardingConfig(comm=comm, micro_batch=1, accumulate=count, share_node_memory=share)
 
     def measure(self, model: nn.GPT, steps: int) -> dict[str, Any]:
-        """Train ``steps`` steps, and return the memory and messages of this rank. Collective."""
+        """Train one step to warm up and ``steps`` steps, and return the figures of this rank. Collective.
+
+        Keys of the figures are "here" (coordinates on the axes of the process grid), "held" (bytes by kind of memory),
+        "pss" (growth of the proportional set size at rest and in a step), "sent" (bytes and messages of the last
+        step), "parameters" (their number) and "node" (world rank of the first rank on the same node).
+        """
         with self.comm.split_node(None, name="bench") as host:
             node = host.broadcast_object(self.comm.rank, tag="bench")
         before = idle_size(self.comm)
@@ -220,7 +228,10 @@ class _Run:
             }
 
     def table(self, model: nn.GPT, figures: Sequence[dict[str, Any]]) -> LayoutTable:
-        """Plan the same training, and return measured and planned figures side by side. Not collective."""
+        """Plan the same training, and return measured and planned figures side by side. Not collective.
+
+        ``figures`` has what :meth:`measure` returned on every rank.
+        """
         nodes = [figure["node"] for figure in figures]
         alike = {nodes.count(node) for node in nodes}
         x, y = _samples(model, 1, 0)
@@ -264,12 +275,12 @@ def _shown(held: dict[str, int]) -> dict[str, int]:
 
 
 def at_rest(held: dict[str, int]) -> int:
-    """Return the bytes that are held between steps: everything but the activations. Not collective."""
+    """Add up ``held``, bytes by kind of memory, without activations: what is held between steps. Not collective."""
     return sum(held.values()) - held["activations"]
 
 
 def _samples(model: nn.GPT, count: int, replica: int) -> tuple[Array, Array]:
-    """Return random token ids and targets of a replica; all its ranks get the same."""
+    """Return random token ids and targets of ``count`` samples, the same on all ranks of replica ``replica``."""
     ids = np.random.default_rng(replica).integers(0, model.vocabulary, (count, model.sequence + 1))
     return ids[:, :-1].copy(), ids[:, 1:].copy()
 
@@ -280,7 +291,10 @@ def _sent(grid: ProcessGrid) -> tuple[int, int]:
 
 
 def _group_buffers(grid: ProcessGrid) -> dict[str, int]:
-    """Return the bytes of the tensor or context group's message buffers, and of this rank's part of its window."""
+    """Return ``{"group buffers": bytes}``: message buffers of the tensor or context group on this rank.
+
+    Of a window that the group shares, an equal part counts on every rank.
+    """
     split = [name for name in ("tensor", "context") if getattr(grid, name).size > 1]
     groups = [getattr(grid, f"{name}_group") for name in split]
     return {"group buffers": sum(group.private_bytes + group.shared_bytes // group.size for group in groups)}
@@ -311,7 +325,11 @@ def _lines(table: LayoutTable) -> Iterator[str]:
 
 
 def _figures(held: dict[str, int], pss: tuple[int | None, int], sent: int, messages: int) -> str:
-    """Format the columns of one line of the table."""
+    """Format the columns of one line of the table.
+
+    ``held`` has bytes by kind of memory, ``pss`` the growth of the proportional set size at rest (None leaves the
+    column empty) and in a step, ``sent`` bytes, and ``messages`` the number of messages of a step.
+    """
     rest = at_rest(held)
     parts = (*(held[part] for part in PARTS[:3]), held["buffers"], rest, pss[0])
     moving = (held["activations"], rest + held["activations"], pss[1], sent)

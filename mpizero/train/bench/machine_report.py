@@ -40,7 +40,11 @@ def _range(measured: Measurement, scale: float) -> str:
 
 
 def _rates(work: float, measured: Measurement, unit: float) -> list[str]:
-    """Return the rate by the median of the seconds, and the range of rates; ``work`` is done in that time."""
+    """Format two cells of a table: ``work`` divided by the median of the seconds, and the range of such rates.
+
+    ``work`` is the number of bytes or operations done in the measured seconds. Rates are printed in multiples of
+    ``unit``, 1e9 for GB/s.
+    """
     return [
         f"{work / measured.median / unit:.1f}",
         f"{work / measured.most / unit:.1f}-{work / measured.least / unit:.1f}",

@@ -37,13 +37,14 @@ class MachineRequest:
     shapes : ProductShapes
         Shapes of the matrix products.
     elements : int
-        Elements of each array of the passes over memory; together the arrays should be larger than all caches.
+        Number of float32 elements of each array that the memory benchmark reads or writes. The arrays together
+        should be larger than all caches of the processor.
     largest : int
-        Bytes of the largest message.
+        Bytes of the largest message that is timed.
     file_bytes : int
         Bytes of the file that all ranks write together; 0 measures no file.
     folder, output : str
-        The folder in which a file is timed; the path of the machine file, which gets the results.
+        The folder in which a file is timed; the path of the machine file, to which the results are written.
     repeat : int
         Repetitions of every measurement.
     threads : int
@@ -60,7 +61,7 @@ class MachineRequest:
     threads: int = 1
 
     def __post_init__(self) -> None:
-        """Reject sizes and folders that cannot be measured."""
+        """Reject sizes that are too small, an odd number of elements, and folders that do not exist."""
         least = {"elements": 2, "largest": 8, "file_bytes": 0, "repeat": 1}
         for name, bound in least.items():
             check_option(f"--{name.replace('_', '-')}", getattr(self, name), whole(bound))
@@ -74,9 +75,10 @@ class MachineRequest:
 def measure_machine(
     request: MachineRequest, comm: Communicator, tell: Callable[[str], None] = lambda line: None
 ) -> Machine:
-    """Measure everything in interleaved repetitions, and return the figures on every rank.
+    """Measure memory, matrix products, messages and a file in interleaved repetitions, and return the figures.
 
-    Collective over ``comm``. ``tell`` gets a line before each repetition, on rank 0.
+    All ranks get the same figures, and rank 0 writes them to the machine file. Collective over ``comm``. On rank 0,
+    ``tell`` is called with a line of text before each repetition.
     """
     with all_ranks(comm):
         require_room(request.elements, 4 * ARRAYS * request.elements * comm.size, comm.size, "--elements")

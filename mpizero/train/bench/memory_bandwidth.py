@@ -26,9 +26,10 @@ Work = Callable[[], object]
 
 @dataclass
 class _Pass:
-    """Time one pass over memory: by a plain loop and by the library's kernel, on one rank alone and on all at once.
+    """Time one pass over memory, a loop that reads each of ``reads`` arrays and writes each of ``writes`` arrays once.
 
-    ``values`` has four lists of seconds: plain loop on one rank, plain loop on all, kernel on one rank, kernel on all.
+    It is computed by a plain loop and by the library's kernel, on one rank alone and on all ranks at once. ``values``
+    has four lists of seconds: plain loop on one rank, plain loop on all, kernel on one rank, kernel on all.
     """
 
     name: str
@@ -39,7 +40,7 @@ class _Pass:
     values: tuple[list[float], ...] = field(default_factory=lambda: ([], [], [], []))
 
     def measure(self, comm: Communicator, turn: int, *, keep: bool) -> None:
-        """Time all four cases once; ``turn`` is 1 for this order, -1 for the reverse. Collective."""
+        """Time all four cases once, in reverse order if ``turn`` is -1; store the seconds if ``keep``. Collective."""
         works = ((self.plain, alone), (self.plain, together), (self.own, alone), (self.own, together))
         for place in (0, 2, 1, 3)[::turn]:
             work, how = works[place]
@@ -47,7 +48,10 @@ class _Pass:
             self.values[place].extend([took] * keep)
 
     def figure(self, elements: int, itemsize: int) -> MemoryPass:
-        """Return the seconds of all four cases and their ratios. Not collective."""
+        """Return the seconds of all four cases, and the ratios of kernel to plain loop. Not collective.
+
+        ``elements`` is the number of elements of each array, ``itemsize`` the bytes of an element.
+        """
         one, every, own_one, own_every = (Measurement.of(values) for values in self.values)
         return MemoryPass(
             name=self.name,
@@ -65,7 +69,7 @@ class _Pass:
 
 
 class PassBenchmark:
-    """Time all passes over memory, on arrays of ``elements`` float32 of this rank.
+    """Time all passes over memory, on arrays of this rank with ``elements`` float32 elements each.
 
     Construction is not collective; :meth:`measure` is.
     """
@@ -114,14 +118,14 @@ class PassBenchmark:
         )
 
     def measure(self, turn: int, *, keep: bool) -> None:
-        """Time every pass once, in this order (``turn`` 1) or in reverse (-1), and keep the seconds if ``keep``.
+        """Time every pass once, in reverse order if ``turn`` is -1, and store the seconds if ``keep``.
 
-        Collective. The first call warms up and is not kept.
+        Collective. Make the first call without ``keep``: it warms up.
         """
         for entry in self.passes[::turn]:
             self.arrays[:] = 1  # sums of sums would grow, and averages shrink to where processors are slow
             entry.measure(self.comm, turn, keep=keep)
 
     def figures(self) -> tuple[MemoryPass, ...]:
-        """Return the figures of all passes. Not collective."""
+        """Return the stored seconds of all passes. Not collective."""
         return tuple(entry.figure(self.elements, self.arrays.itemsize) for entry in self.passes)

@@ -1,4 +1,4 @@
-"""Time the collectives that the library uses, for messages of several sizes."""
+"""Time the collectives that the library uses, and messages between two ranks, for several sizes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BYTES, _MOST = 1 << 21, 50
 
 
 def sizes(largest: int) -> tuple[int, ...]:
-    """Return the sizes of the messages that are timed, in bytes, up to ``largest``. Not collective."""
+    """Return the sizes of the messages that are timed, in bytes: 8, 128, 2048 ... and ``largest``. Not collective."""
     found = [_SMALLEST]
     while found[-1] * _FACTOR < largest:
         found.append(found[-1] * _FACTOR)
@@ -30,7 +30,11 @@ def sizes(largest: int) -> tuple[int, ...]:
 
 @dataclass
 class _Timed:
-    """Time one collective with one size of message."""
+    """Time one collective, or message between two ranks, of one size.
+
+    ``nbytes`` is the size of the message, ``sent`` the number of bytes that this rank sends in one call, and ``values``
+    the seconds of a call, one entry for each repetition.
+    """
 
     operation: str
     where: str
@@ -40,7 +44,7 @@ class _Timed:
     values: list[float] = field(default_factory=list)
 
     def measure(self, comm: Communicator, *, keep: bool) -> None:
-        """Repeat the call, and keep the slowest rank's mean seconds per call. Collective."""
+        """Repeat the call, and store the slowest rank's mean seconds per call if ``keep``. Collective."""
         times = max(1, min(_MOST, _BYTES // max(1, self.nbytes)))
         self.call()
         comm.barrier("bench")
@@ -53,7 +57,7 @@ class _Timed:
 
 
 class MessageBenchmark:
-    """Time the collectives of ``comm``; on a single rank there is nothing to time.
+    """Time collectives and messages between two ranks over ``comm``; on a single rank there is nothing to time.
 
     Construction and :meth:`measure` are collective over ``comm``.
     """
@@ -80,7 +84,7 @@ class MessageBenchmark:
                     yield _Timed("one to one", where, nbytes, nbytes, self._ping(pair, whole, other))
 
     def _exchange(self, send: np.ndarray, recv: np.ndarray) -> _Timed:
-        """Return the timing of an exchange: each rank gets its slice of a vector, as with sharded gradients."""
+        """Return the timer of an all-to-all, as for sharded gradients: a rank gets its slice of every rank's vector."""
         comm, counts = self.comm, Partition(send.size, self.comm.size).sizes()
         own = counts[comm.rank]
         arrived = np.empty(own * comm.size, np.uint8) if own * comm.size > recv.size else recv[: own * comm.size]
@@ -93,7 +97,7 @@ class MessageBenchmark:
         )
 
     def _gather(self, whole: np.ndarray) -> _Timed:
-        """Return the timing of a gather: each rank gets the slices of all ranks, as with updated parameters."""
+        """Return the timer of an allgather, as for updated parameters: every rank gets the slices of all ranks."""
         comm, counts = self.comm, Partition(whole.size, self.comm.size).sizes()
         own, recv = np.ones(counts[comm.rank], np.uint8), np.empty_like(whole)
         sent = own.size * (comm.size - 1)
@@ -104,13 +108,13 @@ class MessageBenchmark:
         return 2 * vector.nbytes * (comm.size - 1) // comm.size, lambda: comm.allreduce(vector, "max", "bench")
 
     def _pair(self, *, same: bool) -> tuple[int, int] | None:
-        """Return two ranks of the same node, or of two nodes if not ``same``; None where there are none."""
+        """Return two ranks of one node if ``same``, else two ranks of different nodes; None if there are none."""
         ranks = range(self.comm.size)
         found = ((a, b) for a in ranks for b in ranks[a + 1 :] if (self.leaders[a] == self.leaders[b]) is same)
         return next(found, None)
 
     def _ping(self, pair: tuple[int, int], send: np.ndarray, recv: np.ndarray) -> Callable[[], object]:
-        """Return a function that sends a vector to the second rank of a pair, and back in every other call."""
+        """Return a function that sends ``send`` to the second rank of ``pair``, and back in every second call."""
         comm, (first, second) = self.comm, pair
         turns = {"next": 0}
 
@@ -125,10 +129,10 @@ class MessageBenchmark:
         return send_once
 
     def measure(self, turn: int, *, keep: bool) -> None:
-        """Time every collective once, in order (``turn`` 1) or in reverse (-1); keep times if ``keep``. Collective."""
+        """Time every message once, in reverse order if ``turn`` is -1; store the seconds if ``keep``. Collective."""
         for timed in self.timed[::turn]:
             timed.measure(self.comm, keep=keep)
 
     def figures(self) -> tuple[MessageSpeed, ...]:
-        """Return the times of each collective and size, with the bytes that this rank sends. Not collective."""
+        """Return the seconds of each operation and size, with the bytes that this rank sends. Not collective."""
         return tuple(MessageSpeed(t.operation, t.where, t.nbytes, t.sent, Measurement.of(t.values)) for t in self.timed)

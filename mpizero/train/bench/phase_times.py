@@ -2,9 +2,9 @@
 
 [Note: waiting] A rank in a collective waits until the last rank has entered it. The rest of the call is the collective
 itself, and counts for the phase that made the call. A non-blocking collective is entered when it is started; of the
-time that it is in flight, only the time that a rank blocks in it counts. A receive from one rank counts as waiting
-altogether, because it was posted ahead. Shared windows synchronize by barriers of a communicator, so waiting for them
-is seen too.
+time that it is in flight, only the time that a rank blocks in it counts. All the time that a rank blocks in a receive
+from one other rank counts as waiting, because the receive was posted ahead. Shared windows synchronize by barriers of
+a communicator, so waiting for them is seen too.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ class PhaseSpan(NamedTuple):
     Attributes
     ----------
     phase, name : str
-        The phase, and what it worked on: blocks, or a call of a communicator.
+        The phase, and what it worked on: the names of blocks, or the description of a communicator's call.
     start, stop : float
         When the span began and ended, in seconds of rank 0's clock.
     call : tuple or None
-        The collective that was called; None for other spans.
+        What identifies a collective on all its ranks: the communicator's name, the world rank of its first rank, and
+        the number of the call; None for other spans.
     waits : bool
-        Whether the span is a receive, which waits for one other rank.
+        Whether the span is a receive from one other rank.
     """
 
     phase: str
@@ -55,7 +56,10 @@ class PhaseSpan(NamedTuple):
 
 
 class StepSpans(NamedTuple):
-    """Hold one step of one rank: its start and end, and the spans in it, an outer span before those inside it."""
+    """Hold one step of one rank: start and end in seconds of rank 0's clock, and the spans inside the step.
+
+    Spans are sorted: one that contains another comes first.
+    """
 
     start: float
     stop: float
@@ -63,7 +67,10 @@ class StepSpans(NamedTuple):
 
 
 def clock_offset(comm: Communicator) -> float:
-    """Return the seconds to add to this rank's clock to get rank 0's; 0 on the same host. Collective over ``comm``."""
+    """Return the seconds to add to this rank's clock to get rank 0's. Collective over ``comm``.
+
+    They are 0 on the host of rank 0.
+    """
     hosts = comm.allgather_object(_host(), "clocks")
     offset = 0.0
     for rank in range(1, comm.size):
@@ -73,7 +80,7 @@ def clock_offset(comm: Communicator) -> float:
 
 
 def _host() -> str:
-    """Return an id of the running system kernel, which ranks with the same clock have in common."""
+    """Return the boot id of the system, which is the same on ranks that share a clock; "" if it cannot be read."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
     except OSError:
@@ -81,7 +88,10 @@ def _host() -> str:
 
 
 def _compared(comm: Communicator, rank: int) -> float:
-    """Return the clock offset of ``rank`` to rank 0, by the fastest of several requests for rank 0's time."""
+    """Measure, on ``rank``, the seconds to add to its clock to get rank 0's; return 0 on rank 0.
+
+    Both ranks call it. ``rank`` asks rank 0 for its time repeatedly, and takes the result of the fastest round trip.
+    """
     box, found = np.zeros(1), []
     for _ in range(_TURNS):
         if comm.rank == 0:
@@ -98,12 +108,19 @@ def _compared(comm: Communicator, rank: int) -> float:
 
 
 def leaders(communicators: Iterable[Communicator], world: Communicator) -> dict[str, int]:
-    """Return the first world rank of each communicator, by its name. Collective over each of them, in this order."""
+    """Return the world rank of each communicator's rank 0, by the communicator's name.
+
+    Collective over each of ``communicators``, in their order.
+    """
     return {c.name: c.broadcast_object(world.rank, tag="bench") for c in communicators}
 
 
 def spans_of(spans: Sequence[TimeSpan], offset: float, first: Mapping[str, int]) -> tuple[PhaseSpan, ...]:
-    """Turn traced spans into :class:`PhaseSpan`, outer ones first, without calls made inside calls. Not collective."""
+    """Turn the traced spans of a rank into :class:`PhaseSpan`, sorted by start, outer spans first. Not collective.
+
+    ``offset`` is added to all times, and ``first`` is the result of :func:`leaders`. A communicator's call inside
+    another call is left out.
+    """
     found: list[PhaseSpan] = []
     inside = float("-inf")  # when the last communicator call that is kept ends
     for phase, detail, start, stop in sorted(spans, key=lambda span: (span.start, -span.stop)):
@@ -123,7 +140,10 @@ def _name(detail: Any) -> str:
 
 
 def waits(ranks: Sequence[Sequence[StepSpans]]) -> dict[Call, float]:
-    """Return the time at which the last rank entered each collective. Not collective."""
+    """Return, for every collective, the time at which the last rank entered it. Not collective.
+
+    ``ranks`` has the traced steps of every rank.
+    """
     latest: dict[Call, float] = {}
     for steps in ranks:
         entered: dict[Call, float] = {}
@@ -136,7 +156,10 @@ def waits(ranks: Sequence[Sequence[StepSpans]]) -> dict[Call, float]:
 
 
 def waited(mark: PhaseSpan, latest: Mapping[Call, float]) -> float:
-    """Return the seconds of a call in which its rank waited for other ranks. Not collective."""
+    """Return the seconds of the span ``mark`` in which its rank waited for other ranks. Not collective.
+
+    ``latest`` is the result of :func:`waits`.
+    """
     if mark.waits:
         return mark.stop - mark.start
     if mark.call is None:
@@ -145,7 +168,10 @@ def waited(mark: PhaseSpan, latest: Mapping[Call, float]) -> float:
 
 
 def phases_of(step: StepSpans, latest: Mapping[Call, float]) -> dict[str, float]:
-    """Return the seconds of every phase of one step; together they are the step's seconds. Not collective."""
+    """Return the seconds of one step by phase; their sum is the duration of the step. Not collective.
+
+    ``latest`` is the result of :func:`waits`.
+    """
     found = dict.fromkeys(ALL_PHASES, 0.0)
     for mark, around, own in _own_times(step):
         if mark.phase == MESSAGE:
@@ -159,7 +185,10 @@ def phases_of(step: StepSpans, latest: Mapping[Call, float]) -> dict[str, float]
 
 
 def _own_times(step: StepSpans) -> Iterator[tuple[PhaseSpan, str, float]]:
-    """Yield the step and each span in it, with the phase of the span around it and its seconds without inner spans."""
+    """Yield a span of the whole step, then each span in it, with two facts about the span.
+
+    They are the phase of the innermost span around it, and its own seconds: without those of the spans inside it.
+    """
     root = PhaseSpan(OTHER, "step", step.start, step.stop)
     marks = (root, *step.spans)
     own, parents, stack = [mark.stop - mark.start for mark in marks], [0] * len(marks), [0]

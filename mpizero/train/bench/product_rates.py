@@ -36,7 +36,7 @@ class ProductShapes:
     Attributes
     ----------
     dim, heads, sequence, batch : int
-        Features, attention heads, tokens of a sample, samples of a micro-batch.
+        Number of features, of attention heads, of tokens in a sample, and of samples in a micro-batch.
     dtype : str
         "float32" or "float64".
     """
@@ -56,7 +56,7 @@ class ProductShapes:
 
     @classmethod
     def of(cls, config: Config) -> ProductShapes:
-        """Return the shapes of the micro-batches that a configuration trains on. Not collective.
+        """Return the sizes of a configuration's transformer and its micro-batches. Not collective.
 
         Raises
         ------
@@ -70,7 +70,7 @@ class ProductShapes:
         return cls(section.dim, section.heads, section.sequence, batch, section.dtype)
 
     def linear(self) -> Iterator[tuple[str, int, int]]:
-        """Yield the name, number of inputs and number of outputs of a block's linear maps. Not collective."""
+        """Yield name, number of inputs and number of outputs of each linear map of a block. Not collective."""
         yield "qkv", self.dim, 3 * self.dim
         yield "projection", self.dim, self.dim
         yield "expand", self.dim, 4 * self.dim
@@ -89,7 +89,7 @@ class _Timed:
 
     @property
     def times(self) -> int:
-        """Return how often the product is computed in one measurement."""
+        """Return how often the product is computed in one measurement; more often if it is small."""
         return max(1, min(_MOST, round(_OPERATIONS / self.operations)))
 
     def work(self) -> None:
@@ -98,13 +98,16 @@ class _Timed:
             self.call()
 
     def figure(self) -> MatrixProduct:
-        """Return the seconds of computing the product once. Not collective."""
+        """Return the measured seconds of computing the product once. Not collective."""
         one, every = (Measurement.of([s / self.times for s in values]) for values in (self.one, self.every))
         return MatrixProduct(**self.facts, one=one, every=every)
 
 
 class ProductBenchmark:
-    """Time the matrix products of one block and of the head, forward and backward, as the layers compute them.
+    """Time the matrix products of one transformer block and of the output head, as the layers compute them.
+
+    For linear maps these are the products of the forward pass, of the gradients of inputs and of the gradients of
+    weights; for attention, those of the forward pass.
 
     Construction is not collective; :meth:`measure` is.
     """
@@ -132,7 +135,10 @@ class ProductBenchmark:
                 yield self._one({**facts, "form": form}, *forms[form])
 
     def _attention(self) -> Iterator[_Timed]:
-        """Yield attention's two batched products, for one block of queries: with the keys, and with the values."""
+        """Yield timers of attention's two batched products, of one block of queries.
+
+        They are the products of queries and keys, and of attention weights and values.
+        """
         batch, width = self.shapes.batch * self.shapes.heads, self.shapes.dim // self.shapes.heads
         queries, length = min(_QUERIES, self.shapes.sequence), self.shapes.sequence
         q, k = self._array(batch, queries, width), self._array(batch, length, width)
@@ -148,9 +154,9 @@ class ProductBenchmark:
         return _Timed(facts | sizes, 2 * facts["batch"] * rows * inner * columns, lambda: matmul(a, b, out))
 
     def measure(self, turn: int, *, keep: bool) -> None:
-        """Time every product on one rank and on all, in this order (``turn`` 1) or in reverse (-1).
+        """Time every product on one rank and on all ranks, in reverse order if ``turn`` is -1.
 
-        Collective. The seconds are kept only with ``keep``; the first call warms up.
+        Collective. The seconds are stored only with ``keep``. Make the first call without it: it warms up.
         """
         for timed in self.timed[::turn]:
             for how, values in ((alone, timed.one), (together, timed.every))[::turn]:
@@ -158,5 +164,5 @@ class ProductBenchmark:
                 values.extend([took] * keep)
 
     def figures(self) -> tuple[MatrixProduct, ...]:
-        """Return the seconds of every product. Not collective."""
+        """Return the stored seconds of every product. Not collective."""
         return tuple(timed.figure() for timed in self.timed)

@@ -45,13 +45,13 @@ class StepRequest:
     Attributes
     ----------
     steps : int
-        Traced steps; as many steps without tracing alternate with them.
+        Number of traced steps, which alternate with as many steps without tracing.
     warm_up : int
-        Steps before the measured ones.
+        Number of steps before the measured steps.
     machine : Machine or None
-        The measured speed of the machine, from which the least time of each phase is computed; None for none.
+        The measured speed of the machine, from which the least time of each phase is computed; None computes none.
     trace : str or None
-        The file to write a trace of the traced steps to; None for none.
+        The file to write a trace of the traced steps to; None writes none.
     """
 
     steps: int = 10
@@ -60,7 +60,7 @@ class StepRequest:
     trace: str | None = None
 
     def __post_init__(self) -> None:
-        """Reject numbers out of range, and a trace in a folder that does not exist."""
+        """Reject numbers of steps out of range, and a trace file in a folder that does not exist."""
         check_option("--steps", self.steps, whole(1))
         check_option("--warm-up", self.warm_up, whole())
         if self.trace is not None and not Path(self.trace).parent.is_dir():
@@ -69,7 +69,10 @@ class StepRequest:
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """Hold the seconds of one phase of a step, and ``floor``, the least that it should take (0 if unknown)."""
+    """Hold the measured seconds of one phase of a step, and ``floor``, the least that it should take.
+
+    ``seconds`` is None for a phase that never happened; ``floor`` is 0 if it is not known.
+    """
 
     seconds: Measurement | None
     floor: float
@@ -87,17 +90,17 @@ class StepFigures:
     Attributes
     ----------
     described : str
-        The training, in words.
+        A description of the training.
     steps : int
         Number of traced steps.
     plain, watched : Measurement
         Seconds of a step on its slowest rank, without and with tracing; the two kinds of steps alternate.
     ranks : tuple of dict of str to PhaseTime
-        The seconds of each phase, for every rank; in one traced step they add up to the step's seconds.
+        For every rank, the seconds of each phase by its name. In one traced step they add up to the step's seconds.
     places : tuple of dict
         The coordinates of every rank on the axes of the process grid.
     slowest : int
-        The rank that waits least, for which the others wait.
+        The rank with the least waiting time: the other ranks wait for it.
     """
 
     described: str
@@ -114,8 +117,8 @@ def measure_step(
 ) -> StepFigures:
     """Train some steps, every other one with tracing, and return the figures on every rank.
 
-    Collective over ``comm``. On rank 0, ``tell`` gets a line when the model is built and warmed up. Nothing is saved
-    but the trace.
+    Collective over ``comm``. On rank 0, ``tell`` is called with a line of text when the model is built and warmed up.
+    Only the trace, if one is requested, is written to a file.
     """
     config.parallel.check_ranks(comm.size)
     floors = _floors(request, config, comm)
@@ -143,7 +146,10 @@ def measure_step(
 
 
 def _floors(request: StepRequest, config: Config, comm: Communicator) -> Sequence[dict[str, float]] | None:
-    """Plan the training on rank 0, and return each rank's floors by phase; None without a machine. Collective."""
+    """Plan the training on rank 0, and return the least seconds of each phase, for every rank. Collective.
+
+    Return None if the request has no machine, or the plan has no such seconds.
+    """
     if request.machine is None:
         return None
     with comm.split_node(name="bench") as node:
@@ -161,7 +167,10 @@ def _floors(request: StepRequest, config: Config, comm: Communicator) -> Sequenc
 def _train(
     request: StepRequest, job: TrainingJob, tell: Callable[[str], None]
 ) -> tuple[list[float], list[float], list[tuple[float, float, list[TimeSpan]]]]:
-    """Train; return the seconds of plain steps, of traced steps, and the traced steps' spans. Collective."""
+    """Train, and return the seconds of steps without tracing, of traced steps, and the traced spans. Collective.
+
+    The third list has the start, the end and the spans of every traced step, by this rank's clock.
+    """
     train, model = job.config.train, job.model
     total = request.warm_up + 2 * request.steps
     stream = batches(
@@ -200,7 +209,7 @@ def _phases(table: Sequence[dict[str, float]], floors: dict[str, float]) -> dict
 
 
 def report(figures: StepFigures) -> str:
-    """Return the tables for people. Not collective."""
+    """Format the figures as a table for people. Not collective."""
     plain, watched = figures.plain, figures.watched
     head = (
         f"{figures.described}\n{counted(figures.steps, 'step')}, the slowest rank's: {plain.median * 1e3:.3f} ms "
@@ -244,7 +253,7 @@ def _cells(phase: PhaseTime, *, floors: bool) -> list[str]:
 
 
 def as_json(figures: StepFigures) -> str:
-    """Return all figures but the spans as one line of JSON. Not collective."""
+    """Format the figures as one line of JSON. Not collective."""
     document: dict[str, Any] = {
         "benchmark": "step",
         "training": figures.described,

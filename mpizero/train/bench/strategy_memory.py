@@ -41,9 +41,9 @@ class MemoryRequest:
     strategies : tuple of str
         The strategies to measure, in this order.
     shared : tuple of bool
-        Whether the ranks of a node share memory: each value is measured, in this order.
+        Whether the ranks of a node share memory. Every value is measured, in this order.
     steps : int
-        Training steps of each run.
+        Number of training steps of each run.
     """
 
     parameters: int
@@ -53,9 +53,9 @@ class MemoryRequest:
 
     @classmethod
     def parse(cls, parameters: float, strategies: str, memory: str, steps: int) -> Self:
-        """Check the options of the command line.
+        """Check the options of the command line, and return them as a request.
 
-        Not collective.
+        ``strategies`` are names separated by commas; ``memory`` is "shared", "private" or "both". Not collective.
         """
         if not math.isfinite(parameters) or not 1 <= parameters <= 1e12:
             raise ConfigError(f"--parameters {parameters}: must be from 1 to 1e12")
@@ -73,7 +73,7 @@ class MemoryRequest:
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """Hold the figures of one strategy; bytes are the largest over the ranks, unless stated otherwise.
+    """Hold the figures of one strategy; each number of bytes is the largest over the ranks, except ``pss_total``.
 
     Attributes
     ----------
@@ -84,17 +84,19 @@ class MemoryRow:
     ranks, nodes, parameters : int
         Number of ranks, of groups of ranks that share memory, and of parameters.
     formula : int
-        Bytes that the strategy needs on a rank with one grain, without ZeRO-3's buffers of the two gathered units.
+        Bytes of memory that, by formula, the strategy needs on a rank that computes one grain a step; without the
+        buffers into which ZeRO-3 gathers two units.
     counted : int
-        Bytes that the library counted at allocation on a rank, with an equal part of shared windows.
+        Bytes that the library counted at allocation on a rank, without message buffers. Of its node's shared windows
+        a rank counts an equal part.
     counted_peak : int
-        The largest number of counted bytes at any moment.
+        The largest number of bytes counted at any moment, with message buffers.
     pss : int
-        Growth of the proportional set size of a rank.
+        Growth of a rank's proportional set size from before to after the training.
     pss_total : int
         The growth of the proportional set size, summed over all ranks.
     sent_formula, sent : int
-        Bytes that a rank sends to other ranks in a step, by the formula and counted.
+        Bytes that a rank sends to other ranks in a step: by formula, and counted.
     """
 
     memory: str
@@ -114,8 +116,8 @@ class MemoryRow:
 def wide_mlp(parameters: int) -> nn.MLP:
     """Return a network with :data:`LAYERS` equal layers and at least ``parameters`` parameters.
 
-    Not collective. A sample costs two operations a parameter, so a step of one sample a rank is little more than
-    touching the memory once.
+    Not collective. The forward pass of a sample takes only two operations per parameter. So a step with one sample
+    on each rank takes little more time than reading and writing the memory once.
     """
     width = max(2, math.ceil(math.sqrt(parameters / LAYERS)))
     return nn.MLP(width, [width] * LAYERS, _CLASSES, seed=1)
@@ -124,9 +126,9 @@ def wide_mlp(parameters: int) -> nn.MLP:
 def measure_memory(
     request: MemoryRequest, comm: Communicator, tell: Callable[[str], None] = lambda line: None
 ) -> list[MemoryRow]:
-    """Train with every requested strategy, and return one row of figures for each.
+    """Train with every requested strategy and kind of memory, and return one row of figures for each.
 
-    Collective over ``comm``. ``tell`` gets a line before each run, on rank 0.
+    Collective over ``comm``. On rank 0, ``tell`` is called with a line of text before each run.
     """
     model = wide_mlp(request.parameters)
     with all_ranks(comm):
@@ -184,17 +186,18 @@ def _train(model: nn.MLP, comm: Communicator, strategy: str, shared: bool, steps
 
 
 def sent_formula(strategy: str, parameters: int, groups: int, ranks_per_group: int) -> int:
-    """Return the bytes that a rank sends in a float32 step with one grain a rank.
+    """Return the bytes that a rank sends in a step with float32 parameters and one grain on each rank.
 
-    Not collective. Between ``groups`` groups that share memory, a rank reduces its part of the gradients and
-    distributes its part of the parameters; ZeRO-3 gathers them twice, for forward and backward.
+    Not collective. There are ``groups`` groups of ranks that share memory, with ``ranks_per_group`` ranks each. A rank
+    exchanges messages with its peers in the other groups: it reduces its part of the gradients, and sends its part of
+    the parameters, with ZeRO-3 twice: before the forward and before the backward pass.
     """
     times = 3 if placement(strategy).shard_parameters else 2
     return round(4 * times * parameters * (groups - 1) / groups / ranks_per_group)
 
 
 def idle_size(comm: Communicator) -> int:
-    """Return this rank's proportional set size while no rank allocates anything.
+    """Return this rank's proportional set size, in bytes, while no rank allocates or frees memory.
 
     Collective over ``comm``.
     """
@@ -206,9 +209,9 @@ def idle_size(comm: Communicator) -> int:
 
 
 def require_room(size: int, needed: int, ranks: int, option: str = "--parameters") -> None:
-    """Refuse a measurement that may need more memory than is free on this node; ``option`` gives its size.
+    """Raise :class:`ConfigError` if a measurement on ``ranks`` ranks needs more memory than is free on this node.
 
-    Not collective.
+    Not collective. ``needed`` is in bytes. The message names the command line ``option`` and its value ``size``.
     """
     free = available_memory()
     if free is not None and needed > free:

@@ -20,10 +20,10 @@ def write_trace(path: str, ranks: Sequence[Sequence[StepSpans]], places: Sequenc
     ----------
     path : str
         The file to write; an existing file is replaced.
-    ranks : sequence over ranks of sequences of StepSpans
-        The traced steps of every rank, all in seconds of rank 0's clock.
-    places : sequence over ranks of mappings
-        The coordinates of every rank on the axes of the process grid.
+    ranks : sequence of sequences of StepSpans
+        The traced steps of every rank, with times in seconds of rank 0's clock.
+    places : sequence of mappings
+        For every rank, its coordinates on the axes of the process grid, by name of the axis.
     """
     events = [*_rows(places), *_events(ranks)]
     document = {"traceEvents": events, "displayTimeUnit": "ms"}

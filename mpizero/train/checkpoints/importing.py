@@ -1,4 +1,4 @@
-"""Describe what an imported checkpoint must contain: the same as another checkpoint, or what a configuration says."""
+"""Describe what an imported checkpoint must contain, by the example of another checkpoint or by a configuration."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class CheckpointTemplate:
     Attributes
     ----------
     attributes : dict
-        Attributes to save beside the arrays.
+        The checkpoint's attributes (JSON values such as step and configuration), which are saved with the arrays.
     expected : mapping or None
-        Shape and element type of every array, by path; None allows any arrays.
+        Shape and element type of every array, by its path in the file; None allows any arrays.
     """
 
     attributes: Mapping[str, Any]
@@ -36,7 +36,7 @@ class CheckpointTemplate:
 
 
 def like(path: str) -> CheckpointTemplate:
-    """Return the attributes and the expected arrays of an existing checkpoint."""
+    """Return a template with the attributes, array names, shapes and element types of an existing checkpoint."""
     with checkpoint.open_checkpoint(find_checkpoint(Path(path)), "self") as reader:
         elements = element_types(reader)
         return CheckpointTemplate(
@@ -45,9 +45,10 @@ def like(path: str) -> CheckpointTemplate:
 
 
 def described(name: str) -> CheckpointTemplate:
-    """Return attributes and expected arrays of a checkpoint at step 0 of the training of a configuration file.
+    """Return a template for a checkpoint at step 0 of the training that the configuration file ``name`` describes.
 
-    If the data of a GPT are missing, the checkpoint can be used to generate text, but not to resume training.
+    It has the model's parameters, and no optimizer state. If the model is a GPT and its training data are missing, the
+    checkpoint can be used to generate text, but not to resume training.
     """
     document = ConfigDocument(name, read_config(name))
     config = parse_config(document)

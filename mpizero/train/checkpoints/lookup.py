@@ -11,12 +11,12 @@ from mpizero.text import notice
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Tell whether a path is one checkpoint, not a folder of checkpoints.
+    """Tell whether a folder is one checkpoint; otherwise it may be a run's folder or a folder of checkpoints.
 
     Raises
     ------
     CheckpointError
-        If there is no such folder.
+        If the path does not exist or is a file.
     """
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder")
@@ -26,9 +26,14 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return the path itself if it is a checkpoint, else the newest sound checkpoint of the run in it.
+    """Return ``path`` if it is a checkpoint, else the newest undamaged checkpoint of the run in that folder.
 
-    Prints to standard error which damaged checkpoints are newer, and which checkpoint is used instead.
+    If newer checkpoints are damaged, standard error names them, and the checkpoint that is used instead.
+
+    Raises
+    ------
+    CheckpointError
+        If the path does not exist, is a file, or has no undamaged checkpoint in it.
     """
     if is_checkpoint(path):
         return path
@@ -45,7 +50,13 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def find_folder(path: Path) -> Path:
-    """Return the folder that contains the checkpoints of a run, sound or damaged."""
+    """Return the folder with the checkpoints of a run: ``path/checkpoints`` or ``path``.
+
+    Raises
+    ------
+    CheckpointError
+        If neither contains a checkpoint, sound or damaged.
+    """
     folder = next((home for home in (path / "checkpoints", path) if step_folders(str(home))), None)
     if folder is None:
         raise _none(path)

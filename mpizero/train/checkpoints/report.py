@@ -26,7 +26,11 @@ _SHOWN = 20
 
 
 def describe(reader: checkpoint.Reader, options: argparse.Namespace) -> dict[str, Any]:
-    """Collect the facts about a checkpoint for its report; arrays are read only for statistics."""
+    """Return the facts about a checkpoint for its report, by name; arrays are read only for statistics.
+
+    ``options`` are the options of ``mpizero checkpoint inspect``. With one of ``--arrays``, ``--statistics`` and
+    ``--pattern``, the entry "table" has one row for each array whose name fits the pattern.
+    """
     sizes = {path: prod(shape) * dtype.itemsize for path, (shape, dtype) in reader.arrays.items()}
     manifest, state = (os.stat(os.path.join(reader.name, name)) for name in ("manifest.json", "state.h5"))
     found: dict[str, Any] = {
@@ -49,7 +53,7 @@ def describe(reader: checkpoint.Reader, options: argparse.Namespace) -> dict[str
 
 
 def summary(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Collect step, loss, layout and so on from a checkpoint's attributes; None for values that were not saved."""
+    """Return step, loss, layout and so on from a checkpoint's attributes, by name; None if a value was not saved."""
     training, own = _object(attributes.get("training")), _object(attributes.get("mpizero"))
     configuration = _object(training.get("config"))
     return {
@@ -69,7 +73,10 @@ def _object(value: Any) -> dict[str, Any]:
 
 
 def _samples(training: Mapping[str, Any], configuration: Mapping[str, Any]) -> int | None:
-    """Compute the number of consumed samples, for runs that did not save it: steps times global batch size."""
+    """Return the number of consumed samples for runs that did not save it: steps times global batch size.
+
+    Return None if the attributes ``training`` or its ``configuration`` lack one of these numbers.
+    """
     step, batch = training.get("step"), _object(configuration.get("train")).get("global_batch")
     return step * batch if isinstance(step, int) and isinstance(batch, int) else None
 
@@ -86,7 +93,7 @@ def _table(reader: checkpoint.Reader, paths: Sequence[str], with_statistics: boo
 
 
 def as_json(found: Any) -> str:
-    """Format figures as one line of JSON in printable ASCII; numbers that are not finite become null."""
+    """Format ``found`` as one line of JSON in printable ASCII; NaN and infinite numbers become null."""
     return printable(json.dumps(_finite(found), allow_nan=False))
 
 
@@ -134,7 +141,7 @@ def _table_lines(table: Sequence[Mapping[str, Any]] | None) -> list[str]:
 
 
 def _words(settings: Any) -> str:
-    """Format a table of settings on one line, without settings that are None."""
+    """Format a dict of settings on one line, without settings that are None; format another value as it is."""
     if not isinstance(settings, dict):
         return _value(settings)
     return ", ".join(f"{name} {_value(value)}" for name, value in flat(settings).items() if value is not None)
@@ -188,12 +195,12 @@ def listing_text(found: Sequence[ListedCheckpoint]) -> str:
 
 
 def difference_json(names: Sequence[str], found: CheckpointDifference) -> str:
-    """Format the differences of two checkpoints as one line of JSON."""
+    """Format the differences of two checkpoints, whose paths are ``names``, as one line of JSON."""
     return as_json({"a": names[0], "b": names[1], "equal": found.equal, **asdict(found)})
 
 
 def difference_text(names: Sequence[str], found: CheckpointDifference) -> str:
-    """Format the differences of two checkpoints as text for people."""
+    """Format the differences of two checkpoints, whose paths are ``names``, as text for people."""
     lines = [*_named("only in A", found.missing), *_named("only in B", found.extra)]
     lines += [f"{path}: {a} in A, {b} in B" for path, (a, b) in found.reshaped.items()]
     for one in found.arrays:
