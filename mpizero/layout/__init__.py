@@ -1,4 +1,4 @@
-"""Compute which rank owns which elements, and which pipeline stage computes what: integers only, no MPI."""
+"""Compute which rank owns which elements, and which pipeline stage computes what, from integers and without MPI."""
 
 from mpizero.layout.axes import AXES, Axes, Coordinates
 from mpizero.layout.flat import FlatLayout, ParameterUse, Span, Unit

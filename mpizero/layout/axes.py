@@ -17,7 +17,19 @@ AXES = ("pipeline", "tensor", "data", "context")
 
 
 class Coordinates(NamedTuple):
-    """Hold a rank's coordinates: its pipeline stage, part of split layers, data replica and part of sequences."""
+    """Hold a rank's coordinates in the grid, each counted from 0.
+
+    Attributes
+    ----------
+    pipeline : int
+        Number of the rank's pipeline stage.
+    tensor : int
+        Which part the rank holds of every layer that is split over a tensor group.
+    data : int
+        Number of the replica that the rank belongs to.
+    context : int
+        Which part the rank holds of every sequence.
+    """
 
     pipeline: int
     tensor: int
@@ -27,7 +39,7 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class Axes:
-    """Hold the sizes of the four axes, and which of them varies fastest over the ranks.
+    """Hold the sizes of the grid's four axes, and the order of the axes in which ranks are numbered.
 
     With the default order ``rank = ((p * T + t) * D + d) * C + c``, where p, t, d, c are the rank's coordinates and T,
     D, C are the sizes of the axes tensor, data and context.
@@ -35,9 +47,9 @@ class Axes:
     Parameters
     ----------
     pipeline, tensor, data, context : int
-        Number of stages, of parts of split layers, of replicas, and of parts of a sequence.
+        Number of pipeline stages, of parts of a split layer, of replicas, and of parts of a sequence.
     order : tuple of str
-        The four axes, slowest first.
+        Names of the four axes, slowest first: from one rank to the next, the coordinate on the last axis changes.
 
     Raises
     ------
@@ -57,7 +69,7 @@ class Axes:
     order: tuple[str, ...] = AXES
 
     def __post_init__(self) -> None:
-        """Raise :class:`GridError` for sizes and orders that are not allowed."""
+        """Raise :class:`GridError` if a size is not a positive integer or ``order`` is not a permutation."""
         sizes = {axis: getattr(self, axis) for axis in AXES}
         for axis, size in sizes.items():
             if not is_whole(size, 1):
@@ -77,21 +89,23 @@ class Axes:
         context: int = 1,
         order: str = "pipeline,tensor,data",
     ) -> Axes:
-        """Make the axes for a given number of ranks.
+        """Make the axes of a grid that has ``world`` ranks.
 
         Parameters
         ----------
         world : int
             Number of ranks.
         pipeline, tensor, data, context : int
-            Sizes; ``data=-1`` takes all remaining ranks.
+            Sizes of the axes. ``data=-1`` means ``world`` divided by the product of the other three sizes.
         order : str
-            Names of the axes, slowest first, with commas; "context" comes last (fastest) where it is left out.
+            Names of the axes, slowest first, separated by commas. If "context" is not among them, it is added at the
+            end (as the fastest axis).
 
         Raises
         ------
         GridError
-            If a size is below 1, the product is not ``world``, or ``order`` has an unknown, missing or repeated name.
+            If a size is not a positive integer, the product of the sizes is not ``world``, or ``order`` has an
+            unknown, missing or repeated name.
         """
         if not is_whole(world, 1):
             raise GridError(f"a grid needs at least one rank, got {world=!r}")
@@ -120,12 +134,12 @@ class Axes:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks: the product of the four sizes."""
         return self.pipeline * self.tensor * self.data * self.context
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """For each axis, the difference between the numbers of two ranks whose coordinates differ by one there."""
+        """For the name of each axis, by how much a rank's number grows when its coordinate on the axis grows by 1."""
         found, stride = {}, 1
         for axis in reversed(self.order):
             found[axis] = stride
@@ -138,7 +152,7 @@ class Axes:
         Raises
         ------
         GridError
-            If there is no such rank.
+            If ``rank`` is not in ``0:size``.
         """
         if not 0 <= rank < self.size:
             raise GridError(f"rank {rank} does not exist: {_text(self.sizes)} has ranks 0 to {self.size - 1}")
@@ -150,7 +164,7 @@ class Axes:
         Raises
         ------
         GridError
-            If a coordinate is outside its axis.
+            If a coordinate is negative, or not less than the size of its axis.
         """
         for axis, size in self.sizes.items():
             if not 0 <= getattr(place, axis) < size:
@@ -158,15 +172,15 @@ class Axes:
         return sum(getattr(place, axis) * stride for axis, stride in self.strides.items())
 
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """Return the ranks that differ from ``rank`` in ``axes`` only, ``rank`` included.
+        """Return ``rank`` and all ranks whose coordinates differ from it on the axes ``axes`` only.
 
-        The ranks are sorted by their coordinates, first by pipeline, then tensor, data and context. This does not
-        depend on ``order`` or on the order of ``axes``.
+        The ranks are sorted by their coordinates, first by pipeline, then tensor, data and context. This sorting does
+        not depend on the attribute ``order`` or on the order of ``axes``.
 
         Raises
         ------
         GridError
-            If there is no such rank or axis.
+            If ``rank`` is not in ``0:size``, or a name in ``axes`` is not the name of an axis.
         """
         if unknown := set(axes) - set(AXES):
             raise GridError(f"unknown axis {', '.join(map(repr, sorted(unknown)))}; expected some of {', '.join(AXES)}")
@@ -176,16 +190,16 @@ class Axes:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes of the axes by name, in the order of :data:`AXES`."""
+        """The size of each axis by the axis's name, in the order pipeline, tensor, data, context."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     def describe(self, nodes: Sequence[int] | None = None) -> str:
-        """Return a text table with one line for each rank: its coordinates and, if given, its node.
+        """Return a text table: two lines of headings, then one line per rank with its coordinates (and its node).
 
         Parameters
         ----------
         nodes : sequence of int, optional
-            The node of every rank.
+            The number of every rank's node, indexed by rank. Without it, the table does not show nodes.
 
         Raises
         ------
@@ -210,7 +224,10 @@ def _text(sizes: dict[str, int]) -> str:
 
 
 def _order(text: str) -> tuple[str, ...]:
-    """Turn the text of ``order`` into a tuple of axes; add the context axis at the end where it is not named."""
+    """Cut a comma-separated text into a tuple of axis names; add "context" at the end if the text does not name it.
+
+    Raises :class:`GridError` if a name is unknown, repeated or missing.
+    """
     names = [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in AXES]
     repeated = sorted({name for name in names if names.count(name) > 1})

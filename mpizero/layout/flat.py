@@ -1,8 +1,8 @@
 """Lay out named parameters in one flat array, cut the array into units, and lay out the gradients of each unit.
 
-[Note: gradient space] The gradients of a unit have offsets of their own, the unit's gradient space. First come its own
-trainable parameters (frozen ones take no space), then one slot for every tied use of a parameter that belongs to
-another block or unit. A range of the unit's parameters is therefore one contiguous range of its gradients.
+[Note: gradient space] The gradients of a unit are laid out in an array of their own, the unit's gradient space. First
+come the gradients of the unit's own trainable parameters (frozen ones take no space), then the gradient of each tied
+use of an earlier parameter. A range of the unit's own parameters has therefore one contiguous range of gradients.
 """
 
 from __future__ import annotations
@@ -18,42 +18,44 @@ from mpizero.types import Array, ParameterSpec
 
 
 class Span(NamedTuple):
-    """Represent a half-open range of elements of a flat array."""
+    """Represent the range of elements ``start`` to ``stop - 1`` of a flat array."""
 
     start: int
     stop: int
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of elements of the range."""
         return max(0, self.stop - self.start)
 
     def intersect(self, other: Span) -> Span:
-        """Return the common part, of size 0 when there is none."""
+        """Return the elements that both ranges have in common: a range of size 0 if there are none."""
         start = max(self.start, other.start)
         return Span(start, max(start, min(self.stop, other.stop)))
 
     def shift(self, by: int) -> Span:
-        """Return the range moved by ``by``."""
+        """Return this range with ``by`` added to its start and to its stop."""
         return Span(self.start + by, self.stop + by)
 
 
 @dataclass(frozen=True)
 class ParameterUse:
-    """Describe one use of a parameter: the parameter itself, or a tied use of an earlier one.
+    """Describe one use of a parameter by a block: its first use, or a tied use of a parameter declared earlier.
 
     Attributes
     ----------
     spec : ParameterSpec
-        The parameter, under its global name.
+        Declaration of the parameter in this block. Its name is global: it starts with the name of the block.
     block : str
-        The block that uses it.
+        Name of the block that uses the parameter.
     unit : int
-        The unit that this use belongs to.
+        Index of the block's unit in :attr:`FlatLayout.units`.
     offset : int
-        Index of its first element in the flat array of parameters (for a tied use, the index of the shared parameter).
+        Index of the parameter's first element in the flat array of parameters. A tied use has the offset of the
+        parameter that it is tied to.
     gradient : int
-        Index of its gradient's first element in the unit's gradient space; -1 when it has no gradient.
+        Index of the first element of this use's gradient in the unit's gradient space (the array of all gradients of
+        the unit); -1 for a frozen parameter, which has no gradient.
     """
 
     spec: ParameterSpec
@@ -64,18 +66,34 @@ class ParameterUse:
 
     @property
     def local_name(self) -> str:
-        """The name inside its block."""
+        """The parameter's name without the name of the block."""
         return self.spec.name[len(self.block) + 1 :] if self.block else self.spec.name
 
     @property
     def span(self) -> Span:
-        """The range of its elements in the flat array of parameters."""
+        """The range of the parameter's elements in the flat array of parameters."""
         return Span(self.offset, self.offset + self.spec.size)
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Describe a group of parameters that are gathered, reduced and freed together."""
+    """Describe a group of parameters that are gathered, reduced and freed together.
+
+    Attributes
+    ----------
+    index : int
+        Index of this unit in :attr:`FlatLayout.units`.
+    blocks : tuple of str
+        Names of the unit's blocks, in declared order.
+    span : Span
+        The range of the unit's own parameters (tied uses excluded) in the flat array of parameters.
+    entries : tuple of ParameterUse
+        All uses of parameters by the blocks, tied uses included, in declared order.
+    own_gradients : int
+        Number of gradient elements of the unit's own parameters.
+    gradients : int
+        Number of gradient elements of the unit: ``own_gradients`` and the gradients of its tied uses.
+    """
 
     index: int
     blocks: tuple[str, ...]
@@ -86,17 +104,20 @@ class Unit:
 
     @property
     def aliases(self) -> tuple[ParameterUse, ...]:
-        """The uses in this unit of earlier parameters (tied weights)."""
+        """The tied uses: the entries of this unit that use a parameter which was declared earlier."""
         return tuple(entry for entry in self.entries if entry.spec.tied is not None)
 
     @cached_property
     def gathered(self) -> int:
-        """Number of elements that a gather of this unit returns: its own parameters and the tied ones it uses."""
+        """Number of elements that a gather of this unit returns: its own parameters, and a copy for each tied use."""
         return self.span.size + sum(entry.spec.size for entry in self.aliases)
 
     @cached_property
     def gradient_ranges(self) -> dict[str, tuple[Span, ...]]:
-        """The ranges of each block's gradients in the unit's gradient space: as few ranges as possible."""
+        """For the name of each block, the ranges of its gradients in the unit's gradient space.
+
+        Gradients that follow one another without a gap form one range.
+        """
         found: dict[str, list[Span]] = {block: [] for block in self.blocks}
         for entry in sorted(self.entries, key=lambda entry: entry.gradient):
             ranges, span = found[entry.block], Span(entry.gradient, entry.gradient + entry.spec.size)
@@ -108,9 +129,10 @@ class Unit:
         return {block: tuple(ranges) for block, ranges in found.items()}
 
     def gradient_of(self, offset: int) -> int:
-        """Map an offset in the flat array of parameters to this unit's gradient space.
+        """Return the index, in this unit's gradient space, of the gradient of element ``offset`` of the flat array.
 
-        An offset inside a frozen parameter maps to the end of the gradients before it.
+        An element of a frozen parameter has no gradient. For it, return the index at which the gradients of the
+        elements before it end.
         """
         position = 0
         for entry in self.entries:
@@ -129,6 +151,13 @@ class FlatLayout:
     """Describe the flat array of all parameters and the units that it is cut into.
 
     Build a layout with :meth:`build`. Every rank builds the same one.
+
+    Attributes
+    ----------
+    units : tuple of Unit
+        The units, in the order in which they lie in the flat array.
+    size : int
+        Number of elements of the flat array.
     """
 
     units: tuple[Unit, ...]
@@ -148,20 +177,23 @@ class FlatLayout:
         Parameters
         ----------
         blocks : mapping of str to sequence of ParameterSpec
-            The parameters of each block. Blocks come in the order of use. Names in the specs are relative to the block
-            (a block named "" leaves them as they are).
+            The declarations of each block's parameters, by the block's name, in the order in which blocks are used.
+            The name of a block and a dot are put before the names of its parameters (nothing before those of a block
+            named "").
         one_unit : bool
-            Put everything (every group) into a single unit.
+            Make one unit of all blocks of a group, instead of one unit per block.
         minimum_unit : int
-            Units with fewer elements than this are joined with the next one.
+            Least number of elements of a unit. A smaller one is joined with the next units of its group until it has
+            that many; at the end of the group it is joined with the unit before it.
         groups : sequence of sequences of str or None
-            Groups of consecutive blocks; no unit holds blocks of two groups. For example, the chunks of a pipeline
-            stage. None puts all blocks into one group.
+            The names of the blocks of each group; no unit holds blocks of two groups. A pipeline stage passes its
+            chunks as groups, for example. None puts all blocks into one group.
 
         Raises
         ------
         LayoutError
-            On a name used twice, or a tied use whose target is missing, later or of another shape.
+            If two parameters have the same name, or if the parameter that a tied use refers to is missing, declared
+            later or of another shape.
         """
         bounded = [tuple(blocks)] if groups is None else groups
         united = [names for group in bounded for names in _united(group, blocks, one_unit, minimum_unit)]
@@ -176,17 +208,17 @@ class FlatLayout:
 
     @cached_property
     def parameters(self) -> tuple[ParameterUse, ...]:
-        """The first use of every parameter, in declared order: these are stored, saved and hashed."""
+        """The first use of every parameter, without tied uses, in declared order."""
         return tuple(entry for entry in self.entries if entry.spec.tied is None)
 
     @cached_property
     def by_name(self) -> dict[str, ParameterUse]:
-        """The stored parameters by name."""
+        """The first use of every parameter, by the parameter's global name."""
         return {entry.spec.name: entry for entry in self.parameters}
 
     @cached_property
     def uses(self) -> dict[str, tuple[ParameterUse, ...]]:
-        """The later, tied uses of each parameter that has any, in declared order, without those in frozen layers."""
+        """For the name of each parameter that has tied uses, these uses in declared order, without frozen ones."""
         found: dict[str, tuple[ParameterUse, ...]] = {}
         for entry in self.entries:
             if entry.spec.tied is not None and entry.gradient >= 0:
@@ -195,7 +227,7 @@ class FlatLayout:
 
     @cached_property
     def gradient_bases(self) -> tuple[int, ...]:
-        """The index of each unit's first gradient when the units' gradient spaces are put one after the other."""
+        """For each unit, the number of gradient elements of all units before it."""
         bases, total = [], 0
         for unit in self.units:
             bases.append(total)
@@ -204,31 +236,31 @@ class FlatLayout:
 
     @cached_property
     def largest_gradient(self) -> int:
-        """Number of gradient elements of the largest unit."""
+        """Number of gradient elements of the unit that has the most of them."""
         return max((unit.gradients for unit in self.units), default=0)
 
     @cached_property
     def largest_frozen(self) -> int:
-        """Number of elements of the largest parameter that has no gradient."""
+        """Number of elements of the largest frozen parameter; 0 if none is frozen."""
         return max((entry.spec.size for entry in self.entries if entry.gradient < 0), default=0)
 
     @cached_property
     def largest_gathered(self) -> int:
-        """Number of elements that a gather of the largest unit returns."""
+        """The largest number of elements that a gather of one unit returns."""
         return max((unit.gathered for unit in self.units), default=0)
 
     def units_of(self, blocks: Iterable[str]) -> tuple[Unit, ...]:
-        """Return the units whose blocks are all among ``blocks``."""
+        """Return the units whose blocks are all among the block names ``blocks``."""
         names = frozenset(blocks)
         return tuple(unit for unit in self.units if names.issuperset(unit.blocks))
 
     @property
     def gradient_size(self) -> int:
-        """Number of elements of the gradient spaces of all units together."""
+        """Number of gradient elements of all units together."""
         return sum(unit.gradients for unit in self.units)
 
     def shards(self, part: int, parts: int) -> tuple[Span, ...]:
-        """Return the ranges of the flat array that owner ``part`` of ``parts`` owns: one range for each unit."""
+        """Return, for each unit, the range of the flat array that owner ``part`` (from 0) of ``parts`` owners holds."""
         spans = []
         for unit in self.units:
             shard = Partition(unit.span.size, parts).shard(part)
@@ -236,9 +268,11 @@ class FlatLayout:
         return tuple(spans)
 
     def gradient_spans(self, unit: Unit, shards: Sequence[Span]) -> tuple[Span, ...]:
-        """Return the ranges of a unit's gradient space that belong to the owner of ``shards`` (one range per unit).
+        """Return the ranges of a unit's gradient space whose parameters one owner holds.
 
-        The first range is for the unit's own parameters; then follows one range for each tied use.
+        ``shards`` are the owner's ranges of the flat array, one per unit, as :meth:`shards` returns them. The first
+        range returned is that of the unit's own parameters. Then follows one range for each tied use that is not
+        frozen; it is empty if the owner holds no element of the parameter.
         """
         own = shards[unit.index]
         spans = [Span(unit.gradient_of(own.start), unit.gradient_of(own.stop))]
@@ -251,9 +285,10 @@ class FlatLayout:
         return tuple(spans)
 
     def regions(self, minimum: int) -> tuple[tuple[int, Span], ...]:
-        """Cut the flat array into regions that end where a block ends; return each region's unit and range.
+        """Cut the flat array into regions of consecutive blocks; return (index of its unit, range) for each region.
 
-        A region lies inside one unit. It has at least ``minimum`` elements, except for the last one of a unit.
+        A region lies inside one unit and ends where a block ends. It has at least ``minimum`` elements; only the last
+        region of a unit can have fewer.
         """
         found: list[tuple[int, Span]] = []
         for unit in self.units:
@@ -268,7 +303,7 @@ class FlatLayout:
         return tuple(found)
 
     def pieces(self, span: Span) -> Iterator[tuple[ParameterUse, Span]]:
-        """Yield the stored parameters that overlap a range of the flat array, each with the range of the overlap."""
+        """Yield (parameter, range of the overlap) for each parameter that overlaps a range of the flat array."""
         for entry in self.parameters:
             part = entry.span.intersect(span)
             if part.size:
@@ -276,7 +311,7 @@ class FlatLayout:
 
 
 def joined(block: str, name: str) -> str:
-    """Return the global name of a block's parameter; an empty name on either side adds nothing."""
+    """Return the global name ``block.name`` of a block's parameter, without the dot if one of the two is empty."""
     return f"{block}.{name}" if block and name else block or name
 
 
@@ -293,7 +328,10 @@ def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def views(buffer: Array, placed: Sequence[tuple[str, int, tuple[int, ...]]]) -> dict[str, Any]:
-    """Return views of a 1-D buffer in nested dictionaries, one for each (name, start, shape) in ``placed``."""
+    """Return views of a 1-D buffer in nested dictionaries, whose keys are the names in ``placed`` cut at their dots.
+
+    Each (name, start, shape) in ``placed`` gives a view of this shape that begins with element ``start`` of the buffer.
+    """
     sizes = [ParameterSpec(name, shape).size for name, _, shape in placed]
     return nested({name: buffer[s : s + n].reshape(shape) for (name, s, shape), n in zip(placed, sizes, strict=True)})
 
@@ -301,7 +339,7 @@ def views(buffer: Array, placed: Sequence[tuple[str, int, tuple[int, ...]]]) -> 
 def _united(
     names: Sequence[str], blocks: Mapping[str, Sequence[ParameterSpec]], one_unit: bool, minimum_unit: int
 ) -> list[list[str]]:
-    """Join consecutive blocks of a group into units; return the names of each unit's blocks."""
+    """Join the consecutive blocks ``names`` into units as ``build`` says; return the names of each unit's blocks."""
     if one_unit:
         return [list(names)] if names else []
     units: list[list[str]] = []
@@ -319,7 +357,7 @@ def _united(
 
 
 class _Builder:
-    """Lay out one unit after the other, keeping the next free offset and the parameters seen so far."""
+    """Lay out units one after the other; ``offset`` counts elements, ``known`` maps names to (declaration, offset)."""
 
     def __init__(self) -> None:
         self.offset = 0

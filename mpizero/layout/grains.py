@@ -1,4 +1,4 @@
-"""Cut a global batch into grains: pieces of fixed size whose gradients are summed in the same order on any ranks."""
+"""Cut a global batch into grains, and assign grains to the ranks that compute them."""
 
 from __future__ import annotations
 
@@ -27,41 +27,45 @@ class Grains:
     size: int
 
     def __post_init__(self) -> None:
-        """Raise :class:`ConfigError` for sizes that are not allowed."""
+        """Raise :class:`ConfigError` if ``samples`` is negative or ``size`` is less than 1."""
         if self.samples < 0 or self.size < 1:
             raise ConfigError(f"grains need samples >= 0 and size >= 1, got {self.samples=} and {self.size=}")
 
     def described(self, micro_batches: int) -> str:
-        """Return a text with the number of grains, and the samples and micro-batches of each."""
+        """Return a text such as "16 grains of 8, each of 2 micro-batches": number of grains, then samples of each."""
         parts = f", each of {micro_batches} micro-batches" if micro_batches > 1 else ""
         return f"{self.count} grains of {self.size}{parts}"
 
     @staticmethod
     def default_size(samples: int) -> int:
-        """Return the grain size for a global batch of ``samples`` samples when the user gives none."""
+        """Return the default number of samples of a grain: a sixteenth of the global batch, rounded up, at least 1."""
         return max(1, -(-samples // DEFAULT_GRAINS))
 
     @property
     def count(self) -> int:
-        """Number of grains."""
+        """Number of grains, a short last one included."""
         return -(-self.samples // self.size)
 
     def span(self, grain: int) -> slice:
-        """Return the range of samples of one grain."""
+        """Return the samples of grain number ``grain``, as a range of the global batch."""
         start = grain * self.size
         return slice(start, min(start + self.size, self.samples))
 
     def micro_batches(self, grain: int, accumulate: int) -> tuple[slice, ...]:
-        """Return the samples of each micro-batch of a grain; a full grain has ``accumulate`` micro-batches."""
+        """Return the samples of each micro-batch of a grain, as ranges of the global batch.
+
+        A micro-batch has ``size / accumulate`` samples, rounded up; the last one can have fewer. A short last grain
+        can have fewer than ``accumulate`` micro-batches.
+        """
         span, size = self.span(grain), -(-self.size // accumulate)
         return tuple(slice(start, min(start + size, span.stop)) for start in range(span.start, span.stop, size))
 
     def assigned(self, part: int, parts: int) -> range:
-        """Return the grains of worker ``part`` when grains are assigned to ``parts`` workers contiguously."""
+        """Return the numbers of the grains that worker ``part`` (from 0) of ``parts`` computes, by the shard rule."""
         shard = Partition(self.count, parts).shard(part)
         return range(shard.start, shard.stop)
 
     def samples_of(self, part: int, parts: int) -> slice:
-        """Return the samples of worker ``part`` when grains are assigned to ``parts`` workers contiguously."""
+        """Return the samples of the grains that :meth:`assigned` returns, as a range of the global batch."""
         grains = self.assigned(part, parts)
         return slice(min(grains.start * self.size, self.samples), min(grains.stop * self.size, self.samples))

@@ -1,4 +1,4 @@
-"""Cover a range of C-order elements of an N-d array by rectangular blocks."""
+"""Cut a range of C-order elements of an N-d array into rectangular blocks, as HDF5 selects them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from math import prod
 
 
 def hyperslabs(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
-    """Cover C-order elements ``start:stop`` of an array by at most ``2 * ndim - 1`` blocks, in order.
+    """Cut the elements ``start:stop`` of an array into at most ``2 * ndim - 1`` disjoint rectangular blocks, in order.
 
     Parameters
     ----------
     shape : sequence of int
         Shape of the array; ``()`` is a scalar.
     start, stop : int
-        Range of C-order elements.
+        Range of elements, as indices into the array flattened in C order.
 
     Yields
     ------
     tuple of slice
-        The block: one slice for each axis.
+        One block, as one slice for each axis of the array.
     """
     if start >= stop:
         return

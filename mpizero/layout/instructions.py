@@ -1,4 +1,4 @@
-"""Define the instructions that a pipeline stage executes."""
+"""Define the instructions of a pipeline stage: forward and backward passes of one chunk on one micro-batch."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ BACKWARD_WEIGHTS = "backward_weights"
 
 
 class Instruction(NamedTuple):
-    """Describe one computation of one chunk on one micro-batch; its messages follow from it.
+    """Describe one computation of one chunk on one micro-batch: a forward pass, a backward pass, or half of one.
 
-    A forward pass needs the output of the previous chunk, and sends its own output to the next chunk. A backward pass,
-    or its input half, needs the chunk's forward pass and the input gradient of the next chunk, and sends its own input
-    gradient to the previous chunk. A weight half needs its input half and sends nothing.
+    A backward pass has two halves: the input half computes the gradient of the chunk's input, the weight half computes
+    the gradients of its weights.
+
+    A forward pass needs the output of the previous chunk, and sends the chunk's output to the next chunk. A backward
+    pass, or an input half, needs the chunk's forward pass and the input gradient of the next chunk, and sends the
+    chunk's input gradient to the previous chunk. A weight half needs the input half and sends nothing.
 
     Attributes
     ----------
     kind : str
-        "forward", "backward" (both halves), "backward_input" or "backward_weights".
+        "forward", "backward" (both halves), "backward_input" (the input half) or "backward_weights" (the weight half).
     chunk : int
         Number of the chunk, counted from the model's input.
     micro : int
@@ -32,13 +35,14 @@ class Instruction(NamedTuple):
     micro: int
 
     def __str__(self) -> str:
-        """Return the instruction's name for error messages."""
+        """Return kind, chunk and micro-batch as text for error messages."""
         return f"{self.kind} of chunk {self.chunk}, micro-batch {self.micro}"
 
     def needs(self, chunks: int) -> tuple[Instruction, ...]:
-        """Return the instructions that must be complete before this one; ``chunks`` is the number of all chunks.
+        """Return the instructions that must be complete before this one starts.
 
-        A whole backward completes its two halves, so only halves are named here (see :attr:`does`).
+        ``chunks`` is the number of chunks of the whole model. A backward pass never appears in the tuple returned, only
+        one of its halves, which the backward pass completes too (see :attr:`does`).
         """
         kind, chunk, micro = self
         if kind == BACKWARD_WEIGHTS:
@@ -50,7 +54,7 @@ class Instruction(NamedTuple):
 
     @property
     def does(self) -> tuple[Instruction, ...]:
-        """The instructions that this one completes: itself, or both halves of a whole backward."""
+        """The instructions that this one completes: both halves if it is a whole backward pass, otherwise itself."""
         if self.kind != BACKWARD:
             return (self,)
         _, chunk, micro = self

@@ -1,4 +1,4 @@
-"""Compute the ranks of each process group, and which of them share a node, for running and for planned jobs."""
+"""Compute the ranks of each process group, and which of them share a node, without MPI (also for planned jobs)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SHARING = ("tensor", "context")
 
 
 class RankedGroup(Protocol):
-    """Define what is needed of a group: this rank's number in it, and its size."""
+    """Define the interface of a process group for this module: this process's rank in the group, and its size."""
 
     @property
     def rank(self) -> int:
-        """Number of this rank in the group."""
+        """Rank of this process in the group."""
 
     @property
     def size(self) -> int:
@@ -34,9 +34,9 @@ class RankedGroup(Protocol):
 
 
 class NodeOrder:
-    """Compute the order of a data group's ranks and their peers from the nodes; a base class of process grids.
+    """Compute, from its nodes, the order of a data group's ranks and this rank's peers; a base class of process grids.
 
-    A *data rank* is a rank's number in the data group.
+    A *data rank* is the number of a rank in the data group, not in the world.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ class NodeOrder:
     nodes : tuple of tuple of int
         The data ranks of every node.
     position : tuple of int
-        For every data rank, its position when the ranks are listed node after node.
+        For every data rank, its position when the data ranks are listed node after node.
     """
 
     data: RankedGroup
@@ -68,43 +68,50 @@ class NodeOrder:
 
     @property
     def place(self) -> int:
-        """Return the position of this rank in :attr:`order`, the data ranks sorted node by node."""
+        """The position of this rank when the data ranks are listed node after node (see :attr:`order`)."""
         return self.position[self.data.rank]
 
     @property
     def node_ranks(self) -> tuple[int, ...]:
-        """The data ranks on this rank's node, indexed by their rank in ``node``."""
+        """The data ranks on this rank's node, indexed by their rank in the group ``node``."""
         return next(ranks for ranks in self.nodes if self.data.rank in ranks)
 
     @property
     def peer_ranks(self) -> tuple[int, ...]:
-        """The data ranks of the group ``peers`` (the same rank on every node), indexed by their rank in that group."""
+        """The data ranks of this rank's peers, one from each node and this rank included, in the order of the nodes."""
         return tuple(ranks[self.node.rank] for ranks in self.nodes)
 
     @property
     def group_sizes(self) -> tuple[int, ...]:
-        """Number of the data group's ranks on every node."""
+        """For every node, the number of ranks of the data group that are on it."""
         return tuple(len(ranks) for ranks in self.nodes)
 
 
 @lru_cache(maxsize=64)
 def groups_of(axes: Axes, name: str) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each group called ``name``, one of :data:`GROUPS`."""
+    """Return the members of every group of the kind ``name`` ("tensor", "data", ...), as ranks of the world.
+
+    :data:`GROUPS` lists the kinds. Groups are in the order of their members with coordinate 0 on the group's axes.
+    """
     differing = GROUPS[name]
     places = enumerate(map(axes.coordinates, range(axes.size)))
     return tuple(axes.group(r, differing) for r, here in places if not any(getattr(here, a) for a in differing))
 
 
 def inside_nodes(axes: Axes, name: str, hosts: Sequence[int]) -> bool:
-    """Tell whether every group called ``name`` lies on one node.
+    """Tell whether each group of the kind ``name`` ("tensor", "data", ...) has all its ranks on one node.
 
-    ``hosts`` holds the number of every rank's node.
+    ``hosts`` holds, for every rank of the world, the number of its node.
     """
     return all(len({hosts[rank] for rank in members}) == 1 for members in groups_of(axes, name))
 
 
 def uneven_counts(axes: Axes, hosts: Sequence[int]) -> tuple[int, ...]:
-    """Find the first data group with unequal numbers of ranks on its nodes; return these numbers, or () if none."""
+    """Find a data group that has different numbers of ranks on its nodes; return these numbers, one per node.
+
+    Return () if every data group has the same number of ranks on each of its nodes. ``hosts`` holds, for every rank of
+    the world, the number of its node.
+    """
     for members in groups_of(axes, "data"):
         counts = tuple(len(places) for places in by_node([hosts[rank] for rank in members]))
         if len(set(counts)) > 1:
@@ -113,7 +120,10 @@ def uneven_counts(axes: Axes, hosts: Sequence[int]) -> tuple[int, ...]:
 
 
 def by_node(hosts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Group the indices of ``hosts`` by node; nodes come in the order of their first index."""
+    """Return, for every node, the indices of ``hosts`` that hold its number.
+
+    ``hosts`` holds the number of each rank's node. Nodes come in the order in which their numbers first appear.
+    """
     found: dict[int, list[int]] = {}
     for place, host in enumerate(hosts):
         found.setdefault(host, []).append(place)
@@ -121,6 +131,9 @@ def by_node(hosts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def node_major(nodes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return the position of every rank when the ranks are listed node after node."""
+    """Return, for every rank, its position when the ranks of ``nodes`` are listed node after node.
+
+    ``nodes`` holds the ranks of every node: together, each rank from 0 on exactly once.
+    """
     order = [rank for ranks in nodes for rank in ranks]
     return tuple(order.index(rank) for rank in range(len(order)))

@@ -10,14 +10,14 @@ from mpizero.errors import LayoutError
 
 @dataclass(frozen=True)
 class Partition:
-    """Cut ``length`` elements into ``parts`` contiguous shards; the first ``length % parts`` get one more.
+    """Cut ``length`` elements into ``parts`` contiguous shards; the first ``length % parts`` shards get one more.
 
     Parameters
     ----------
     length : int
         Number of elements, zero included.
     parts : int
-        Number of shards; more shards than elements are legal and leave empty ones.
+        Number of shards. It may be greater than ``length``; then the last shards are empty.
 
     Raises
     ------
@@ -34,12 +34,12 @@ class Partition:
     parts: int
 
     def __post_init__(self) -> None:
-        """Raise :class:`LayoutError` for sizes that are not allowed."""
+        """Raise :class:`LayoutError` if ``length < 0`` or ``parts < 1``."""
         if self.length < 0 or self.parts < 1:
             raise LayoutError(f"a partition needs length >= 0 and parts >= 1, got {self.length=} and {self.parts=}")
 
     def shard(self, part: int) -> slice:
-        """Return the range of elements of shard ``part``."""
+        """Return the range of elements of shard number ``part``, counted from 0."""
         if not 0 <= part < self.parts:
             raise LayoutError(f"shard {part} does not exist: there are {self.parts} shards")
         base, extra = divmod(self.length, self.parts)
@@ -47,9 +47,9 @@ class Partition:
         return slice(start, start + base + (part < extra))
 
     def sizes(self) -> tuple[int, ...]:
-        """Return the sizes of all shards."""
+        """Return the number of elements of each shard."""
         return tuple(s.stop - s.start for s in self)
 
     def __iter__(self) -> Iterator[slice]:
-        """Iterate over the shards as slices."""
+        """Iterate over the ranges of elements of all shards, in order."""
         return (self.shard(part) for part in range(self.parts))

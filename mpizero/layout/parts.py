@@ -1,7 +1,8 @@
 """Map the part of a parameter that one tensor rank holds to elements of the whole parameter.
 
-A part is cut along one axis. Here a *row* is the elements with the same indices on the axes before that axis. The
-elements of a range of the axis are then contiguous in a row, in the part as in the whole.
+A part is one or more ranges of one axis of the parameter, with all elements of the other axes. In this module a *row*
+is the elements that have the same indices on all axes before that axis. Inside a row, the elements of a range are
+contiguous, both in the part and in the whole parameter.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from mpizero.types import Array, Part
 
 
 class PartRun(NamedTuple):
-    """Describe ``size`` elements, contiguous from index ``whole`` in the whole and from index ``local`` in the part."""
+    """Describe a run of elements that are contiguous in the whole parameter and in the part.
+
+    Attributes
+    ----------
+    whole, local : int
+        Index of the run's first element in the whole parameter, and in the part.
+    size : int
+        Number of elements of the run.
+    """
 
     whole: int
     local: int
@@ -24,16 +33,17 @@ class PartRun(NamedTuple):
 
 
 class PartRows(NamedTuple):
-    """Describe how the rows of a part lie in the rows of the whole parameter.
+    """Describe which elements of each row of the whole parameter belong to a part; see the module for *row*.
 
     Attributes
     ----------
     number : int
-        Number of rows.
+        Number of rows: the same in the part and in the whole parameter.
     whole, local : int
-        Number of elements of a row of the whole, and of a row of the part.
+        Number of elements of a row of the whole parameter, and of a row of the part.
     runs : tuple of PartRun
-        The contiguous runs that make up a row of the part, in order; adjacent ranges are one run.
+        The contiguous runs that make up a row of the part, in order, with indices counted from the start of the row.
+        Ranges that follow one another without a gap are one run.
     """
 
     number: int
@@ -48,7 +58,7 @@ def part_shape(part: Part) -> tuple[int, ...]:
     Raises
     ------
     LayoutError
-        If the part has no such axis, or its ranges are not ascending, disjoint and inside the axis.
+        If the parameter has no axis ``part.axis``, or the ranges are not ascending, disjoint and inside that axis.
     """
     if not 0 <= part.axis < len(part.shape):
         raise LayoutError(f"a parameter of shape {part.shape} has no axis {part.axis} to be split along")
@@ -65,7 +75,7 @@ def part_shape(part: Part) -> tuple[int, ...]:
 
 
 def part_rows(part: Part) -> PartRows:
-    """Return how the rows of the part that a rank holds lie in the rows of the whole parameter."""
+    """Return which elements of each row of the whole parameter belong to the part that a rank holds."""
     held = part_shape(part)[part.axis]
     inner = prod(part.shape[part.axis + 1 :])
     sizes = [stop - start for start, stop in part.ranges]
@@ -76,7 +86,10 @@ def part_rows(part: Part) -> PartRows:
 
 
 def _join(runs: list[PartRun], run: PartRun) -> None:
-    """Append a run, or lengthen the last run where the new one follows it in the whole without a gap."""
+    """Append ``run`` to ``runs``, or lengthen the last run if ``run`` follows it in the whole without a gap.
+
+    A run without elements is not appended.
+    """
     if runs and runs[-1].whole + runs[-1].size == run.whole:
         runs[-1] = runs[-1]._replace(size=runs[-1].size + run.size)
     elif run.size:
@@ -84,26 +97,27 @@ def _join(runs: list[PartRun], run: PartRun) -> None:
 
 
 def part_runs(part: Part, shape_local: Sequence[int], start: int, stop: int) -> Iterator[PartRun]:
-    """Cut C-order elements ``start:stop`` of the part that a rank holds into the longest contiguous runs, in order.
+    """Cut a range of the part that a rank holds into the longest runs that are contiguous in the whole parameter.
 
     Parameters
     ----------
     part : Part
         The part.
     shape_local : sequence of int
-        Its shape, as the rank's parameter declares it.
+        Shape of the part, as the declaration of the rank's parameter says it.
     start, stop : int
-        Range of the part's elements.
+        Range of elements of the part, as indices into the part flattened in C order.
 
     Returns
     -------
     iterator of PartRun
-        Unpacks to (first element in the whole, first element in the part, size).
+        The runs, in order. ``whole`` and ``local`` are indices into the whole parameter and into the part, both
+        flattened in C order.
 
     Raises
     ------
     LayoutError
-        If the part does not have this shape, or ``start:stop`` is not inside it.
+        If the part's shape is not ``shape_local``, or ``start:stop`` is not inside the part.
     """
     shape = part_shape(part)
     if tuple(shape_local) != shape:
@@ -133,18 +147,18 @@ def _runs(rows: PartRows, start: int, stop: int) -> Iterator[PartRun]:
 
 
 def take_rows(rows: PartRows, whole: Array, start: int, out: Array) -> None:
-    """Copy elements of a part from the values of the whole.
+    """Copy a range of a part's elements from an array of the whole parameter to ``out``.
 
     Parameters
     ----------
     rows : PartRows
-        How the part lies in the whole, from :func:`part_rows`.
+        Which elements of each row of the whole belong to the part, from :func:`part_rows`.
     whole : 1-D array
-        All rows of the whole, or its rows from a certain row on. Elements are counted from the first row given.
+        Consecutive complete rows of the whole parameter. They need not begin with its first row.
     start : int
-        The first element of the part to copy.
+        The first element to copy. It is an index into the part, counted from the row with which ``whole`` begins.
     out : 1-D array
-        Receives ``out.size`` elements; contiguous.
+        Contiguous array, which receives the ``out.size`` elements of the part from ``start`` on.
     """
     for low, high in _whole_rows(rows.local, start, start + out.size):
         target = out[low - start : high - start]
@@ -160,7 +174,10 @@ def take_rows(rows: PartRows, whole: Array, start: int, out: Array) -> None:
 
 
 def put_rows(rows: PartRows, values: Array, whole: Array) -> None:
-    """Copy all elements of a part, ``values``, to their places in ``whole``; both arrays are 1-D and contiguous."""
+    """Copy ``values``, all elements of a part, to their positions in ``whole``, an array of the whole parameter.
+
+    Both arrays are 1-D and contiguous.
+    """
     if not values.size:
         return
     source, target = values.reshape(rows.number, rows.local), whole.reshape(rows.number, rows.whole)
@@ -169,7 +186,10 @@ def put_rows(rows: PartRows, values: Array, whole: Array) -> None:
 
 
 def _whole_rows(row: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Cut ``start:stop`` into incomplete first row, complete rows and incomplete last row; skip what is empty."""
+    """Cut elements ``start:stop`` into an incomplete first row, complete rows and an incomplete last row.
+
+    Yield (start, stop) of each of the three that is not empty. ``row`` is the number of elements of a row.
+    """
     if start == stop:
         return
     first = min(stop, -(-start // row) * row)

@@ -1,8 +1,8 @@
 """Describe a pipeline schedule: which stage computes what, in which order.
 
-A model is cut into *chunks* (contiguous runs of its blocks), a batch into micro-batches. A schedule assigns each chunk
-to a stage, and gives each stage a program, a sequence of instructions. A stage runs its program in order; sends do not
-block, receives wait.
+A model is cut into *chunks* (contiguous runs of its blocks), and a batch into micro-batches. A schedule assigns each
+chunk to a stage, and gives each stage a *program*, a sequence of instructions. A stage runs its program in order. It
+does not wait for its messages to be received; it waits for those that an instruction needs.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Schedule:
     stages, chunks : int
         Number of stages, and number of chunks on all stages together.
     micro_batches : int
-        Number of micro-batches. Some schedules need a multiple of the number of stages; empty micro-batches at the end
-        pad to it and are counted.
+        Number of micro-batches. If a schedule needs a multiple of the number of stages, empty micro-batches are added
+        at the end, and this number includes them.
     stage_of : tuple of int
-        The stage of every chunk.
+        The stage of every chunk. Chunks are numbered from the model's input.
     programs : tuple of tuple of Instruction
         The instructions of every stage, in order.
     """
@@ -40,31 +40,34 @@ class Schedule:
     programs: tuple[tuple[Instruction, ...], ...]
 
     def chunks_of(self, stage: int) -> tuple[int, ...]:
-        """Return the chunks of a stage, in the order of the model."""
+        """Return the numbers of a stage's chunks, in ascending order."""
         return tuple(chunk for chunk, owner in enumerate(self.stage_of) if owner == stage)
 
     def caches(self) -> tuple[int, ...]:
         """Return, for every stage, the largest number of activation caches that it holds at once.
 
-        A cache belongs to one chunk and one micro-batch. It lives from the start of its forward pass to the end of its
-        backward pass or weight half.
+        An activation cache is what the forward pass of one chunk on one micro-batch keeps for its backward pass. It
+        lives from the start of the forward pass to the end of the backward pass (or of its weight half).
         """
         return tuple(round(peak) for peak in self.peaks([1.0] * self.chunks))
 
     def peaks(self, sizes: Sequence[float], deferred: Sequence[float] | None = None) -> tuple[float, ...]:
         """Return, for every stage, the largest total size of the activation caches that it holds at once.
 
+        An activation cache is what the forward pass of one chunk on one micro-batch keeps for its backward pass.
+
         Parameters
         ----------
         sizes : sequence of float
-            Size (for example in bytes) of one cache of each chunk.
+            For every chunk, the size of its cache for one micro-batch, in any unit.
         deferred : sequence of float, optional
-            Size of what is left of a cache between input half and weight half; ``sizes`` by default.
+            For every chunk, the size of what is kept of a cache from the end of the input half to the end of the
+            weight half; ``sizes`` by default.
 
         Returns
         -------
         tuple of float
-            One size for each stage.
+            One size for each stage, in the unit of ``sizes``.
         """
         left = sizes if deferred is None else deferred
         peaks = []

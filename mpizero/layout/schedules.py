@@ -1,7 +1,11 @@
 """Build pipeline schedules: for each schedule a generator of one stage's instructions, and a table of all schedules.
 
-In every schedule the backward passes of a chunk, and its weight halves, come in ascending order of the micro-batches,
-because the sum over grains (``layout/tree.py``) adds gradients in this order.
+The backward pass of a chunk has two halves: the input half computes the gradient of the chunk's input, the weight half
+the gradients of its weights. In every schedule the backward passes of a chunk, and its weight halves, come in ascending
+order of the micro-batches, because the sum over grains (``layout/tree.py``) adds gradients in this order.
+
+The generators take the same four arguments: the number of the stage, the number of stages, the number of micro-batches,
+and the number of chunks on each stage (``virtual``).
 """
 
 from __future__ import annotations
@@ -18,17 +22,21 @@ from mpizero.validation import is_whole
 
 
 def gpipe(stage: int, _stages: int, micro_batches: int, _virtual: int) -> Iterator[Instruction]:
-    """Yield all forward passes, then all backward passes (Huang et al. 2019, GPipe, section 2.2)."""
+    """Yield the instructions of one stage: all forward passes, then all backward passes.
+
+    Huang et al. 2019, GPipe, section 2.2.
+    """
     for kind in (FORWARD, BACKWARD):
         for micro in range(micro_batches):
             yield Instruction(kind, stage, micro)
 
 
 def one_forward_one_backward(stage: int, stages: int, micro_batches: int, _virtual: int) -> Iterator[Instruction]:
-    """Yield forward passes until the first gradient comes back, then one backward pass for each forward pass (1F1B).
+    """Yield the instructions of one stage: ``stages - 1 - stage`` forward passes, then forward and backward in turn.
 
-    Narayanan et al. 2019, PipeDream, section 3.2, with a flush at the end of the batch (Narayanan et al. 2021,
-    Efficient large-scale language model training, section 2.2.1). A stage holds at most ``stages - stage`` caches.
+    This is the schedule 1F1B: Narayanan et al. 2019, PipeDream, section 3.2, with a flush at the end of the batch
+    (Narayanan et al. 2021, Efficient large-scale language model training, section 2.2.1). A stage holds activations of
+    at most ``stages - stage`` micro-batches.
     """
     micros = range(micro_batches)
     forwards = [Instruction(FORWARD, stage, micro) for micro in micros]
@@ -36,10 +44,11 @@ def one_forward_one_backward(stage: int, stages: int, micro_batches: int, _virtu
 
 
 def interleaved(stage: int, stages: int, micro_batches: int, virtual: int) -> Iterator[Instruction]:
-    """Yield 1F1B for several chunks on each stage, ``stages`` micro-batches at a time.
+    """Yield the instructions of one stage with ``virtual`` chunks, in the order of interleaved 1F1B.
 
-    Narayanan et al. 2021, section 2.2.2. ``micro_batches`` is a multiple of ``stages``. Chunk ``c`` is on stage
-    ``c % stages``.
+    Narayanan et al. 2021, Efficient large-scale language model training, section 2.2.2. A stage computes one chunk for
+    ``stages`` micro-batches before it goes to its next chunk. ``micro_batches`` is a multiple of ``stages``. Chunk
+    ``c`` is on stage ``c % stages``.
     """
     forwards, backwards = [], []
     for first in range(0, micro_batches, stages):
@@ -52,11 +61,12 @@ def interleaved(stage: int, stages: int, micro_batches: int, virtual: int) -> It
 
 
 def zero_bubble(stage: int, stages: int, micro_batches: int, _virtual: int) -> Iterator[Instruction]:
-    """Yield 1F1B with the backward pass in halves, and each weight half ``stage`` micro-batches after its input half.
+    """Yield the instructions of one stage: 1F1B, with weight halves ``stage`` micro-batches after their input halves.
 
     Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 2.2 (ZB-H1). The later a stage is in the pipeline, the
-    fewer forward passes it does ahead, and the more weight halves it keeps for the end, where it would wait otherwise.
-    So every stage holds at most as many caches as the first stage of 1F1B: ``stages``.
+    fewer forward passes it does before its first backward pass, and the more weight halves it keeps for the end, where
+    it would have to wait without them. So every stage holds activations of at most ``stages`` micro-batches, like the
+    first stage of 1F1B.
     """
     ahead = min(micro_batches, stages - 1 - stage)
     for micro in range(ahead):
@@ -72,15 +82,20 @@ def zero_bubble(stage: int, stages: int, micro_batches: int, _virtual: int) -> I
 
 
 def zero_bubble_v(stage: int, stages: int, micro_batches: int, _virtual: int) -> Iterator[Instruction]:
-    """Yield the V-shaped zero-bubble schedule: two chunks on each stage, the backward pass in halves.
+    """Yield the instructions of one stage in the V-shaped zero-bubble schedule: two chunks on each stage.
 
     Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 6 (ZB-V), in the order of PyTorch's
-    ``ScheduleZBVZeroBubble``. Once started, no stage waits if forward pass, input half and weight half take the same
-    time and there are enough micro-batches. Micro-batches pass chunk ``stage`` of the stages 0, 1, ... (down the V) and
-    then chunk ``2 * stages - 1 - stage`` of the stages in reverse (up again). So the loss is on stage 0, and the last
-    stage passes its output to itself. A stage holds at most ``2 * stages`` caches, each of a chunk of half the size:
-    the memory of 1F1B's first stage. With fewer than ``2 * stages - 1`` micro-batches the program is the same without
-    the instructions of the missing ones.
+    ``ScheduleZBVZeroBubble``. Once a stage has started, it never waits if forward pass, input half and weight half take
+    the same time and there are at least ``2 * stages - 1`` micro-batches.
+
+    A micro-batch first passes the stages in ascending order (down the V), through chunk ``stage`` of each stage. Then
+    it passes them in descending order (up the V), through chunk ``2 * stages - 1 - stage``. So stage 0 computes the
+    loss, and the last stage passes the output of its first chunk to its second chunk. A stage holds at most
+    ``2 * stages`` activation caches (one per chunk and micro-batch). A chunk has half as many blocks as a stage of
+    1F1B, so this is the memory of the first stage of 1F1B.
+
+    With fewer than ``2 * stages - 1`` micro-batches, the instructions are those for ``2 * stages - 1`` micro-batches
+    without those of the micro-batches that are missing.
     """
     down, up = _Chunk(stage), _Chunk(2 * stages - 1 - stage)
     enough = max(micro_batches, 2 * stages - 1)
@@ -89,7 +104,15 @@ def zero_bubble_v(stage: int, stages: int, micro_batches: int, _virtual: int) ->
 
 
 class _Chunk:
-    """Make the instructions of one chunk: each call of a method returns the instruction for the next micro-batch."""
+    """Make the instructions of one chunk: each method returns the instruction of its kind for the next micro-batch.
+
+    Attributes
+    ----------
+    chunk : int
+        Number of the chunk.
+    forwards, inputs, weights : int
+        Number of forward passes, input halves and weight halves that have been returned so far.
+    """
 
     def __init__(self, chunk: int) -> None:
         self.chunk = chunk
@@ -147,9 +170,11 @@ def _alternate(ahead: int, forwards: list[Instruction], backwards: list[Instruct
 
 
 def fuse(program: Iterable[Instruction], stage_of: tuple[int, ...]) -> Iterator[Instruction]:
-    """Replace an input half and the weight half that follows it by one whole backward, where no stage has to wait.
+    """Yield a stage's program with whole backward passes where halving them gains no time.
 
-    No other stage waits for the input half if the chunk is the first, or if the previous chunk is on the same stage.
+    An input half and the weight half that directly follows it become one backward pass if no other stage waits for the
+    input gradient: if the chunk is the first of the model, or if the previous chunk is on the same stage. ``stage_of``
+    holds the stage of every chunk.
     """
     held: Instruction | None = None
     for instruction in program:
@@ -174,13 +199,13 @@ class _ScheduleRow(NamedTuple):
     Attributes
     ----------
     program : callable
-        The generator of one stage's instructions.
+        The generator of one stage's instructions, called with (stage, stages, micro-batches, chunks per stage).
     virtual : callable
         Tells whether a number of chunks per stage is allowed.
     wanted : str
-        The allowed numbers, for the error message.
+        Text for the error message: the allowed numbers of chunks per stage.
     shape : callable
-        Returns the stage of every chunk.
+        Returns the stage of every chunk, called with (stages, chunks per stage).
     padded : bool
         Whether the number of micro-batches is padded to a multiple of the number of stages.
     """
@@ -214,21 +239,22 @@ SCHEDULES = tuple(_ROWS)
 
 
 def chunk_stages(name: str, stages: int, virtual: int = 1) -> tuple[int, ...]:
-    """Return the stage of every chunk.
+    """Return the stage of every chunk, in the order of the chunks from the model's input.
 
     Parameters
     ----------
     name : str
-        One of :data:`SCHEDULES`.
+        Name of the schedule, one of :data:`SCHEDULES`.
     stages : int
         Number of stages.
     virtual : int
-        Number of chunks on each stage; "interleaved" needs two or more, "zero_bubble_v" has two, the others one.
+        Number of chunks on each stage. "interleaved" needs two or more. "zero_bubble_v" always has two, also with
+        ``virtual=1``. The other schedules need 1.
 
     Raises
     ------
     ConfigError
-        If the name is unknown, or the schedule does not allow these numbers.
+        If the name is unknown, or the schedule does not allow this number of stages or of chunks.
 
     Examples
     --------
@@ -247,21 +273,22 @@ def chunk_stages(name: str, stages: int, virtual: int = 1) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64, typed=True)
 def build_schedule(name: str, stages: int, micro_batches: int, virtual: int = 1) -> Schedule:
-    """Build a schedule and check by simulation that it can be run; results are cached.
+    """Build a schedule and check by simulation that it can be run; the schedules built last are cached.
 
     Parameters
     ----------
     name : str
-        One of :data:`SCHEDULES`.
+        Name of the schedule, one of :data:`SCHEDULES`.
     stages, micro_batches : int
-        Number of stages and of micro-batches; "interleaved" pads the micro-batches to a multiple of the stages.
+        Number of stages and of micro-batches. "interleaved" adds empty micro-batches up to a multiple of the number of
+        stages.
     virtual : int
         Number of chunks on each stage, as in :func:`chunk_stages`.
 
     Raises
     ------
     ConfigError
-        If the name is unknown, or the schedule does not allow these numbers.
+        If the name is unknown, or the schedule does not allow one of the three numbers.
     """
     stage_of = chunk_stages(name, stages, virtual)
     _require_whole(name, "micro-batches", micro_batches)

@@ -1,7 +1,10 @@
 """Simulate a pipeline schedule in one process: check that it can be run, and compute its times from given costs.
 
-In the simulation every stage runs its program in order. A message is sent without blocking as soon as its instruction
-ends, and an instruction waits for the messages that it needs.
+In the simulation every stage runs its program in order. When an instruction ends, its message is sent without blocking
+the stage. An instruction starts when the messages that it needs have arrived.
+
+An *input half* is the half of a backward pass that computes the gradient of a chunk's input; a *weight half* is the
+half that computes the gradients of its weights.
 """
 
 from __future__ import annotations
@@ -18,19 +21,20 @@ from mpizero.layout.schedule import Schedule
 
 @dataclass(frozen=True)
 class Costs:
-    """Hold the seconds that each chunk takes for one micro-batch: forward pass, input half, weight half.
+    """Hold the seconds that each chunk takes for one micro-batch, and the latency of messages.
 
     Attributes
     ----------
     forward, backward_input, backward_weights : tuple of float
-        Seconds, one number for each chunk. A whole backward pass takes the sum of its halves.
+        For each chunk, the seconds of a forward pass, of the input half of a backward pass (gradient of the chunk's
+        input) and of its weight half (gradients of the weights). A whole backward pass takes the sum of both halves.
     latency : float
-        Seconds from the end of an instruction until its message is at another stage.
+        Seconds from the end of an instruction until its message has arrived at another stage.
 
     Raises
     ------
     ConfigError
-        If the three have different lengths, or a number is negative or not finite.
+        If the three tuples have different lengths, or a number is negative or not finite.
     """
 
     forward: tuple[float, ...]
@@ -39,7 +43,7 @@ class Costs:
     latency: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raise :class:`ConfigError` for times that are not allowed."""
+        """Raise :class:`ConfigError` if the tuples have different lengths, or a number is negative or not finite."""
         rows = {name: getattr(self, name) for name in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS)}
         if len(set(map(len, rows.values()))) > 1:
             lengths = ", ".join(f"{len(row)} for {name}" for name, row in rows.items())
@@ -58,11 +62,11 @@ class Costs:
         backward_weights: float = 1.0,
         latency: float = 0.0,
     ) -> Costs:
-        """Make costs that are the same for all chunks."""
+        """Make the costs of ``chunks`` chunks that all take the same seconds; see the class for the arguments."""
         return cls((forward,) * chunks, (backward_input,) * chunks, (backward_weights,) * chunks, latency)
 
     def seconds(self, instruction: Instruction) -> float:
-        """Return the seconds that an instruction takes."""
+        """Return the seconds that an instruction takes, without the latency of its message."""
         chunk = instruction.chunk
         if instruction.kind == FORWARD:
             return self.forward[chunk]
@@ -74,7 +78,7 @@ class Costs:
 
 
 class TimedInstruction(NamedTuple):
-    """Hold one instruction and the seconds at which it starts and ends."""
+    """Hold one instruction with its start and its end, in seconds since the start of the simulation."""
 
     instruction: Instruction
     start: float
@@ -103,30 +107,30 @@ class Simulation:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Seconds for which every stage computes."""
+        """For every stage, the seconds in which it computes."""
         return tuple(sum(event.end - event.start for event in events) for events in self.events)
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Share of the makespan for which every stage does not compute, 0 to 1."""
+        """For every stage, the share of the makespan in which it does not compute, 0 to 1."""
         return tuple(1 - busy / self.makespan if self.makespan else 0.0 for busy in self.busy)
 
     @property
     def bubble(self) -> float:
-        """Seconds lost by waiting: the makespan minus the work of the stage with the most work."""
+        """Seconds lost by waiting: the makespan minus the computing seconds of the busiest stage."""
         return self.makespan - max(self.busy)
 
     @property
     def bubble_share(self) -> float:
-        """The bubble's share of the makespan, 0 to 1: the idle share of the stage with the most work."""
+        """The bubble divided by the makespan, 0 to 1: the idle share of the busiest stage."""
         return self.bubble / self.makespan if self.makespan else 0.0
 
     @property
     def gaps(self) -> tuple[float, ...]:
-        """Seconds that every stage waits between the start of its first and the end of its last instruction.
+        """For every stage, the seconds that it waits from the start of its first to the end of its last instruction.
 
-        The papers on zero-bubble schedules count only this waiting time, because a stage that starts later may end
-        later.
+        The papers on zero-bubble schedules count only this waiting time, and not that before a stage's first or after
+        its last instruction.
         """
         spans = (events[-1].end - events[0].start for events in self.events)
         return tuple(span - busy for span, busy in zip(spans, self.busy, strict=True))
@@ -138,25 +142,25 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, costs: Costs, present: int | None = None) -> Simulation:
-    """Simulate a schedule and check that it can be run.
+    """Simulate a schedule: compute when each instruction starts and ends, and check that no stage waits for ever.
 
     Parameters
     ----------
     schedule : Schedule
         The schedule to simulate.
     costs : Costs
-        Times of each chunk.
+        Seconds that each chunk takes.
     present : int, optional
-        Number of micro-batches that have samples. The others only pad the schedule: they send their messages and take
-        no time. By default all micro-batches have samples.
+        Number of micro-batches that have samples. The micro-batches after them only pad the schedule: their
+        instructions send messages, but take no time. By default all micro-batches have samples.
 
     Raises
     ------
     ConfigError
-        If the number of costs is not the number of chunks.
+        If ``costs`` and ``schedule`` have different numbers of chunks.
     ScheduleError
-        If an instruction is missing, repeated, unknown or on the wrong stage; if backward passes do not end in
-        ascending order of the micro-batches; or if stages wait for each other for ever.
+        If an instruction is missing, repeated, unknown or on the wrong stage; if the backward passes of a chunk are not
+        in ascending order of the micro-batches; or if stages wait for each other for ever.
     """
     if len(costs.forward) != schedule.chunks:
         raise ConfigError(f"costs of {len(costs.forward)} chunks were given, but the schedule has {schedule.chunks}")
@@ -166,7 +170,7 @@ def simulate(schedule: Schedule, costs: Costs, present: int | None = None) -> Si
 
 
 def _check_work(schedule: Schedule) -> None:
-    """Raise an error unless every instruction is done exactly once, on the stage of its chunk."""
+    """Raise :class:`ScheduleError` if an instruction is missing, repeated, unknown or not on the stage of its chunk."""
     work = (schedule.chunks, schedule.micro_batches)
     done: set[Instruction] = set()
     for stage, program in enumerate(schedule.programs):
@@ -188,7 +192,7 @@ def _check_work(schedule: Schedule) -> None:
 
 
 def _check_retirement(schedule: Schedule) -> None:
-    """Raise an error unless the backward passes of each chunk, and their halves, come in order of the micro-batches."""
+    """Raise :class:`ScheduleError` if backward passes (or halves) of a chunk are not in order of the micro-batches."""
     last: dict[tuple[str, int], int] = {}
     for stage, program in enumerate(schedule.programs):
         for instruction in program:
@@ -202,7 +206,11 @@ def _check_retirement(schedule: Schedule) -> None:
 
 
 def _run(schedule: Schedule, costs: Costs, present: int) -> tuple[tuple[TimedInstruction, ...], ...]:
-    """Run every stage until it has to wait, again and again, until all stages have ended or none can go on."""
+    """Compute the start and end of every instruction; return them for every stage, in order.
+
+    Each stage in turn goes on until it has to wait, again and again until all have ended. If no stage can go on before
+    that, raise :class:`ScheduleError`. Instructions of micro-batches from number ``present`` on take no time.
+    """
     ends: dict[Instruction, float] = {}
     events: list[list[TimedInstruction]] = [[] for _ in schedule.programs]
     going = True
@@ -229,7 +237,10 @@ def _run(schedule: Schedule, costs: Costs, present: int) -> tuple[tuple[TimedIns
 
 
 def _stuck(schedule: Schedule, events: list[list[TimedInstruction]], ends: dict[Instruction, float]) -> Iterator[str]:
-    """Yield a text for every stage that waits for ever, naming the instruction that it waits for."""
+    """Yield an error text for every stage that has not ended: its next instruction, and what this waits for.
+
+    ``events`` holds the instructions of every stage that have run, and ``ends`` the end of each of them in seconds.
+    """
     for stage, program in enumerate(schedule.programs):
         if len(events[stage]) == len(program):
             continue
@@ -247,19 +258,21 @@ def _where(schedule: Schedule, stage: int) -> str:
 def bubble_formula(name: str, stages: int, micro_batches: int, virtual: int, costs: Costs) -> float:
     """Compute a schedule's bubble (seconds lost by waiting) by the closed formula of its paper.
 
-    With s stages, m micro-batches, v chunks a stage and, for one micro-batch on the whole stage, F seconds for the
-    forward, B for the input half and W for the weight half of the backward:
+    In the table, s is the number of stages, m the number of micro-batches and v the number of chunks on each stage. F,
+    B and W are the seconds that a stage takes for one micro-batch with all its chunks: F for the forward pass, B for
+    the input half and W for the weight half of the backward pass.
 
     ============= ================================ ====================================================================
-    gpipe         (s-1)(F+B+W)                     Huang et al. 2019, GPipe, section 2.3: the share (s-1)/(m+s-1)
+    gpipe         (s-1)(F+B+W)                     Huang et al. 2019, GPipe, section 2.3: (s-1)/(m+s-1) of the makespan
     1f1b          (s-1)(F+B+W)                     Narayanan et al. 2021, section 2.2.1
     interleaved   (s-1)(F+B+W)/v                   Narayanan et al. 2021, section 2.2.2
-    zero_bubble   (s-1)(F+B-W)                     Qi et al. 2023, section 2.3, for m >= s, W <= F and W <= B. Beyond:
-                                                   (s-1)(F+B) - min(m-1, s-1) min(F, B, W), found with the simulator;
-                                                   no schedule has less than (s-1)F, nor than (s-1)B with s caches
-    zero_bubble_v (s-1)F/2                         Qi et al. 2023, section 6, for m >= 2s-1 and F = B = W. The paper
-                                                   has 0, as it counts from each stage's own start; here the bubble
-                                                   counts from the first stage's. Otherwise a lower bound
+    zero_bubble   (s-1)(F+B-W)                     Qi et al. 2023, section 2.3, for m >= s, W <= F and W <= B. In
+                                                   other cases (s-1)(F+B) - min(m-1, s-1) min(F, B, W), which was
+                                                   found with the simulator, not in the paper. No schedule has a
+                                                   bubble below (s-1)F; with at most s caches none is below (s-1)B
+    zero_bubble_v (s-1)F/2                         Qi et al. 2023, section 6, for m >= 2s-1 and F = B = W; in other
+                                                   cases a lower bound. The paper says 0, because it counts from the
+                                                   start of each stage; here time counts from the start of stage 0
     ============= ================================ ====================================================================
 
     Parameters
@@ -267,19 +280,21 @@ def bubble_formula(name: str, stages: int, micro_batches: int, virtual: int, cos
     name : str
         Name of the schedule.
     stages, micro_batches, virtual : int
-        s, m and v.
+        The numbers s, m and v.
     costs : Costs
-        F, B and W are computed as means over the stages. The formulas hold for equal stages and no latency.
+        Seconds of each chunk. F, B and W are the sums over all chunks, divided by s. The formulas hold where all
+        stages take the same time and messages have no latency.
 
     Returns
     -------
     float
-        Seconds, as :attr:`Simulation.bubble`; the share of the makespan is ``bubble / (m (F+B+W) + bubble)``.
+        The bubble in seconds, as in :attr:`Simulation.bubble`. Its share of the makespan is
+        ``bubble / (m * (F + B + W) + bubble)``.
 
     Raises
     ------
     ConfigError
-        On an unknown name.
+        If there is no formula for ``name``.
     """
     forward, inputs, weights = (
         sum(row) / stages for row in (costs.forward, costs.backward_input, costs.backward_weights)

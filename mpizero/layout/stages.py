@@ -1,4 +1,4 @@
-"""Cut a sequence of blocks into contiguous pipeline stages: balanced by cost, or where the user says."""
+"""Cut a sequence of blocks into contiguous pipeline stages: balanced by cost, or at indices that the user gives."""
 
 from __future__ import annotations
 
@@ -17,27 +17,26 @@ EXHAUSTIVE = 10_000
 def balanced_cuts(costs: Sequence[float], parts: int) -> tuple[int, ...]:
     """Cut items into contiguous non-empty parts such that the most expensive part is as cheap as possible.
 
-    Costs are compared exactly, as rational numbers, so every process finds the same cuts. Several cuts may have the
-    same smallest maximum. Then the one with the least sum of squared costs (the most even one) is taken, and among
-    equals the one whose last parts start earliest.
+    Costs are compared exactly, as rational numbers, so every process finds the same cuts. If several ways to cut have
+    an equally cheap most expensive part, the one with the least sum of the squared costs of its parts is taken. If
+    several are equal in this too, it is the one whose last part starts earliest, then the part before it, and so on.
 
     Parameters
     ----------
     costs : sequence of float
-        Cost of every item, for example seconds or floating-point operations; finite and not negative. If all are
-        zero, all count the same.
+        Cost of every item, in any unit; finite and not negative. If all costs are zero, every item counts as 1.
     parts : int
         Number of parts.
 
     Returns
     -------
     tuple of int
-        ``parts + 1`` numbers: part i is the items ``cuts[i]`` to ``cuts[i + 1] - 1``.
+        ``parts + 1`` indices, called cuts: part i holds the items ``cuts[i]`` to ``cuts[i + 1] - 1``.
 
     Raises
     ------
     ConfigError
-        If there are more parts than items, or a cost is negative or not finite.
+        If ``parts`` is less than 1 or more than the number of items, or a cost is negative or not finite.
 
     Examples
     --------
@@ -53,29 +52,30 @@ def balanced_cuts(costs: Sequence[float], parts: int) -> tuple[int, ...]:
 
 
 def balanced_chunks(costs: Sequence[float], stage_of: Sequence[int]) -> tuple[int, ...]:
-    """Cut items into contiguous non-empty chunks, where a stage has several chunks, such that stages are balanced.
+    """Cut items into contiguous non-empty chunks, of which a stage can have several, such that stages are balanced.
 
-    With one chunk per stage this is :func:`balanced_cuts`. Otherwise it makes the most expensive stage as cheap as
-    possible, then the stages as even as possible, then the most expensive chunk as cheap as possible. With up to
-    ``EXHAUSTIVE`` ways to cut, the best one is found by trying all. With more, the borders of :func:`balanced_cuts`
-    are moved, one or two at a time, as long as that helps. Every process finds the same cuts.
+    With one chunk per stage the result is that of :func:`balanced_cuts`. Otherwise the most expensive stage is made as
+    cheap as possible. Among equals, the sum of the squared costs of the stages is made as small as possible; then the
+    most expensive chunk as cheap as possible. If there are at most ``EXHAUSTIVE`` ways to cut, all are compared. If
+    there are more, the search starts from the result of :func:`balanced_cuts` and moves one or two cuts by one item as
+    long as the result gets better; it may then miss the best one. Every process finds the same cuts.
 
     Parameters
     ----------
     costs : sequence of float
-        Cost of every item.
+        Cost of every item, as in :func:`balanced_cuts`.
     stage_of : sequence of int
         The stage of every chunk.
 
     Returns
     -------
     tuple of int
-        As :func:`balanced_cuts` returns them, for ``len(stage_of)`` chunks.
+        ``len(stage_of) + 1`` indices: chunk i holds the items ``cuts[i]`` to ``cuts[i + 1] - 1``.
 
     Raises
     ------
     ConfigError
-        As :func:`balanced_cuts`.
+        If there are more chunks than items, or a cost is negative or not finite.
 
     Examples
     --------
@@ -104,7 +104,7 @@ def balanced_chunks(costs: Sequence[float], stage_of: Sequence[int]) -> tuple[in
 
 
 def _moved(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield all cuts that differ from ``cuts`` in one or two borders, moved by one item, without empty chunks."""
+    """Yield every result of moving one or two of the inner indices of ``cuts`` by one that leaves no chunk empty."""
     borders = range(1, len(cuts) - 1)
     moves = [((border, by),) for border in borders for by in (-1, 1)]
     pairs = [(*first, *second) for first, second in combinations(moves, 2) if first[0][0] != second[0][0]]
@@ -117,25 +117,25 @@ def _moved(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def explicit_cuts(cuts: Sequence[int], items: int, parts: int) -> tuple[int, ...]:
-    """Check the borders between stages that a user gave, and return them in full.
+    """Check the cuts between parts that a user gave, and return them with 0 at the start and ``items`` at the end.
 
     Parameters
     ----------
     cuts : sequence of int
-        Either ``parts - 1`` numbers, the index of the first item of every part but the first; or ``parts + 1`` numbers,
-        the same with 0 in front and ``items`` at the end, as :func:`balanced_cuts` returns them.
+        Either ``parts - 1`` indices: that of the first item of the second part, of the third part and so on. Or
+        ``parts + 1`` indices: the same with 0 at the start and ``items`` at the end.
     items, parts : int
         Number of items and of parts.
 
     Returns
     -------
     tuple of int
-        ``parts + 1`` numbers, as :func:`balanced_cuts` returns them.
+        ``parts + 1`` indices: part i holds the items ``cuts[i]`` to ``cuts[i + 1] - 1``.
 
     Raises
     ------
     ConfigError
-        If there are more parts than items, or the cuts do not give ``parts`` non-empty parts.
+        If there are more parts than items, or ``cuts`` does not give ``parts`` non-empty parts.
 
     Examples
     --------
@@ -159,19 +159,19 @@ def explicit_cuts(cuts: Sequence[int], items: int, parts: int) -> tuple[int, ...
 
 
 def check_parts(items: int, parts: int, what: str = "stages") -> None:
-    """Raise an error if there are more parts than items.
+    """Raise an error if ``items`` items cannot be cut into ``parts`` non-empty parts.
 
     Parameters
     ----------
     items, parts : int
         Number of layers (blocks) and of parts.
     what : str
-        What the parts are called in the message.
+        What the error message calls the parts, in the plural.
 
     Raises
     ------
     ConfigError
-        If there are more parts than items, or no part; the message says what to change.
+        If there are more parts than items, or ``parts`` is less than 1. The message says what to change.
     """
     if parts < 1:
         raise ConfigError(f"cannot cut {items} layers into {parts} {what}; expected at least 1")
@@ -183,16 +183,18 @@ def check_parts(items: int, parts: int, what: str = "stages") -> None:
 
 
 def _integers(costs: Sequence[float]) -> list[int]:
-    """Multiply all costs by the power of two that makes every one an integer (a float is a fraction over 2**n)."""
+    """Return all costs multiplied by the least power of two that makes all of them integers."""
     ratios = [float(cost).as_integer_ratio() for cost in costs]
     common = max(denominator for _, denominator in ratios)
     return [numerator * (common // denominator) for numerator, denominator in ratios]
 
 
 def _smallest_maximum(sums: Sequence[int], parts: int) -> int:
-    """Find by bisection the smallest bound under which filling parts greedily needs at most ``parts`` parts.
+    """Return the least possible cost of the most expensive part when items are cut into ``parts`` parts.
 
-    If fewer parts are enough, they can be cut further without a higher maximum, because no cost is negative.
+    ``sums`` are the cumulative costs, from 0. The function finds, by bisection, the smallest bound with which at most
+    ``parts`` parts are needed if each part takes items up to the bound. If fewer parts are needed, a part can be cut
+    further, which does not make the most expensive part more expensive, because no cost is negative.
     """
     items = len(sums) - 1
     low = max(b - a for a, b in pairwise(sums))
@@ -208,9 +210,12 @@ def _smallest_maximum(sums: Sequence[int], parts: int) -> int:
 
 
 def _most_even(sums: Sequence[int], parts: int, bound: int) -> tuple[int, ...]:
-    """Return the cuts with the least sum of squared costs, among those where no part costs more than ``bound``."""
+    """Return the cuts with the least sum of the squared costs of the parts, where no part costs more than ``bound``.
+
+    ``sums`` are the cumulative costs, from 0.
+    """
     items = len(sums) - 1
-    best = [0, *[-1] * items]  # least sum of squares of the first items, by how many they are; -1: there is no such cut
+    best = [0, *[-1] * items]  # best[n]: least sum of squares when the first n items are cut; -1 if they cannot be
     origins = []
     for part in range(1, parts + 1):
         row, origin = [-1] * (items + 1), [0] * (items + 1)

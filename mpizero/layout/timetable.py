@@ -14,9 +14,10 @@ LETTERS = {FORWARD: "F", BACKWARD: "B", BACKWARD_INPUT: "I", BACKWARD_WEIGHTS: "
 
 
 def label(simulation: Simulation, instruction: Instruction) -> str:
-    """Return an instruction's short name: its letter, its micro-batch, and the chunk's letter if there are several.
+    """Return an instruction's short name, such as ``F3b``: the letter of its kind, its micro-batch, and its chunk.
 
-    ``F3b`` is the forward of micro-batch 3 through the stage's second chunk.
+    ``F3b`` is the forward pass of micro-batch 3 (counted from 0) through the second chunk of its stage. The last letter
+    is left out if every stage has one chunk.
     """
     kind, chunk, micro = instruction
     schedule = simulation.schedule
@@ -28,17 +29,17 @@ def label(simulation: Simulation, instruction: Instruction) -> str:
 
 
 def timetable(simulation: Simulation, unit: float | None = None) -> str:
-    """Return a text table with one row per stage and one column per unit of time.
+    """Return a text table with one row per stage and one column per time unit, with headings and a legend.
 
-    A column shows the instruction that runs at the middle of its unit of time.
+    A column shows the instruction that runs at the middle of the column's time unit, or a dot if none runs.
 
     Parameters
     ----------
     simulation : Simulation
         The simulated run to show.
     unit : float, optional
-        Seconds per column. By default the longest time of which the durations of all instructions are multiples; if
-        there is none, the shortest duration.
+        Seconds per column. By default, the shortest duration of an instruction divided by 1, 2, 3 or 4: by the smallest
+        of these with which all durations are multiples of the unit, or by 1 if there is none.
 
     Raises
     ------
@@ -70,9 +71,10 @@ def _row(simulation: Simulation, stage: int, step: float, columns: int) -> list[
 
 
 def _unit(simulation: Simulation) -> float:
-    """Find the longest time of which all durations are multiples, at least a quarter of the shortest duration.
+    """Return the default time unit of a timetable in seconds: the shortest duration divided by 1, 2, 3 or 4.
 
-    If there is none, return the shortest duration.
+    The divisor is the smallest with which the durations of all instructions are multiples of the unit; 1 if there is
+    none.
     """
     durations = {end - start for events in simulation.events for _, start, end in events if end > start}
     shortest = min(durations, default=1.0)

@@ -3,11 +3,12 @@
 The node ``(level, position)`` of the tree is the sum of its children ``(level-1, 2*position)`` and
 ``(level-1, 2*position+1)``. Where the right child does not exist, the node equals its left child. The leaves are the
 gradients of the grains (or the elements of a tensor). All sums follow this tree, so the bits of the root depend on the
-leaves alone. A *row* is one copy of the gradient vector, held by one rank; a *worker* is a rank that computes grains.
+leaves alone. A *row* is an array with one gradient vector or one partial sum of them; a *worker* is a rank that
+computes grains.
 
-[Note: tree programs] A sum is passed to the kernels as a program for a stack machine over the rows of a matrix:
-``v >= 0`` pushes row v, ``-1`` pops the top of the stack and adds it to the entry below, and ``v <= -2`` adds row
-``-2 - v`` to the top.
+[Note: tree programs] A sum is passed to the kernels as a *program*, a tuple of integers that is executed by a stack
+machine over the rows of a matrix: ``v >= 0`` pushes row v, ``-1`` pops the top of the stack and adds it to the entry
+below, and ``v <= -2`` adds row ``-2 - v`` to the top.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ Program = tuple[int, ...]
 
 
 class TreeNode(NamedTuple):
-    """Identify one node of the tree: the sum of ``1 << level`` leaves, from leaf ``position << level`` on."""
+    """Identify one node of the tree: the sum of ``2**level`` leaves, from leaf ``position * 2**level`` on."""
 
     level: int
     position: int
 
     def leaves(self, total: int) -> range:
-        """Return the range of the leaves below this node in a tree of ``total`` leaves."""
+        """Return the numbers of the leaves that this node is the sum of, in a tree of ``total`` leaves."""
         return range(self.position << self.level, min((self.position + 1) << self.level, total))
 
 
 def cover(start: int, stop: int, total: int) -> tuple[TreeNode, ...]:
-    """Return the largest nodes, in order, that together cover the leaves ``start:stop`` of ``total`` leaves."""
+    """Return the fewest nodes whose leaves together are ``start:stop``, in order, in a tree of ``total`` leaves."""
     nodes: list[TreeNode] = []
     while start < stop:
         level = 0
@@ -43,7 +44,10 @@ def cover(start: int, stop: int, total: int) -> tuple[TreeNode, ...]:
 
 
 def _climb(node: TreeNode, total: int) -> TreeNode:
-    """Replace a node by its parent as long as the parent has no right child, and so has the same value."""
+    """Return the highest node of a tree of ``total`` leaves that has the same value as ``node``.
+
+    A parent has the value of its left child if it has no right child.
+    """
     while (1 << node.level) < total and node.position % 2 == 0 and (node.position + 1) << node.level >= total:
         node = TreeNode(node.level + 1, node.position // 2)
     return node
@@ -54,19 +58,19 @@ def _joined(left: Program, right: Program) -> Program:
 
 
 def merge(held: Iterable[tuple[TreeNode, Program]], total: int) -> tuple[tuple[TreeNode, Program], ...]:
-    """Plan the additions of the given nodes, as far as the tree allows: two children give their parent.
+    """Plan sums of the given nodes: replace two children by their parent as often as possible.
 
     Parameters
     ----------
     held : iterable of (TreeNode, program)
-        Nodes without common leaves, each with the program that computes its value.
+        Nodes without common leaves, each with the program that computes its value (see the note on tree programs).
     total : int
         Number of leaves of the whole tree.
 
     Returns
     -------
     tuple of (TreeNode, program)
-        The nodes that remain, in the order of their leaves, each with the program that computes its value.
+        The nodes that are left, in the order of their leaves, each with the program that computes its value.
     """
     stack: list[tuple[TreeNode, Program]] = []
     for node, program in sorted(held, key=lambda item: item[0].position << item[0].level):
@@ -81,8 +85,9 @@ def merge(held: Iterable[tuple[TreeNode, Program]], total: int) -> tuple[tuple[T
 class FoldStep(NamedTuple):
     """Describe one step of a :class:`FoldPlan`: a rank computes a grain, then adds rows.
 
-    The gradient of ``grain`` is written to row ``row``. Then, for each pair (target, source) of ``additions`` in order,
-    row ``source`` is added to row ``target``.
+    A row is an array that holds a gradient or a partial sum. The gradient of grain number ``grain`` is written to row
+    number ``row``. Then, for each pair (target, source) of ``additions`` in order, row ``source`` is added to row
+    ``target``.
     """
 
     grain: int
@@ -92,16 +97,18 @@ class FoldStep(NamedTuple):
 
 @dataclass(frozen=True)
 class FoldPlan:
-    """Describe how one rank sums contiguous grains while it computes them, in as few rows as possible.
+    """Describe how one rank sums the gradients of consecutive grains while it computes them, in few rows.
+
+    A row is an array that holds a gradient or a partial sum.
 
     Attributes
     ----------
     folds : tuple of FoldStep
         The steps, one for each grain.
     held : tuple of (TreeNode, int)
-        The partial sums at the end: the nodes of the tree, each with the row that holds it.
+        The partial sums at the end: nodes of the tree, each with the number of the row that holds its value.
     rows : int
-        Number of rows that are needed.
+        Number of rows that the rank needs.
     """
 
     folds: tuple[FoldStep, ...]
@@ -110,7 +117,7 @@ class FoldPlan:
 
 
 def fold_plan(start: int, stop: int, total: int) -> FoldPlan:
-    """Plan how one rank sums grains ``start:stop`` of ``total`` while it computes them, one after the other."""
+    """Plan how one rank sums the gradients of grains ``start:stop`` of ``total`` while it computes them in order."""
     stack: list[tuple[TreeNode, int]] = []
     folds: list[FoldStep] = []
     used = 0
@@ -129,7 +136,15 @@ def fold_plan(start: int, stop: int, total: int) -> FoldPlan:
 
 
 class Merge(NamedTuple):
-    """Describe one sum of an owner in a wave: the value of ``program`` is written to row ``row`` of its stack rows."""
+    """Describe one sum of a wave: an owner of gradients executes ``program`` and writes its value to a stack row.
+
+    Attributes
+    ----------
+    row : int
+        Number of the stack row (a row of the owner that keeps a partial sum from wave to wave).
+    program : tuple of int
+        The program, as the note on tree programs defines it.
+    """
 
     row: int
     program: Program
@@ -137,22 +152,25 @@ class Merge(NamedTuple):
 
 @dataclass(frozen=True)
 class Wave:
-    """Describe one wave: every worker computes at most one grain, then the owners add what they can.
+    """Describe one wave: every worker computes at most one grain, then owners sum what the order of the tree allows.
 
-    An *owner* is a rank that owns a shard of the gradients; it keeps its partial sums of earlier waves in *stack rows*.
+    A *worker* is a rank that computes grains. Workers form groups, for example one per node, and each group sums its
+    grains before they are sent. An *owner* is a rank that owns a shard of the gradients. It keeps partial sums of
+    earlier waves in its *stack rows*.
 
     Attributes
     ----------
     grains : tuple of int or None
         The grain of each worker; None for a worker without a grain in this wave.
     group_programs : tuple of tuple of program
-        For each group, the programs, over the rows of its workers, that compute the nodes that the group sends.
+        For each group, the programs that compute the partial sums that it sends, one program for each. Row w in them is
+        the gradient of the group's worker w. With a single group there are no programs.
     merges : tuple of Merge
-        The sums that every owner then computes. In their programs, rows below ``arrivals`` are those that have arrived
-        (the groups in order, and each group's nodes in order; with a single group the rows of its workers). Row
-        ``arrivals + r`` is stack row r.
+        The sums that every owner then computes. In their programs, rows below ``arrivals`` are the rows that have
+        arrived: the partial sums of the first group in order, then those of the second group and so on (with a single
+        group, the gradients of its workers). Row ``arrivals + r`` is stack row r.
     arrivals : int
-        Number of rows that arrive in this wave.
+        Number of rows that arrive at every owner in this wave.
     """
 
     grains: tuple[int | None, ...]
@@ -165,7 +183,14 @@ class Wave:
 class WavePlan:
     """Describe all waves of a global batch.
 
-    An owner needs ``rows`` stack rows; at the end the sum of all grains is in stack row ``root``.
+    Attributes
+    ----------
+    waves : tuple of Wave
+        The waves, in order.
+    rows : int
+        Number of stack rows that every owner of gradients needs to keep partial sums from wave to wave.
+    root : int
+        Number of the stack row that holds the sum of all grains after the last wave.
     """
 
     waves: tuple[Wave, ...]
@@ -174,7 +199,11 @@ class WavePlan:
 
 
 def wave_plan(total: int, groups: Sequence[int]) -> WavePlan:
-    """Assign ``total`` grains to workers in waves and plan the sums of each wave; group i has ``groups[i]`` workers."""
+    """Assign ``total`` grains to workers in waves and plan the sums of each wave.
+
+    ``groups[i]`` is the number of workers of group i: of node i, say. In every wave worker w computes the w-th of the
+    grains that are left.
+    """
     workers = sum(groups)
     stack: list[tuple[TreeNode, int]] = []
     waves: list[Wave] = []
@@ -193,7 +222,16 @@ def wave_plan(total: int, groups: Sequence[int]) -> WavePlan:
 def _arrivals(
     grains: Sequence[int | None], groups: Sequence[int], total: int
 ) -> tuple[tuple[tuple[Program, ...], ...], list[tuple[TreeNode, Program]], int]:
-    """Return the programs of each group in a wave, the nodes that arrive at an owner, and how many rows arrive."""
+    """Return what happens in a wave before the owners' sums.
+
+    ``grains`` are the grains of all workers in this wave, and ``groups[i]`` is the number of workers of group i.
+
+    Returns
+    -------
+    tuple
+        The programs of each group; the nodes that arrive at an owner, each with the program that reads its row; and
+        the number of rows that arrive.
+    """
     programs: list[tuple[Program, ...]] = []
     arrived: list[tuple[TreeNode, Program]] = []
     first = 0
@@ -213,7 +251,11 @@ def _arrivals(
 def _place(
     merged: Sequence[tuple[TreeNode, Program]], arrivals: int, free: list[int]
 ) -> tuple[list[tuple[TreeNode, int]], tuple[Merge, ...]]:
-    """Choose a stack row for every merged node: a row that its own sum reads, otherwise a free row."""
+    """Choose a stack row for every node of ``merged``: a stack row that the node's program reads, or else a free one.
+
+    ``free`` lists the free stack rows. Row ``arrivals + r`` in a program is stack row r. Return the nodes with their
+    stack rows, and the sums that write them (a node that is already in its stack row needs none).
+    """
     stack, merges = [], []
     for node, program in merged:
         own = [row - arrivals for row in _rows_read(program) if row >= arrivals]
@@ -230,7 +272,10 @@ def _rows_read(program: Program) -> list[int]:
 
 @dataclass(frozen=True)
 class RowsPlan:
-    """Describe the sum of all grains where every worker first sums its own contiguous grains.
+    """Describe the sum of all grains where every worker first sums its own consecutive grains.
+
+    A *worker* is a rank that computes grains, and a *row* is an array that holds a gradient or a partial sum. Workers
+    form groups, for example one per node, and each group sums what its workers hold before it sends anything.
 
     Attributes
     ----------
@@ -239,13 +284,13 @@ class RowsPlan:
     rows : int
         Number of rows that every worker allocates: the most that any worker uses.
     group_programs : tuple of tuple of program
-        For each group, the programs that compute the nodes that it sends. In them row ``w * rows + r`` is row r of the
-        group's worker w. Empty with a single group.
+        For each group, the programs that compute the partial sums that it sends, one program for each. In them row
+        ``w * rows + r`` is row r of the group's worker w. With a single group there are no programs.
     root : program
-        The program that computes the sum of all grains from the rows that arrive (with a single group: from the rows of
-        its workers).
+        The program that computes the sum of all grains from the partial sums that the groups have sent. With a single
+        group it computes the sum from the rows of the workers, numbered as in ``group_programs``.
     arrivals : int
-        Number of rows that arrive.
+        Number of rows that ``root`` reads from: those that arrive, or with a single group all rows of its workers.
     """
 
     folds: tuple[FoldPlan, ...]
@@ -256,9 +301,9 @@ class RowsPlan:
 
 
 def rows_plan(assigned: Sequence[range], groups: Sequence[int], total: int) -> RowsPlan:
-    """Plan the sum of ``total`` grains where worker w computes the grains ``assigned[w]``.
+    """Plan the sum of ``total`` grains where worker w computes and sums the grains ``assigned[w]``.
 
-    The workers are divided into groups; group i has the next ``groups[i]`` workers.
+    ``groups[i]`` is the number of workers of group i: of node i, say. The workers of a group have consecutive numbers.
     """
     folds = tuple(fold_plan(grains.start, grains.stop, total) for grains in assigned)
     rows = max([1, *(plan.rows for plan in folds)])
