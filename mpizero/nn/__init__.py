@@ -1,4 +1,4 @@
-"""Provide layers with hand-written backward passes, losses, and models made of them; no MPI."""
+"""Provide layers with hand-written backward passes, losses, and models of them; this package never imports MPI."""
 
 from typing import TYPE_CHECKING
 

@@ -9,7 +9,7 @@ from mpizero.errors import CollectiveError, MpizeroError, PeerFailure
 
 
 def call_located(kind: str, name: str, method: Callable[..., Any], *args: Any) -> Any:
-    """Call ``method(*args)`` and add the block's or layer's name to any error that it raises.
+    """Return ``method(*args)``, and add the block's or layer's name to any error that it raises.
 
     ``kind`` is "block" or "layer", and ``name`` is its name in the model. Collective where the method is.
     """
@@ -23,10 +23,10 @@ def call_located(kind: str, name: str, method: Callable[..., Any], *args: Any) -
 def add_location(error: Exception, kind: str, name: str, method: Callable[..., Any]) -> None:
     """Add the name of the block or layer in which an error occurred to the error itself.
 
-    An error class of mpizero begins its message with the name; any other exception gets a note (``add_note``). Errors
-    of communication (:class:`CollectiveError`, :class:`PeerFailure`) stay as they are, because no layer caused them.
-    Not collective. Call this function in an ``except`` clause where a call of :func:`call_located` for every layer of
-    every micro-batch would cost too much: a ``try`` statement that meets no error costs nothing.
+    The message of an mpizero error then begins with the name; any other exception gets a note (``add_note``). Errors of
+    communication (:class:`CollectiveError`, :class:`PeerFailure`) are not changed, because no layer caused them. Not
+    collective. Call this function in an ``except`` clause where it would cost too much to call :func:`call_located` for
+    every layer of every micro-batch; a ``try`` statement without an error costs nothing.
     """
     if isinstance(error, CollectiveError | PeerFailure):
         return

@@ -30,11 +30,18 @@ class Graph:
         shape: tuple[int, ...],
         **attributes: Any,
     ) -> NodeOutput:
-        """Append a node without parameters and return its output."""
+        """Append a node without parameters and return its output.
+
+        ``op`` is the node's operation, ``inputs`` are outputs of earlier nodes, and ``shape`` is the shape of the
+        output for one sample. ``attributes`` are the node's settings.
+        """
         return self._append(op, name, inputs, shape, {"parameters": [], "attributes": attributes})
 
     def add_layer(self, layer: Any, name: str, source: NodeOutput, shape: tuple[int, ...]) -> NodeOutput:
-        """Append a layer as one node, with its parameters' global names and its settings."""
+        """Append a layer as one node, with its parameters' global names and its settings; return the node's output.
+
+        ``source`` is the layer's input, and ``shape`` the shape of its output for one sample.
+        """
         parameters = [
             {"name": spec.tied or f"{name}.{spec.name}", "shape": list(spec.shape), "tied": spec.tied is not None}
             for spec in layer.specs()

@@ -27,18 +27,19 @@ _Fill = Callable[[int, Array], None]
 def initial_values(spec: ParameterSpec, seed: int, start: int, stop: int, out: Array) -> None:
     """Fill ``out`` with elements ``start:stop`` of a parameter's flat C-order start values.
 
-    The values do not depend on how a parameter is cut: ranges of elements and tensor-parallel parts (``spec.part``)
-    get the values that they have in the whole parameter.
+    The values do not depend on how a parameter is cut: ranges of elements and tensor-parallel parts (``spec.part``) get
+    the same values as in the whole parameter.
 
     Parameters
     ----------
     spec : ParameterSpec
-        The parameter, under its global name. For a tied use pass the spec of the parameter that it shares. A copy
-        (``spec.guest`` names its original) gets the original's values, and must declare the same ``init``.
+        The parameter, under its global name. For a tied use pass the spec of the parameter that it shares. If
+        ``spec.guest`` names a parameter of another pipeline stage, this one is its copy: it gets that parameter's
+        values, and must declare the same ``init``.
     seed : int
         The model's seed.
     start, stop : int
-        Range of flat elements, counted in the part if ``spec.part`` is given.
+        The range of flat elements to compute. If ``spec.part`` is given, they are counted within the part.
     out : Array
         Contiguous 1-D array of ``stop - start`` elements, float32 or float64.
     """
@@ -58,7 +59,10 @@ def initial_values(spec: ParameterSpec, seed: int, start: int, stop: int, out: A
 
 
 def _random(spec: ParameterSpec, seed: int, like: Array) -> _Fill:
-    """Return a function that writes a parameter's random start values into arrays like ``like`` (library and dtype)."""
+    """Return a function ``fill(start, out)``, which writes random start values to ``out``, from element ``start`` on.
+
+    ``like`` is an array of the library (NumPy or CuPy) and dtype that ``out`` will have.
+    """
     key0, key1 = _key(seed, spec.guest or spec.name)
     random, scale = kernels.backend(like).random, spec.init.scale
     if spec.init.kind == "normal":
@@ -72,7 +76,7 @@ def _random(spec: ParameterSpec, seed: int, like: Array) -> _Fill:
 
 
 def _fill_part(spec: ParameterSpec, part: Part, fill: _Fill, start: int, out: Array) -> None:
-    """Fill ``out`` with the start values of a tensor-parallel part, from the part's element ``start`` on."""
+    """Fill ``out`` with start values of a tensor-parallel part, from flat element ``start`` of the part on."""
     rows, stop = part_rows(part), start + out.size
     if rows.whole > _ROWS_AT_ONCE or rows.local + _RUN_COST * len(rows.runs) <= rows.whole:
         for run in part_runs(part, spec.shape, start, stop):
@@ -89,6 +93,9 @@ def _fill_part(spec: ParameterSpec, part: Part, fill: _Fill, start: int, out: Ar
 
 
 def _key(seed: int, name: str) -> tuple[int, int]:
-    """Return a 64-bit Philox key made from seed and name, so that no two parameters share random numbers."""
+    """Return a 64-bit Philox key, as two 32-bit integers, made from seed and parameter name by a hash.
+
+    So no two parameters share random numbers.
+    """
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")

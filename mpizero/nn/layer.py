@@ -33,18 +33,19 @@ class Layer(ABC):
 
     - the first axis of ``x`` counts samples, and every output keeps it;
     - ``x``, ``dy`` and parameters are never written to;
-    - gradients are overwritten whole, ``grads[name][...] = value``. They are never added to, and ``grads[name]`` is
-      never replaced by another array, because the arrays in ``grads`` are views of a buffer that every step uses again;
+    - gradients are overwritten completely, ``grads[name][...] = value``. They are never added to, and ``grads[name]``
+      is never replaced by another array, because the arrays in ``grads`` are views of a buffer that every step uses
+      again;
     - a large layer made of others may call :func:`poll` between them, so that messages in flight make progress;
-    - the caller may overwrite a returned array, unless the array is one of the arguments or part of the cache.
+    - the caller may overwrite a returned array that is neither one of the arguments nor part of the cache.
     """
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe the parameters that belong to this layer itself, without its children's."""
+        """Describe the parameters of this layer itself, without those of its children."""
         return ()
 
     def children(self) -> Mapping[str, Layer]:
-        """Return the layers this one is made of, by name, in the order of their parameters."""
+        """Return the layers that this one is made of, by name, in the order of their parameters in :meth:`specs`."""
         return {}
 
     def specs(self) -> tuple[ParameterSpec, ...]:
@@ -62,17 +63,25 @@ class Layer(ABC):
 
     @abstractmethod
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Compute the output and the cache that the backward pass needs."""
+        """Return the output for the input ``x``, and the cache that the backward pass needs."""
 
     @abstractmethod
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Compute the gradient of the input, and what :meth:`backward_weights` still needs."""
+        """Return the gradient of the input, and what :meth:`backward_weights` needs besides the cache.
+
+        ``cache`` comes from :meth:`forward`, and ``dy`` is the gradient of the output. The returned gradient is None if
+        the layer computes none, because its input is integer ids, for example.
+        """
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:  # noqa: B027
-        """Overwrite ``grads`` with the gradients of the parameters; without parameters there is nothing to do."""
+        """Overwrite ``grads`` with the gradients of the parameters.
+
+        ``cache`` comes from :meth:`forward`, and ``pending`` is the second value that :meth:`backward_input` returned.
+        The default does nothing, for layers without parameters.
+        """
 
     def backward(self, params: Params, cache: Any, dy: Array, grads: Params) -> Array | None:
-        """Run both halves of the backward pass, in order."""
+        """Call :meth:`backward_input` and then :meth:`backward_weights`; return the gradient of the input."""
         dx, pending = self.backward_input(params, cache, dy)
         self.backward_weights(params, cache, pending, grads)
         return dx
@@ -81,7 +90,7 @@ class Layer(ABC):
         """Return one sample's output shape from one sample's input shape.
 
         The default is the input's shape. For a layer made of children that defines no :meth:`operations`, the default
-        runs :meth:`forward` once on zeros and returns the shape of its output.
+        runs :meth:`forward` once on zeros and returns the shape of its output, or the input's shape if that run fails.
         """
         if type(self).operations is Layer.operations and self.children():
             with suppress(NotImplementedError):
@@ -91,16 +100,18 @@ class Layer(ABC):
     def split(self, group: Group) -> Layer:
         """Return the tensor-parallel form of this layer: each rank of ``group`` holds and computes a part of it.
 
-        The split layer takes and returns whole activations, the same on every rank, and is collective over the group
-        in its forward and backward pass. It names its parameters as this layer does and says which part of them it
-        holds: :attr:`ParameterSpec.part`. A gradient of a parameter without a part is the same on every rank when
-        ``backward_weights`` returns. The default looks for the layer's class in :data:`SPLIT_FORMS`, and returns the
-        layer itself where there is nothing to split.
+        The split layer takes and returns whole activations, the same on every rank. Its forward and backward passes are
+        collective over the group. Its parameters have the same names as those of this layer, and
+        :attr:`ParameterSpec.part` says which part of each this rank holds. If every rank holds a parameter whole
+        (``part`` is None), its gradient is the same on every rank when ``backward_weights`` returns. The default makes
+        the form that :data:`SPLIT_FORMS` has for the layer's class. It returns the layer itself if the table has no
+        form for it, or if the group has one rank.
 
         Raises
         ------
         ConfigError
-            The class derives from a class of the table, may compute something else, and does not define ``split``.
+            The layer's class is a subclass of one in the table, and does not define ``split`` itself. The form in the
+            table might compute something else than the subclass.
         """
         kind = next((kind for kind in type(self).__mro__ if kind in SPLIT_FORMS), None)
         if group.size == 1 or kind is None:
@@ -117,19 +128,21 @@ class Layer(ABC):
 
         ``shape`` is the shape of the whole input, also where this rank computes a part of it. The default is for layers
         without products of their own: it adds the operations of the children that :meth:`forward` calls, each as often
-        as it is called. To find these calls, ``forward`` runs once on zeros, with children that compute nothing.
+        as it is called. To find these calls, ``forward`` runs once on zeros; for this run the children are replaced by
+        objects that count the calls and compute nothing.
 
         Raises
         ------
         UnsupportedError
-            If ``forward`` cannot run like that, or calls not all children where they can be seen, as attributes.
+            If ``forward`` fails in this run, or if it does not call each child through an attribute of the layer.
         """
         return _tried(self, shape)[0] if self.children() else Operations()
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
         """Add this layer to the exported computation graph, which tools draw or translate, and return its output.
 
-        A layer made of children must say how they are joined, so it overrides this method.
+        ``name`` becomes the name of the layer's node, and ``source`` is the layer's input. A layer made of children
+        must override this method, to say how they are joined.
         """
         if self.children():
             raise UnsupportedError(f"{type(self).__name__} does not say how its layers are joined: define trace()")
@@ -137,9 +150,10 @@ class Layer(ABC):
 
 
 def poll(params: Params) -> None:
-    """Let messages in flight make progress, if ``params`` has a method ``poll``; call it between child layers.
+    """Let messages in flight make progress, if ``params`` has a method ``poll``.
 
-    MPI moves most messages only while a rank is inside an MPI call. Not collective.
+    A layer calls this function between its children. MPI moves most messages only while a rank is inside an MPI call.
+    Not collective.
     """
     found = getattr(params, "poll", None)
     if found is not None:
@@ -151,7 +165,7 @@ SPLIT_FORMS: dict[type, Callable[[Any, Group], Layer]] = {}
 
 
 class _Counted:
-    """Stand for a child layer while its parent's forward runs on zeros: count products instead of computing them."""
+    """Replace a child layer while its parent's forward runs on zeros: count matrix products, compute nothing."""
 
     def __init__(self, layer: Layer, calls: list[tuple[Layer, Operations]]) -> None:
         self._layer, self._calls = layer, calls
@@ -160,7 +174,7 @@ class _Counted:
         return getattr(self._layer, name)
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Count the matrix products of a call, and return zeros of the output's shape."""
+        """Record the layer's operations, and return zeros of the output's shape, and None for the cache."""
         shape = tuple(x.shape[1:])
         self._calls.append((self._layer, self._layer.operations(shape)))
         dtype = x.dtype if x.dtype.kind == "f" else np.float32
@@ -168,7 +182,10 @@ class _Counted:
 
 
 def _tried(layer: Layer, shape: tuple[int, ...]) -> tuple[Operations, tuple[int, ...]]:
-    """Run a layer's forward on zeros; return the operations of the layers that it calls, and its output's shape."""
+    """Run a layer's forward on zeros; return the operations of the child layers that it calls, and its output's shape.
+
+    ``shape`` and the returned shape are those of one sample. The operations are added up over all calls.
+    """
     name, children = type(layer).__name__, list(layer.children().values())
     calls: list[tuple[Layer, Operations]] = []
 
@@ -210,9 +227,9 @@ def namespace(array: Any) -> Any:
 
 
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
-    """Compute the product of two matrices.
+    """Return the product of two matrices, written to ``out`` if that is given.
 
-    Arrays of the host are multiplied by :mod:`mpizero.kernels.blas`, arrays of a GPU by
+    NumPy arrays are multiplied by :mod:`mpizero.kernels.blas`, arrays on a GPU by
     :mod:`mpizero.kernels.device_products`.
     """
     if isinstance(a, np.ndarray):
@@ -221,15 +238,19 @@ def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
 
 
 def operand(x: Array) -> Any:
-    """Return ``x`` in the form that :func:`multiply` takes: on a GPU perhaps a copy in 16 bits, else ``x`` itself.
+    """Return ``x`` in the form that :func:`multiply` takes: ``x`` itself, or a copy in 16 bits.
 
-    Slices of an operand, and an operand with its last two axes swapped, are operands too.
+    The copy is made on a GPU whose matrix products are set to 16 bits. Slices of a returned operand, and the operand
+    with its last two axes swapped, can also be passed to :func:`multiply`.
     """
     return x if isinstance(x, np.ndarray) else device_products.operand(x)
 
 
 def multiply(a: Any, b: Any, out: Array) -> None:
-    """Write ``a @ b`` to ``out``: one product for each pair of matrices in the last two axes of two operands."""
+    """Write the batched matrix product ``a @ b``, over the last two axes, to ``out``.
+
+    ``a`` and ``b`` were returned by :func:`operand`.
+    """
     if isinstance(out, np.ndarray):
         np.matmul(a, b, out=out)
     else:
@@ -240,7 +261,7 @@ def sum_rows(dy: Array, out: Array) -> None:
     """Write the sum of a matrix's rows to ``out``, for the gradient of a bias.
 
     On the host the rows are added in ascending order. On a GPU that order would need one thread for each column and
-    leave most of the GPU idle. There CuPy adds the rows, in an order of its own that is the same every time.
+    leave most of the GPU idle. There CuPy adds the rows, in another order, which is the same in every call.
     """
     xp = namespace(dy)
     if xp is np:
@@ -251,19 +272,25 @@ def sum_rows(dy: Array, out: Array) -> None:
 
 
 def vector(like: Array, value: float) -> Array:
-    """Return a 1-element array of ``like``'s dtype; kernels take scalars like this, so that they stay in float32."""
+    """Return an array of one element, ``value``, in ``like``'s dtype: the form in which kernels take scalars.
+
+    A Python float would make a kernel compute in float64.
+    """
     result: Array = namespace(like).full(1, value, like.dtype)
     return result
 
 
 def known(dx: Array | None) -> Array:
-    """Assert that a layer returned an input gradient, and return that gradient (for type checkers)."""
+    """Return ``dx``, the input gradient that a layer returned, and assert for type checkers that it is not None."""
     assert dx is not None
     return dx
 
 
 def as_rows(x: Array, features: int, dtype: np.dtype[Any], where: str) -> Array:
-    """View ``x`` as a contiguous matrix of ``features`` columns and of ``dtype``; copies only if it must."""
+    """Return ``x`` as a contiguous matrix of ``features`` columns and of ``dtype``, without a copy if possible.
+
+    The last axis of ``x`` must have ``features`` elements. ``where`` is the layer's name for error messages.
+    """
     require_numbers(x, where)
     if x.shape[-1:] != (features,):
         raise DataError(f"{where}: takes {features} features on the last axis, the input has shape {tuple(x.shape)}")
@@ -273,13 +300,19 @@ def as_rows(x: Array, features: int, dtype: np.dtype[Any], where: str) -> Array:
 
 
 def require_array(x: Any, where: str, what: str = "input") -> None:
-    """Raise :class:`DataError` unless ``x`` is an array of NumPy or CuPy."""
+    """Raise :class:`DataError` if ``x`` is no array of NumPy or CuPy.
+
+    ``where`` and ``what`` name the layer and the array in the message.
+    """
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         raise DataError(f"{where}: takes arrays, the {what} is of type {type(x).__name__}; give numpy.asarray of it")
 
 
 def require_numbers(x: Any, where: str, what: str = "input") -> None:
-    """Raise :class:`DataError` unless ``x`` is an array of real numbers."""
+    """Raise :class:`DataError` if ``x`` is no array of real numbers (float, integer or bool).
+
+    ``where`` and ``what`` name the layer and the array in the message.
+    """
     if getattr(getattr(x, "dtype", None), "kind", "") not in _REAL:
         require_array(x, where, what)
         advice = "; give its parts as real numbers" if x.dtype.kind == "c" else ""
@@ -287,7 +320,10 @@ def require_numbers(x: Any, where: str, what: str = "input") -> None:
 
 
 def require_floats(x: Any, where: str, what: str = "input") -> None:
-    """Raise :class:`DataError` unless ``x`` is an array of float32 or float64: what kernels take."""
+    """Raise :class:`DataError` if ``x`` is no array of float32 or float64, the types that kernels take.
+
+    ``where`` and ``what`` name the layer and the array in the message.
+    """
     if getattr(getattr(x, "dtype", None), "char", "") not in _FLOATS:
         require_array(x, where, what)
         advice = "; cast it with astype(numpy.float32)" if x.dtype.kind in "biuf" else ""
@@ -295,7 +331,10 @@ def require_floats(x: Any, where: str, what: str = "input") -> None:
 
 
 def require_sequences(x: Any, features: int | None, where: str) -> None:
-    """Raise :class:`DataError` unless ``x`` is an array of (samples, length, features); None takes any features."""
+    """Raise :class:`DataError` if ``x`` has no shape (samples, length, features).
+
+    ``features`` None allows any number. ``where`` is the layer's name in the message.
+    """
     require_array(x, where)
     if x.ndim != 3 or features not in (None, x.shape[2]):
         shown = "features" if features is None else features
@@ -303,7 +342,10 @@ def require_sequences(x: Any, features: int | None, where: str) -> None:
 
 
 def as_ids(x: Array, bound: int, where: str) -> Array:
-    """Return integer ids as contiguous int64 after checking that all lie in [0, ``bound``)."""
+    """Return integer ids as contiguous int64; raise :class:`DataError` if one is not in [0, ``bound``).
+
+    ``where`` is the layer's name in the message.
+    """
     require_array(x, where)
     if x.dtype.kind not in "iu":
         raise DataError(f"{where}: takes integer ids, the input has dtype {x.dtype}; cast it with astype(numpy.int64)")
@@ -317,23 +359,32 @@ def as_ids(x: Array, bound: int, where: str) -> Array:
 
 
 def require_layer(where: str, layer: Any) -> None:
-    """Raise :class:`ConfigError` unless ``layer`` is a layer object: no class, and with a method ``specs``."""
+    """Raise :class:`ConfigError` unless ``layer`` is an instance (not a class) with a method ``specs``.
+
+    ``where`` is the caller's name in the message.
+    """
     if isinstance(layer, type) or not callable(getattr(layer, "specs", None)):
         raise ConfigError(f"{where} takes a layer, got {layer!r:.80}")
 
 
 def require_init(where: str, init: Any) -> None:
-    """Raise :class:`ConfigError` unless ``init`` is an :class:`~mpizero.types.Init` or None."""
+    """Raise :class:`ConfigError` unless ``init`` is None or an :class:`~mpizero.types.Init`.
+
+    ``where`` is the caller's name in the message.
+    """
     if init is not None and not isinstance(init, Init):
         raise ConfigError(f'{where}: init={init!r} must be None or an mpizero.types.Init, such as Init("normal", 0.02)')
 
 
 def require_positive(where: str, **values: int) -> None:
-    """Raise :class:`ConfigError` naming the first of ``values`` that is not a positive integer."""
+    """Raise :class:`ConfigError` for the first of ``values`` that is not a positive integer.
+
+    The message names the caller (``where``) and the value's keyword.
+    """
     for name, value in values.items():
         require(f"{where}: {name}", value, whole(1))
 
 
 def require_rate(where: str, rate: float) -> None:
-    """Raise :class:`ConfigError` unless ``rate`` is a dropout rate, 0 <= rate < 1."""
+    """Raise :class:`ConfigError` unless 0 <= ``rate`` < 1, as a dropout rate must be; ``where`` names the caller."""
     require(f"{where}: dropout rate", rate, fraction)

@@ -1,4 +1,4 @@
-"""Compute losses as a sum and a weight, so that the results of the parts of a batch can be added."""
+"""Compute losses as a sum and a weight, so that the sums and weights of the parts of a batch can be added."""
 
 from __future__ import annotations
 
@@ -48,7 +48,11 @@ class CrossEntropy:
         return float(losses.sum()), float((targets >= 0).sum()), (logits, targets, prediction.shape)
 
     def as_targets(self, target: Array, shape: tuple[int, ...], classes: int) -> Array:
-        """Return integer targets of ``shape`` as contiguous flat int64; :class:`DataError` if they do not fit."""
+        """Return ``target`` as a contiguous flat int64 array.
+
+        ``shape`` is the shape that the target must have. Raises :class:`DataError` if the target has another shape, is
+        not of integers, or holds a number that is not below ``classes``.
+        """
         require_array(target, "CrossEntropy", "target")
         if target.shape != shape or target.dtype.kind not in "iu":
             raise DataError(
@@ -61,7 +65,7 @@ class CrossEntropy:
         return targets
 
     def backward(self, cache: Any, scale: float = 1.0) -> Array:
-        """Compute ``scale`` times the gradient of the loss *sum*, shaped like the prediction."""
+        """Return ``scale`` times the gradient of the loss sum, in the shape of the prediction."""
         logits, targets, shape = cache
         gradient: Array = namespace(logits).empty_like(logits)
         loss = kernels.backend(logits).loss
@@ -75,20 +79,19 @@ class MeanSquaredError:
     """Compute the squared error, averaged over a sample's outputs and summed over samples."""
 
     def forward(self, prediction: Array, target: Array) -> tuple[float, float, Any]:
-        """Sum the samples' losses, in float64.
+        """Sum the losses of all samples, in float64.
 
         Parameters
         ----------
         prediction : Array
             (samples, ...).
         target : Array
-            Real numbers of the same shape. Of prediction and target, one may have a last axis of size 1 that the other
-            lacks.
+            Real numbers of the prediction's shape. Prediction or target may have an additional last axis of size 1.
 
         Returns
         -------
         loss_sum, weight : float
-            The sum and the number of samples.
+            The sum of the losses, and the number of samples.
         cache : Any
             The intermediate results that :meth:`backward` needs.
         """
@@ -108,7 +111,7 @@ class MeanSquaredError:
         return loss, float(samples), (difference, outputs)
 
     def backward(self, cache: Any, scale: float = 1.0) -> Array:
-        """Compute ``scale`` times the gradient of the loss *sum*, shaped like the prediction."""
+        """Return ``scale`` times the gradient of the loss sum, in the shape of the prediction."""
         difference, outputs = cache
         gradient: Array = difference * difference.dtype.type(2.0 * scale / outputs)
         return gradient

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Operations:
-    """Hold the number of floating-point operations of a layer's matrix products for one sample.
+    """Hold the number of floating-point operations of a layer's matrix products for one sample, by pass.
 
     A product of (m, k) by (k, n) counts 2 m n k operations.
 
@@ -20,7 +20,7 @@ class Operations:
     backward_weights: int = 0
 
     def __add__(self, other: Operations) -> Operations:
-        """Add the operations of two layers."""
+        """Add two layers' numbers, pass by pass."""
         return Operations(*(a + b for a, b in zip(self, other, strict=True)))
 
     def __iter__(self) -> Iterator[int]:
@@ -29,11 +29,15 @@ class Operations:
 
     @property
     def total(self) -> int:
-        """Operations of the forward pass and both halves of the backward pass together."""
+        """The sum of the three numbers: forward pass and both halves of the backward pass."""
         return sum(self)
 
 
 def linear_operations(rows: int, inputs: int, outputs: int, input_gradient: bool = True) -> Operations:
-    """Count the operations of a linear map on ``rows`` rows: its forward product and its two gradient products."""
+    """Count the operations of a linear map on ``rows`` rows: its forward product and its two gradient products.
+
+    ``inputs`` and ``outputs`` are the sizes of the weight. If ``input_gradient`` is False, the product for the input's
+    gradient is not counted.
+    """
     product = 2 * rows * inputs * outputs
     return Operations(product, product if input_gradient else 0, product)

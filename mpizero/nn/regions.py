@@ -1,23 +1,32 @@
 """Send the messages at the start and end of a split layer, and the adjoint messages in the backward pass.
 
-An array takes one of three forms. A *whole* array has the same values on every rank. An array in *parts* is cut along
-one axis by the shard rule, and each rank holds one block. An array in *terms* is a sum of which each rank holds one
-summand, as large as the sum. A gradient has the form of its array, with one exception: where every rank uses a whole
-array in its own way, each rank computes one term of its gradient. So the adjoint of "do nothing" is "add up the terms",
-and the other way round (Shoeybi et al., 2019, call this pair f and g). For sequences in parts the pair is "gather the
-parts" and "add up the terms, keep the own block" (Korthikanti et al., 2022, section 4.2).
+The ranks of a group hold an array in one of three forms:
 
-==================  =====================================  =========================================
-region              forward                                backward
-==================  =====================================  =========================================
-:class:`Copy`       whole to each rank's use: no message   terms to their sum: all-reduce
-:class:`Reduce`     terms to their sum: all-reduce         whole to each rank's term: no message
-:class:`Split`      whole to parts: no message             parts to whole: all-gather
-:class:`Gather`     parts to whole: all-gather             whole to parts: no message
-:class:`Expand`     parts to each rank's use: all-gather   terms to parts of their sum: reduce-scatter
-:class:`Scatter`    terms to parts of the sum:             parts to each rank's term: all-gather
-                    reduce-scatter
-==================  =====================================  =========================================
+- *whole*: every rank holds the same whole array;
+- *parts*: the array is cut along one axis by the shard rule, and each rank holds one part;
+- *terms*: the array is a sum over the ranks, and each rank holds one summand, which has the shape of the sum.
+
+The table says which form each region, a class of this module, takes and returns. The gradient of a part is a part. The
+gradient of each term is the gradient of the sum, which is whole. The gradient of a whole array depends on the array's
+use. If all ranks use the array in the same computation, every rank gets the whole gradient. If each rank uses it in a
+computation of its own, each rank gets one term of the gradient. So the adjoint of "send nothing" can be "sum the
+terms", and the adjoint of "sum the terms" is "send nothing" (Shoeybi et al., 2019, call this pair f and g). For
+sequences in parts, the adjoint of "gather the parts" is "sum the terms, and keep this rank's part" (Korthikanti et al.,
+2022, section 4.2).
+
+==================  ================================  ================================
+region              forward                           backward
+==================  ================================  ================================
+:class:`Copy`       whole to whole: no message        terms to whole: all-reduce
+:class:`Reduce`     terms to whole: all-reduce        whole to whole: no message
+:class:`Split`      whole to parts: no message        parts to whole: all-gather
+:class:`Gather`     parts to whole: all-gather        whole to parts: no message
+:class:`Expand`     parts to whole: all-gather        terms to parts: reduce-scatter
+:class:`Scatter`    terms to parts: reduce-scatter    parts to whole: all-gather
+==================  ================================  ================================
+
+Each rank uses the result of ``Copy`` and ``Expand`` in a computation of its own; all ranks use the result of
+``Reduce`` and ``Gather`` in the same computation.
 """
 
 from __future__ import annotations
@@ -40,32 +49,38 @@ class Region(ABC):
 
     @abstractmethod
     def forward(self, x: Array) -> Array:
-        """Apply the communication to ``x``. Collective over ``group`` where the table above names a message."""
+        """Communicate the input ``x`` over ``group`` and return the result.
+
+        Collective over ``group`` in the subclasses that send a message in the forward pass.
+        """
 
     @abstractmethod
     def backward(self, dy: Array) -> Array:
-        """Apply the adjoint to the gradient ``dy``. Collective over ``group`` where the table above names a message."""
+        """Communicate the gradient ``dy`` of the result of :meth:`forward`, and return the gradient of ``x``.
+
+        Collective over ``group`` in the subclasses that send a message in the backward pass.
+        """
 
 
 @dataclass(frozen=True)
 class Copy(Region):
-    """Let every rank use a whole array in its own way; add up the ranks' gradients in the backward pass."""
+    """Let each rank use a whole array in its own computation; sum the ranks' gradients in the backward pass."""
 
     def forward(self, x: Array) -> Array:
         """Return ``x`` itself. Not collective."""
         return x
 
     def backward(self, dy: Array) -> Array:
-        """Add up the ranks' terms. Collective over ``group``."""
+        """Return the sum of all ranks' ``dy``. Collective over ``group``."""
         return self.group.all_reduce(dy, "copy: gradient")
 
 
 @dataclass(frozen=True)
 class Reduce(Region):
-    """Add up the terms of all ranks, so that every rank has the whole sum."""
+    """Sum the arrays of all ranks, so that every rank has the sum."""
 
     def forward(self, x: Array) -> Array:
-        """Add up the ranks' terms. Collective over ``group``."""
+        """Return the sum of all ranks' ``x``. Collective over ``group``."""
         return self.group.all_reduce(x, "reduce")
 
     def backward(self, dy: Array) -> Array:
@@ -75,91 +90,100 @@ class Reduce(Region):
 
 @dataclass(frozen=True)
 class ShardedRegion(Region):
-    """Cut and join arrays along ``axis``, which has ``length`` elements in the whole array; a base of regions."""
+    """Cut arrays along ``axis`` by the shard rule, and join them again; the base class of four regions.
+
+    ``length`` is the number of elements along this axis in the whole array.
+    """
 
     axis: int
     length: int
 
     @cached_property
     def shards(self) -> Partition:
-        """The ranges of the axis that the ranks hold, by the shard rule."""
+        """The index ranges along the axis, one for each rank, by the shard rule."""
         return Partition(self.length, self.group.size)
 
     @property
     def own(self) -> slice:
-        """The range of the axis that this rank holds."""
+        """The index range along the axis that this rank holds."""
         return self.shards.shard(self.group.rank)
 
     def take(self, x: Array) -> Array:
-        """Return this rank's block of a whole ``x``, contiguous. Not collective."""
+        """Return this rank's part of the whole array ``x``, contiguous. Not collective."""
         block: Array = namespace(x).ascontiguousarray(x[(slice(None),) * (self.axis % x.ndim) + (self.own,)])
         return block
 
     def gather(self, x: Array, tag: str) -> Array:
-        """Return the ranks' blocks joined. Collective over ``group``."""
+        """Return the whole array, of which ``x`` is this rank's part. Collective over ``group``.
+
+        ``tag`` names the message in errors and traces.
+        """
         return self.group.all_gather(x, self.axis, self.shards.sizes(), tag)
 
     def scatter(self, x: Array, tag: str) -> Array:
-        """Return this rank's block of the sum of the ranks' terms. Collective over ``group``."""
+        """Return this rank's part of the sum of all ranks' ``x``. Collective over ``group``.
+
+        ``tag`` names the message in errors and traces.
+        """
         return self.group.reduce_scatter(x, self.axis, self.shards.sizes(), tag)
 
 
 @dataclass(frozen=True)
 class Split(ShardedRegion):
-    """Keep this rank's block of a whole array."""
+    """Cut a whole array, and keep this rank's part."""
 
     def forward(self, x: Array) -> Array:
-        """Return the own block. Not collective."""
+        """Return this rank's part of ``x``. Not collective."""
         return self.take(x)
 
     def backward(self, dy: Array) -> Array:
-        """Join the blocks' gradients. Collective over ``group``."""
+        """Join the ranks' parts of the gradient. Collective over ``group``."""
         return self.gather(dy, "split: gradient")
 
 
 @dataclass(frozen=True)
 class Gather(ShardedRegion):
-    """Join the ranks' blocks into an array that all of them use in the same way."""
+    """Join the ranks' parts of an array to the whole array, which all ranks use in the same computation."""
 
     def forward(self, x: Array) -> Array:
-        """Join the blocks. Collective over ``group``."""
+        """Return the whole array, of which ``x`` is this rank's part. Collective over ``group``."""
         return self.gather(x, "gather")
 
     def backward(self, dy: Array) -> Array:
-        """Return the own block of a gradient that is the same on all ranks. Not collective."""
+        """Return this rank's part of ``dy``, which is the same on all ranks. Not collective."""
         return self.take(dy)
 
 
 @dataclass(frozen=True)
 class Expand(ShardedRegion):
-    """Join the ranks' blocks into an array that each rank uses in its own way."""
+    """Join the ranks' parts of an array to the whole array, which each rank uses in its own computation."""
 
     def forward(self, x: Array) -> Array:
-        """Join the blocks. Collective over ``group``."""
+        """Return the whole array, of which ``x`` is this rank's part. Collective over ``group``."""
         return self.gather(x, "expand")
 
     def backward(self, dy: Array) -> Array:
-        """Add up the ranks' terms and keep the own block. Collective over ``group``."""
+        """Return this rank's part of the sum of all ranks' ``dy``. Collective over ``group``."""
         return self.scatter(dy, "expand: gradient")
 
 
 @dataclass(frozen=True)
 class Scatter(ShardedRegion):
-    """Add up the terms of all ranks; each rank keeps its block of the sum."""
+    """Sum the arrays of all ranks; each rank keeps its part of the sum."""
 
     def forward(self, x: Array) -> Array:
-        """Add up the ranks' terms and keep the own block. Collective over ``group``."""
+        """Return this rank's part of the sum of all ranks' ``x``. Collective over ``group``."""
         return self.scatter(x, "scatter")
 
     def backward(self, dy: Array) -> Array:
-        """Join the blocks' gradients. Collective over ``group``."""
+        """Join the ranks' parts of the gradient. Collective over ``group``."""
         return self.gather(dy, "scatter: gradient")
 
 
 def complete(group: Group, arrays: Sequence[Array], tag: str) -> None:
-    """Replace arrays, of which each rank holds one term, by their sums, in one message.
+    """Replace each of ``arrays`` in place by its sum over the ranks, all in one message.
 
-    All ranks get the same bits. ``tag`` names the message in errors and traces.
+    Every rank passes arrays of the same shapes, and gets the same bits. ``tag`` names the message in errors and traces.
 
     Collective over ``group``.
     """

@@ -23,7 +23,7 @@ class Sequential(Layer):
     Parameters
     ----------
     layers : mapping of str to Layer, or iterable of Layer
-        An iterable's layers are named "0", "1", ...
+        The layers in the order in which they are applied. Those of an iterable without names are named "0", "1", ...
     """
 
     layers: tuple[tuple[str, Layer], ...]
@@ -42,7 +42,7 @@ class Sequential(Layer):
         return dict(self.layers)
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Apply the layers first to last."""
+        """Apply the layers, first to last; return the last output and a list of the layers' caches."""
         caches = []
         try:
             for name, layer in self.layers:
@@ -55,7 +55,10 @@ class Sequential(Layer):
         return x, caches
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Compute the input gradients from the last layer to the first; stop at a layer that returns no gradient."""
+        """Compute the input gradients from the last layer to the first; stop at a layer that returns None.
+
+        Returns the gradient of ``x`` (or None), and what the layers' ``backward_weights`` need.
+        """
         gradient: Array | None = dy
         pendings = []
         for (name, layer), layer_cache in zip(reversed(self.layers), reversed(cache), strict=True):
@@ -73,7 +76,7 @@ class Sequential(Layer):
         return gradient, pendings
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradients of all layers, last to first."""
+        """Overwrite the gradients of all layers' parameters, last layer to first."""
         reached = zip(reversed(self.layers), reversed(cache), pending, strict=False)
         for (name, layer), layer_cache, layer_pending in reached:
             try:
@@ -95,14 +98,17 @@ class Sequential(Layer):
         return self if all(layers[name] is layer for name, layer in self.layers) else Sequential(layers)
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Add up the operations of all layers."""
+        """Return the sum of the operations of all layers for one sample of ``shape``."""
         total = Operations()
         for _, layer in self.layers:
             total, shape = total + layer.operations(shape), layer.output_shape(shape)
         return total
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
-        """Add the nodes of all layers to the exported computation graph, each fed by the layer before it."""
+        """Add the nodes of all layers to the exported computation graph, each fed by the layer before it.
+
+        ``source`` is the input of the first layer. Returns the output of the last layer.
+        """
         for child, layer in self.layers:
             source = layer.trace(graph, f"{name}.{child}", source)
         return source

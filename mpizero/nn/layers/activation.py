@@ -1,4 +1,4 @@
-"""Apply elementwise activations; each has two kernels, ``name`` and ``name_backward``."""
+"""Apply elementwise activations; each has a forward and a backward kernel, ``NAME`` and ``NAME_backward``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from mpizero.types import EVALUATE, Array, Params, Run
 
 @dataclass(frozen=True)
 class Activation(Layer):
-    """Apply an elementwise function; a subclass sets ``kernel``, the name of its two kernels."""
+    """Apply an elementwise function; a subclass sets ``kernel``, the name of the forward kernel.
+
+    The backward kernel has the same name with the suffix ``_backward``.
+    """
 
     kernel: ClassVar[str]
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Apply the activation to every element."""
+        """Apply the activation to every element; return the result, and ``x`` as the cache."""
         require_floats(x, type(self).__name__)
         xp = namespace(x)
         x = xp.ascontiguousarray(x)
@@ -28,20 +31,26 @@ class Activation(Layer):
         return y, x
 
     def forward_biased(self, x: Array, bias: Array | None) -> tuple[Array, Any]:
-        """Apply the activation to ``x + bias``; ``x`` is overwritten with that sum."""
+        """Return the activation of ``x + bias``, and this sum as the cache; ``bias`` may be None.
+
+        The sum is written to ``x``.
+        """
         if bias is not None:
             x += bias
         return self.forward({}, x)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Multiply ``dy`` by the derivative of the activation."""
+        """Return ``dy`` multiplied by the derivative of the activation, and None."""
         xp = namespace(cache)
         dx = xp.empty_like(cache)
         self._multiply(cache, xp.ascontiguousarray(dy), dx)
         return dx, None
 
     def backward_over(self, cache: Any, dy: Array) -> Array:
-        """Compute :meth:`backward_input` in the memory of ``dy``, which must be contiguous, to save an array."""
+        """Return ``dy`` multiplied by the derivative of the activation, computed in the memory of ``dy``.
+
+        This saves an array. ``cache`` comes from the forward pass, and ``dy`` must be contiguous.
+        """
         self._multiply(cache, dy, dy)
         return dy
 
@@ -58,7 +67,7 @@ class GELU(Activation):
     kernel: ClassVar[str] = "gelu"
 
     def forward_biased(self, x: Array, bias: Array | None) -> tuple[Array, Any]:
-        """Apply GELU to ``x + bias`` in one pass over memory; the cache holds the sum, and ``x`` may be overwritten."""
+        """Return GELU of ``x + bias``, and that sum as the cache, in one pass over memory; ``x`` may be overwritten."""
         if bias is None:
             return self.forward({}, x)
         xp = namespace(x)

@@ -1,6 +1,6 @@
 """Compute causal self-attention (Vaswani et al., 2017) by batched products that skip most of the masked scores.
 
-A few samples or heads are computed at a time, so that their scores stay in the cache.
+A few samples or heads are computed at a time, so that their scores stay in the CPU's cache.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Part = tuple[slice, slice]
 
 
 class AttentionBase(Affine):
-    """Compute a linear map to queries, keys and values, attention, and a projection; base of whole and split form."""
+    """Compute queries, keys and values, attention, and a projection; the base class of unsplit and split attention."""
 
     @property
     @abstractmethod
@@ -57,20 +57,26 @@ class AttentionBase(Affine):
     @property
     @abstractmethod
     def features(self) -> int:
-        """Number of features of an input."""
+        """Number of features of the input."""
 
     @property
     @abstractmethod
     def own_heads(self) -> tuple[CausalSelfAttention, int]:
-        """The attention of this rank's heads, as a layer whose linear maps are unused, and its first head's number."""
+        """A layer that computes the attention of this rank's heads, and its first head's number in the whole layer.
+
+        Only the attention of the returned layer is used, not its linear maps.
+        """
 
     def children(self) -> dict[str, Layer]:
-        """Return ``qkv`` and ``projection``. Not collective."""
+        """Return the two linear layers by name: ``qkv`` and ``projection``. Not collective."""
         into_qkv, projection = self._layers
         return {"qkv": into_qkv, "projection": projection}
 
     def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Compute the output for ``x`` (samples, length, dim) without the last bias. Collective where split."""
+        """Return the output for ``x`` (samples, length, dim) without the projection's bias, and the cache.
+
+        Collective where the layer is split.
+        """
         require_sequences(x, self.features, "CausalSelfAttention")
         (into_qkv, projection), (own, first_head) = self._layers, self.own_heads
         qkv, qkv_cache = into_qkv.product(params["qkv"], x, run)
@@ -81,11 +87,14 @@ class AttentionBase(Affine):
         return y, (qkv_cache, seen, projection_cache)
 
     def last_bias(self, params: Params) -> Array | None:
-        """Return the projection's bias. Not collective."""
+        """Return the projection's bias, which :meth:`product` does not add. Not collective."""
         return self._layers[1].last_bias(params["projection"])
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Compute the gradient of ``x``. Collective where the layer is split."""
+        """Return the gradient of ``x``, and what :meth:`backward_weights` needs.
+
+        Collective where the layer is split.
+        """
         into_qkv, projection = self._layers
         qkv_cache, seen, projection_cache = cache
         dmixed, projection_pending = projection.backward_input(params["projection"], projection_cache, dy)
@@ -96,14 +105,17 @@ class AttentionBase(Affine):
         return dx, (qkv_pending, projection_pending)
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradients of both weights and biases. Collective where sequences are split."""
+        """Overwrite the gradients of both linear layers' weights and biases. Collective where sequences are split."""
         into_qkv, projection = self._layers
         projection.backward_weights(params["projection"], cache[2], pending[1], grads["projection"])
         poll(params)
         into_qkv.backward_weights(params["qkv"], cache[0], pending[0], grads["qkv"])
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the operations of the two linear maps and of the attention between them. Not collective."""
+        """Count the operations of the two linear maps and of the attention between them, for one sample of ``shape``.
+
+        Not collective.
+        """
         into_qkv, projection = self._layers
         own = self.own_heads[0].attend_operations(shape[0])
         return into_qkv.operations(shape) + projection.operations(shape) + own
@@ -112,22 +124,22 @@ class AttentionBase(Affine):
 @explains
 @dataclass(frozen=True)
 class CausalSelfAttention(AttentionBase):
-    """Let each place of a sequence attend to itself and the places before it.
+    """Let each position of a sequence attend to itself and the positions before it.
 
-    One product gives queries, keys and values side by side, (samples, length, 3, heads, dim / heads).
+    One linear map, ``qkv``, computes queries, keys and values as one array (samples, length, 3, heads, dim / heads).
 
     Parameters
     ----------
     dim, heads : int
-        Features, and the number of heads they are split into; ``heads`` must divide ``dim``.
+        Number of features, and number of heads that they are split into; ``heads`` must divide ``dim``.
     dropout : float
         Dropout rate of the attention probabilities.
     site : int
         Number that keys the dropout's random mask; unique in the model.
     projection_init : Init or None
-        Start values of the output projection's weight; None takes :class:`Linear`'s.
+        Start values of the output projection's weight; None takes the default of :class:`Linear`.
     init : Init or None
-        Start values of the query, key and value weight; None takes :class:`Linear`'s.
+        Start values of the weight of ``qkv``; None takes the default of :class:`Linear`.
     """
 
     dim: int
@@ -158,7 +170,7 @@ class CausalSelfAttention(AttentionBase):
 
     @property
     def features(self) -> int:
-        """Number of features of an input."""
+        """Number of features of the input."""
         return self.dim
 
     @property
@@ -169,9 +181,9 @@ class CausalSelfAttention(AttentionBase):
     def attend(self, qkv: Array, bias: Array | None, run: Run, first_head: int = 0) -> tuple[Array, Any]:
         """Compute attention from queries, keys and values, ``qkv + bias`` (samples, length, 3 dim).
 
-        Returns the mixed values (samples, length, dim) and the cache. ``qkv`` may be overwritten. Where the heads are
-        some of those of a split layer, ``first_head`` is the number of the first of them in the whole layer; dropout
-        masks depend on it.
+        Returns the weighted sums of the values (samples, length, dim), and the cache for :meth:`attend_backward`.
+        ``qkv`` may be overwritten. If this layer has only some of the heads of a split layer, ``first_head`` is the
+        number of its first head in the whole layer; dropout masks depend on it.
         """
         xp, (samples, length, _) = namespace(qkv), qkv.shape
         if not length:
@@ -194,7 +206,10 @@ class CausalSelfAttention(AttentionBase):
         return mixed, (apart, stored, run, first_head)
 
     def attend_backward(self, seen: Any, dmixed: Array) -> Array:
-        """Compute the gradient of ``qkv`` from what :meth:`attend` cached."""
+        """Return the gradient of ``qkv``, (samples, length, 3 dim).
+
+        ``seen`` is the cache that :meth:`attend` returned, and ``dmixed`` is the gradient of its first result.
+        """
         apart, stored, run, first_head = seen
         xp, work = namespace(apart), _Heads(self, apart, run, first_head)
         samples, length, _ = dmixed.shape
@@ -222,9 +237,10 @@ class CausalSelfAttention(AttentionBase):
         return dqkv
 
     def _keeps_probabilities(self, length: int) -> bool:
-        """Tell whether the probabilities are kept for the backward pass: if they are no larger than four activations.
+        """Tell whether the attention probabilities of sequences of ``length`` are kept for the backward pass.
 
-        For longer sequences they are computed again in the backward pass, with the same bits.
+        They are kept if they are no larger than four arrays (samples, length, dim). For longer sequences the backward
+        pass computes them again, with the same bits.
         """
         return length <= 4 * (self.dim // self.heads)
 
@@ -243,9 +259,10 @@ class CausalSelfAttention(AttentionBase):
         return x.reshape(samples, length, self.heads, self.dim // self.heads).transpose(0, 2, 1, 3)
 
     def attend_operations(self, length: int) -> Operations:
-        """Count the operations of :meth:`attend` and its backward pass on a CPU, without those skipped as masked.
+        """Count the operations of :meth:`attend` and its backward pass for one sample of ``length`` positions.
 
-        A GPU skips fewer: see :data:`BLOCK_ON_DEVICE`.
+        The count is that on a CPU. Products that are skipped because the causal mask hides their scores are not
+        counted. A GPU skips fewer of them: see :data:`BLOCK_ON_DEVICE`.
         """
         sizes = [(stop - start, stop, length - start) for start, stop in _blocks(length)]
         seen = sum(2 * self.dim * queries * before for queries, before, _ in sizes)
@@ -254,7 +271,7 @@ class CausalSelfAttention(AttentionBase):
         return Operations(2 * seen, again + 2 * seen + 2 * seeing)
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
-        """Add nodes for the two linear maps and the attention between them to the exported computation graph."""
+        """Add nodes for the two linear maps and the attention to the exported computation graph; return the output."""
         into_qkv, projection = self._layers
         node = into_qkv.trace(graph, f"{name}.qkv", source)
         settings = {"heads": self.heads, "scale": self._scale, "dropout": self.dropout}
@@ -269,8 +286,8 @@ def _blocks(length: int, size: int = BLOCK) -> Iterator[tuple[int, int]]:
 class _Heads:
     """Compute one group of heads after the other, forward and backward, in memory that is reused.
 
-    The heads are copied to contiguous memory. Strided views would need no copy, but the BLAS takes twice as long for
-    their products.
+    A group, here a ``Part``, is a range of the samples and a range of the heads. The heads are copied to contiguous
+    memory. Strided views would need no copy, but the BLAS takes twice as long for their products.
     """
 
     def __init__(self, layer: CausalSelfAttention, apart: Array, run: Run, first_head: int) -> None:
@@ -281,7 +298,7 @@ class _Heads:
         self._kernels = kernels.backend(apart).attention
 
     def parts(self) -> Iterator[Part]:
-        """Cut samples and heads into parts that fit the cache: some whole samples, or some heads of one sample."""
+        """Yield groups whose scores fit the cache: ranges of whole samples, or ranges of the heads of one sample."""
         _, samples, heads, length, _ = self.apart.shape
         limit = CACHE if isinstance(self.apart, np.ndarray) else DEVICE
         fitting = max(1, limit // max(1, length * length * self.apart.itemsize))
@@ -291,38 +308,44 @@ class _Heads:
                 yield slice(first, min(first + some, samples)), slice(head, min(head + several, heads))
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """Cut the queries into blocks (start, stop); the queries of a block see no key from ``stop`` on."""
+        """Yield the ranges of queries (start, stop) for which scores are computed at once.
+
+        The causal mask hides all keys from ``stop`` on from the queries of a range.
+        """
         return _blocks(self.apart.shape[3], BLOCK if isinstance(self.apart, np.ndarray) else BLOCK_ON_DEVICE)
 
     def take(self, qkv: Array, bias: Array | None, some: slice) -> None:
-        """Store queries, keys and values of some samples of ``qkv + bias`` (samples, length, 3 dim), head by head."""
+        """Store queries, keys and values of the samples ``some``, taken from ``qkv + bias``, head by head."""
         rows = _rows(qkv[some])
         self._kernels.split_heads(rows, rows[:0].reshape(-1) if bias is None else bias, 0, some.start, self.apart)
 
     def score_shape(self, part: Part) -> tuple[int, ...]:
-        """Return the shape of a part's scores: (samples, heads, queries, keys)."""
+        """Return the shape of the scores of ``part``: (samples, heads, queries, keys)."""
         some, heads = part
         length = self.apart.shape[3]
         return some.stop - some.start, heads.stop - heads.start, length, length
 
     def room(self, name: str, shape: tuple[int, ...]) -> Array:
-        """Return the workspace memory called ``name``, of undefined contents; see :meth:`Workspace.room`."""
+        """Return an array of undefined contents in the workspace memory called ``name``; see :meth:`Workspace.room`."""
         return self._work.room(name, shape)
 
     def heads(self, kind: int, part: Part) -> Array:
-        """Return a part's queries (kind 0), keys (1) or values (2): (samples, heads, length, size), contiguous."""
+        """Return queries (``kind`` 0), keys (1) or values (2) of ``part``, as a contiguous view.
+
+        Its shape is (samples, heads, length, dim / heads).
+        """
         heads: Array = self.apart[kind][part]
         return heads
 
     def transposed(self, kind: int, part: Part) -> Array:
-        """Copy the result of :meth:`heads`, transposed to (samples, heads, size, length)."""
+        """Return a copy of the result of :meth:`heads`, transposed to (samples, heads, dim / heads, length)."""
         heads = self.heads(kind, part)
         out = self.room("transposed", (*heads.shape[:2], heads.shape[3], heads.shape[2]))
         self._kernels.transposed_heads(heads, out)
         return out
 
     def copied(self, x: Array, part: Part) -> Array:
-        """Copy a part of ``x`` (samples, length, dim) to the layout of :meth:`heads`."""
+        """Return a copy of the part ``part`` of ``x`` (samples, length, dim), in the shape of :meth:`heads`."""
         some, heads = part
         rows, shape = _rows(x[some]), self.heads(0, part).shape
         out = self.room("copied", shape)
@@ -330,7 +353,7 @@ class _Heads:
         return out
 
     def probabilities(self, part: Part, scores: Array) -> Array:
-        """Compute the attention probabilities of a part in the memory of ``scores``."""
+        """Compute the attention probabilities of ``part`` in the memory of ``scores``, and return them."""
         q, k_transposed = operand(self.heads(0, part)), operand(self.transposed(1, part))
         for start, stop in self.blocks():
             multiply(q[:, :, start:stop], k_transposed[..., :stop], scores[:, :, start:stop, :stop])
@@ -338,11 +361,14 @@ class _Heads:
         return scores
 
     def softmax_backward(self, probabilities: Array, dscores: Array) -> None:
-        """Replace the gradient of a part's probabilities, ``dscores``, by the gradient of its scores."""
+        """Replace ``dscores``, the gradient of the given probabilities, by the gradient of the scores, in place."""
         self._kernels.causal_softmax_backward(_matrices(probabilities), _matrices(dscores), self._scale)
 
     def dropped(self, x: Array, part: Part) -> Array:
-        """Apply dropout to a part's probabilities or their gradient; return a new array, or ``x`` itself."""
+        """Apply dropout to ``x``, the probabilities of ``part`` or their gradient; return a new array, or ``x`` itself.
+
+        ``x`` itself is returned if nothing is dropped.
+        """
         dropout = self._layer.probability_dropout
         if not dropout.drops(x, self._run):
             return x

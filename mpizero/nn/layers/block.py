@@ -1,4 +1,4 @@
-"""Compute a transformer's pre-norm block and its feed-forward half."""
+"""Define a transformer's pre-norm block, and the feed-forward layer in it."""
 
 from __future__ import annotations
 
@@ -22,19 +22,22 @@ from mpizero.types import EVALUATE, Array, Init, Params, Run
 
 
 class FeedForwardBase(Affine):
-    """Apply two linear layers with an activation between them; the base class of the whole and the split form."""
+    """Apply two linear layers with an activation between them; the base class of the unsplit and the split form."""
 
     @property
     @abstractmethod
     def _layers(self) -> tuple[Affine, Activation, Affine]: ...
 
     def children(self) -> dict[str, Layer]:
-        """Return ``expand`` and ``projection``. Not collective."""
+        """Return the two linear layers by name: ``expand`` and ``projection``. Not collective."""
         expand, _, projection = self._layers
         return {"expand": expand, "projection": projection}
 
     def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Compute the output for ``x`` (..., dim) without the last bias. Collective where the layers are split."""
+        """Return the output for ``x`` (..., dim) without the last bias, and the cache.
+
+        Collective where the layers are split.
+        """
         expand, act, projection = self._layers
         hidden, expand_cache = expand.product(params["expand"], x, run)
         active, act_cache = act.forward_biased(hidden, expand.last_bias(params["expand"]))
@@ -43,11 +46,14 @@ class FeedForwardBase(Affine):
         return y, (expand_cache, act_cache, projection_cache)
 
     def last_bias(self, params: Params) -> Array | None:
-        """Return the projection's bias. Not collective."""
+        """Return the second linear layer's bias, which :meth:`product` does not add. Not collective."""
         return self._layers[2].last_bias(params["projection"])
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Compute the gradient of ``x``. Collective where the layers are split."""
+        """Return the gradient of ``x``, and what :meth:`backward_weights` needs.
+
+        Collective where the layers are split.
+        """
         expand, act, projection = self._layers
         dactive, projection_pending = projection.backward_input(params["projection"], cache[2], dy)
         dhidden = act.backward_over(cache[1], known(dactive))  # the projection's result, which nobody else holds
@@ -56,14 +62,14 @@ class FeedForwardBase(Affine):
         return dx, (expand_pending, projection_pending)
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradients of both weights and biases. Collective where sequences are split."""
+        """Overwrite the gradients of both linear layers' weights and biases. Collective where sequences are split."""
         expand, _, projection = self._layers
         projection.backward_weights(params["projection"], cache[2], pending[1], grads["projection"])
         poll(params)
         expand.backward_weights(params["expand"], cache[0], pending[0], grads["expand"])
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the operations of both linear layers. Not collective."""
+        """Return the sum of both linear layers' operations for one sample of ``shape``. Not collective."""
         expand, _, projection = self._layers
         return expand.operations(shape) + projection.operations(expand.output_shape(shape))
 
@@ -71,7 +77,7 @@ class FeedForwardBase(Affine):
 @explains
 @dataclass(frozen=True)
 class FeedForward(FeedForwardBase):
-    """Apply two linear layers with an activation between them, to each place of a sequence on its own.
+    """Apply two linear layers with an activation between them, to each position of a sequence by itself.
 
     Parameters
     ----------
@@ -82,7 +88,7 @@ class FeedForward(FeedForwardBase):
     activation : str
         "gelu", "silu", "relu" or "tanh".
     init, projection_init : Init or None
-        Start values of the first and the second weight; None takes :class:`Linear`'s.
+        Start values of the first and the second weight; None takes the default of :class:`Linear`.
     """
 
     dim: int
@@ -117,7 +123,7 @@ class FeedForward(FeedForwardBase):
 
 
 class TransformerBlockBase(Layer):
-    """Compute a pre-norm transformer block; the base class of the whole and the split form."""
+    """Compute a pre-norm transformer block; the base class of the unsplit and the split form."""
 
     @property
     @abstractmethod
@@ -128,11 +134,14 @@ class TransformerBlockBase(Layer):
     def _dropouts(self) -> tuple[Dropout, Dropout]: ...
 
     def _dropped(self, dropout: Dropout, x: Array, run: Run) -> Array:
-        """Apply dropout to what this rank holds of ``x``; the backward pass calls this for ``dy``. Not collective."""
+        """Return ``x``, or a split block's part of it, with dropout applied.
+
+        The backward pass calls this with ``dy``. Not collective.
+        """
         return dropout.mask(x, run) if dropout.drops(x, run) else x
 
     def _joined(self, branch: Array, bias: Array | None, dropout: Dropout, stream: Array, run: Run) -> Array:
-        """Add the bias to a branch's result, apply dropout, add the residual stream; all in the branch's memory."""
+        """Return dropout of ``branch + bias``, plus the residual stream, computed in the memory of ``branch``."""
         xp = namespace(branch)
         if bias is None or dropout.drops(branch, run):
             if bias is not None:
@@ -147,12 +156,15 @@ class TransformerBlockBase(Layer):
         return joined
 
     def children(self) -> dict[str, Layer]:
-        """Return ``norm1``, ``attention``, ``norm2`` and ``feed_forward``. Not collective."""
+        """Return the four layers by name: ``norm1``, ``attention``, ``norm2`` and ``feed_forward``. Not collective."""
         norm1, attention, norm2, feed_forward = self._layers
         return {"norm1": norm1, "attention": attention, "norm2": norm2, "feed_forward": feed_forward}
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ``x`` (samples, length, dim) to the same shape. Collective where the layers are split."""
+        """Return the output for ``x`` (samples, length, dim), of the same shape, and the cache.
+
+        Collective where the layers are split.
+        """
         norm1, attention, norm2, feed_forward = self._layers
         drop1, drop2 = self._dropouts
         require_sequences(x, norm1.features, "TransformerBlock")
@@ -170,7 +182,10 @@ class TransformerBlockBase(Layer):
         return y, (norm1_cache, attention_cache, norm2_cache, feed_cache, run)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Compute the gradient of ``x``. Collective where the layers are split."""
+        """Return the gradient of ``x``, and what :meth:`backward_weights` needs.
+
+        Collective where the layers are split.
+        """
         norm1, attention, norm2, feed_forward = self._layers
         drop1, drop2 = self._dropouts
         norm1_cache, attention_cache, norm2_cache, feed_cache, run = cache
@@ -186,14 +201,17 @@ class TransformerBlockBase(Layer):
         return dx, (norm1_pending, attention_pending, norm2_pending, feed_pending)
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradients of all four layers. Collective where the layers are split."""
+        """Overwrite the gradients of the parameters of all four layers. Collective where the layers are split."""
         parts = zip(reversed(self.children().items()), reversed(cache[:4]), reversed(pending), strict=True)
         for (name, layer), layer_cache, layer_pending in parts:
             poll(params)
             layer.backward_weights(params[name], layer_cache, layer_pending, grads[name])
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the operations of attention and feed-forward. Not collective."""
+        """Return the sum of the operations of attention and feed-forward for one sample of ``shape``.
+
+        Not collective.
+        """
         return self._layers[1].operations(shape) + self._layers[3].operations(shape)
 
 
@@ -205,9 +223,10 @@ class TransformerBlock(TransformerBlockBase):
     Parameters
     ----------
     dim, heads : int
-        Features and attention heads.
+        Number of features and number of attention heads.
     dropout : float
-        Rate of the three dropouts: of the attention probabilities, and of the result of each of the two branches.
+        Rate of the block's three dropouts. One acts on the attention probabilities, the others on the results of
+        ``attention`` and ``feed_forward``.
     site : int
         First of the three consecutive numbers that key the random masks of this block's dropouts.
     residual_scale : float
@@ -236,7 +255,7 @@ class TransformerBlock(TransformerBlockBase):
         return Dropout(self.dropout, self.site + 1), Dropout(self.dropout, self.site + 2)
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
-        """Add nodes for both branches and their residual sums to the exported computation graph."""
+        """Add nodes for attention, feed-forward and their residual sums to the computation graph; return the output."""
         norm1, attention, norm2, feed_forward = self._layers
         drop1, drop2 = self._dropouts
         node = norm1.trace(graph, f"{name}.norm1", source)

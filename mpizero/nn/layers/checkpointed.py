@@ -16,18 +16,22 @@ from mpizero.types import EVALUATE, Array, Params, Run
 class Checkpointed(Wrapper):
     """Keep only a layer's input in the forward pass, and compute its cache again in the backward pass.
 
-    The gradients have the same bits as without this wrapper: the second forward pass repeats the first one, with its
-    dropout masks and, for a split layer, its messages. Parameters keep the wrapped layer's names.
+    The gradients have the same bits as without this wrapper. The second forward pass repeats the first one, including
+    dropout masks and, for a split layer, messages. Parameters keep the wrapped layer's names.
     """
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Run the layer and drop its cache. Collective where the layer is split."""
+        """Return the layer's output; the returned cache is only ``x`` and ``run``.
+
+        Collective where the layer is split.
+        """
         return self.layer.forward(params, x, run)[0], (x, run)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Run the layer forward again, then its input half; the cache lives until the weight half.
+        """Run the layer forward again to get its cache, then call its ``backward_input``.
 
-        Collective where the layer is split.
+        The second value returned includes that cache, because :meth:`backward_weights` needs it. Collective where the
+        layer is split.
         """
         x, run = cache
         inner = self.layer.forward(params, x, run)[1]
@@ -35,11 +39,17 @@ class Checkpointed(Wrapper):
         return dx, (inner, pending)
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Run the layer's weight half with the cache computed again. Collective where the layer is split."""
+        """Call the layer's ``backward_weights`` with the cache that :meth:`backward_input` computed.
+
+        Collective where the layer is split.
+        """
         inner, inner_pending = pending
         self.layer.backward_weights(params, inner, inner_pending, grads)
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the wrapped layer's operations, with those of the forward pass twice. Not collective."""
+        """Return the wrapped layer's operations for one sample of ``shape``, with its forward pass counted twice.
+
+        The second forward pass counts as part of ``backward_input``. Not collective.
+        """
         once = self.layer.operations(shape)
         return once + Operations(backward_input=once.forward)

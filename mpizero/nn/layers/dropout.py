@@ -1,4 +1,4 @@
-"""Apply dropout whose mask depends on the sample's place in the global batch, never on a rank."""
+"""Apply dropout whose mask depends on the sample's index in the global batch, never on a rank."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from mpizero.validation import require, whole
 class SamplePart(NamedTuple):
     """Describe which elements of each sample an array holds, where a rank has only a part of each sample.
 
-    The part consists of planes, a plane of ``rows`` rows, a row of ``width`` contiguous elements. Element j of row r of
-    plane p is element ``offset + p * plane_step + r * row_step + j`` of the whole sample, counted in C order. With one
-    row the part is contiguous: for example some places of a sequence, or the scores of some heads.
+    The part consists of planes. Each plane consists of ``rows`` rows, and each row of ``width`` contiguous elements.
+    Element j of row r of plane p is element ``offset + p * plane_step + r * row_step + j`` of the whole sample, counted
+    in C order. If ``rows`` is 1, the part is contiguous: consecutive positions of a sequence, for example, or the
+    scores of consecutive heads.
     """
 
     offset: int
@@ -47,25 +48,25 @@ class Dropout(Layer):
         require("Dropout: site", self.site, whole())
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Mask ``x`` (samples, ...) in training; otherwise return ``x`` itself."""
+        """Return ``x`` (samples, ...) with the mask applied, or ``x`` itself if not in training; and the cache."""
         require_floats(x, "Dropout")
         if not self.drops(x, run):
             return x, None
         return self.mask(x, run), run
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Mask ``dy`` with the forward pass's mask, drawn again."""
+        """Return ``dy`` with the forward pass's mask, which is drawn again, and None."""
         return (dy if cache is None else self.mask(dy, cache)), None
 
     def drops(self, x: Array, run: Run) -> bool:
-        """Tell whether any element of ``x`` may be dropped in this run."""
+        """Tell whether elements of ``x`` may be dropped: in training, if ``rate`` is not 0 and ``x`` is not empty."""
         return run.training and self.rate > 0.0 and x.size > 0
 
     def mask(self, x: Array, run: Run, window: SamplePart | None = None) -> Array:
-        """Mask ``x`` (samples, ...), which holds whole samples or the parts of them that ``window`` describes.
+        """Return a copy of ``x`` (samples, ...) with the mask applied.
 
-        Parts of a sample get the mask that they have in the whole sample. The backward pass calls this function with
-        ``dy``.
+        If ``window`` is given, ``x`` holds only that part of each sample; its elements get the mask that they have in
+        the whole sample. The backward pass calls this function with ``dy``.
         """
         xp = namespace(x)
         x = xp.ascontiguousarray(x)
@@ -85,5 +86,5 @@ class Dropout(Layer):
         return y
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
-        """Add a dropout node to the exported computation graph, unless the rate is 0."""
+        """Add a dropout node to the exported computation graph if the rate is not 0; return the output."""
         return graph.add_layer(self, name, source, source.shape) if self.rate else source

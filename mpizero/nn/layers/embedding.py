@@ -1,4 +1,4 @@
-"""Look up vectors in tables by integer ids."""
+"""Define layers that look up vectors in tables by integer ids or by position."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpizero.types import EVALUATE, Array, Init, ParameterSpec, Params, Run
 @explains
 @dataclass(frozen=True)
 class Embedding(Layer):
-    """Look up row ``id`` of ``weight`` (items, features) for every integer id; the weight takes no weight decay.
+    """Look up row ``id`` of ``weight`` (items, features) for every integer id; the weight has no weight decay.
 
     The input has no gradient, so ``backward_input`` returns None for it.
     """
@@ -32,11 +32,14 @@ class Embedding(Layer):
         require_positive("Embedding", items=self.items, features=self.features)
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe ``weight``."""
+        """Describe ``weight``, which has no weight decay."""
         return (ParameterSpec("weight", (self.items, self.features), self.init, decay=False),)
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ids of any shape to (*shape, features); :class:`DataError` on ids outside the table."""
+        """Map ids of any shape to vectors (*shape, features); return them and the cache.
+
+        Raises :class:`DataError` for an id that is not in [0, ``items``).
+        """
         weight = params["weight"]
         ids = as_ids(x, self.items, "Embedding").reshape(-1)
         rows = namespace(weight).empty((ids.size, self.features), weight.dtype)
@@ -44,25 +47,25 @@ class Embedding(Layer):
         return rows.reshape(*x.shape, self.features), ids
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Return None, because integer ids have no gradient, and ``dy`` for the weight half."""
+        """Return None, because integer ids have no gradient, and ``dy`` for :meth:`backward_weights`."""
         return None, dy
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite row ``id`` of the table's gradient with the sum of ``dy`` over the places that hold this id."""
+        """Overwrite row ``id`` of the weight's gradient with the sum of ``dy`` over all occurrences of this id."""
         gradient = grads["weight"]
         gradient[...] = 0
         rows = namespace(pending).ascontiguousarray(pending.reshape(cache.size, self.features))
         kernels.backend(gradient).embedding.scatter_add(rows, cache, gradient)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Add the axis of ``features``."""
+        """Return ``shape`` with ``features`` appended."""
         return (*shape, self.features)
 
 
 @explains
 @dataclass(frozen=True)
 class Position(Layer):
-    """Add row t of ``weight`` (sequence, features) to place t of every sample; the weight takes no weight decay."""
+    """Add row t of ``weight`` (sequence, features) to position t of every sample; the weight has no weight decay."""
 
     sequence: int
     features: int
@@ -72,11 +75,13 @@ class Position(Layer):
         require_positive("Position", sequence=self.sequence, features=self.features)
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe ``weight``."""
+        """Describe ``weight``, which has no weight decay."""
         return (ParameterSpec("weight", (self.sequence, self.features), self.init, decay=False),)
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Add positions to ``x`` (samples, length <= sequence, features).
+        """Return ``x`` (samples, length <= sequence, features) plus the first ``length`` rows of the weight.
+
+        The cache is None.
 
         Raises
         ------
@@ -92,11 +97,14 @@ class Position(Layer):
         return x + params["weight"][: x.shape[1]], None
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Return ``dy`` itself: the gradient of the input and of what was added are the same."""
+        """Return ``dy`` twice: it is the gradient of ``x``, and :meth:`backward_weights` needs it."""
         return dy, dy
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradient with the sum of ``dy`` over samples; it is zero for places past the input's length."""
+        """Overwrite the weight's gradient with the sum of ``dy`` over the samples.
+
+        Rows beyond the input's length get zeros.
+        """
         length = pending.shape[1]
         namespace(pending).sum(pending, axis=0, out=grads["weight"][:length])
         grads["weight"][length:] = 0
@@ -105,7 +113,7 @@ class Position(Layer):
 @explains
 @dataclass(frozen=True)
 class TokenEmbedding(Layer):
-    """Turn token ids into vectors: look up tokens, add positions, apply dropout; a language model's first block.
+    """Look up token ids, add position vectors and apply dropout: a language model's first block.
 
     Parameters
     ----------
@@ -135,17 +143,17 @@ class TokenEmbedding(Layer):
         )
 
     def children(self) -> dict[str, Layer]:
-        """Return ``token`` and ``position``."""
+        """Return the two tables by name: ``token`` and ``position``."""
         token, position, _ = self._layers
         return {"token": token, "position": position}
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ids (samples, length) to vectors (samples, length, features).
+        """Map ids (samples, length) to vectors (samples, length, features); return them and the cache.
 
         Raises
         ------
         DataError
-            An id is outside the vocabulary, a sample has more than ``sequence`` ids, or ``x`` has not two axes.
+            An id is outside the vocabulary, a sample has more than ``sequence`` ids, or ``x`` does not have two axes.
         """
         self.require_ids(x)
         token, position, dropout = self._layers
@@ -164,17 +172,20 @@ class TokenEmbedding(Layer):
             )
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Return None, because integer ids have no gradient, and the gradient before dropout for the weight half."""
+        """Return None, because integer ids have no gradient, and the gradient of the vectors before dropout.
+
+        :meth:`backward_weights` needs the latter.
+        """
         return None, self._layers[2].backward_input({}, cache[1], dy)[0]
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite both tables' gradients."""
+        """Overwrite the gradients of the token and the position table."""
         token, position, _ = self._layers
         token.backward_weights(params["token"], cache[0], pending, grads["token"])
         position.backward_weights(params["position"], None, pending, grads["position"])
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Add the axis of ``features``."""
+        """Return ``shape`` with ``features`` appended."""
         return (*shape, self.features)
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
@@ -182,7 +193,7 @@ class TokenEmbedding(Layer):
         return Operations()
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
-        """Add nodes for the token table, the positions and the dropout to the exported computation graph."""
+        """Add nodes for the token table, the positions and the dropout to the computation graph; return the output."""
         token, position, dropout = self._layers
         node = token.trace(graph, f"{name}.token", source)
         node = position.trace(graph, f"{name}.position", node)

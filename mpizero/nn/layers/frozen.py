@@ -24,12 +24,12 @@ class Frozen(Wrapper):
         return tuple(replace(spec, trainable=False) for spec in self.layer.specs())
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Run the wrapped layer's input half. Collective where the layer is split."""
+        """Return the gradient of the wrapped layer's input, and None. Collective where the layer is split."""
         return self.layer.backward_input(params, cache, dy)[0], None
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Write no gradients, because there are none. Not collective."""
+        """Do nothing, because the parameters have no gradients. Not collective."""
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the wrapped layer's operations without those of its weights' gradients. Not collective."""
+        """Return the wrapped layer's operations, with 0 for the gradients of its weights. Not collective."""
         return replace(self.layer.operations(shape), backward_weights=0)

@@ -17,19 +17,22 @@ from mpizero.types import EVALUATE, Array, Params, Run
 
 
 class LanguageHeadBase(Layer):
-    """Apply a norm, then project onto the vocabulary; the base class of the whole and the split form."""
+    """Apply a norm, then project onto the vocabulary; the base class of the unsplit and the split head."""
 
     @property
     @abstractmethod
     def _layers(self) -> tuple[Layer, Layer]: ...
 
     def children(self) -> dict[str, Layer]:
-        """Return ``norm`` and ``projection``. Not collective."""
+        """Return the two layers by name: ``norm`` and ``projection``. Not collective."""
         norm, projection = self._layers
         return {"norm": norm, "projection": projection}
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ``x`` (samples, length, dim) to logits (samples, length, vocabulary). Collective where split."""
+        """Map ``x`` (samples, length, dim) to logits (samples, length, vocabulary); return them and the cache.
+
+        Collective where the projection is split.
+        """
         norm, projection = self._layers
         normed, norm_cache = norm.forward(params["norm"], x, run)
         poll(params)
@@ -37,7 +40,10 @@ class LanguageHeadBase(Layer):
         return logits, (norm_cache, projection_cache)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Compute the gradient of ``x``. Collective where the projection is split."""
+        """Return the gradient of ``x``, and what :meth:`backward_weights` needs.
+
+        Collective where the projection is split.
+        """
         norm, projection = self._layers
         dnormed, projection_pending = projection.backward_input(params["projection"], cache[1], dy)
         poll(params)
@@ -45,14 +51,18 @@ class LanguageHeadBase(Layer):
         return dx, (norm_pending, projection_pending)
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradients of the norm and of this use of the projection's weight. Collective where split."""
+        """Overwrite the gradients of the norm's parameters and of the projection's weight.
+
+        If the weight is tied, only the gradient of its use in the projection is written. Collective where the
+        projection is split.
+        """
         norm, projection = self._layers
         projection.backward_weights(params["projection"], cache[1], pending[1], grads["projection"])
         poll(params)
         norm.backward_weights(params["norm"], cache[0], pending[0], grads["norm"])
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the projection's operations. Not collective."""
+        """Return the projection's operations for one sample of ``shape``. Not collective."""
         return self._layers[1].operations(shape)
 
 
@@ -73,7 +83,7 @@ class LanguageHead(LanguageHeadBase):
         return LayerNorm(self.dim), Projection(self.dim, self.vocabulary, self.tied)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Replace the last axis by ``vocabulary``."""
+        """Return ``shape`` with ``vocabulary`` as its last element."""
         return (*shape[:-1], self.vocabulary)
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:

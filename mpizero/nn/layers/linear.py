@@ -18,20 +18,21 @@ from mpizero.types import EVALUATE, Array, Init, ParameterSpec, Params, Run
 class Linear(Affine):
     """Compute ``y = x @ weight + bias`` on the last axis.
 
-    ``weight`` is stored as (inputs, outputs), the transpose of PyTorch's. So the three products of a training step read
-    activations row by row (tokens, features). Splitting the outputs over ranks cuts columns, splitting the inputs cuts
-    rows.
+    ``weight`` is stored as (inputs, outputs), the transpose of PyTorch's layout. So the three matrix products of a
+    training step read activations row by row. To split the layer over ranks by outputs is to cut the weight's columns;
+    to split it by inputs is to cut its rows.
 
     Parameters
     ----------
     inputs, outputs : int
         Size of the last axis of the input and of the output.
     bias : bool
-        Whether a bias is added; it takes no weight decay.
+        Whether a bias is added. A bias has no weight decay.
     init : Init or None
-        Start values of the weight; None is uniform on +-1/sqrt(inputs).
+        Start values of the weight; None is the uniform distribution between -1/sqrt(inputs) and 1/sqrt(inputs).
     input_gradient : bool
-        False for a model's first layer, whose input needs no gradient. This saves one of the three products.
+        Whether ``backward_input`` computes the gradient of the input. False for a model's first layer saves one of the
+        three products.
     """
 
     inputs: int
@@ -45,40 +46,43 @@ class Linear(Affine):
         require_init("Linear", self.init)
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe ``weight`` and, where there is one, ``bias``."""
+        """Describe ``weight`` and, if the layer has one, ``bias``."""
         init = self.init or Init("uniform", self.inputs**-0.5)
         weight = ParameterSpec("weight", (self.inputs, self.outputs), init)
         return (weight, ParameterSpec("bias", (self.outputs,), decay=False)) if self.bias else (weight,)
 
     def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Compute ``x @ weight`` without the bias, for ``x`` (..., inputs), in the weight's dtype."""
+        """Return ``x @ weight`` without the bias, for ``x`` (..., inputs), in the weight's dtype, and the cache."""
         weight = params["weight"]
         rows = as_rows(x, self.inputs, weight.dtype, "Linear")
         return matmul(rows, weight).reshape(*x.shape[:-1], self.outputs), rows
 
     def last_bias(self, params: Params) -> Array | None:
-        """Return ``bias``, where there is one."""
+        """Return ``bias``, or None if the layer has none."""
         return params["bias"] if self.bias else None
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Compute ``dy @ weight.T``."""
+        """Return ``dy @ weight.T``, and ``dy`` as a matrix for :meth:`backward_weights`.
+
+        If ``input_gradient`` is False, the first is None.
+        """
         rows = dy.reshape(cache.shape[0], self.outputs)
         if not self.input_gradient:
             return None, rows
         return matmul(rows, params["weight"].T).reshape(*dy.shape[:-1], self.inputs), rows
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite ``grads`` with ``x.T @ dy`` and the column sums of ``dy``."""
+        """Overwrite the weight's gradient with ``x.T @ dy``, and the bias's with the column sums of ``dy``."""
         matmul(cache.T, pending, out=grads["weight"])
         if self.bias:
             sum_rows(pending, grads["bias"])
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Replace the last axis by ``outputs``."""
+        """Return ``shape`` with ``outputs`` as its last element."""
         return (*shape[:-1], self.outputs)
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the operations of the three products: output, input gradient, weight gradient."""
+        """Count the operations of the three products for one sample of ``shape``: output and two gradients."""
         return linear_operations(prod(shape[:-1]), self.inputs, self.outputs, self.input_gradient)
 
 
@@ -87,8 +91,9 @@ class Linear(Affine):
 class Projection(Layer):
     """Compute ``logits = x @ weight.T``; ``weight`` (classes, features) is stored like an embedding's table.
 
-    If ``tied`` is given, ``params["weight"]`` is the array of the parameter of that name. This use writes its gradient
-    to an array of its own; mpizero adds the gradients of all uses afterwards.
+    If ``tied`` is given, it is the global name of another parameter, and ``params["weight"]`` is that parameter's
+    array. The projection writes the gradient of its own use of the array only; mpizero adds the gradients of all uses
+    afterwards.
     """
 
     features: int
@@ -100,19 +105,19 @@ class Projection(Layer):
         require_positive("Projection", features=self.features, classes=self.classes)
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe ``weight``."""
+        """Describe ``weight``; it has weight decay only if it is not tied."""
         return (
             ParameterSpec("weight", (self.classes, self.features), self.init, decay=self.tied is None, tied=self.tied),
         )
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ``x`` (..., features) to logits (..., classes)."""
+        """Map ``x`` (..., features) to logits (..., classes); return them and the cache."""
         weight = params["weight"]
         rows = as_rows(x, self.features, weight.dtype, "Projection")
         return matmul(rows, weight.T).reshape(*x.shape[:-1], self.classes), rows
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Compute ``dy @ weight``."""
+        """Return ``dy @ weight``, and ``dy`` as a matrix for :meth:`backward_weights`."""
         rows = dy.reshape(cache.shape[0], self.classes)
         return matmul(rows, params["weight"]).reshape(*dy.shape[:-1], self.features), rows
 
@@ -121,9 +126,9 @@ class Projection(Layer):
         matmul(pending.T, cache, out=grads["weight"])
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Replace the last axis by ``classes``."""
+        """Return ``shape`` with ``classes`` as its last element."""
         return (*shape[:-1], self.classes)
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the operations of the three products: output, input gradient, weight gradient."""
+        """Count the operations of the three products for one sample of ``shape``: output and two gradients."""
         return linear_operations(prod(shape[:-1]), self.features, self.classes)

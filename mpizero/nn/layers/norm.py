@@ -1,4 +1,4 @@
-"""Normalize over the last axis."""
+"""Normalize the last axis of an array."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class LayerNorm(Layer):
         _require("LayerNorm", self.features, self.eps)
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe ``weight`` (starts as ones) and ``bias`` (zeros), without weight decay."""
+        """Describe ``weight``, which starts as ones, and ``bias``, which starts as zeros; neither has weight decay."""
         return (
             ParameterSpec("weight", (self.features,), Init("ones"), decay=False),
             ParameterSpec("bias", (self.features,), decay=False),
         )
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Normalize ``x`` (..., features)."""
+        """Return ``x`` (..., features) normalized, and the cache for the backward pass."""
         weight = params["weight"]
         xp = namespace(weight)
         rows = as_rows(x, self.features, weight.dtype, "LayerNorm")
@@ -46,14 +46,14 @@ class LayerNorm(Layer):
         return y.reshape(x.shape), (rows, mean, rstd)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Compute the gradient of ``x``."""
+        """Return the gradient of ``x``, and the gradients of weight and bias for :meth:`backward_weights`."""
         return self.backward_joined(params, cache, dy, None)
 
     def backward_joined(self, params: Params, cache: Any, dy: Array, residual: Array | None) -> tuple[Array, Any]:
-        """Compute the gradient of ``x`` plus ``residual`` (if not None), as a new array.
+        """Return the gradient of ``x`` plus ``residual`` (if not None), and the gradients of weight and bias.
 
-        The same pass over memory computes the gradients of the parameters; they are the second result, from which
-        :meth:`backward_weights` copies them.
+        The gradient of ``x`` is a new array. The gradients of weight and bias are the two rows of the second array;
+        they come from the same pass over memory, and :meth:`backward_weights` copies them to ``grads``.
         """
         rows, mean, rstd = cache
         weight = params["weight"]
@@ -81,11 +81,11 @@ class RMSNorm(Layer):
         _require("RMSNorm", self.features, self.eps)
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe ``weight`` (starts as ones), without weight decay."""
+        """Describe ``weight``, which starts as ones and has no weight decay."""
         return (ParameterSpec("weight", (self.features,), Init("ones"), decay=False),)
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Normalize ``x`` (..., features)."""
+        """Return ``x`` (..., features) normalized, and the cache for the backward pass."""
         weight = params["weight"]
         xp = namespace(weight)
         rows = as_rows(x, self.features, weight.dtype, "RMSNorm")
@@ -95,7 +95,7 @@ class RMSNorm(Layer):
         return y.reshape(x.shape), (rows, rstd)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Compute the gradient of ``x``."""
+        """Return the gradient of ``x``, and ``dy`` as a matrix for :meth:`backward_weights`."""
         rows, rstd = cache
         xp = namespace(rows)
         dy_rows = xp.ascontiguousarray(dy.reshape(rows.shape))

@@ -13,7 +13,7 @@ from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
 
 @dataclass(frozen=True)
 class Wrapper(Layer):
-    """Run ``layer``, whose parameters keep their names; a subclass overrides the methods that it changes."""
+    """Run ``layer``, whose parameters keep their names; a subclass overrides the methods whose behaviour it changes."""
 
     layer: Layer
 
@@ -25,15 +25,15 @@ class Wrapper(Layer):
         return self.layer.specs()
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Run the wrapped layer. Collective where the layer is split."""
+        """Return the wrapped layer's output and cache. Collective where the layer is split."""
         return self.layer.forward(params, x, run)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Run the wrapped layer's input half. Collective where the layer is split."""
+        """Call the wrapped layer's ``backward_input``. Collective where the layer is split."""
         return self.layer.backward_input(params, cache, dy)
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Run the wrapped layer's weight half. Collective where the layer is split."""
+        """Call the wrapped layer's ``backward_weights``. Collective where the layer is split."""
         self.layer.backward_weights(params, cache, pending, grads)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -41,14 +41,14 @@ class Wrapper(Layer):
         return self.layer.output_shape(shape)
 
     def split(self, group: Group) -> Layer:
-        """Split the wrapped layer. Not collective."""
+        """Return a wrapper of the same class around the wrapped layer's split form. Not collective."""
         layer = self.layer.split(group)
         return self if layer is self.layer else replace(self, layer=layer)
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the wrapped layer's operations. Not collective."""
+        """Return the wrapped layer's operations for one sample of ``shape``. Not collective."""
         return self.layer.operations(shape)
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
-        """Add the wrapped layer to the exported computation graph. Not collective."""
+        """Add the wrapped layer's nodes to the exported computation graph, and return its output. Not collective."""
         return self.layer.trace(graph, name, source)
