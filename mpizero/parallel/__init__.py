@@ -1,4 +1,4 @@
-"""Shard models and optimizers over ranks: one engine executes all strategies by the rows of a placement table."""
+"""Shard models and optimizers over ranks: one engine executes every strategy (DDP, ZeRO-1, ZeRO-2, ZeRO-3, FSDP)."""
 
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.diagnostics.bad_steps import BadStep, dump_bad_step, read_bad_step

@@ -1,4 +1,4 @@
-"""Set the number of BLAS threads, and warn if ranks use different builds of BLAS: results depend on both."""
+"""Set the number of BLAS threads, and warn if ranks use different builds of BLAS; either may change rounding."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ def limit_blas_threads(comm: Communicator, threads: int) -> Any:
     Returns
     -------
     object
-        Its method ``restore_original_limits()`` sets the numbers of threads from before the call.
+        A limiter of ``threadpoolctl``: its method ``restore_original_limits()`` resets BLAS to the numbers of threads
+        that it had before this call.
 
     Raises
     ------
     ConfigError
-        If ``MPIZERO_BLAS`` names a library that this rank cannot use; the other ranks raise ``RemoteError``.
+        If the environment variable ``MPIZERO_BLAS`` names a library that this rank cannot use. The other ranks raise
+        ``RemoteError``.
     """
     with all_ranks(comm, "BLAS"):
         beside = library()
@@ -42,10 +44,11 @@ def limit_blas_threads(comm: Communicator, threads: int) -> Any:
 
 
 def numpy_builds(libraries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of the BLAS builds that NumPy uses, out of all ``libraries`` in this process. Not collective.
+    """Describe the BLAS builds that NumPy uses: library, version and type of CPU core of each. Not collective.
 
-    Other packages, SciPy for one, bring their own copy of BLAS, and not every rank may have loaded them. Where NumPy
-    has a BLAS of its own, only that one is named.
+    ``libraries`` are all libraries that this process has loaded, as ``ThreadpoolController.info()`` returns them. Some
+    may be copies of BLAS that belong to other packages such as SciPy. So if NumPy was installed with its own BLAS, only
+    that one is returned; otherwise every BLAS in ``libraries`` is.
     """
     found = [library for library in libraries if library["user_api"] == "blas"]
     home = Path(np.__file__).parent
@@ -58,7 +61,10 @@ def numpy_builds(libraries: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def different_builds(builds: Sequence[Sequence[str]]) -> str | None:
-    """Describe how the ranks' BLAS builds differ; None where they are the same. Not collective."""
+    """Return a warning that compares rank 0 with the first rank that differs; None if no rank does. Not collective.
+
+    ``builds[r]`` are the BLAS builds of rank r, as :func:`numpy_builds` describes them.
+    """
     if all(list(build) == list(builds[0]) for build in builds):
         return None
     rank = next(r for r, build in enumerate(builds) if list(build) != list(builds[0]))

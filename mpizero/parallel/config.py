@@ -28,7 +28,7 @@ AUTO = "auto"
 @explains
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardingConfig:
-    """Describe the ranks of a training and how they work together; validated on construction.
+    """Hold the settings of a training: its ranks, how they share work and memory, and how they communicate.
 
     Parameters
     ----------
@@ -36,58 +36,64 @@ class ShardingConfig:
         The ranks that train together; the library makes a communicator of its own from it. None is all ranks that
         a launcher such as mpiexec has started, or one process without a launcher; "self" is this process alone.
     auto_sync_gradients : bool
-        Whether ``compute_gradients`` and ``train`` sum gradients over the ranks. If not, ``train`` leaves this rank's
-        gradient pending until ``synchronize_gradients`` and ``optimizer.step()``.
+        Whether ``compute_gradients`` and ``train`` sum gradients over the ranks. If False, ``train`` only computes this
+        rank's gradient; ``synchronize_gradients`` then sums it over the ranks, and ``optimizer.step()`` updates.
     minimum_parameter_group_size : int
-        Blocks with fewer elements than this form one unit with a neighbouring block (ZeRO-2 and 3).
+        A block with fewer parameter elements than this forms one unit with a neighbouring block (ZeRO-2 and 3).
     gradient_compression : {None, "bf16", "fp16", "int8", "topk:SHARE"}
-        Compresses the float32 gradients that are sent between nodes (between ranks with private memory): to 16 bits,
-        to 8 bits, or to the share of them with the largest magnitudes ("topk:0.01": one in a hundred). They are still
-        added in float32. What int8 and top-k leave out is kept and sent later (error feedback). With compression,
-        results on different numbers of ranks are no longer equal to the bit.
+        Compresses the float32 gradients that are sent between nodes (between ranks if they share no memory): to 16
+        bits, to 8 bits, or to the fraction of elements with the largest magnitudes ("topk:0.01": one in a hundred).
+        They are still added in float32. What int8 and top-k leave out of a message is kept and sent in later steps
+        (error feedback). With compression, results on different numbers of ranks are no longer equal to the bit.
     bucket_mb : float, "auto" or None
-        MiB of partial sums of gradients that are in flight between nodes (between ranks with private memory) at
-        once; messages take up to twice as much memory. "auto" tries sizes in the first steps of ``train`` and keeps
-        the fastest; None is 2^19 elements. The size changes neither results nor the bytes of gradients sent; "auto"
-        adds the few bytes with which ranks agree on the size.
+        MiB of partial sums of gradients that are in flight between nodes (between ranks if they share no memory) at
+        once; the message buffers take up to twice as much. "auto" tries sizes in the first steps of ``train`` and keeps
+        the fastest. None is 2^19 elements. The size changes neither results nor how many bytes of gradients are sent;
+        "auto" adds a few bytes, by which ranks agree on the size.
     learning_rate : float
-        Learning rate of the plain SGD that updates a model to which no optimizer was given; > 0.
+        Learning rate, > 0, of the plain SGD that trains a model for which no optimizer was created.
     share_node_memory : bool
         Whether replicated data has one copy per node, in an MPI-3 shared window; otherwise every rank has its own.
     ranks_per_node : int or None
-        Simulate nodes of this many consecutive ranks.
+        Number of consecutive ranks in each simulated node; None uses the real nodes.
     micro_batch : int or None
-        Samples computed at once; None is ceil(ceil(global batch / accumulate) / 16).
+        Number of samples in one forward and backward pass; None is ceil(ceil(global batch / accumulate) / 16).
     accumulate : int
-        Micro-batches in one grain. Their gradients are added one after the other; a grain has
+        Number of micro-batches in one grain. Their gradients are added one after the other; a grain has
         ``micro_batch * accumulate`` samples.
     threads : int
-        Threads of this rank's kernels and BLAS.
+        Number of threads that compiled kernels and BLAS use on each rank.
     clip : float or None
-        Largest global norm of the averaged gradient; None does not clip.
+        A gradient whose global norm is larger is scaled to this norm before the update; None does not clip.
     timeout : float or None
-        Seconds after which a rank that is still inside one collective ends the job with a report of every rank's
+        A rank that has been inside one collective for this many seconds ends the job with a report of every rank's
         Python line; None is no timeout.
     check_every : int
-        Steps between two checks of parameters and optimizer state for corrupted memory; 0 is never.
+        Every this many steps, parameters and optimizer state are checked for corrupted memory; 0 is never.
     device : {"cpu", "cuda"}
-        Where the layers of a model of blocks compute: "cuda" is a GPU, of which the ranks of a node take
-        one each in turn (docs/gpu.md).
+        Where the layers of a model of blocks compute: "cuda" is a GPU. Rank i of a node uses its GPU number i modulo
+        the number of its GPUs (docs/gpu.md).
     optimizer_device : {None, "cpu", "cuda"}
-        Where optimizer state lies and parameters are updated. None is the device of the layers, but the host for an
-        optimizer that the user has written. "cpu" keeps both off GPUs that are too small for them (offloading).
+        Where optimizer state is stored and parameters are updated. None is the device of the layers, but the host for
+        an optimizer that the user has written. "cpu" saves GPU memory (offloading).
     direct_messages : bool
-        Whether messages between layers go directly from GPU to GPU, if a trial at the start shows that MPI can do
-        that. If not, they always go through the host's memory.
+        Whether activations and their gradients are sent directly from GPU to GPU, if a trial at the start shows that
+        MPI can do that. If False, they always go through the host's memory.
     bad_steps : BadSteps
         What happens when a step is skipped because a loss or a gradient is not finite. The default: each such step is
         reported on standard error, and five in a row raise an error (docs/bad_numbers.md).
     mixed_precision : {None, "bfloat16", "float16"}
-        Rounds the operands of matrix products on GPUs to 16 bits. The products are added in float32, and everything
-        else is in float32. "float16" also uses a default dynamic loss scale, unless the optimizer was given one.
+        Rounds the operands of matrix products on GPUs to this type. The products are added in float32, and everything
+        else is in float32. With "float16", an optimizer created without a loss scale gets a default dynamic one.
     embedded : bool
-        Whether the process belongs to another program. The library then installs no hooks, signal handlers, threads,
-        ports or allocator options; errors are only exceptions, and there is no timeout (docs/embedding.md).
+        Whether the process belongs to another program, which only calls this library. The library then installs no
+        hooks, signal handlers or allocator options, starts no threads and opens no ports. Errors are only raised as
+        exceptions, and there is no timeout (docs/embedding.md).
+
+    Raises
+    ------
+    ConfigError
+        If a value is invalid.
     """
 
     comm: Any = None
@@ -156,17 +162,17 @@ class ShardingConfig:
 
     @classmethod
     def for_high_bandwidth(cls, comm: Any = None) -> Self:
-        """Return a configuration with smaller parameter groups, for fast links."""
+        """Return a configuration with ``minimum_parameter_group_size=512`` (smaller units), for fast links."""
         return cls(comm=comm, minimum_parameter_group_size=512)
 
     @classmethod
     def for_low_bandwidth(cls, comm: Any = None) -> Self:
-        """Return a configuration with larger parameter groups and bf16 messages, for slow links."""
+        """Return a configuration with ``minimum_parameter_group_size=4096`` and bf16 gradients, for slow links."""
         return cls(comm=comm, minimum_parameter_group_size=4096, gradient_compression="bf16")
 
     @cached_property
     def communicator(self) -> Communicator:
-        """Return the library's own duplicate of ``comm``, made at the first access, which is collective."""
+        """Return the library's duplicate of ``comm``; the first access makes it and is collective over ``comm``."""
         made = as_communicator(self.comm, timeout=self.timeout, embedded=self.embedded)
         if made.size > 1 and self.timeout is not None and not self.is_guest:
             self.__dict__["_watchdog"] = watchdog = Watchdog(made, self.timeout)
@@ -175,18 +181,19 @@ class ShardingConfig:
 
     @property
     def is_guest(self) -> bool:
-        """Tell whether the process belongs to another program: ``embedded`` or MPIZERO_EMBEDDED. Not collective."""
+        """Tell whether ``embedded`` or the environment variable MPIZERO_EMBEDDED is set. Not collective."""
         return guard.current().is_guest(self.embedded)
 
     @property
     def grid(self) -> ProcessGrid:
-        """Return the groups of ranks for data parallelism alone. The first access is collective."""
+        """Return the groups of ranks for a model that is not split. The first access is collective."""
         return self.grid_of(None)
 
     def grid_of(self, axes: Axes | None, *, private: bool = False) -> ProcessGrid:
-        """Return the groups of ranks for ``axes`` (None: data parallelism). The first call for each is collective.
+        """Return the groups of ranks for ``axes``, the numbers of pipeline stages, tensor and context ranks.
 
-        ``private=True`` shares no memory between ranks: for a model that does not fit the nodes' shared memory.
+        ``axes=None`` means that the model is not split. With ``private=True`` ranks share no memory: this is for a
+        model that does not fit the nodes' shared memory. The first call with the same arguments is collective.
         """
         grids = self._grids
         if (axes, private) not in grids:
@@ -199,7 +206,7 @@ class ShardingConfig:
         return grids[axes, private]
 
     def holds(self, grid: ProcessGrid) -> bool:
-        """Tell whether this configuration has made ``grid`` and not closed it since. Not collective."""
+        """Tell whether ``grid`` was returned by :meth:`grid_of` and is still open. Not collective."""
         return any(made is grid for made in self._grids.values())
 
     @property
@@ -210,19 +217,22 @@ class ShardingConfig:
 
     @property
     def unbound(self) -> WeakSet[Any]:
-        """Return the optimizers that were made with this configuration and have no model yet. Not collective."""
+        """The optimizers that were created with this configuration and have no model yet. Not collective."""
         found: WeakSet[Any] = self.__dict__.setdefault("_unbound", WeakSet())
         return found
 
     def number_model(self) -> str:
-        """Count a new model of this configuration and return its name: "", "model 2", "model 3". Not collective."""
+        """Count one more model that uses this configuration; return "" for the first, then "model 2", "model 3" ...
+
+        Not collective.
+        """
         number = self.__dict__["_models"] = self.__dict__.get("_models", 0) + 1
         return f"model {number}" if number > 1 else ""
 
     def close(self) -> None:
-        """Free the communicators made for this configuration and stop its watchdog. Collective.
+        """Free the communicators made for this configuration and stop the thread that watches for timeouts. Collective.
 
-        Close the models first. A configuration that was never used, or was closed, has nothing to free.
+        Close the models first. If the configuration was never used or is already closed, do nothing.
         """
         if "communicator" in self.__dict__:
             check_call(self.communicator, "ShardingConfig.close")
@@ -230,7 +240,10 @@ class ShardingConfig:
             self._free()
 
     def _free(self) -> None:
-        """Close without comparing calls: after an error, ranks come here together with their next model. Collective."""
+        """Free what :meth:`close` frees, without first comparing the ranks' calls. Collective.
+
+        After an error in a ``with`` block, ranks call this together when they make their next model.
+        """
         made = self.__dict__
         if "_watchdog" in made:
             made.pop("_watchdog").stop()
@@ -242,13 +255,13 @@ class ShardingConfig:
                 communicator.close()
 
     def __enter__(self) -> Self:
-        """Return itself. Not collective."""
+        """Return this configuration. Not collective."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the configuration. After an error this is postponed until its ranks make their next model together."""
+        """Close the configuration. After an exception, postpone that until the ranks make their next model together."""
         if error is None:
             self.close()
         elif "communicator" in self.__dict__:  # the other ranks may not have raised
@@ -259,44 +272,53 @@ class ShardingConfig:
         return DynamicLossScale() if given is None and self.mixed_precision == "float16" else given
 
     def grain_size(self, global_batch: int) -> int:
-        """Return how many samples a grain has, from the number in the global batch; ranks do not matter."""
+        """Return the number of samples in a full grain of a global batch of ``global_batch`` samples."""
         return self.micro_size(global_batch) * self.accumulate
 
     def micro_size(self, global_batch: int) -> int:
-        """Return how many samples a full micro-batch has, from the number in the global batch."""
+        """Return the number of samples in a full micro-batch of a global batch of ``global_batch`` samples."""
         return micro_size(global_batch, self.micro_batch, self.accumulate)
 
     def bucket_elements(self, itemsize: int) -> int | None:
-        """Return how many elements a bucket has; None if ``bucket_mb`` is None or "auto"."""
+        """Return ``bucket_mb`` as a number of elements of ``itemsize`` bytes; None if it is None or "auto"."""
         return None if isinstance(self.bucket_mb, str | None) else elements_of(self.bucket_mb, itemsize)
 
     def comparable(self) -> dict[str, Any]:
-        """Return the settings that must be equal on every rank: not ``comm``, and only the limit of ``bad_steps``."""
+        """Return the settings that must be equal on every rank, by name.
+
+        These are all but ``comm`` and ``bad_steps``; of ``bad_steps`` only the limit is compared.
+        """
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         del values["comm"], values["bad_steps"]
         return {**values, "bad_steps.limit": self.bad_steps.limit}
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with some values changed."""
+        """Return a copy in which the settings named in ``changes`` have the given values."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return type(self)(**{**values, **changes})
 
 
 def micro_size(global_batch: int, micro_batch: int | None, accumulate: int) -> int:
-    """Return how many samples a full micro-batch has: ``micro_batch``, or the default for this global batch.
+    """Return the number of samples in a full micro-batch. Not collective.
 
-    Not collective.
+    It is ``micro_batch``, or if that is None ceil(ceil(global_batch / accumulate) / 16).
     """
     return micro_batch or Grains.default_size(-(-global_batch // accumulate))
 
 
 def elements_of(mebibytes: float, itemsize: int) -> int:
-    """Return how many elements of ``itemsize`` bytes a bucket has, at least one. Not collective."""
+    """Return how many elements of ``itemsize`` bytes fit into ``mebibytes`` MiB, at least 1. Not collective."""
     return max(1, int(mebibytes * 2**20) // itemsize)
 
 
 def check_bucket(bucket_mb: object, compression: str | None) -> None:
-    """Raise :class:`ConfigError` unless ``bucket_mb`` is None, "auto" or a size. Not collective."""
+    """Check the setting ``bucket_mb``: None, "auto" or MiB. Not collective.
+
+    Raises
+    ------
+    ConfigError
+        If it is something else, or is combined with gradient compression.
+    """
     if bucket_mb is None:
         return
     if bucket_mb != AUTO and (

@@ -1,8 +1,10 @@
 """Train a placed model: the one engine that executes every row of the placement table.
 
 [Note: a step] Samples are sent to the ranks that compute their grains. Each rank computes the gradients of its grains.
-One small allgather makes all ranks agree on loss, weight and finiteness. Each rank sums, divides and updates the ranges
-of the parameters that it owns. A barrier within the node (an all-gather between nodes) publishes the new parameters.
+One small allgather makes all ranks agree on the loss, on its weight, and on whether all values are finite. For the
+ranges of the parameters that it owns, each rank sums the gradients, divides the sum by the weight, and updates. Then
+the new parameters are published: by a barrier within each node, and by an all-gather between nodes if the optimizer
+state is sharded (without it, every node updates a whole copy).
 """
 
 from __future__ import annotations
@@ -44,7 +46,11 @@ class Engine(PlacedModel):
     # ------------------------------------------------------------------ one step
 
     def train(self, x: Any, y: Any) -> StepReport:
-        """Run one training step: forward, backward, exact reduction of gradients, update."""
+        """Run one training step on the global batch: forward, backward, sum of gradients over ranks, update.
+
+        ``x`` and ``y`` are this rank's samples and targets. The report tells loss and gradient norm. If one of them is
+        not finite, the update is skipped.
+        """
         self._bound()
         sent = self.grid.bytes_sent
         self.tuner.begin()
@@ -58,7 +64,8 @@ class Engine(PlacedModel):
     def _compute(self, x: Any, y: Any, reducer: GradientReducer, *, summed: bool) -> tuple[GlobalBatch, Totals]:
         """Redistribute samples, compute gradients into ``reducer``, and agree on losses and weights.
 
-        ``summed`` says that the gradients are summed over the ranks next; the reduction may then begin meanwhile.
+        Return the grains of this rank, and loss and weight of the whole global batch. ``summed=True`` says that the
+        caller sums the gradients over the ranks next, so that the reduction may begin during the backward pass.
         """
         set_context(step=self.step_number)
         with self.scalars.everyone.trace.joint_task("training step"):
@@ -75,7 +82,10 @@ class Engine(PlacedModel):
                 return batch, self.scalars.agree(None if self.updater is None else self.updater.ask_rate)
 
     def _redistribute(self, x: Any, y: Any, reducer: GradientReducer) -> GlobalBatch:
-        """Send samples to the ranks that compute their grains, and begin to collect this step's losses and weights."""
+        """Send samples to the ranks that compute their grains, and prepare to record the losses and weights of a step.
+
+        Return the grains of this rank, with their samples. ``reducer`` determines which rank computes which grain.
+        """
         size, micro = self.config.grain_size, self.config.accumulate
         batch = redistribute(self.grid, x, y, size, reducer.owners, micro, asked=self.asked)
         self.compute_device.check_batch(x, y)
@@ -89,7 +99,10 @@ class Engine(PlacedModel):
         return Run(True, seed, self.step_number, first_sample, count=count, epoch=epoch)
 
     def _finish(self, totals: Totals, sent: int, update: Callable[[], Outcome]) -> StepReport:
-        """End the step: call ``update``, unless a loss or gradient is not finite, and return the report of the step."""
+        """End the step: call ``update`` if all losses and gradients are finite, and return the report of the step.
+
+        ``sent`` is the value of ``grid.bytes_sent`` before the step.
+        """
         updater = self._bound()
         rate, scale = updater.rate, self.current_loss_scale()
         norm, problems = None, totals.problems
@@ -127,7 +140,10 @@ class Engine(PlacedModel):
     # ------------------------------------------------------------------ sum and update
 
     def _update(self, totals: Totals) -> Outcome:
-        """Sum gradients, update parameters and publish them; sum and update are one pass over memory where possible."""
+        """Sum gradients, update parameters and publish them; return the gradient norm (or None) and non-finite values.
+
+        Sum and update are one pass over memory where :func:`fuses_update` says so.
+        """
         updater, divisor = self._bound(), self._divisor(totals)
         ties, peers, waves = self.ties is not None, self.grid.peers.size, self.reducer.waves
         if not fuses_update(updater.optimizer, norm=self._needs_norm, ties=ties, peers=peers, waves=waves):
@@ -145,11 +161,15 @@ class Engine(PlacedModel):
 
     @property
     def _needs_norm(self) -> bool:
-        """Tell whether the norm of the sum is needed before the update: to clip it, or to notice that it overflowed."""
+        """Tell whether the norm of the summed gradient is needed: to clip it, or to notice that it overflowed."""
         return needs_norm(self.config, self.exchange.codec, loss_scale=self.loss_scale is not None)
 
     def _reduced(self, reducer: GradientReducer, divisor: Array) -> Array:
-        """Return the averaged gradient, with tied uses added, in the array that the updater reads."""
+        """Sum the gradients in ``reducer`` over the ranks, divide by ``divisor``, and return the averaged gradient.
+
+        The gradients of all uses of a tied parameter are added. The array is on the device where the updater runs; only
+        the ranges that this rank updates are complete.
+        """
         updater = self._bound()
         reduced = updater.where_used(reducer.sum(divisor))
         updater.exchange_ties(reduced)
@@ -158,7 +178,11 @@ class Engine(PlacedModel):
         return reduced
 
     def apply(self, reduced: Array) -> Outcome:
-        """Clip the reduced gradient, update the parameters and publish them; if its norm is not finite, do nothing."""
+        """Clip the averaged gradient, update the parameters from it and publish them.
+
+        Return the norm (None if nothing needed it) and the non-finite values. If the norm is infinite or NaN, the
+        parameters do not change.
+        """
         updater, norm = self._bound(), None
         with self.timeline.span("optimizer"):
             if self._needs_norm:
@@ -178,24 +202,35 @@ class Engine(PlacedModel):
     def gradients(self, x: Any, y: Any) -> tuple[Totals, Array]:
         """Compute gradients without an update; return the totals of the global batch and the averaged gradient.
 
-        :meth:`apply` updates from that gradient.
+        The gradient is an array on the host; only the ranges that this rank updates are complete. :meth:`step` can
+        update from it.
         """
         self._bound()
         totals = self._compute(x, y, self.reducer, summed=True)[1]
         return totals, self._on_host(self.reducer, totals)
 
     def local_gradients(self, x: Any, y: Any) -> Totals:
-        """Compute this rank's gradients and keep them in its row buffer, not yet summed over ranks."""
+        """Compute the gradients of this rank's grains and keep them in its row buffer, not yet summed over ranks.
+
+        Return loss and weight of the whole global batch.
+        """
         return self._compute(x, y, self.rows, summed=False)[1]
 
     def local_sum(self) -> Array:
-        """Return the sum of this rank's gradients that :meth:`local_gradients` has computed. Not collective."""
+        """Return the sum of the gradients of this rank's grains, as a flat array on the host. Not collective.
+
+        :meth:`local_gradients` must have computed them. The sum is divided by the loss scale, but not by the weight.
+        """
         total: Array = kernels.to_host(self.rows.local_sum())
         total /= self.dtype.type(self.current_loss_scale())
         return total
 
     def reduce_local(self, totals: Totals) -> Array:
-        """Sum pending local gradients over the ranks and divide by the weight."""
+        """Sum the gradients that :meth:`local_gradients` computed over the ranks, and divide by the weight.
+
+        ``totals`` is what that call returned. Return the averaged gradient as an array on the host, of which only the
+        ranges that this rank updates are complete.
+        """
         return self._on_host(self.rows, totals)
 
     def _on_host(self, reducer: GradientReducer, totals: Totals) -> Array:
@@ -204,9 +239,9 @@ class Engine(PlacedModel):
         return reduced
 
     def step(self, totals: Totals, reduce: Callable[[], Array], sent: int) -> StepReport:
-        """Update from the gradient that ``reduce`` returns, unless it is not finite. ``reduce`` is collective.
+        """Call ``reduce``, which is collective, and update from the averaged gradient that it returns if it is finite.
 
-        ``sent`` is the value of ``grid.bytes_sent`` before the gradient was computed.
+        ``totals`` belongs to that gradient. ``sent`` is the value of ``grid.bytes_sent`` before it was computed.
         """
         self.scalars.agree_on_rate(self._bound().ask_rate)  # it may have changed since the gradient was agreed on
         reduced = reduce()
@@ -214,13 +249,16 @@ class Engine(PlacedModel):
         return self._finish(totals, sent, lambda: self.apply(self._bound().where_used(reduced)))
 
     def pieces(self) -> tuple[UpdatePiece, ...]:
-        """Return the pieces of tensors that this rank owns."""
+        """Return the contiguous ranges of trainable parameters that this rank owns by the shard rule."""
         return tuple(self._bound().trees.own)
 
     # ------------------------------------------------------------------ evaluation
 
     def evaluate(self, x: Any, y: Any) -> tuple[float, float, int | None]:
-        """Evaluate without training: return loss sum, weight and number of correct predictions of all samples."""
+        """Evaluate without training: return loss sum, weight and number of correct predictions of all ranks' samples.
+
+        The number is None if predictions are not scores of classes.
+        """
         batch = self._redistribute(x, y, self.rows)
         with self.scalars.everyone.trace.joint_task("evaluation"):
             scores = self.partitioned.is_last and self.grid.here.tensor == 0  # losses are found here, and count

@@ -1,12 +1,11 @@
-"""Find corrupted memory: compare the state with its own last hash, and copies of it with each other.
+"""Find corrupted memory: compare parameters and optimizer state with their last hash, and copies with each other.
 
 [Note: what a check sees] Right after an update, a rank computes the CRC32 of the parameters and optimizer state that
-it has written. It computes the CRC32 again just before the next update. In between lie a forward and a backward pass,
-which change no state. If the two differ, bits have flipped in that time. This works for shards and replicated state.
-Then all ranks exchange their CRC32s. Copies of one range must have equal ones. Copies exist on nodes with memory of
-their own, on tensor ranks that all hold the whole of a parameter, and on pipeline stages that share a tied parameter.
-This comparison also finds bits that flipped at any earlier time. A CRC32 detects every change of up to 32 neighbouring
-bits.
+it has written. It computes the CRC32 again just before the next update. In between are a forward and a backward pass,
+which change neither. If the two CRC32s differ, bits have flipped in that time. This works for shards and for replicated
+state. Then all ranks exchange their CRC32s: copies of the same elements must have equal ones. Copies exist on different
+nodes, on tensor ranks that all hold a whole parameter, and on pipeline stages that share a tied parameter. This second
+comparison also finds bits that flipped at any earlier time. A CRC32 detects every change of up to 32 neighbouring bits.
 """
 
 from __future__ import annotations
@@ -34,7 +33,11 @@ MAX_NAMED = 4
 
 
 class _Tensor(NamedTuple):
-    """Name an array of the model's state, and say which part of the whole tensor it is on tensor ranks."""
+    """Identify an array of parameters or optimizer state.
+
+    ``kind`` is "parameters" or "optimizer/<slot>", ``name`` the parameter's name. ``part`` is the slice of the whole
+    tensor that this tensor rank holds; None if it holds the whole.
+    """
 
     kind: str
     name: str
@@ -46,7 +49,7 @@ class _Tensor(NamedTuple):
 
 
 class _Range(NamedTuple):
-    """Describe a range that a rank holds: elements ``start:stop`` of an array."""
+    """Describe a range of state that a rank updates: elements ``start:stop`` of the flattened array ``tensor``."""
 
     tensor: _Tensor
     start: int
@@ -54,14 +57,23 @@ class _Range(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """List the ranges that all ranks hold, cut at the same places in all copies, so that copies can be compared.
+    """List the ranges of state that each rank updates.
 
-    Equal on every rank except for ``views``, which are this rank's arrays.
+    Ranges of different ranks that overlap are cut until they are equal or disjoint, so that copies can be compared.
+
+    Attributes
+    ----------
+    ranges : list of list of _Range
+        The ranges of each rank.
+    views : list of array
+        The values of this rank's ranges; the only attribute that differs between ranks.
+    copies : list of list of (int, int)
+        For each range that several ranks hold: pairs of a rank and the index of the range in ``ranges[rank]``.
     """
 
     ranges: list[list[_Range]]
     views: list[Array]
-    copies: list[list[tuple[int, int]]]  # for each range that several ranks hold: (rank, index into its ranges)
+    copies: list[list[tuple[int, int]]]
 
     @property
     def counts(self) -> list[int]:
@@ -69,16 +81,16 @@ class _Plan(NamedTuple):
 
 
 class Integrity:
-    """Take and compare the hashes of one model's parameters and optimizer state.
+    """Compute and compare hashes of one model's parameters and optimizer state.
 
     Parameters
     ----------
     grid : ProcessGrid
         The ranks.
     store : ParameterStore
-        This rank's part of the parameters.
+        The parameters that this rank holds.
     every : int
-        :meth:`after_step` takes a hash every so many steps; 0 is never.
+        Number of steps between two hashes that :meth:`after_step` computes; 0 means none.
     """
 
     def __init__(self, grid: ProcessGrid, store: ParameterStore, every: int) -> None:
@@ -89,26 +101,29 @@ class Integrity:
         self._taken: tuple[int, Array] | None = None
 
     def watch(self, updater: Updater) -> None:
-        """Check the state of ``updater`` from now on, in place of an earlier one. Not collective."""
+        """Include the optimizer state of ``updater`` from now on, instead of an earlier updater's. Not collective."""
         self._updater, self._plan = updater, None
         self.forget()
 
     def forget(self) -> None:
-        """Drop the last hash, after state was changed on purpose. Not collective, but every rank must call it."""
+        """Drop the last hash, because state was changed on purpose. Not collective, but every rank must call it."""
         self._taken = None
 
     def after_step(self, step: int) -> None:
-        """Take the hash of this rank's state every ``every`` steps. The first time is collective over all ranks."""
+        """Compute and keep hashes of this rank's state if ``step`` is a multiple of ``every``.
+
+        The first time after :meth:`watch` is collective over all ranks.
+        """
         if self.every and step % self.every == 0:
             self._taken = (self.store.version, self._hashes())
 
     def verify(self) -> None:
-        """Check the state if a hash is kept, that is, if it was not changed on purpose since. A check is collective.
+        """Call :meth:`check` and drop the last hash; do nothing if no hash is kept. A check is collective.
 
         Raises
         ------
         IntegrityError
-            As :meth:`check`.
+            On every rank, if memory is corrupted.
         """
         if self._taken is not None:
             self.check()
@@ -120,7 +135,7 @@ class Integrity:
         Raises
         ------
         IntegrityError
-            On every rank, if memory is corrupted. It names the tensor, its elements and the rank.
+            On every rank, if memory is corrupted. It names the damaged tensors, elements and ranks.
         """
         now, taken = self._hashes(), self._taken
         known = taken is not None and taken[0] == self.store.version
@@ -142,7 +157,7 @@ class Integrity:
         return np.fromiter((crc32(to_host(view).view(np.uint8)) for view in self._planned().views), np.uint32)
 
     def _planned(self) -> _Plan:
-        """Return which rank holds which ranges. The first call after :meth:`watch` is collective over all ranks."""
+        """Return which rank updates which ranges. The first call after :meth:`watch` is collective over all ranks."""
         if self._plan is None:
             held = list(self._held())
             everyone = self.everyone.allgather_object([rng for rng, _ in held], "what ranks hold")
@@ -164,7 +179,7 @@ class Integrity:
         return self._plan
 
     def _held(self) -> Iterator[tuple[_Range, Array]]:
-        """Yield every range of state that this rank updates, with its values. They may lie in the node's window."""
+        """Yield every range of state that this rank updates, with a view of its values."""
         store, updater = self.store, self._updater
         for share in (store.share,) if store.sharded else store.peer_shares:
             for unit, span in zip(store.layout.units, share.spans, strict=True):
@@ -181,7 +196,10 @@ class Integrity:
     # ------------------------------------------------------------------ comparison
 
     def _unpacked(self, gathered: Array, plan: _Plan) -> tuple[list[Array], list[Array]]:
-        """Split the gathered numbers by rank: return every rank's hashes, and its flags of changed ranges."""
+        """Split the gathered numbers by rank.
+
+        Return the hashes of every rank's ranges, and for each of them 1 if its own last hash differs, else 0.
+        """
         parts = np.split(gathered, np.cumsum(plan.counts)[:-1])
         halves = [(part[: part.size // 2], part[part.size // 2 :]) for part in parts]
         return [first for first, _ in halves], [second for _, second in halves]
@@ -193,7 +211,11 @@ class Integrity:
         damaged: Sequence[tuple[int, int]],
         differing: Sequence[Sequence[tuple[int, int]]],
     ) -> str:
-        """Return the error's text, equal on all ranks, which lists the damaged ranges. Collective over all ranks."""
+        """Return the text of the error, equal on all ranks, which lists damaged ranges. Collective over all ranks.
+
+        ``damaged`` are the ranges that changed between two updates, as pairs (rank, index into the rank's ranges).
+        ``differing`` has a list of such pairs for each range whose copies are not equal.
+        """
         hosts = self.everyone.allgather_object(gethostname(), "integrity")
         lines = []
         for rank, place in damaged:
@@ -228,7 +250,10 @@ def _place(rng: _Range) -> str:
 
 
 def _minority(values: dict[int, int], hosts: Sequence[str]) -> str:
-    """Return a text that names the ranks whose copies differ from the majority, or says that there is no majority."""
+    """Return a text that names the ranks whose copies differ from the majority, or says that there is no majority.
+
+    ``values`` maps ranks to the hashes of their copies of one range.
+    """
     counted = Counter(values.values()).most_common()
     if len(counted) > 1 and counted[0][1] == counted[1][1]:
         who = ", ".join(f"{rank} ({hosts[rank]})" for rank in values)

@@ -24,7 +24,7 @@ from mpizero.text import notice
 def fits_shared_memory(
     grid: ProcessGrid, layout: FlatLayout, item: int, placement: Placement, config: ShardingConfig
 ) -> bool:
-    """Tell whether parameters and gradients fit the shared memory of every host; if not, print a notice on rank 0.
+    """Tell whether parameters and gradients fit into the shared memory of every host; if not, print why on rank 0.
 
     Collective over all ranks; all get the same result.
 
@@ -33,15 +33,16 @@ def fits_shared_memory(
     grid : ProcessGrid
         The ranks.
     layout : FlatLayout
-        What this rank's data group holds; other groups on the same host hold other parts of the model.
+        The parameters of this rank's data group. Other data groups on the same host, with other parts of the model,
+        are counted, too.
     item : int
-        Bytes of a parameter and of its gradient.
+        Bytes of one element of a parameter, or of a gradient.
     placement : Placement
         The row of the placement table.
     config : ShardingConfig
-        The settings. If ``micro_batch`` is None, the check counts the most rows that any batch can need; a row is one
-        copy of the whole gradient vector. Otherwise it counts one row, and the first step finds out whether more fit
-        (see :mod:`mpizero.parallel.model.private_fallback`).
+        The settings. If ``micro_batch`` is None, the check counts as many rows (copies of the whole gradient vector)
+        as any batch can need. Otherwise it counts one row; if the first step needs more rows and they do not fit,
+        :mod:`mpizero.parallel.model.private_fallback` handles that.
     """
     if grid.local_size == 1 and grid.data.size == grid.world.size:
         return True
@@ -70,7 +71,7 @@ def fits_shared_memory(
 
 
 def tell_private(world: Communicator, reason: str) -> None:
-    """Print on rank 0 of ``world`` why every rank keeps its own copy of a model. Not collective."""
+    """Print on rank 0 of ``world`` that every rank keeps its own copy of the model, and why. Not collective."""
     if world.rank == 0:
         notice(f"every rank keeps its own copy of the model: {reason}")
 
@@ -78,7 +79,7 @@ def tell_private(world: Communicator, reason: str) -> None:
 def _window_bytes(
     grid: ProcessGrid, layout: FlatLayout, item: int, placement: Placement, config: ShardingConfig
 ) -> int:
-    """Return the bytes of all shared windows of one data group on one node."""
+    """Return the bytes of all shared windows that the ranks of this data group allocate on this node."""
 
     def window(elements: int) -> int:
         return paged(elements * item)
@@ -94,7 +95,10 @@ def _window_bytes(
 
 
 def _rows(grid: ProcessGrid, config: ShardingConfig) -> int:
-    """Return the most copies of the whole gradient vector that a rank needs, as far as known before the first batch."""
+    """Return how many copies of the whole gradient vector to count for each rank before the first batch is known.
+
+    That is the most that any batch can need, or 1 if the user has set ``micro_batch``.
+    """
     if config.micro_batch is not None:
         return 1
     counts = [grid.context.size * count for count in range(1, DEFAULT_GRAINS + 1)]

@@ -1,4 +1,4 @@
-"""Place a model on the ranks: make their groups, take this rank's part of the model, and allocate its arrays."""
+"""Place a model on the ranks: make the groups of ranks, cut out this rank's part of the model, allocate its arrays."""
 
 from __future__ import annotations
 
@@ -60,9 +60,10 @@ class PlacedModel:
     parallel_layout : ParallelLayout, optional
         How the model is split over pipeline, tensor and context ranks. None: it is not split.
     device : int, optional
-        Number of the node's GPU that this rank computes on. None: the ranks of a node take its GPUs in turn.
+        Number of the node's GPU that this rank computes on, modulo the number of GPUs. None: the rank's number on its
+        node. Ignored on the CPU.
     private : bool
-        Keep a copy of the model on every rank, although ranks could share memory.
+        Whether every rank keeps a copy of its own, although the ranks of a node could share memory.
     """
 
     def __init__(
@@ -109,7 +110,10 @@ class PlacedModel:
         self.store.begin(model)
 
     def _find_part(self, parallel_layout: ParallelLayout | None, *, private: bool) -> None:
-        """Make the groups of ranks, and cut out this rank's part of the model."""
+        """Set ``grid``, ``partitioned`` and ``layout``: the groups of ranks, and this rank's part of the model.
+
+        With ``private=True``, ranks share no memory.
+        """
         axes = None if parallel_layout is None else parallel_layout.axes(self.config.communicator.size)
         self.grid = self.config.grid_of(axes, private=private)
         if self.grid.context.size > 1 and self.grid.order != tuple(range(self.grid.data.size)):
@@ -124,7 +128,7 @@ class PlacedModel:
         )
 
     def _take_memory(self) -> None:
-        """Allocate the arrays of parameters and gradients, and the objects that exchange them."""
+        """Allocate the arrays of parameters and gradients, and create the objects that exchange them between ranks."""
         config, grid, placement = self.config, self.grid, self.placement
         self.memory, self.timeline = Memory(grid.node, MessageProgress()), Timeline()
         self.store = ParameterStore(
@@ -152,7 +156,10 @@ class PlacedModel:
         self.reducer: GradientReducer = waves or self.rows
 
     def _tie_exchange(self) -> Callable[[Sequence[UpdatePiece]], TieExchange] | None:
-        """Return a function that makes a ``TieExchange``; None if no pipeline stages share a parameter."""
+        """Return a function that makes a ``TieExchange`` for the ranges that this rank owns.
+
+        None if no pipeline stages share a parameter.
+        """
         if not self.partitioned.has_shared_parameters:
             return None
         layouts = {use.stage: self._layout_of(use.stage) for uses in self.partitioned.uses.values() for use in uses}
@@ -171,7 +178,8 @@ class PlacedModel:
         Raises
         ------
         ConfigError
-            If a loss scale is given for a black box: the library does not run its backward pass, so cannot scale it.
+            If a loss scale is given for a black box: the user's function computes its gradients, so the library cannot
+            scale the loss.
         """
         if loss_scale is not None and not self.block_model:
             raise ConfigError("a loss scale needs a model of blocks: a black box computes its own gradient")
@@ -185,11 +193,11 @@ class PlacedModel:
         self.integrity.watch(self.updater)
 
     def current_loss_scale(self) -> float:
-        """Return the factor that losses are multiplied by before the backward pass. Not collective."""
+        """Return the factor by which losses are multiplied before the backward pass, 1.0 by default. Not collective."""
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
     def exchange_model(self, model: Any) -> None:
-        """Compute with ``model``, which must have the same parameters, from now on."""
+        """Compute with ``model`` from now on; it must have the same parameters, whose values are kept."""
         self.model = model
         self.partitioned = partition_model(
             model, self.grid, self.partitioned.parallel_layout, self.compute_device.group
@@ -197,7 +205,7 @@ class PlacedModel:
         self.runner = self._make_runner()
 
     def reserve(self, samples: int) -> None:
-        """Allocate the shared memory for a step whose global batch has ``samples`` samples."""
+        """Allocate the memory for gradients that a step with ``samples`` samples in its global batch needs."""
         self.reducer.reserve(Grains(samples, self.config.grain_size(samples)).count * self.grid.context.size)
 
     @property
@@ -216,6 +224,6 @@ class PlacedModel:
             self.integrity.forget()
 
     def close(self) -> None:
-        """Free the shared windows, and restore the number of BLAS threads."""
+        """Free the shared windows, and restore the number of BLAS threads from before the model was made."""
         self._blas_threads.restore_original_limits()
         self.memory.close()

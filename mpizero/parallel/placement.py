@@ -17,11 +17,11 @@ class Placement:
     strategy : str
         The strategy's name in a model's metadata.
     saved_as : str
-        The strategy's name in checkpoints. Rows that shard alike have the same one, so that a load which requires
-        the same layout accepts either.
+        The strategy's name in checkpoints. It is the same for FSDP and ZeRO-3, which shard alike, so that a load which
+        requires the same layout accepts a checkpoint of either.
     shard_parameters, shard_gradients, shard_optimizer : bool
-        Whether each rank keeps only the shard that it owns; otherwise there is one copy per node (per rank with
-        private memory).
+        Whether each rank keeps only the shard that it owns; otherwise there is one copy per node (per rank if ranks
+        share no memory).
     one_unit : bool
         Whether the whole model is one unit; otherwise each block is a unit.
     """
@@ -54,7 +54,7 @@ def placement(strategy: str) -> Placement:
     Raises
     ------
     ConfigError
-        If there is no such row.
+        If ``strategy`` is another name.
     """
     if strategy not in PLACEMENTS:
         raise ConfigError(

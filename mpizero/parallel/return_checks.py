@@ -1,4 +1,4 @@
-"""Check what a user's function or loss returns, and name the function in the error."""
+"""Check what a user's function or loss layer returns; errors name the function."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _WEIGHT = "how much the samples count, for a plain mean their number; 0 for thos
 
 
 def samples_text(run: Run) -> str:
-    """Return a text for messages: which samples of the global batch a function was given. Not collective."""
+    """Return a text for messages: which samples of the global batch ``run`` covers. Not collective."""
     first, last = run.first_sample, run.first_sample + run.count - 1
     return f"samples {first} to {last} of the global batch" if run.count > 1 else f"sample {first}"
 
 
 def named(function: Any, name: str) -> str:
-    """Return the name of a user's function, with its file and line if they are known. Not collective."""
+    """Return ``name``, followed by the function's own name, file and line if they are known. Not collective."""
     function = inspect.unwrap(getattr(function, "func", function))  # of a functools.partial, or decorated
     code, own = getattr(function, "__code__", None), getattr(function, "__qualname__", name)
     if code is None:
@@ -41,9 +41,9 @@ def loss_and_weight(
 ) -> tuple[float, float]:
     """Check the loss sum and the weight that ``function`` returned, and return them as floats. Not collective.
 
-    ``name`` is the function's name in error messages; for the ``forward`` of a loss layer it is the layer's class name.
-
-    Infinities and NaN are accepted here; the step is skipped and reported later.
+    ``given`` tells for which samples the function was called, for error messages. ``name`` is the function's name in
+    them; a loss layer's ``forward`` is named by the layer's class instead. Infinities and NaN are accepted here: the
+    training step is skipped later and the user is told why.
 
     Raises
     ------
@@ -94,14 +94,14 @@ def _described(value: Any) -> str:
 
 
 def check_names(function: Callable[..., Any], grads: Mapping[str, Any], trained: Set[str], frozen: Set[str]) -> None:
-    """Check that there is a gradient for each trained parameter and no unknown one; frozen ones may have one.
+    """Check the names of the gradients that a user's function returned. Not collective.
 
-    Not collective.
+    There must be a gradient for each name in ``trained``. Those for names in ``frozen`` are ignored.
 
     Raises
     ------
     LayoutError
-        If a gradient is missing, or a name is not that of a parameter.
+        If a gradient is missing, or one has a name that is in neither set.
     """
     if grads.keys() == trained:
         return
@@ -127,7 +127,8 @@ def _some(names: Any, most: int = 8) -> str:
 def gradient(function: Callable[..., Any], name: str, value: Any, view: Array, given: Run) -> Array:
     """Check one gradient that a user's function returned, and return it as an array. Not collective.
 
-    It must have the shape of ``view``, into which it is going to be copied.
+    ``value`` is the gradient of the parameter ``name`` for the samples of ``given``. It must have the shape of
+    ``view``, the array to which the caller copies it.
 
     Raises
     ------

@@ -18,13 +18,13 @@ _ADVICE = (
 
 @dataclass(frozen=True, kw_only=True)
 class BadSteps:
-    """Say what happens when steps are skipped because a loss or a gradient is not finite.
+    """Describe what happens when a step is skipped because a loss or a gradient is not finite.
 
     Parameters
     ----------
     limit : int or None
-        Skipped steps in a row after which :class:`~mpizero.errors.NonFiniteError` is raised on every rank. Steps that
-        only lower the loss scale are not counted. None never raises.
+        Number of steps skipped in a row at which :class:`~mpizero.errors.NonFiniteError` is raised on every rank.
+        Steps that only lower the loss scale are not counted. None never raises.
     warn : bool
         Whether one rank writes a line about each skipped step to standard error.
     callback : callable or None
@@ -34,7 +34,7 @@ class BadSteps:
     Raises
     ------
     ConfigError
-        If a value is not one of those above.
+        If a value has another type, or ``limit`` is less than 1.
     """
 
     limit: int | None = 5
@@ -51,21 +51,22 @@ class BadSteps:
 
 
 class SkippedSteps:
-    """Count the skipped steps of one training, report each of them, and raise an error if there are too many.
+    """Count the steps that a training skips in a row, report each, and raise an error if there are too many.
 
     Parameters
     ----------
     policy : BadSteps
-        What to do about skipped steps, and how many in a row are too many.
+        What to do about a skipped step, and how many in a row are too many.
     """
 
     def __init__(self, policy: BadSteps) -> None:
         self.policy, self.in_a_row = policy, 0
 
     def see(self, report: StepReport, *, speaks: bool) -> None:
-        """Count a step and, if it was skipped, warn, call the callback and raise as the policy says.
+        """Count a step; if it was skipped, write the warning, call the callback and raise as the policy says.
 
-        ``speaks`` says whether this rank writes the warning. Not collective; ranks with equal reports do the same.
+        ``speaks`` says whether this rank is the one that writes the warning. Not collective, but all ranks have equal
+        reports and so do the same.
 
         Raises
         ------
@@ -82,7 +83,7 @@ class SkippedSteps:
         self.enforce(report, _ADVICE)
 
     def told(self, report: StepReport) -> str:
-        """Count a step and return the warning about it, "" if it was not skipped. Not collective."""
+        """Count a step; return the warning about it if it was skipped, else "". Not collective."""
         if not report.skipped:
             self.in_a_row = 0
             return ""
@@ -95,7 +96,10 @@ class SkippedSteps:
         return f"{told} ({self.in_a_row} in a row{ends})"
 
     def enforce(self, report: StepReport, advice: str) -> None:
-        """Raise :class:`NonFiniteError` if ``report``, counted last, reaches the limit. Not collective."""
+        """Raise :class:`NonFiniteError` if the step of ``report`` was the last one that the policy allows to skip.
+
+        Not collective. :meth:`told` must have counted that step. ``advice`` ends the message.
+        """
         limit = self.policy.limit
         if limit is not None and self.in_a_row >= limit and report.skipped and not report.backing_off:
             raise NonFiniteError(

@@ -12,15 +12,16 @@ class NonFinite:
     Attributes
     ----------
     step : int
-        Number of the training step, from 1; skipped ones count.
+        Number of the training step, from 1; skipped steps count.
     rank : int
-        The rank that found it.
+        The rank that found the value.
     tensor : str
-        "loss", "weight", or the name of the parameter whose gradient it is.
+        "loss", "weight", or the name of the parameter whose gradient is infinite or NaN.
     start, stop : int
-        Range of its grain's samples in the global batch; all samples, if only the sum over grains overflows.
+        Half-open range of samples of the global batch: the grain of the value. If every grain is finite and only their
+        sum overflows, the range has all samples.
     message : str
-        What was found, as readable text.
+        Readable text that says what was found.
     """
 
     step: int
@@ -31,7 +32,7 @@ class NonFinite:
     message: str
 
     def __str__(self) -> str:
-        """Return a text: what was found, on which rank, in which samples."""
+        """Return a text that says what was found, on which rank, in which samples."""
         return f"{self.message} on rank {self.rank}, samples {self.start} to {self.stop - 1}"
 
 
@@ -42,24 +43,25 @@ class StepReport:
     Attributes
     ----------
     step : int
-        Optimizer steps done, this one included.
+        Number of updates that the optimizer has done so far, including this step's; skipped steps do not count.
     loss : float
         Mean loss over the global batch.
     weight : float
-        The total weight that the sum of losses was divided by.
+        The total weight of the samples, by which the sum of losses was divided.
     learning_rate : float
         Learning rate of this step.
     gradient_norm : float or None
-        Global norm of the averaged gradient before clipping; None if nothing needed it.
+        Global norm of the averaged gradient before clipping; None if it was not computed (it is only needed for
+        clipping, with a loss scale and with 16-bit compression).
     skipped : str or None
-        Why the update was skipped: which rank, tensor and samples were not finite. None: it was not skipped.
+        Why the update was skipped: which rank, tensor and samples were not finite. None if the update was done.
     bytes_sent : int
-        Bytes this rank sent to other ranks.
+        Bytes that this rank sent to other ranks in this step.
     non_finite : tuple of NonFinite
-        The grains whose loss or gradient was not finite, the first one first, at most 16; empty unless skipped. The
-        same on every rank.
+        For each grain whose loss or gradient was not finite, its first such value; at most 16, in order of grains.
+        Empty if the update was done. The same on every rank.
     loss_scale, next_loss_scale : float
-        The loss scale of this step, and that of the next step.
+        The loss scale of this step, and the one of the next step.
     bucket_mb : float
         MiB of partial sums of gradients that are in flight at once from now on; 0.0 if gradients are not sent.
     buckets_tried : tuple of float
@@ -81,9 +83,10 @@ class StepReport:
 
     @property
     def backing_off(self) -> bool:
-        """Tell whether the step was skipped only because its loss scale was too large, and the scale is lowered now.
+        """Tell whether the step was skipped only because its loss scale was too large, so that it is lowered now.
 
-        That is assumed if every loss was finite: the scale multiplies the gradients that start at the losses.
+        That is assumed if every loss and weight was finite and only gradients overflowed, because the scale multiplies
+        gradients only.
         """
         lost = any(bad.tensor in ("loss", "weight") for bad in self.non_finite)
         return bool(self.non_finite) and not lost and self.next_loss_scale < self.loss_scale

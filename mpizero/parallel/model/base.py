@@ -1,4 +1,4 @@
-"""Train, evaluate and describe a sharded model: the base class of all sharded models."""
+"""Define ``ShardedModelBase``, the base class of all sharded models, which trains and evaluates."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from mpizero.text import notice
 
 
 class Evaluation(NamedTuple):
-    """Hold the result of ``evaluate``, over the samples of all ranks.
+    """Hold the result of :meth:`ShardedModelBase.evaluate`: sums over the samples of all ranks.
 
     Attributes
     ----------
     loss_sum : float
-        Sum of the losses.
+        Sum of the samples' losses.
     weight : float
         Total weight of the samples; their number if every sample has the weight 1.
     correct : int or None
-        Number of correct predictions; None unless the prediction has one score for each class.
+        Number of predictions whose largest score is that of the target class. None if predictions are not scores of
+        classes, or targets are not class numbers.
     """
 
     loss_sum: float
@@ -36,23 +37,23 @@ class Evaluation(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """Return the mean loss."""
+        """The mean loss, ``loss_sum / weight``; NaN if the weight is 0."""
         return self.loss_sum / self.weight if self.weight else math.nan
 
     @property
     def accuracy(self) -> float | None:
-        """Return the share of correct predictions; None if they are not counted or there are no samples."""
+        """The fraction of correct predictions, ``correct / weight``; None if ``correct`` is None or the weight is 0."""
         return None if self.correct is None or not self.weight else self.correct / self.weight
 
 
 @explains
 class ShardedModelBase(ManualGradients):
-    """Place the parameters, gradients and optimizer state of a model over the ranks of ``config.comm``.
+    """Distribute the parameters, gradients and optimizer state of a model over the ranks of ``config.comm``.
 
     Construction, and every method that is not marked otherwise, is collective over ``config.comm``. The model holds
-    windows and communicators: close it, or use it as a context manager. A closed model raises RuntimeError. When a call
-    fails on one rank, every rank raises (RemoteError reports the error of another rank), and the model is unchanged.
-    For layers that are split over ranks, :class:`HybridShardedModel` says which errors end the job instead.
+    windows and communicators: close it, or use it as a context manager. Methods of a closed model raise RuntimeError.
+    When a call fails on one rank, every rank raises (RemoteError reports the error of another rank), and the model is
+    unchanged. For layers that are split over ranks, :class:`HybridShardedModel` says which errors end the job instead.
 
     Parameters
     ----------
@@ -62,16 +63,16 @@ class ShardedModelBase(ManualGradients):
         The ranks and how they work together.
     optimizer : optimizer, ShardedOptimizer or None
         Updates the parameters: a library optimizer, any object with an elementwise ``update(params, grads, state)``, or
-        a sharded optimizer that is bound to no model yet. None: plain SGD with ``config.learning_rate``, until
-        ``set_model`` of a sharded optimizer binds that one.
+        a sharded optimizer that is bound to no model yet. With None, plain SGD with ``config.learning_rate`` is used
+        until a sharded optimizer is bound by its ``set_model``.
 
     Raises
     ------
     TypeError
         If model or configuration is None or of a wrong type, or the optimizer is not gradient-based.
     ConfigError
-        If ranks give different models, configurations or optimizers, or the optimizer belongs to another configuration
-        or strategy.
+        If ranks pass different models, configurations or optimizers, or a sharded optimizer was created with another
+        configuration or does not work with this strategy.
     """
 
     #: Class of the sharded optimizer that is made of a plain optimizer.
@@ -89,9 +90,9 @@ class ShardedModelBase(ManualGradients):
                 raise
 
     def _plans(self) -> dict[str, Any]:
-        """Return everything that must be equal on all ranks, by name, with the optimizer's settings. Not collective.
+        """Return all values that must be equal on all ranks, by name, with the optimizer's settings. Not collective.
 
-        A plain optimizer is wrapped in a sharded optimizer here.
+        This method also wraps a plain optimizer in a sharded optimizer.
         """
         plans, given = super()._plans(), self._optimizer
         if given is not None and not isinstance(given, ShardedOptimizer):
@@ -102,12 +103,13 @@ class ShardedModelBase(ManualGradients):
 
     @property
     def optimizer(self) -> ShardedOptimizer:
-        """Return the sharded optimizer bound at construction, by ``distribute`` or by ``set_model``. Not collective.
+        """The sharded optimizer that is bound to this model. Not collective.
 
         Raises
         ------
         RuntimeError
-            If the model has none; then plain SGD with ``config.learning_rate`` trains it.
+            If none is bound (then plain SGD with ``config.learning_rate`` trains the model), or if the optimizer has
+            been bound to another model meanwhile.
         """
         name, bound = type(self).__name__, self._optimizer
         if bound is None:
@@ -120,11 +122,11 @@ class ShardedModelBase(ManualGradients):
         return cast("ShardedOptimizer", bound)
 
     def is_updated_by(self, optimizer: ShardedOptimizer) -> bool:
-        """Return whether ``optimizer`` is the one that was bound to this model last. Not collective."""
+        """Tell whether ``optimizer`` is the sharded optimizer that was last bound to this model. Not collective."""
         return self._optimizer is optimizer
 
     def _take_optimizer(self, optimizer: ShardedOptimizer) -> None:
-        """Store the sharded optimizer that has been bound to this model. Not collective."""
+        """Store ``optimizer`` as the one that is bound to this model. Not collective."""
         self._optimizer = optimizer
         self.tell_unread()
 
@@ -141,24 +143,25 @@ class ShardedModelBase(ManualGradients):
         """Train one step on this rank's samples of the global batch; return the mean loss over the whole global batch.
 
         The global batch consists of the samples of rank 0, then those of rank 1, and so on; a rank may have none. With
-        ``auto_sync_gradients=False`` no parameter is updated: the gradient stays pending until
-        ``synchronize_gradients`` and the optimizer's ``step`` are called.
+        ``auto_sync_gradients=False`` only gradients are computed; ``synchronize_gradients`` then sums them over the
+        ranks, and the optimizer's ``step`` updates the parameters.
 
         Parameters
         ----------
         x, y : array, or tree of arrays
-            This rank's samples of the global batch, samples on the first axis of every array. Tuples, lists,
+            Inputs and targets of this rank's samples. The first axis of every array counts samples. Tuples, lists,
             dictionaries and dataclasses of arrays are cut and redistributed over ranks like one array. A rank without
             samples passes empty arrays of the same types.
         epoch : int
-            Passed to functions and layers as ``run.epoch``; nothing else depends on it. The same on all ranks.
+            Passed to the model's functions and layers as ``run.epoch``; it has no other effect. The same on all ranks.
 
         Raises
         ------
         DataError
-            If the batches of the ranks do not fit together; names the rank, the array, and how the two differ.
+            If the ranks' batches do not fit together, for example because arrays differ in type or in the shape of a
+            sample. The message names the rank and the array, and says how it differs.
         NonFiniteError
-            After too many skipped steps in a row, as the configuration's ``bad_steps`` says.
+            After too many skipped steps in a row, as ``config.bad_steps`` says.
         """
         self._pending, self.engine.asked = None, Asked(epoch)
         if not self._config.auto_sync_gradients:
@@ -173,7 +176,7 @@ class ShardedModelBase(ManualGradients):
         return report.loss
 
     def _tell_plain(self) -> None:
-        """Print a notice on rank 0 that plain SGD trains this model. Not collective."""
+        """Print a notice on rank 0 that plain SGD trains this model, because it has no optimizer. Not collective."""
         self._told_plain = True
         if self.rank != 0:
             return
@@ -188,7 +191,8 @@ class ShardedModelBase(ManualGradients):
     def evaluate(self, x: Any, y: Any) -> Evaluation:
         """Evaluate the samples of all ranks without training; return losses and correct predictions.
 
-        The result has ``loss`` and ``accuracy``, and unpacks as ``loss_sum, weight, correct``.
+        ``x`` and ``y`` are inputs and targets of this rank's samples; the result is for all ranks together. It has the
+        attributes ``loss`` and ``accuracy``, and unpacks as ``loss_sum, weight, correct``.
         """
         return Evaluation(*(self._evaluate_alone(x, y) if self._mean_every else self.engine.evaluate(x, y)))
 
@@ -204,18 +208,22 @@ class ShardedModelBase(ManualGradients):
 
     @collective
     def check_integrity(self) -> None:
-        """Check parameters and optimizer state for damaged memory: compare all copies, and the last hash if any.
+        """Check parameters and optimizer state for damaged memory.
 
-        With ``config.check_every`` the model does this by itself every so many steps.
+        Copies on different ranks are compared with each other. Values are compared with their last hash, if one was
+        computed since they were last changed on purpose. If ``config.check_every`` > 0, ``train`` calls this by itself.
 
         Raises
         ------
         IntegrityError
-            On every rank, if values have changed outside of training; names tensor, elements and rank.
+            On every rank, if memory is damaged. The message names the tensor, its elements and the rank.
         """
         self.engine.integrity.check()
 
     def metadata(self) -> ModelMetadata:
-        """Describe where parameters, gradients and state are, and how many bytes are held and sent. Not collective."""
+        """Describe how parameters, gradients and optimizer state are distributed, and count bytes. Not collective.
+
+        The bytes are those of this rank: stored, and sent in the last step.
+        """
         sent = self.last_step.bytes_sent if self.last_step is not None else 0
         return describe(self.engine, self._config, sent, self.label)

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 class BestParameters:
-    """Keep a copy of a model's parameters: this rank's shard if parameters are sharded or split, else all of them.
+    """Keep a copy of a model's parameters.
+
+    Each rank copies the ranges that it owns if parameters are sharded or split over ranks, else all parameters.
 
     Parameters
     ----------
@@ -48,11 +50,11 @@ class BestParameters:
 
     @property
     def nbytes(self) -> int:
-        """Return the size in bytes of this rank's copy."""
+        """The size of this rank's copy in bytes."""
         return sum(values.nbytes for values in (self._whole, self._owned) if values is not None)
 
     def gathered(self) -> Array:
-        """Return the kept parameters of the whole model, 1-D in declared order.
+        """Return the kept parameters of the whole model, as a 1-D array in declared order.
 
         The first call is collective over the model's ranks if parameters are sharded or split; later calls are not.
         """
@@ -66,12 +68,12 @@ class BestParameters:
         return self._whole
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle: the gathered parameters.
+        """Return the state to pickle: the parameters of the whole model, without the model object.
 
         Raises
         ------
         TypeError
-            If they have not been gathered yet.
+            If this rank has only a part of them, because :meth:`gathered` was not called yet.
         """
         if self._whole is None:
             raise ArgumentError(

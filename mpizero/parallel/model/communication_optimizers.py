@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 class GradientCompressionOptimizer(ShardedOptimizer):
     """Update from compressed gradients with error feedback.
 
-    When bound, the optimizer makes the model compress its gradient messages, as with
-    ``ShardingConfig(gradient_compression=compression)``: between nodes, or between ranks with private memory. Ranks
-    that share memory send nothing. The part of a gradient that a message leaves out is kept and added to the next
-    gradient (see ``mpizero.comm.reduce.codecs``). It works with a model of any strategy over any communicator. Binding
-    another optimizer ends the compression. Results then differ in bits between layouts.
+    When bound, the optimizer makes the model compress the gradients that are sent between nodes, or between ranks if
+    they share no memory, as ``ShardingConfig(gradient_compression=compression)`` does. Ranks that share memory send
+    nothing. With top-k and int8, the part of a gradient that a message leaves out is kept and added to the next
+    gradient (see ``mpizero.comm.reduce.codecs``). Every strategy and communicator can be used. Binding another
+    optimizer to the model ends the compression. With compression, results on different numbers of ranks or nodes are
+    no longer equal to the bit.
 
     Parameters
     ----------
@@ -56,7 +57,7 @@ class GradientCompressionOptimizer(ShardedOptimizer):
         self.compression = compression
 
     def comparable(self, model: ShardedModelBase) -> dict[str, Any]:
-        """Return all settings that must be equal on all ranks, by name, the compression among them. Not collective."""
+        """Return all settings that must be equal on all ranks, by name, including the compression. Not collective."""
         check_bucket(model.config.bucket_mb, self.compression)
         return super().comparable(model) | {"compression": self.compression}
 
@@ -66,13 +67,13 @@ class GradientCompressionOptimizer(ShardedOptimizer):
 
 
 class LocalSGDOptimizer(ShardedOptimizer):
-    """Train a private copy of the model on each rank's batches, and average the copies every ``every`` steps.
+    """Train one copy of the model on each rank's batches, and average the copies every ``every`` steps.
 
     The mean is a tree sum over ranks, so it has the same bits on every rank. Unlike with the sharded strategies, the
-    result depends on the number of ranks. Each rank keeps its own optimizer state. Bind it to a ``DDPModel``: from then
-    on each rank has private parameters. ``train`` returns the mean loss over the batches of all ranks. ``evaluate``
-    sums over all ranks, each with its own parameters. A checkpoint holds the mean of the parameters, and the optimizer
-    state of rank 0.
+    result depends on the number of ranks. The optimizer must be bound to a ``DDPModel``. From then on each rank has its
+    own parameters and optimizer state. ``train`` returns the mean loss over the batches of all ranks. ``evaluate``
+    computes each rank's samples with the parameters of that rank, and sums over all ranks. A checkpoint holds the mean
+    of the parameters, and the optimizer state of rank 0.
 
     Parameters
     ----------
@@ -91,7 +92,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
         self.every = require("every", every, whole(1))
 
     def comparable(self, model: ShardedModelBase) -> dict[str, Any]:
-        """Return all settings that must be equal on all ranks, by name, ``every`` among them. Not collective."""
+        """Return all settings that must be equal on all ranks, by name, including ``every``. Not collective."""
         return super().comparable(model) | {"every": self.every}
 
     def _bind(self, model: ShardedModelBase) -> None:
@@ -100,5 +101,5 @@ class LocalSGDOptimizer(ShardedOptimizer):
 
     @recorded
     def average_parameters(self) -> None:
-        """Average the parameters of all ranks now, and set them on every rank. Collective."""
+        """Set the parameters of every rank to the mean over all ranks, now. Collective."""
         self.model.average_parameters()

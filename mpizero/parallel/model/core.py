@@ -1,4 +1,4 @@
-"""Construct and close a sharded model: a wrapped model, a configuration, and the engine that trains it."""
+"""Construct and close a sharded model, which holds a wrapped model, a configuration and the engine that trains it."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ T = TypeVar("T")
 
 
 class Pending(NamedTuple):
-    """Hold a computed gradient that has not been applied yet; ``reduced`` is None until it is summed over the ranks.
+    """Hold a computed gradient that has not been applied to the parameters yet.
 
-    ``totals`` are loss and weight of the global batch; ``sent`` is the counter of sent bytes before the computation.
+    ``totals`` are loss and weight of the global batch. ``reduced`` is the averaged gradient; None if it is not yet
+    summed over the ranks. ``sent`` is the counter of sent bytes before the gradient was computed.
     """
 
     totals: Totals
@@ -93,20 +94,23 @@ class ShardedCore(ABC):
     # ------------------------------------------------------------------ hooks
 
     def _on_before_initialize_sharding(self) -> None:  # noqa: B027  (a hook that most need not)
-        """Run code of a subclass before parameters are distributed; does nothing here."""
+        """Do nothing; a subclass may override this to run code before parameters are distributed."""
 
     def _on_before_close(self) -> None:  # noqa: B027
-        """Run code of a subclass that needs the engine, before it is closed; does nothing here. Collective."""
+        """Do nothing; a subclass may override this to run code before the engine is closed. Collective."""
 
     def _initialize_sharding(self) -> None:
-        """Compare the arguments of all ranks, and make the engine, which distributes the parameters."""
+        """Check that all ranks passed equal arguments, and make the engine, which distributes the parameters."""
         agree_to_start(self._config.communicator, self._plans)
         check_own_modules(self._config.communicator, self._wrapped)
         self._config.communicator.run_deferred_closes()
         self._engine = Engine(self._wrapped, self._config, self._placement, self._parallel_layout)
 
     def _with_room(self, step: Callable[[Engine], T]) -> T:
-        """Run a step; if shared memory has no room for its gradients, move the model to private memory and repeat."""
+        """Return ``step(engine)``; if its gradients do not fit into shared memory, move the model out of it and retry.
+
+        After that every rank keeps its own copy of the model in memory that it does not share.
+        """
         try:
             return step(self.engine)
         except SharedMemoryError as error:  # raised on all ranks alike, before anything was computed
@@ -118,7 +122,7 @@ class ShardedCore(ABC):
             return step(self.engine)
 
     def _stepped(self, report: StepReport) -> None:
-        """Store the report of a step; if it was skipped, warn or raise as the configuration says. Not collective."""
+        """Store the report of a step; if it was skipped, warn or raise as ``config.bad_steps`` says. Not collective."""
         self.last_step = report
         self.invalidate_cache()
         self._skipped.see(report, speaks=self.engine.grid.world.rank == 0)
@@ -127,9 +131,9 @@ class ShardedCore(ABC):
     def reserve(self, global_batch: int) -> None:
         """Allocate the shared memory that steps on ``global_batch`` samples need, before the first step.
 
-        Without this call the first step allocates it. If a node has too little shared memory, every rank keeps its own
-        copy of the model from then on, and rank 0 prints a notice. That works only while the optimizer has made no step
-        and loaded no state: so call this before a checkpoint is loaded.
+        Without this call the first step allocates it. If a node has too little shared memory, the model is moved out of
+        it: every rank keeps its own copy from then on, and rank 0 prints a notice. A model can be moved only while its
+        optimizer has made no step and loaded no state, so call this before a checkpoint is loaded.
 
         Raises
         ------
@@ -141,7 +145,7 @@ class ShardedCore(ABC):
         self._with_room(lambda engine: engine.reserve(global_batch))
 
     def _plans(self) -> dict[str, Any]:
-        """Return everything that must be equal on all ranks, by name; subclasses add to it. Not collective."""
+        """Return all values that must be equal on all ranks, by name; subclasses add to them. Not collective."""
         if self._wrapped is None:
             raise ArgumentError(f"{type(self).__name__} needs a model, got None")
         check_model(self._wrapped)
@@ -151,17 +155,20 @@ class ShardedCore(ABC):
         return plans if self._is_copy else {**plans, **describe_model(self._wrapped, blocks)}
 
     def _update_local_shard_from_full(self, values: Array) -> None:
-        """Set the parameters from a vector of the whole model: this rank copies its part."""
+        """Set the parameters to ``values``, a 1-D array of the whole model; each rank copies only its own ranges."""
         self.engine.whole.fill(values)
         self.invalidate_cache()
 
     def _callers(self) -> tuple[Communicator, str]:
-        """Return the ranks whose collective calls are compared, and the name of this model in them. Not collective."""
+        """Return the ranks that must make the same calls of this model, and its name in messages. Not collective."""
         _ = self.loadable_engine
         return self._config.communicator, self._which
 
     def _check_call(self, operation: str) -> None:
-        """Check that all ranks make this call now; for methods that are collective only in some cases. Collective."""
+        """Raise ``CollectiveMismatch`` if a rank's next collective call is not the method ``operation``. Collective.
+
+        Methods that are collective only in some cases call this.
+        """
         comm, which = self._callers()
         check_call(comm, f"{type(self).__name__}.{operation}", which)
 
@@ -169,29 +176,29 @@ class ShardedCore(ABC):
 
     @property
     def _placement(self) -> Placement:
-        """Return the model's row in the table of strategies: which state is sharded, and in which units."""
+        """The row of the placement table for this model's strategy: which state is sharded, and in which units."""
         return placement(self.strategy)
 
     @property
     def shards_parameters(self) -> bool:
-        """Return whether parameters are sharded or split over ranks, also if ranks share memory."""
+        """Tell whether parameters are sharded by the strategy or split over ranks, even if the ranks share memory."""
         return self._parallel_layout is not None or self._placement.shard_parameters
 
     @property
     def batch_group(self) -> Communicator:
-        """Return the ranks that share a global batch, for ``data.batches(..., group=model.batch_group)``."""
+        """The communicator over whose ranks a global batch is divided; pass it to ``data.batches`` as ``group``."""
         return self.engine.grid.batch
 
     @property
     def engine(self) -> Engine:
-        """Return the engine, which trains the model.
+        """The engine, which trains the model.
 
         Raises
         ------
         RuntimeError
-            If the model is closed: its windows are gone.
+            If the model or its configuration is closed.
         CheckpointError
-            If loading a checkpoint has ended half-way, so that the model is in no valid state.
+            If loading a checkpoint has failed half-way, so that some parameters have old values and some new ones.
         """
         engine = self.loadable_engine
         if engine.half_loaded is not None:
@@ -200,7 +207,7 @@ class ShardedCore(ABC):
 
     @property
     def loadable_engine(self) -> Engine:
-        """Return the engine, even if loading a checkpoint has ended half-way: for loading again."""
+        """The engine, even if loading a checkpoint has failed half-way, so that another one can be loaded."""
         if self._engine is not None and not self._engine.config.holds(self._engine.grid):
             raise StateError(
                 f"the configuration of this {type(self).__name__} is closed, and the communicators are freed that the "
@@ -215,76 +222,76 @@ class ShardedCore(ABC):
 
     @property
     def wrapped_model(self) -> Any:
-        """Return the model as it was given."""
+        """The model that was passed to the constructor."""
         return self._wrapped
 
     @property
     def config(self) -> ShardingConfig:
-        """Return the configuration."""
+        """The configuration that was passed to the constructor."""
         return self._config
 
     @property
     def sharding_configuration(self) -> ShardingConfig:
-        """Return the configuration, by its long name."""
+        """The same as :attr:`config`."""
         return self._config
 
     @property
     def layout(self) -> FlatLayout:
-        """Return names, shapes and offsets of all parameters of the whole model, the same on every rank."""
+        """Names, shapes and offsets of all parameters of the whole model, the same on every rank."""
         return self.engine.whole.layout
 
     @property
     def rank(self) -> int:
-        """Return the number of this rank among all."""
+        """The number of this rank in ``config.comm``."""
         return self._config.communicator.rank
 
     @property
     def world_size(self) -> int:
-        """Return the number of all ranks, replicas or not."""
+        """The number of ranks in ``config.comm``, also if several of them hold one replica together."""
         return self._config.communicator.size
 
     @property
     def parameter_count(self) -> int:
-        """Return the number of parameters of the whole model."""
+        """The number of parameter elements of the whole model."""
         return self.engine.whole.parameter_count
 
     @property
     def owned(self) -> tuple[Span, ...]:
-        """Return the ranges of parameters that this rank owns, one for each unit.
+        """The range of each unit's parameters that this rank owns by the shard rule.
 
-        They are element numbers in the flat vector of the parameters of this rank's stage and tensor part.
+        Ranges count elements of the flat vector of all parameters of this rank's pipeline stage and tensor part.
         """
         return self.engine.store.share.spans
 
     @property
     def local_parameter_shard(self) -> Array:
-        """Return a copy of the parameters that this rank owns: the concatenation of :attr:`owned`."""
+        """A copy of the parameters that this rank owns: the values of all ranges of :attr:`owned`, concatenated."""
         store = self.engine.store
         return np.concatenate([store.values[:0], *(store.owned(unit.index) for unit in store.layout.units)])
 
     @property
     def shard_start(self) -> int:
-        """Return the start of the first owned range."""
+        """The start of the first range of :attr:`owned`; 0 if there is none."""
         return self.owned[0].start if self.owned else 0
 
     @property
     def shard_size(self) -> int:
-        """Return the number of owned parameters."""
+        """The number of parameter elements that this rank owns."""
         return self.engine.store.share.size
 
     @property
     def default_loss_function(self) -> Any:
-        """Return the model's own loss; None for a black box, whose function contains it."""
+        """The loss layer of the wrapped model; None for a black box, whose function computes the loss itself."""
         return getattr(self._wrapped, "loss", None) if hasattr(self._wrapped, "blocks") else None
 
     def invalidate_cache(self) -> None:
-        """Forget the gathered parameters. Not collective."""
+        """Drop the kept copy of the gathered parameters, because parameters have changed. Not collective."""
         self._cache = None
 
     # ------------------------------------------------------------------ closing
 
     def close(self) -> None:
-        """Commit a save that was begun, and free windows and communicators; a second call does nothing."""
+        """Commit an asynchronous save that is still running, and free windows; a second call does nothing."""
         if self._engine is None:
             return
         if self._engine.config.holds(self._engine.grid):  # else its communicators are freed already
@@ -292,7 +299,7 @@ class ShardedCore(ABC):
         self._free()
 
     def _free(self) -> None:
-        """Close the model without checking that all ranks call ``close`` now; used after errors, too. Collective."""
+        """Close the model without checking that all ranks call ``close`` now. Collective."""
         if self._engine is None:
             return
         try:
@@ -303,13 +310,13 @@ class ShardedCore(ABC):
             engine.close()
 
     def __enter__(self) -> Self:
-        """Return itself. Not collective."""
+        """Return this model. Not collective."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the model; after an error, only when all ranks next make a model or close the configuration."""
+        """Close the model; after an exception, postpone that until all ranks make a model or close ``config``."""
         if error is None:
             self.close()
         elif self._engine is not None:  # the other ranks may not have raised

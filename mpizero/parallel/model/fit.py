@@ -1,4 +1,4 @@
-"""Run the loop of ``optimizer.optimize``: epochs, global batches, validation, early stop, best parameters."""
+"""Run the training loop of ``optimizer.optimize``: epochs of training steps, validation, early stopping."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ class OptimizationOptions:
     Parameters
     ----------
     epochs : int
-        Passes over the training samples.
+        Number of passes over the training samples.
     batch_size : int
-        Samples of a global batch.
+        Number of samples in a global batch.
     validation : float
-        Share of the samples held back for validation, in [0, 1); 0 validates on the training samples.
+        Fraction of the samples that is kept for validation, in [0, 1); 0 validates on the training samples.
     patience : int or None
-        Epochs without improvement after which training stops; None never stops early.
+        Number of epochs without improvement after which training stops; None never stops early.
     minimum_improvement : float
-        By how much a validation loss must be smaller than the best one to count as an improvement.
+        A validation loss is an improvement if it is less than the best one minus this number.
     seed : int
         Seed of the order of samples.
     restore_best : bool
-        Whether the model ends with the parameters of its best epoch.
+        Whether the model ends with the parameters of its best epoch; otherwise it keeps those of the last.
     """
 
     epochs: int = 10
@@ -60,7 +60,7 @@ class OptimizationOptions:
     restore_best: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse: raise :class:`~mpizero.errors.ConfigError` for values out of range."""
+        """Raise :class:`~mpizero.errors.ConfigError` if a value is out of range."""
         for name in ("epochs", "batch_size", "patience"):
             if (value := getattr(self, name)) is not None:
                 require(name, value, whole(1))
@@ -75,18 +75,18 @@ class OptimizationResult:
     Attributes
     ----------
     history : tuple of dict
-        For each epoch: ``epoch``, ``loss`` (mean over its steps), ``validation_loss``, and ``accuracy`` where the
-        prediction is one score a class.
+        One for each epoch, with the keys ``epoch``, ``loss`` (mean over its steps), ``validation_loss``, and
+        ``accuracy`` if the model predicts one score for each class.
     best_epoch : int
         Number of the best epoch, counted from 0.
     best_loss : float
         Validation loss of the best epoch.
     best : BestParameters
-        The kept parameters, from which :attr:`best_parameters` is gathered.
+        The parameters after the best epoch; each rank may hold only a part.
     steps : int
         Number of training steps.
     stopped_early : bool
-        Whether patience ended the loop.
+        Whether training stopped before the last epoch, because the validation loss did not improve.
     """
 
     history: tuple[dict[str, float], ...]
@@ -98,11 +98,11 @@ class OptimizationResult:
 
     @property
     def best_parameters(self) -> Array:
-        """Return all parameters after the best epoch, 1-D in declared order.
+        """The parameters of the whole model after the best epoch, as a 1-D array in declared order.
 
-        With ZeRO-3 and models split over ranks, each rank keeps only its part of the best parameters. The first access
-        is then collective over the model's ranks, and must come before the model is closed. Under the other strategies
-        every rank has all of them.
+        With ZeRO-3, FSDP and models split over ranks, each rank keeps only its part of them. The first access is then
+        collective over the model's ranks, and must come before the model is closed. With the other strategies every
+        rank has all of them.
         """
         return self.best.gathered()
 
@@ -143,14 +143,15 @@ def run_loop(optimizer: ShardedOptimizer, data: Any, options: OptimizationOption
 
 
 def _look_at(record: dict[str, float], losses: list[float], optimizer: ShardedOptimizer, *, known: bool) -> None:
-    """Print a notice on rank 0 if the validation loss of an epoch is not finite. Not collective.
+    """Print a notice on rank 0 if the validation loss of an epoch is infinite or NaN. Not collective.
 
-    ``known`` says whether any earlier validation loss was finite.
+    ``record`` is the epoch's entry in :attr:`OptimizationResult.history`, and ``losses`` are the training losses of its
+    steps. ``known`` says whether any earlier validation loss was finite.
 
     Raises
     ------
     NonFiniteError
-        If no loss of this epoch and no earlier validation loss is finite.
+        If all losses of this epoch and all earlier validation losses are infinite or NaN.
     """
     loss, config = record["validation_loss"], optimizer.config
     if math.isfinite(loss):
@@ -172,8 +173,8 @@ def _nothing_finite(epochs: int, record: dict[str, float]) -> NonFiniteError:
 def _same_data(comm: Communicator, data: Any, options: OptimizationOptions) -> tuple[Any, Any]:
     """Check that all ranks pass the same data; return the samples for training and those for validation.
 
-    Collective; it is the first message of ``optimize``. Of arrays, a limited number of samples is compared. Of a data
-    source only the number of samples is compared, because reading may take long.
+    Collective; the first collective of ``optimize``. If the data are arrays, up to 16 MiB of evenly chosen samples of
+    each are compared. If they are a data source, only the number of samples is, because reading may take long.
     """
     parts: list[Any] = []
 
@@ -195,7 +196,7 @@ def _same_data(comm: Communicator, data: Any, options: OptimizationOptions) -> t
 
 
 def _validated(optimizer: ShardedOptimizer, valid: Any) -> dict[str, float]:
-    """Evaluate the validation samples; return the loss, and the accuracy if predictions are counted. Collective."""
+    """Evaluate the validation samples; return "validation_loss" and, for scores of classes, "accuracy". Collective."""
     comm = optimizer.config.communicator
     group = optimizer.model.batch_group
     part = Grains(len(valid), 1).samples_of(group.rank, group.size)

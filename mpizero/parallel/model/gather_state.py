@@ -1,4 +1,4 @@
-"""Gather one array of the whole model, such as optimizer state or a gradient, from the ranges that ranks own."""
+"""Gather an array with one element for each parameter element of the whole model from the ranges that ranks own."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mpizero.types import Array
 
 
 def gather_pieces(engine: Engine, dtype: Any, values: Callable[[UpdatePiece], Any]) -> Array:
-    """Gather one number for each parameter of the whole model, from the pieces that the ranks update.
+    """Gather one number for each parameter element of the whole model, from the ranks that own the elements.
 
-    Returns the same 1-D array in declared order on every rank; frozen parameters have zeros. Collective over the world.
+    Return the same 1-D array in declared order on every rank. It is 0 for frozen parameters. Collective over the world.
 
     Parameters
     ----------
@@ -25,7 +25,8 @@ def gather_pieces(engine: Engine, dtype: Any, values: Callable[[UpdatePiece], An
     dtype : dtype
         Element type of the result.
     values : callable
-        Function of one of this rank's pieces that returns its values: an array as long as the piece, or one number.
+        Called with each :class:`UpdatePiece` (a range of one parameter) that this rank owns. It returns the numbers for
+        this range: an array as long as the range, or one number for all of it.
     """
     full = np.zeros(engine.layout.size, dtype)
     for piece in engine.pieces():
@@ -34,16 +35,16 @@ def gather_pieces(engine: Engine, dtype: Any, values: Callable[[UpdatePiece], An
 
 
 def gather_owned(engine: Engine, owned: Array) -> Array:
-    """Gather one number for each parameter of the whole model, from the ranges that the ranks own.
+    """Gather one number for each parameter element of the whole model, from the ranks that own the elements.
 
-    Returns the same 1-D array in declared order on every rank. Collective over the world.
+    Return the same 1-D array in declared order on every rank. Collective over the world.
 
     Parameters
     ----------
     engine : Engine
         Engine of the model.
     owned : 1-D array
-        This rank's values: one for each element of the ranges that it owns, one range after the other.
+        This rank's numbers: one for each element of the ranges that it owns, one range after the other.
     """
     full, share = np.empty(engine.layout.size, owned.dtype), engine.store.share
     for span, offset in zip(share.spans, share.offsets, strict=True):
@@ -52,7 +53,11 @@ def gather_owned(engine: Engine, owned: Array) -> Array:
 
 
 def _gathered(engine: Engine, full: Array) -> Array:
-    """Fill in the ranges of the other ranks of the data group; return the array in the order of the whole model."""
+    """Gather an array from the ranges that ranks own; return it in the order of the whole model. Collective.
+
+    ``full`` has one element for each parameter element of this rank's data group. Only the ranges that this rank owns
+    are valid before the call.
+    """
     layout, data = engine.layout, engine.grid.data
     spans = [Share(layout, rank, data.size).spans for rank in range(data.size)]
     gather_spans(data, [full[s.start : s.stop] for s in spans[data.rank]], full, spans)
