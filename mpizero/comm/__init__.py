@@ -1,6 +1,6 @@
-"""Wrap mpi4py: communicators, process grids, shared memory, exact sums, agreement on errors, watchdog.
+"""Wrap mpi4py: communicators, process grids, shared memory, sums in a fixed order, agreement on errors, watchdog.
 
-No other package of the library imports mpi4py, except the test kit.
+No other package of the library imports mpi4py, except :mod:`mpizero.testing`.
 """
 
 from mpizero.comm.communicator import CallTrace, Communicator, Counters, Request, SharedMemory

@@ -1,4 +1,4 @@
-"""Let an error of one rank become an error of all ranks."""
+"""Raise an error on every rank when one rank has raised."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mpizero.errors import CollectiveError, PeerFailure, RemoteError
 
 @contextmanager
 def all_ranks(comm: Communicator, tag: str = "all_ranks", *, first: bool = False) -> Iterator[None]:
-    """Run a block on all ranks; if it raises on one rank, raise an error on every rank.
+    """Run a ``with`` block on all ranks; if it raises on one rank, raise an error on every rank.
 
-    Collective over ``comm``: one small reduction at the end of the block. With ``first`` that message is also the first
-    message of a public operation, which compares the operations that the ranks have called ([Note: calls]). A block
-    must not mix collectives of ``comm`` with statements that can fail on one rank only: the other ranks would wait in
-    the collective. If a collective fails in the block, its error is raised at once, without the reduction, because
-    other ranks may never reach it.
+    Collective over ``comm``: one small message at the end of the block, labelled ``tag`` in traces and reports. With
+    ``first`` this message is :func:`mpizero.comm.calls.agree_on_call`, which also checks that all ranks have called the
+    same public operation. A block must not mix collectives of ``comm`` with statements that can fail on one rank only:
+    the other ranks would wait in the collective. If a collective fails in the block, its error is raised at once,
+    without the message, because other ranks may never send it.
 
     Raises
     ------
@@ -30,6 +30,8 @@ def all_ranks(comm: Communicator, tag: str = "all_ranks", *, first: bool = False
         The block's own error, on the ranks that raised it.
     RemoteError
         On the other ranks; names the ranks that failed and the error of the first of them.
+    CollectiveMismatch
+        On every rank, with ``first``, if the ranks have called different operations.
 
     Examples
     --------
@@ -54,9 +56,9 @@ def all_ranks(comm: Communicator, tag: str = "all_ranks", *, first: bool = False
 
 
 def raise_on_all(comm: Communicator, error: Exception | None, tag: str) -> NoReturn:
-    """Raise ``error`` on the ranks that have one, and RemoteError on the others.
+    """Raise ``error`` on the ranks where it is not None, and RemoteError on the others.
 
-    Collective over ``comm``: called when all ranks know that at least one of them has an error.
+    Collective over ``comm``. Call it only when all ranks know that at least one of them has an error.
     """
     own = None if error is None else (isinstance(error, RemoteError), describe_error(error))
     reports = comm.allgather_object(own, tag)

@@ -1,11 +1,11 @@
 """Check that all ranks have called the same public operation, before any of them executes it.
 
 [Note: calls] A public collective call (``train``, ``evaluate``, ``save_model``, ``close``) is an operation. Its name
-and the user's line are recorded in the trace of the communicator of all ranks, like a collective. The first message of
-every operation has the same form: a hash of all calls that this rank has made so far, and up to three numbers that the
-operation needs from every rank. So even ranks that call different operations can exchange this message. They then raise
-an error with the names and source lines of the operations, before shared memory is changed. A training step sends its
-sample counts in this message, so the comparison adds no message to it.
+and the source line of the user's call are recorded in the trace of the world communicator, as collectives are. The
+first message of every operation has the same form: a hash of all calls that this rank has made so far, and up to three
+integers that the operation needs from every rank. So even ranks that call different operations can exchange this
+message. They then raise an error with the names and source lines of the operations, before shared memory is changed. A
+training step sends its sample counts in this message, so the comparison adds no message to it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Collective(Protocol):
     def _callers(self) -> tuple[Communicator, str]:
         """Return the communicator of the calling ranks, and a label that tells this object from others of its class.
 
-        The label of the first object is "".
+        The label of the first object of a class is "".
         """
 
 
@@ -41,23 +41,26 @@ C = TypeVar("C", bound=Collective)
 
 
 def record_call(comm: Communicator, operation: str, which: str = "") -> None:
-    """Record in the trace that the user has called an operation, and the source line of the call.
+    """Record in the trace of ``comm`` that the user has called ``operation``, and the source line of the call.
 
-    Sends nothing itself, but all ranks must call it: the records are compared in the next message.
+    ``which`` is the label of the object whose method was called, see :class:`Collective`. Sends nothing, but all ranks
+    must call it: the next :func:`agree_on_call` compares the records.
     """
     if comm.size > 1:
         comm.trace.begin_operation((operation, which))
 
 
 def agree_on_call(comm: Communicator, figures: Sequence[int] = ()) -> Array:
-    """Send the first message of an operation, compare the operations, and return the figures, one row for each rank.
+    """Check that all ranks have called the same operation; return the ``figures`` of all ranks, one row for each rank.
 
-    Collective over ``comm``.
+    Collective over ``comm``: this is the first message of an operation, see [Note: calls]. ``figures`` are up to three
+    integers; rows are filled up with zeros to three columns.
 
     Raises
     ------
     CollectiveMismatch
-        On every rank, if the ranks have called different operations; names the operations, their ranks and lines.
+        On every rank, if the ranks have called different operations; names the operations, their ranks and source
+        lines. Later calls of this function on the same communicator raise the same error again.
     """
     mine = np.zeros(1 + FIGURES, np.int64)
     mine[1 : 1 + len(figures)] = figures
@@ -80,10 +83,12 @@ def agree_on_call(comm: Communicator, figures: Sequence[int] = ()) -> Array:
 def check_call(comm: Communicator, operation: str, which: str = "") -> None:
     """Check that all ranks have called the same operation. Collective over ``comm``: one message of 32 bytes a rank.
 
+    ``which`` is the label of the object whose method was called; it must be the same too.
+
     Raises
     ------
     CollectiveMismatch
-        On every rank, if they have called different operations.
+        On every rank, if the ranks have called different operations.
     """
     record_call(comm, operation, which)
     agree_on_call(comm)
@@ -104,13 +109,13 @@ def _compared(
 
 
 def collective(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P], R]:
-    """Decorate a collective method: a message before it runs checks that all ranks call it; see :func:`check_call`."""
+    """Decorate a collective method: one message before each call checks that all ranks call it; see `check_call`."""
     return _compared(check_call, method)
 
 
 def recorded(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P], R]:
-    """Decorate a collective method that calls :func:`agree_on_call` itself: only record the call, send no message.
+    """Decorate a collective method that calls :func:`agree_on_call` itself: only record each call, send no message.
 
-    A method that sends no message (a gradient of local steps) is compared in the first message of the next operation.
+    If a call of the method sends no message at all, the first message of the next operation compares it.
     """
     return _compared(record_call, method)

@@ -24,7 +24,10 @@ TAG_LIMIT = 32000
 
 
 def array(comm: Transport, operation: str, tag: object, value: Array, written: bool = False) -> None:
-    """Refuse anything but a C-contiguous array that can be sent: of NumPy, or of a GPU if MPI takes GPU memory."""
+    """Raise CollectiveError if ``value`` is not a C-contiguous array whose dtype can be sent.
+
+    GPU arrays are allowed if ``comm`` passes them to MPI directly. With ``written`` the array must also be writable.
+    """
     flags = value.flags if isinstance(value, np.ndarray) else _flags_of_device_array(comm, operation, tag, value)
     if not flags.c_contiguous:
         raise comm.error(operation, tag, "the array is not C-contiguous; send a copy", value)
@@ -42,13 +45,13 @@ def _flags_of_device_array(comm: Transport, operation: str, tag: object, value: 
 
 
 def peer(comm: Transport, operation: str, tag: object, rank: int) -> None:
-    """Refuse a rank outside the communicator."""
+    """Raise CollectiveError if ``rank`` is not a rank of the communicator."""
     if not 0 <= rank < comm.size:
         raise comm.error(operation, tag, f"rank {rank} is not in 0..{comm.size - 1}")
 
 
 def pair(comm: Transport, operation: str, tag: str, send: Array, recv: Array) -> None:
-    """Refuse arrays of different dtypes, and arrays that cannot be sent or received into."""
+    """Raise CollectiveError if ``send`` cannot be sent, ``recv`` cannot be received into, or their dtypes differ."""
     array(comm, operation, tag, send)
     array(comm, operation, tag, recv, written=True)
     if send.dtype != recv.dtype:
@@ -56,7 +59,7 @@ def pair(comm: Transport, operation: str, tag: str, send: Array, recv: Array) ->
 
 
 def blocks(comm: Transport, operation: str, tag: str, value: Array, counts: Sequence[int]) -> None:
-    """Refuse ``counts`` that are not one number for each rank, or do not add up to the size of the array."""
+    """Raise CollectiveError if ``counts`` are not one length >= 0 for each rank, with ``value.size`` as their sum."""
     if len(counts) != comm.size or min(counts) < 0 or sum(counts) != value.size:
         raise comm.error(
             operation, tag, f"counts {list(counts)} are not {comm.size} blocks of {value.size} elements", value
@@ -64,20 +67,20 @@ def blocks(comm: Transport, operation: str, tag: str, value: Array, counts: Sequ
 
 
 def places(comm: Transport, operation: str, tag: str, value: Array, spans: Sequence[Span]) -> None:
-    """Refuse ``spans`` that are not one for each rank, or reach beyond the end of the array."""
+    """Raise CollectiveError if ``spans`` are not one range of elements of ``value`` for each rank."""
     wrong = [tuple(span) for span in spans if span.size and not 0 <= span.start < span.stop <= value.size]
     if len(spans) != comm.size or wrong:
         raise comm.error(operation, tag, f"{len(spans)} places of {comm.size} ranks, outside of it: {wrong}", value)
 
 
 def own_block(comm: Transport, operation: str, tag: str, value: Array, counts: Sequence[int]) -> None:
-    """Refuse an array whose size is not this rank's entry in ``counts``."""
+    """Raise CollectiveError if the size of ``value`` is not this rank's entry in ``counts``."""
     if counts[comm.rank] != value.size:
         raise comm.error(operation, tag, f"counts[{comm.rank}] is {counts[comm.rank]}", value)
 
 
 def reduction(comm: Transport, operation: str, tag: str, value: Array, op: str) -> None:
-    """Refuse an unknown reduction, and an array whose dtype cannot be reduced."""
+    """Raise CollectiveError if ``op`` is not "sum", "max" or "min", or the dtype of ``value`` cannot be reduced."""
     if op not in REDUCTIONS:
         raise comm.error(operation, tag, f"op must be one of {REDUCTIONS}, got {op!r}", value)
     if value.dtype.char not in REDUCIBLE:

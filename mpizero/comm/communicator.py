@@ -23,24 +23,25 @@ __all__ = ["CallTrace", "Communicator", "Counters", "Request", "SharedMemory"]
 class Communicator(Transport):
     """Exchange C-contiguous NumPy arrays among a group of ranks.
 
-    The arrays of one call have the same dtype. All ranks call the collectives of a communicator in the same order and
-    with counts that fit together. Wrong arguments on this rank raise CollectiveError before anything is sent. A
-    communicator is a context manager and is closed at the end of the block. If the block raises, a communicator of
-    threads is aborted. One of MPI stays open, because closing is collective; the guard ends the job if nobody catches
-    the error.
+    The arrays of one call have the same dtype. All ranks must call the collectives of a communicator in the same order
+    and with counts that fit together. Wrong arguments on this rank raise CollectiveError before anything is sent.
+    ``tag`` is a label of the call in counters, traces and errors. A communicator is a context manager and is closed at
+    the end of the block. If the block raises, an InMemoryCommunicator is aborted. An MpiCommunicator stays open,
+    because closing is collective; if the program does not catch the error, the supervision of the process ends the job.
 
     Attributes
     ----------
     rank, size : int
-        Place in the group and size of the group.
+        Number of this rank in the communicator, and number of its ranks.
     name : str
-        Name of the group in errors and reports.
+        Name of the communicator in errors and reports.
     shares_memory : bool
-        Whether :meth:`allocate_shared` works: for results of :meth:`split_node`, and for groups split off such a one.
+        Whether :meth:`allocate_shared` works: true for results of :meth:`split_node`, for communicators split off from
+        these, and for communicators of one rank.
     counters : Counters
-        Bytes sent by this rank through this communicator.
+        Bytes and messages sent by this rank through this communicator.
     trace : CallTrace
-        The collective that this rank is in, and the last ones before it.
+        The call that this rank is in now, if any, and the last collectives before it.
     """
 
     def __enter__(self) -> Self:
@@ -50,7 +51,10 @@ class Communicator(Transport):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the communicator; after an error, abort it or leave it to the guard. Collective without an error."""
+        """Close the communicator; after an error, abort it (threads) or leave it open (MPI).
+
+        Collective over the communicator if the block has not raised.
+        """
         if error is None:
             self.close()
         else:
@@ -63,15 +67,18 @@ class Communicator(Transport):
         self._call(("barrier", tag), self._barrier)
 
     def ibarrier(self, tag: str = "") -> Request:
-        """Start a barrier; it has been passed when the request has ended. Collective over the communicator."""
+        """Start a barrier; the returned request ends when all ranks have called this.
+
+        Collective over the communicator.
+        """
         request: Request = self._call(("ibarrier", tag), self._ibarrier)
         return request
 
     def node_barrier(self, shared: SharedMemory, tag: str = "", *, counted: bool = False) -> None:
         """Make what every rank wrote to ``shared`` before the call visible to every rank after it.
 
-        Collective over the communicator that allocated ``shared``. With ``counted`` the trace of calls only counts the
-        call and does not record it by itself. Callers that make many such calls in a short time use that.
+        Collective over the communicator that allocated ``shared``. With ``counted`` the trace only counts this call and
+        makes no record of it, which is faster; see [Note: counted calls] in call_trace.py.
         """
         if counted:
             self._count("node_barrier", tag, self._node_barrier, shared)
@@ -84,45 +91,56 @@ class Communicator(Transport):
         self._call(call, self._broadcast, buffer, root)
 
     def ibroadcast(self, buffer: Array, root: int = 0, tag: str = "") -> Request:
-        """Start :meth:`broadcast`. Collective over the communicator."""
+        """Start :meth:`broadcast`; ``buffer`` must not be used before the request has ended.
+
+        Collective over the communicator.
+        """
         call = self._count_broadcast("ibroadcast", tag, buffer, root)
         request: Request = self._call(call, self._ibroadcast, buffer, root)
         return request
 
     def allgather(self, send: Array, recv: Array, tag: str = "") -> None:
-        """Concatenate equal blocks of all ranks into ``recv``, ``size`` times as large as ``send``.
+        """Concatenate ``send`` of all ranks, in rank order, into ``recv`` of every rank.
 
-        Collective over the communicator. ``send`` and ``recv`` do not overlap.
+        Collective over the communicator. ``send`` has the same size on all ranks, and ``recv`` is as large as all of
+        them together. ``send`` and ``recv`` do not overlap.
         """
         call = self._count_allgather("allgather", tag, send, recv)
         self._call(call, self._allgather, send, recv)
 
     def iallgather(self, send: Array, recv: Array, tag: str = "") -> Request:
-        """Start :meth:`allgather`. Collective over the communicator."""
+        """Start :meth:`allgather`; neither array may be written, nor ``recv`` read, before the request has ended.
+
+        Collective over the communicator.
+        """
         call = self._count_allgather("iallgather", tag, send, recv)
         request: Request = self._call(call, self._iallgather, send, recv)
         return request
 
     def allgatherv(self, send: Array, recv: Array, counts: Sequence[int], tag: str = "") -> None:
-        """Concatenate blocks of ``counts[rank]`` elements into ``recv``; empty blocks are legal.
+        """Concatenate ``send`` of all ranks, in rank order, into ``recv``; rank i sends ``counts[i]`` elements.
 
-        Collective over the communicator; ``counts`` is the same on every rank. ``send`` and ``recv`` do not overlap.
+        Collective over the communicator; ``counts`` is the same on every rank and may contain zeros. ``send`` and
+        ``recv`` do not overlap.
         """
         call = self._count_allgatherv("allgatherv", tag, send, recv, counts)
         self._call(call, self._allgatherv, send, recv, counts)
 
     def iallgatherv(self, send: Array, recv: Array, counts: Sequence[int], tag: str = "") -> Request:
-        """Start :meth:`allgatherv`. Collective over the communicator."""
+        """Start :meth:`allgatherv`; neither array may be written, nor ``recv`` read, before the request has ended.
+
+        Collective over the communicator.
+        """
         call = self._count_allgatherv("iallgatherv", tag, send, recv, counts)
         request: Request = self._call(call, self._iallgatherv, send, recv, counts)
         return request
 
     def igather_spans(self, send: Array, recv: Array, spans: Sequence[Span], tag: str = "") -> Request:
-        """Start to gather the block of every rank into its own place in ``recv``: rank i's into ``spans[i]``.
+        """Start to gather ``send`` of every rank into ``recv`` of every rank: rank i's into the elements ``spans[i]``.
 
-        Collective over the communicator; ``spans`` is the same on every rank, and no two of them overlap. ``send`` may
-        be this rank's place in ``recv``; a block in other memory is copied there. Until the request has ended
-        neither may be written, nor the arriving blocks be read.
+        Collective over the communicator; ``spans`` is the same on every rank, and no two spans overlap. ``send`` may be
+        a view of this rank's span of ``recv``; otherwise it is copied there at once. Neither array may be written, nor
+        the spans of other ranks in ``recv`` read, before the request has ended.
         """
         call = self._count_gather_spans("igather_spans", tag, send, recv, spans)
         place = recv.reshape(-1)[spans[self.rank].start : spans[self.rank].stop]
@@ -136,8 +154,9 @@ class Communicator(Transport):
     ) -> None:
         """Send block i of ``send`` to rank i, and receive rank i's block as block i of ``recv``.
 
-        Collective over the communicator. Blocks lie one after another; ``recv_counts[i]`` here equals
-        ``send_counts[rank]`` on rank i. ``send`` and ``recv`` do not overlap.
+        Collective over the communicator. The counts are the lengths of the blocks in elements; blocks lie one after
+        another in both arrays. ``recv_counts[i]`` of rank j must equal ``send_counts[j]`` of rank i. ``send`` and
+        ``recv`` do not overlap.
         """
         call = self._count_alltoallv("alltoallv", tag, send, send_counts, recv, recv_counts)
         self._call(call, self._alltoallv, send, recv, send_counts, recv_counts)
@@ -145,15 +164,19 @@ class Communicator(Transport):
     def ialltoallv(
         self, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int], tag: str = ""
     ) -> Request:
-        """Start :meth:`alltoallv`. Collective over the communicator."""
+        """Start :meth:`alltoallv`; neither array may be written, nor ``recv`` read, before the request has ended.
+
+        Collective over the communicator.
+        """
         call = self._count_alltoallv("ialltoallv", tag, send, send_counts, recv, recv_counts)
         request: Request = self._call(call, self._ialltoallv, send, recv, send_counts, recv_counts)
         return request
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], tag: str = "") -> None:
-        """Sum ``send`` over the ranks, in an order that MPI chooses; block ``rank`` of the sum goes to ``recv``.
+        """Sum ``send`` over the ranks, in an order that MPI chooses, and write this rank's block of it to ``recv``.
 
-        Collective over the communicator; ``counts`` is the same on every rank.
+        Collective over the communicator. The sum is cut into one block for each rank, of ``counts[i]`` elements for
+        rank i; ``counts`` is the same on every rank.
         """
         checks.pair(self, "reduce_scatter", tag, send, recv)
         checks.blocks(self, "reduce_scatter", tag, send, counts)
@@ -166,20 +189,26 @@ class Communicator(Transport):
     def allreduce(self, buffer: Array, op: str = "sum", tag: str = "") -> None:
         """Replace ``buffer`` by its elementwise "sum", "max" or "min" over the ranks.
 
-        Collective over the communicator. MPI chooses the order of sums, so their bits may differ between MPI libraries;
-        max and min of NaN are not defined.
+        Collective over the communicator. MPI chooses the order in which a sum is added, so its bits may differ between
+        MPI libraries. The results of max and min are not defined if there is a NaN.
         """
         call = self._count_allreduce("allreduce", tag, buffer, op)
         self._call(call, self._allreduce, buffer, op)
 
     def iallreduce(self, buffer: Array, op: str = "sum", tag: str = "") -> Request:
-        """Start :meth:`allreduce`. Collective over the communicator."""
+        """Start :meth:`allreduce`; ``buffer`` must not be used before the request has ended.
+
+        Collective over the communicator.
+        """
         call = self._count_allreduce("iallreduce", tag, buffer, op)
         request: Request = self._call(call, self._iallreduce, buffer, op)
         return request
 
     def allgather_object(self, value: Any, tag: str = "") -> list[Any]:
-        """Return the picklable, small ``value`` of every rank, as a list. Collective over the communicator."""
+        """Return a list of the ``value`` of every rank, in rank order. Collective over the communicator.
+
+        Each ``value`` is a picklable object; it should be small.
+        """
         payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         self.counters.add(len(payload) * (self.size - 1), tag)
         return [pickle.loads(p) for p in self._call(("allgather_object", tag), self._allgather_bytes, payload)]
@@ -193,9 +222,10 @@ class Communicator(Transport):
         return pickle.loads(self._call(("broadcast_object", tag, root), self._broadcast_bytes, payload, root))
 
     def run(self, operation: str, function: Callable[[], T], tag: str = "") -> T:
-        """Call a collective function of another library, such as parallel HDF5, and watch it for hangs.
+        """Call a collective function of another library, such as parallel HDF5, and return its result.
 
-        Collective over the communicator. ``operation`` is the name of the function in the watchdog's reports.
+        Collective over the communicator. The watchdog supervises the call like a collective of this class;
+        ``operation`` is the name of the function in its reports.
         """
         result: T = self._call((operation, tag), function)
         return result
@@ -211,7 +241,7 @@ class Communicator(Transport):
         self.irecv(buffer, peer, tag).wait()
 
     def isend(self, buffer: Array, peer: int, tag: int = 0) -> Request:
-        """Start :meth:`send`. Not collective."""
+        """Start :meth:`send`; ``buffer`` must not be written before the request has ended. Not collective."""
         self._check_message("isend", buffer, peer, tag)
         if peer != self.rank:
             self.counters.add(buffer.nbytes, POINT_TO_POINT)
@@ -219,7 +249,7 @@ class Communicator(Transport):
         return request
 
     def irecv(self, buffer: Array, peer: int, tag: int = 0) -> Request:
-        """Start :meth:`recv`. Not collective."""
+        """Start :meth:`recv`; ``buffer`` must not be used before the request has ended. Not collective."""
         self._check_message("irecv", buffer, peer, tag)
         request: Request = self._run("irecv", str(tag), self.trace.started, self._irecv, buffer, peer, tag)
         return request
@@ -229,7 +259,8 @@ class Communicator(Transport):
     def split(self, color: int, key: int | None = None, name: str = "") -> Communicator:
         """Return a communicator of the ranks with the same ``color`` (>= 0), ordered by ``key`` (default: rank).
 
-        Collective over the communicator. The caller closes the result; MPI runs out at about 2000 open ones.
+        Collective over the communicator. ``name`` is the name of the result. The caller closes the result; MPICH has
+        room for about 2000 open communicators.
         """
         if not 0 <= color < 2**31:
             raise self.error("split", name, f"color must be in 0..2**31-1, got {color}")
@@ -240,8 +271,8 @@ class Communicator(Transport):
     def split_node(self, ranks_per_node: int | None = None, name: str = "") -> Communicator:
         """Return a communicator of the ranks that share memory with this one, in rank order.
 
-        Collective over the communicator. ``ranks_per_node=k`` simulates smaller nodes: consecutive groups of ``k``
-        ranks inside each real node. The caller closes the result.
+        Collective over the communicator. ``ranks_per_node=k`` cuts each real node into simulated nodes of ``k``
+        consecutive ranks. The caller closes the result.
         """
         if ranks_per_node is not None and ranks_per_node < 1:
             raise self.error("split_node", name, f"ranks_per_node must be >= 1 or None, got {ranks_per_node}")
@@ -250,14 +281,14 @@ class Communicator(Transport):
         return group
 
     def allocate_shared(self, nbytes: int, tag: str = "") -> SharedMemory:
-        """Allocate zeroed memory that every rank reads and writes.
+        """Allocate zeroed memory of ``nbytes`` bytes that every rank of the communicator can read and write.
 
-        Collective over the communicator, which comes from :meth:`split_node`, is a part of such a group, or has size 1.
+        Collective over the communicator, which must have ``shares_memory``.
 
         Raises
         ------
         SharedMemoryError
-            On all ranks: if this is not a node communicator, or there is too little memory. Nothing is allocated then.
+            On all ranks: if ``shares_memory`` is false, or there is too little memory. Nothing is allocated then.
         """
         if not self.shares_memory:
             raise SharedMemoryError(
@@ -269,7 +300,10 @@ class Communicator(Transport):
         return shared
 
     def traces(self) -> list[CallTrace]:
-        """Return the traces of those ranks of the communicator that run in this process. Not collective."""
+        """Return the traces of the ranks of this communicator that run in this process. Not collective.
+
+        That is one rank over MPI, and all ranks if they are threads.
+        """
         return [self.trace]
 
     def shared_space(self) -> int | None:
@@ -280,14 +314,14 @@ class Communicator(Transport):
         return None
 
     def defer_close(self, close: Callable[[], None]) -> None:
-        """Store a collective function that frees resources; :meth:`run_deferred_closes` calls it. Not collective.
+        """Store ``close``, a collective function that frees resources, for :meth:`run_deferred_closes`. Not collective.
 
         Used after an error: other ranks may not have failed, so ``close``, which is collective over the communicator,
-        cannot be called at once. Communicators of threads do not store it, because Python frees their memory.
+        cannot be called at once. An InMemoryCommunicator ignores it, because Python frees its memory.
         """
 
     def run_deferred_closes(self) -> None:
-        """Call the functions that :meth:`defer_close` has stored on all ranks. Collective over the communicator."""
+        """Call the functions that every rank has stored by :meth:`defer_close`. Collective over the communicator."""
 
     @abstractmethod
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Check that values are the same on all ranks, and name the first part in which they differ."""
+"""Check that values are the same on all ranks, and name the first value, attribute or element that differs."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _ALLOWED = "or, if it may differ, a name that begins with an underscore, which i
 def agree_equal(comm: Communicator, make: Callable[[], Mapping[str, Any]], tag: str) -> None:
     """Raise on every rank if ``make()`` returns different values on different ranks, or raises on one of them.
 
-    Collective over ``comm``: one message of 32 bytes a rank while the values are equal, whatever their size. ``make``
-    returns values by name, in the order in which they are compared. Any object may be a value; see
+    Collective over ``comm``: if the values are equal, one message of 32 bytes a rank, whatever their size. ``make``
+    returns a mapping from names to values, in the order in which they are compared. Any object may be a value; see
     :mod:`mpizero.fingerprint`. Rank 0 prints once which values cannot be compared.
 
     Raises
     ------
     ConfigError
-        If values differ; names the first part that differs, its values and their ranks.
+        If values differ; names the first value, attribute or element that differs, its values and their ranks.
     Exception
         The error of ``make``, on the ranks where it was raised; RemoteError on the others.
     """
@@ -63,14 +63,17 @@ def agree_equal(comm: Communicator, make: Callable[[], Mapping[str, Any]], tag: 
 
 
 class _Search:
-    """Find the first part that differs; every method is collective over ``comm``."""
+    """Find the first value, attribute or element that differs between ranks; methods are collective over ``comm``."""
 
     def __init__(self, comm: Communicator, tag: str) -> None:
         self.comm, self.tag, self.fingerprint = comm, tag, Fingerprint()
         self.above: list[Any] = []
 
     def among(self, values: Mapping[str, Any]) -> str | None:
-        """Return a message about the first part that differs; None if no part that is compared differs."""
+        """Return a message about the first difference between the ranks' ``values``; None if there is none.
+
+        Values, attributes and elements that cannot be compared are skipped.
+        """
         return self._first(values, lambda name: (name, ()))
 
     def _first(self, items: Mapping[str, Any], place: Callable[[str], _Place]) -> str | None:
@@ -109,29 +112,29 @@ class _Search:
 
 
 def agree_arrays(comm: Communicator, what: str, give: Callable[[], Mapping[str, Any]], first: int = 0) -> None:
-    """Raise on every rank unless all ranks pass the same arrays; call it as the first message of an operation.
+    """Raise on every rank if ranks pass different arrays. This must be the first message of a public operation.
 
-    Collective over ``comm``: 32 bytes a rank while the arrays are equal. Name, type, shape and bytes of the arrays are
-    compared, by a CRC32 of all of them. NaN equals NaN, and 0.0 differs from -0.0.
+    Collective over ``comm``: 32 bytes a rank if the arrays are equal. One CRC32 of the names, dtypes, shapes and bytes
+    of all arrays is compared. So NaN equals NaN, and 0.0 differs from -0.0.
 
     Parameters
     ----------
     comm : Communicator
         The ranks.
     what : str
-        Name of the operation, for the error.
+        Name of the operation in the error.
     give : callable
-        Returns the arrays of this rank by name, or values that can be converted to arrays. If it raises on one rank,
-        all ranks raise.
+        Returns a mapping from names to the arrays of this rank, or to values that can be converted to arrays. If it
+        raises on one rank, all ranks raise.
     first : int
-        The rank with which this one is compared.
+        The rank whose arrays this rank's arrays must equal.
 
     Raises
     ------
     CollectiveMismatch
         If the ranks have called different operations.
     ConfigError
-        If arrays differ; names the first rank and the first array that differ, and their values.
+        If arrays differ; names the first rank and its first array that differ, and describes both arrays.
     """
     error: Exception | None = None
     arrays: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Format errors for messages, and write to standard error the report of a rank that ends its job."""
+"""Format errors as text, and write the error report of a rank that ends its job to standard error."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _DELIVERY, _FORWARDING = 1.0, 0.1
 
 
 def describe_error(error: BaseException) -> str:
-    """Return one line with the class and text of an error, followed by its detail lines.
+    """Return one line with the class and text of an error, followed by the lines in its attribute ``details``, if any.
 
-    The first line ends with the innermost line of the user's own code in the traceback, if there is one.
+    The first line ends with the source line of the innermost user code in the traceback, if there is one.
     """
     first = f"{type(error).__name__}: {' '.join(str(error).split()) or 'no further description'}"
     line = users_line(error.__traceback__)
@@ -33,12 +33,15 @@ def describe_error(error: BaseException) -> str:
 
 
 def user_message(error: BaseException) -> str:
-    """Return the text to print for an error of this package: one line, or the traceback if MPIZERO_TRACEBACK is set."""
+    """Return the text to print for an error of this package: as from :func:`describe_error`, or its whole traceback.
+
+    The environment variable MPIZERO_TRACEBACK selects the traceback.
+    """
     return format_error(error, error.__traceback__) if shows_all() else describe_error(error)
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return "rank 3" or "ranks 0-2, 5"; ``ranks`` are in ascending order."""
+    """Return the ranks as text, such as "rank 3" or "ranks 0-2, 5"; ``ranks`` are in ascending order."""
     text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in rank_ranges(ranks))
     return f"rank{'s' if len(ranks) != 1 else ''} {text}"
 
@@ -55,7 +58,7 @@ def rank_ranges(ranks: Iterable[int]) -> list[list[int]]:
 
 
 def ranks_by_text(texts: Iterable[tuple[int, str]]) -> dict[str, str]:
-    """Map each different text to the ranks that have it, as "ranks 0-2"; ``texts`` are pairs in the order of ranks."""
+    """Return, for each different text, its ranks as text ("ranks 0-2"); ``texts`` are (rank, text) in rank order."""
     found: dict[str, list[int]] = {}
     for rank, text in texts:
         found.setdefault(text, []).append(rank)
@@ -63,14 +66,15 @@ def ranks_by_text(texts: Iterable[tuple[int, str]]) -> dict[str, str]:
 
 
 def by_ranks(texts: Sequence[str]) -> str:
-    """Return "0.1 on ranks 0-2, 0.2 on rank 3", given one text for each rank."""
+    """Return which ranks have which text, such as "0.1 on ranks 0-2, 0.2 on rank 3"; ``texts[i]`` is that of rank i."""
     return ", ".join(f"{text} on {ranks}" for text, ranks in ranks_by_text(enumerate(texts)).items())
 
 
 def format_error(error: BaseException, trace: TracebackType | None) -> str:
-    """Return the formatted traceback of an error.
+    """Return the formatted traceback ``trace`` of an error.
 
-    Of chained errors only the first header says "Traceback", so that a log contains the word once for each failure.
+    If errors are chained, only the first header says "Traceback", and the others say "Frames". So a log contains the
+    word "Traceback" once for each failure.
     """
     text = "".join(traceback.format_exception(type(error), error, trace))
     head, first, rest = text.partition("Traceback (most recent call last)")
@@ -78,7 +82,7 @@ def format_error(error: BaseException, trace: TracebackType | None) -> str:
 
 
 def write_stderr(text: str) -> None:
-    """Write a text to standard error, escaped for terminals, in one piece, so that lines of ranks do not mix."""
+    """Write a text to standard error in one piece, so that lines of ranks do not mix; escape control characters."""
     data = memoryview(printable(text, keep="\n\t").encode())
     with contextlib.suppress(OSError):
         while data:
@@ -86,9 +90,10 @@ def write_stderr(text: str) -> None:
 
 
 def await_delivery() -> None:
-    """Wait until the launcher has read standard error, and give it time to print it.
+    """Wait until the launcher has read what this rank wrote to standard error, and 0.1 s more for it to print that.
 
-    MPICH's mpiexec drops what it has not read when a rank aborts: on a busy machine one traceback in six was lost.
+    Waits for 1.1 s at most. MPICH's mpiexec drops output that it has not read when a rank aborts: without this wait one
+    traceback in six was lost on a busy machine.
     """
     limit, unread = time.monotonic() + _DELIVERY, array.array("i", [0])
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Make the communicators of a job: for each axis of parallelism, for the ranks of a node, and for peers."""
+"""Make the communicators of a job: one for each axis of parallelism, one for the ranks of a node, and one for peers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from mpizero.text import notice
 class ProcessGrid(NodeOrder):
     """Hold the communicators of all groups that this rank belongs to.
 
-    Groups with the same ranks use one communicator, because MPICH has only about 2000. All groups that contain this
-    rank alone use one in-process communicator, which needs none of MPI.
+    Groups with the same ranks use one communicator, because MPICH has room for only about 2000. All groups that contain
+    this rank alone use one InMemoryCommunicator instead of an MPI communicator.
 
     Attributes
     ----------
@@ -33,22 +33,23 @@ class ProcessGrid(NodeOrder):
         The coordinates of this rank on the axes.
     data : Communicator
         The data group: the ranks that hold the same parameters. Gradients are summed and state is sharded over it. Its
-        ranks differ in the data and context axes only, and are ordered by data, then context.
+        ranks differ from one another in the coordinates data and context only; they are ordered by data, then context.
     batch : Communicator
-        The ranks that redistribute samples among themselves: those that differ in the data axis only. Without context
-        groups it is ``data`` itself.
+        The ranks that redistribute samples among themselves: they differ in the coordinate data only. Without context
+        groups this is the same communicator as ``data``.
     pipeline, tensor, context : Communicator
-        The ranks that differ in this axis only.
+        The ranks that differ from this one in the coordinate of that name only.
     model : Communicator
         The ranks of one replica, which are given the same samples; ordered by pipeline, then tensor, then context.
     node : Communicator
         The ranks of ``data`` that share memory with this one, in rank order.
     peers : Communicator
-        The ranks of ``data`` with the same place on their node, one per node, in the order of ``nodes``.
+        The ranks of ``data`` with the same number inside their nodes, one per node, in the order of ``nodes``.
     nodes : tuple of tuple of int
-        The data ranks of every node of the data group; nodes are ordered by their first rank.
+        For every node of the data group, its ranks, numbered as in ``data``; nodes are ordered by their first rank.
     position : tuple of int
-        For every data rank, its number when the ranks are counted node by node. Grains are assigned in this order.
+        For every rank of ``data``, its number when the ranks are counted node by node. Grains are assigned in this
+        order.
     """
 
     world: Communicator
@@ -78,10 +79,10 @@ class ProcessGrid(NodeOrder):
     ) -> ProcessGrid:
         """Find the nodes of the job, and make the communicators of all groups.
 
-        Collective over ``world``. With ``share_node_memory=False``, or when the nodes of a data group have unequal
-        numbers of ranks (rank 0 reports it), every rank is its own node and all ranks of a data group are peers.
-        ``ranks_per_node=k`` simulates smaller nodes, of consecutive ranks of ``world``. ``axes=None`` is data
-        parallelism over all ranks.
+        Collective over ``world``. With ``share_node_memory=False`` every rank counts as a node of its own, and all
+        ranks of a data group are peers. The same happens when the nodes of a data group have unequal numbers of ranks;
+        rank 0 then prints a notice. ``ranks_per_node=k`` cuts each real node into simulated nodes of ``k`` consecutive
+        ranks. ``axes=None`` means data parallelism over all ranks.
 
         Raises
         ------
@@ -126,12 +127,12 @@ class ProcessGrid(NodeOrder):
 
     @property
     def tensor_group(self) -> CommunicatorGroup:
-        """The group for layers split over the tensor axis. The first access is collective over the group."""
+        """The group that sums and gathers for layers split over the tensor axis. The first access is collective."""
         return self._group("tensor", self.tensor)
 
     @property
     def context_group(self) -> CommunicatorGroup:
-        """The group for layers split over the context axis. The first access is collective over the group."""
+        """The group that sums and gathers for layers split over the context axis. The first access is collective."""
         return self._group("context", self.context)
 
     def _group(self, name: str, comm: Communicator) -> CommunicatorGroup:
@@ -141,18 +142,18 @@ class ProcessGrid(NodeOrder):
 
     @property
     def local_size(self) -> int:
-        """Number of ranks of the data group on each node."""
+        """Number of ranks of the data group on each node; 1 if every rank counts as its own node."""
         return self.node.size
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
-        """The communicators that the grid has made, each once, in the same order on all their ranks."""
+        """The communicators that the grid has made (not ``world``), each once, in the same order on all their ranks."""
         found = (*(getattr(self, name) for name in GROUPS), self.node, self.peers)
         return tuple({id(communicator): communicator for communicator in found}.values())
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes this rank has sent to others through the grid's communicators, ``world`` included."""
+        """Bytes that this rank has sent to other ranks through the grid's communicators, ``world`` included."""
         return sum(c.counters.bytes_sent for c in (self.world, *self.communicators))
 
     def describe(self) -> str:
@@ -180,21 +181,25 @@ class ProcessGrid(NodeOrder):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the grid unless the block raised. Collective over ``world``."""
+        """Close the grid if the block has not raised; this is collective over ``world``."""
         if error is None:
             self.close()
 
 
 def _hosts(world: Communicator, host: Communicator) -> tuple[int, ...]:
-    """Return, for every rank of ``world``, the first rank of its node. Collective over ``world``."""
+    """Return, for every rank of ``world``, the lowest rank on its node. Collective over ``world``.
+
+    ``host`` is the communicator of this rank's node.
+    """
     return tuple(world.allgather_object(host.broadcast_object(world.rank), tag="nodes"))
 
 
 def _split(world: Communicator, host: Communicator | None, hosts: Sequence[int], axes: Axes) -> dict[str, Communicator]:
-    """Make the communicators of the axes, by name; groups of the same ranks get the same one.
+    """Return the communicators of all groups by name; groups of the same ranks get the same communicator.
 
-    Collective over ``world``. ``axes`` and ``hosts`` alone decide which groups have the same ranks, and which lie
-    within nodes. Both are the same on all ranks, so all ranks split the same communicators.
+    Collective over ``world``. ``host`` is the communicator of this rank's node, or None; ``hosts`` is the lowest rank
+    on the node of every rank. ``axes`` and ``hosts`` alone decide which groups have the same ranks, and which groups
+    lie within nodes. Both are the same on all ranks, so all ranks split the same communicators.
     """
     made: dict[tuple[int, ...], Communicator] = {}
     groups: dict[str, Communicator] = {}

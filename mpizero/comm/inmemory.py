@@ -1,9 +1,9 @@
 """Implement the communicator over threads of one process, without MPI: for notebooks, debuggers and unit tests.
 
-[Note: threads] Every collective is one exchange with a number. Each rank posts a copy of its data and goes on; waiting
-means to wait until all ranks have posted theirs. Each rank also posts the hash of its calls, so different calls raise
-an error on every rank. A failure is stored once for the whole job (the first group and all groups split off it) and
-wakes all waiting threads.
+[Note: threads] Every collective is one numbered exchange. Each rank posts a copy of its data and goes on; to wait for
+the collective means to wait until all ranks have posted their data. Each rank also posts the hash of its calls, so
+different calls raise an error on every rank. A failure is stored once for the whole job (the first group and all groups
+split off from it) and wakes all waiting threads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ _ADD: dict[str, np.ufunc] = {"sum": np.add, "max": np.maximum, "min": np.minimum
 
 
 class _Job:
-    """Hold the state that all threads of a job share: a lock, the first failure, and who waits or has ended."""
+    """Hold the state that all threads of a job share: a lock, the first failure, and which threads wait or have ended.
+
+    The job is the group that :meth:`InMemoryCommunicator.group` made, with all groups split off from it. A ``member``
+    is the number of a thread in the first group.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -39,9 +43,9 @@ class _Job:
         self.gone: set[int] = set()
 
     def sleep(self, member: int, ready: Callable[[], bool]) -> bool:
-        """Sleep until the shared state changes; return False at once if all threads would then sleep for ever.
+        """Sleep until the shared state changes and return True; if all threads would then sleep for ever, return False.
 
-        The caller holds the lock ``changed``. ``ready`` tells whether this thread could go on.
+        The caller holds the lock ``changed``. ``ready`` tells whether the thread ``member``, the caller, could go on.
         """
         self.sleeping[member] = ready
         alive = self.size - len(self.gone)
@@ -89,7 +93,10 @@ class _Group:
 
 
 class _ThreadRequest(Request):
-    """Represent a non-blocking operation: it has ended when ``ready()`` is true, then ``finish`` is called once."""
+    """Represent a non-blocking operation that has ended when ``ready()`` is true; then ``finish`` is called once.
+
+    ``waits_for()`` returns the ranks that have not done their part yet.
+    """
 
     __slots__ = ("_communicator", "_finish", "_operation", "_ready", "_sequence", "_tag", "_waits_for")
 
@@ -149,16 +156,16 @@ class ThreadSharedMemory(SharedMemory):
         """Do nothing: the lock of the next barrier orders memory between threads. Not collective."""
 
     def close(self) -> None:
-        """Release the memory; ``buffer`` becomes an empty array. Collective over its communicator."""
+        """Release the memory; ``buffer`` becomes an empty array. Collective over the communicator that allocated it."""
         self.buffer = np.empty(0, np.uint8)
 
 
 class InMemoryCommunicator(Communicator):
     """Communicate between threads of this process; :meth:`group` makes one communicator for each thread.
 
-    Results have the same bits as over MPI, except sums, which are added in rank order. A thread that fails calls
-    :meth:`abort` (``mpizero.testing.run_in_threads`` and the context manager do): every other thread of the group then
-    raises PeerFailure in its present or next call.
+    Results have the same bits as over MPI, except sums, which are added in rank order. A thread that fails must call
+    :meth:`abort`; ``mpizero.testing.run_in_threads`` and the ``with`` statement of a communicator do so. Every other
+    thread of the job then raises PeerFailure in its present or next call.
     """
 
     def __init__(self, group: _Group, rank: int, name: str, shares_memory: bool = False) -> None:
@@ -179,7 +186,7 @@ class InMemoryCommunicator(Communicator):
     # ------------------------------------------------------------------ failures
 
     def abort(self, error: BaseException | None = None) -> None:
-        """Make every thread of the job raise PeerFailure in its next call, because of ``error``. Not collective."""
+        """Make every thread of the job raise PeerFailure, caused by ``error``, in its next call. Not collective."""
         job = self._group.job
         with job.changed:
             if job.failure is None:
@@ -259,7 +266,7 @@ class InMemoryCommunicator(Communicator):
         return mismatch(self.name, records) or super().mismatch()
 
     def _swap(self, payload: Any) -> list[Any]:
-        """Return the payloads of all ranks by reference, without copies."""
+        """Return the payloads of all ranks in rank order, by reference, without copies. Collective."""
         result: list[Any] = []
         request = self._post(payload, result.extend)
         assert isinstance(request, _ThreadRequest)
@@ -383,7 +390,7 @@ class InMemoryCommunicator(Communicator):
 
 
 def _fold(rows: Sequence[Array], out: Array, op: str) -> None:
-    """Combine the arrays of all ranks by ``op``, in rank order, into ``out``."""
+    """Combine ``rows``, the arrays of all ranks, by ``op`` in rank order, and write the result to ``out``."""
     flat = out.reshape(-1)
     flat[:] = rows[0]
     for row in rows[1:]:

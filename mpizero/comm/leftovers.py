@@ -36,11 +36,11 @@ class Leftover(NamedTuple):
     Attributes
     ----------
     path : str
-        Its path.
+        Path of the file or folder.
     nbytes : int
-        Bytes of memory or disk that it occupies.
+        Bytes of memory or disk that the file or folder occupies.
     spared : str
-        Why it must not be removed; "" if it may be removed.
+        The reason why the file or folder is not removed; "" if it may be removed.
     """
 
     path: str
@@ -49,7 +49,10 @@ class Leftover(NamedTuple):
 
 
 def leftovers(folder: str = SHARED_FOLDER, age: float = AGE) -> list[Leftover]:
-    """Return this user's shared-memory files that are not in use, or of which that cannot be told."""
+    """Return this user's shared-memory files in ``folder`` that are unused, or whose use cannot be determined.
+
+    ``spared`` is set where the use cannot be determined or the file was changed less than ``age`` seconds ago.
+    """
     found = []
     with contextlib.suppress(OSError):
         for path in sorted(Path(folder).iterdir()):
@@ -61,7 +64,11 @@ def leftovers(folder: str = SHARED_FOLDER, age: float = AGE) -> list[Leftover]:
 
 
 def session_folders(folder: str | None = None, age: float = AGE) -> list[Leftover]:
-    """Return the session folders that killed Open MPI launchers of this user have left on this host."""
+    """Return the session folders that killed Open MPI launchers of this user have left on this host.
+
+    ``folder`` is the folder of temporary files; None is Python's default. ``spared`` is set where the use of a file in
+    the session folder cannot be determined, or the session folder was changed less than ``age`` seconds ago.
+    """
     top = Path(folder or tempfile.gettempdir()) / f"ompi.{socket.gethostname()}.{os.getuid()}"
     found = []
     with contextlib.suppress(OSError):
@@ -78,9 +85,9 @@ def session_folders(folder: str | None = None, age: float = AGE) -> list[Leftove
 
 
 def remove(found: Sequence[Leftover]) -> tuple[list[Leftover], list[Leftover]]:
-    """Remove the found files that are still unused; return two lists: the removed ones, and the kept ones with reasons.
+    """Remove the found files and folders that may be removed; return the removed and the kept ones as two lists.
 
-    Each file is checked again before it is removed.
+    Each file is checked again before it is removed. ``spared`` of the kept ones says why they were kept.
     """
     gone: list[Leftover] = []
     spared: list[Leftover] = []
@@ -103,7 +110,10 @@ def remove(found: Sequence[Leftover]) -> tuple[list[Leftover], list[Leftover]]:
 
 
 def taken_by_leftovers() -> str:
-    """Return the end of an error message that tells how much shared memory killed jobs still occupy; "" if none."""
+    """Return the end of an error message that tells how much shared memory killed jobs still occupy.
+
+    Only files that may be removed are counted; the text is "" if there are none.
+    """
     removable = [leftover for leftover in leftovers() if not leftover.spared]
     if not removable:
         return ""
@@ -113,7 +123,7 @@ def taken_by_leftovers() -> str:
 
 
 def _mine(path: Path) -> int | None:
-    """Return the bytes that a file of this user occupies; None for a folder or a file of another user."""
+    """Return the bytes that a regular file of this user occupies; None if ``path`` is anything else or is gone."""
     try:
         status = path.lstat()
     except OSError:
@@ -141,7 +151,10 @@ def _state(path: Path) -> str | None:
 
 @contextlib.contextmanager
 def _unused(path: Path) -> Iterator[str | None]:
-    """Lease a file during the block; yield "" if it is unused, None if it is in use or gone, or why that is unknown."""
+    """Hold a lease on a file during the block, if no process uses it ([Note: unused files]).
+
+    Yields "" if the file is unused, None if it is in use or gone, else the reason why this cannot be determined.
+    """
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -65,11 +65,11 @@ def _starts(counts: Sequence[int]) -> list[int]:
 
 
 class MpiCommunicator(Communicator):
-    """Communicate by MPI, on a communicator that is split off the given one.
+    """Communicate by MPI, on a new communicator that the constructor splits off from ``comm``.
 
     Collective over ``comm``, an mpi4py intracommunicator. All ranks must call this within ``timeout`` seconds (None:
     no limit). Operations of more than ``limit`` bytes are cut into several messages. While the communicator is open,
-    the guard supervises the process (:mod:`.guard`), unless it is a ``guest`` in another program's process.
+    the process is supervised (supervision/guard.py); with ``guest`` (mpizero embedded in another program) it is not.
     """
 
     _native_errors = (MPI.Exception, BufferError, OverflowError)
@@ -119,14 +119,14 @@ class MpiCommunicator(Communicator):
     # ------------------------------------------------------------------ comparison of calls
 
     def mismatch_term(self) -> int:
-        """Return this rank's term for the check of calls: the terms of all ranks add up to 0 while calls are the same.
+        """Return this rank's number for the check of calls: if calls match, all ranks' add up to 0 modulo ``MODULUS``.
 
         Sends nothing, but all ranks must call it before the same collective. See [Note: one sum] in registry.py.
         """
         return guard.current().register.mismatch_term(self.trace)
 
     def mismatch(self) -> CollectiveError:
-        """Return the error that names the first differing call, also of subgroups. Collective over the communicator."""
+        """Return the error for the first call that differs, here or in a subgroup. Collective over the communicator."""
         holder = guard.current()
         if holder.mismatch_watch is not None:
             holder.mismatch_watch.ignore(self.trace)
@@ -146,7 +146,7 @@ class MpiCommunicator(Communicator):
         return super()._count(operation, tag, primitive, *arguments)
 
     def _verified(self, verifier: CallVerifier, primitive: Callable[..., Any], *arguments: Any) -> Any:
-        """Compare the ranks' calls, then run the collective; a non-blocking one starts before the comparison ends."""
+        """Compare the calls of all ranks, then run ``primitive``; a non-blocking one starts while they are compared."""
         verification, operation = verifier.start(), self.trace.operation
         if operation.startswith("i"):
             return VerifiedRequest(self, verification, primitive(*arguments))
@@ -295,15 +295,15 @@ class MpiCommunicator(Communicator):
         return MpiSharedMemory(self._comm, nbytes, self.name)
 
     def shared_space(self) -> int | None:
-        """Return the free bytes of /dev/shm, where most MPI libraries allocate windows, or None. Not collective."""
+        """Return the free bytes of /dev/shm, where most MPI libraries put windows; None if unknown. Not collective."""
         return free_space()
 
     def defer_close(self, close: Callable[[], None]) -> None:
-        """Store a function that frees what an error left open; :meth:`run_deferred_closes` calls it. Not collective."""
+        """Store ``close``, which frees what an error left open, for :meth:`run_deferred_closes`. Not collective."""
         guard.current().register.defer_close(self.trace, close)
 
     def run_deferred_closes(self) -> None:
-        """Call the functions that :meth:`defer_close` has stored on all ranks. Collective over the communicator."""
+        """Call the functions that every rank has stored by :meth:`defer_close`. Collective over the communicator."""
         guard.current().register.run_deferred_closes(self.trace, partial(self.allgather_object, tag="left behind"))
 
     def close(self) -> None:
@@ -317,7 +317,7 @@ class MpiCommunicator(Communicator):
         self._comm = cast("MPI.Intracomm", MPI.COMM_NULL)
 
     def abort(self, error: BaseException | None = None) -> None:
-        """End every rank of the job with the exit status of ``error``; a guest only raises it. Not collective."""
+        """End every rank of the job with the exit status of ``error``; with ``guest`` only raise it. Not collective."""
         if self._guest:
             raise error or PeerFailure(f"{self.name!r} was given up on rank {self.rank}")
         if error is not None:
@@ -333,7 +333,7 @@ class MpiCommunicator(Communicator):
     # ------------------------------------------------------------------ large buffers
 
     def _pieces(self, buffer: Array) -> Sequence[Array]:
-        """Cut ``buffer`` into one or more flat pieces of at most ``limit`` bytes, in the same way on every rank."""
+        """Return ``buffer``, or if it is too long, flat slices of ``limit`` bytes at most, the same on every rank."""
         if buffer.nbytes <= self._limit:
             return (buffer,)
         flat, length = buffer.reshape(-1), self._length(buffer)
@@ -344,7 +344,7 @@ class MpiCommunicator(Communicator):
         return max(1, self._limit // buffer.itemsize)
 
     def _to_all(self, send: Array, recv: Array, counts: Sequence[int]) -> tuple[_Blocks, _Blocks]:
-        """Express an all-gather as an all-to-all: return the blocks by which every rank gets the whole of ``send``."""
+        """Return send and receive blocks of an all-to-all in which each rank sends all of ``send`` to every rank."""
         return (send, [send.size] * self.size, [0] * self.size), (recv, counts, _starts(counts))
 
     def _start(self, send: _Blocks, recv: _Blocks) -> Request:
@@ -355,7 +355,7 @@ class MpiCommunicator(Communicator):
             request.Wait()
 
     def _blocks(self, exchange: Callable[..., Any], send: _Blocks, recv: _Blocks) -> list[MPI.Request]:
-        """Call ``exchange``, an Alltoallw or Ialltoallw, on blocks of any length at any distance; return its requests.
+        """Call ``exchange``, an Alltoallw or Ialltoallw, on blocks of any length; return the requests to wait for.
 
         [Note: why Alltoallw] Displacements before MPI 4 have 32 bits, and no rank can see whether another one exceeds
         that. Alltoallw takes a datatype for each rank, so a rank can describe distant blocks by derived datatypes and
@@ -374,7 +374,7 @@ class MpiCommunicator(Communicator):
         return rest if begun is None else [*rest, begun]
 
     def _rest(self, start: Callable[..., MPI.Request], blocks: _Blocks) -> list[MPI.Request]:
-        """Start the point-to-point messages (sends or receives) of long blocks: all pieces but the first."""
+        """Start messages, by ``start`` (Isend or Irecv), for the pieces of long blocks after the first of each."""
         array, counts, starts = blocks
         length = self._length(array)
         if max(counts) <= length:

@@ -11,7 +11,10 @@ from mpizero.types import Array
 
 
 class MpiRequest(Request):
-    """Wait for the MPI requests of one operation (several if its buffer was cut), and keep its buffers alive."""
+    """Wait for the MPI requests of one operation, and keep its buffers alive until they have ended.
+
+    An operation has several requests if its buffer was cut into several messages.
+    """
 
     __slots__ = ("_buffers", "_communicator", "_operation", "_requests", "_sequence", "_tag")
 
@@ -29,7 +32,7 @@ class MpiRequest(Request):
             self._release()
 
     def test(self) -> bool:
-        """Let MPI make progress, and tell whether the operation has ended; always true after MPI_Finalize."""
+        """Let MPI make progress, and tell whether the operation has ended; always True after MPI_Finalize."""
         if self._requests and (MPI.Is_finalized() or self._ended()):
             self._release()
         return not self._requests
@@ -50,7 +53,7 @@ class MpiRequest(Request):
 
 
 class MpiReceive(MpiRequest):
-    """Wait for a receive, and raise if the message is shorter than the buffer; MPI itself would accept that."""
+    """Wait for a receive, and raise if the message is shorter than the buffer; MPI itself accepts shorter messages."""
 
     __slots__ = ()
 

@@ -28,7 +28,7 @@ _LOCK_WAIT = 30.0
 
 
 def free_space(folder: str = SHARED_FOLDER) -> int | None:
-    """Return how many bytes windows may still occupy; None if the system does not tell. Not collective.
+    """Return how many bytes shared windows may still allocate in ``folder``; None if not known. Not collective.
 
     Parts of sparse files that are not written yet do not count as free: Open MPI's queues are sparse at first.
     """
@@ -47,15 +47,15 @@ def free_space(folder: str = SHARED_FOLDER) -> int | None:
 
 @contextlib.contextmanager
 def _one_at_a_time(first: bool) -> Iterator[None]:
-    """Lock the folder of windows during the block, so that groups of a node allocate one after the other.
+    """Lock the folder of windows during the block, so that the communicators of a node allocate one after the other.
 
-    Not collective: the rank with ``first`` holds the lock for its group.
+    Not collective: on the rank of a communicator with ``first=True`` it takes the lock, on the others it does nothing.
 
-    [Note: one at a time] When a group has found enough free memory, no other group may take it before the first has
-    allocated it. Otherwise Open MPI, which checks again on one rank, fails there while the other ranks wait for ever.
-    All ranks of the group are already in this block, so the group that holds the lock finishes. The folder itself is
-    locked, so no lock file can remain. A group that cannot lock it, or waits for too long, allocates without the lock;
-    :func:`_take` then still finds missing memory.
+    [Note: one at a time] When a group of ranks has found enough free memory, no other group may take this memory before
+    the first has allocated it. Otherwise Open MPI, which checks again on one rank, fails there while the other ranks
+    wait for ever. All ranks of the group are already in this block, so the group that holds the lock finishes. The
+    folder itself is locked, so no lock file can remain. A group that cannot lock the folder, or waits for too long,
+    allocates without the lock; :func:`_take` then still detects missing memory.
     """
     file = -1
     if first:
@@ -98,11 +98,11 @@ def _take(memory: Array) -> OSError | None:
 
 
 class MpiSharedMemory(SharedMemory):
-    """Allocate a window of ``nbytes`` on the first rank of ``comm``, and map it on all its ranks.
+    """Allocate a window of ``nbytes`` bytes on the first rank of ``comm``, and map it on all ranks of ``comm``.
 
     Collective over ``comm``, whose ranks share memory. The window is in a passive-target epoch (``Lock_all``) for its
-    whole life, as ``Win.Sync`` requires. Each rank zeroes one part. So the pages are spread over the memory of the
-    ranks' sockets, and all of them are allocated when the constructor returns.
+    whole life, as ``Win.Sync`` requires. Each rank zeroes an equal slice of the window. So the pages are spread over
+    the memory of the ranks' CPU sockets, and all pages are allocated when the constructor returns.
 
     Raises
     ------
@@ -141,7 +141,10 @@ class MpiSharedMemory(SharedMemory):
 
     @staticmethod
     def _check(comm: MPI.Intracomm, room: int | None, nbytes: int, name: str) -> None:
-        """Raise on all ranks if the free bytes ``room`` that the first rank passes are fewer than ``nbytes``."""
+        """Raise SharedMemoryError on all ranks if ``room`` is below ``nbytes`` on the first rank. Collective.
+
+        ``room`` is the number of free bytes on the first rank, and None on the others.
+        """
         reason = None
         if room is not None and room < nbytes:
             reason = (
@@ -167,11 +170,14 @@ class MpiSharedMemory(SharedMemory):
         return window
 
     def synchronize(self) -> None:
-        """Order this rank's loads and stores by ``Win.Sync``; ranks also need a barrier. Not collective."""
+        """Order this rank's loads and stores of the window by ``Win.Sync``. Not collective.
+
+        To see the stores of another rank, both ranks call this before and after a common barrier.
+        """
         self._window.Sync()
 
     def close(self) -> None:
-        """Free the window; ``buffer`` becomes empty. A second call does nothing. Collective over its communicator."""
+        """Free the window; ``buffer`` becomes empty. A second call does nothing. Collective over the window's ranks."""
         self.buffer = np.empty(0, np.uint8)
         if self._window != MPI.WIN_NULL and not MPI.Is_finalized():
             self._window.Unlock_all()

@@ -1,4 +1,4 @@
-"""Run a function on several ranks that are threads of this process: without a launcher, in one debugger."""
+"""Run a function on several ranks that are threads of this process, without a launcher: for debuggers and tests."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 
 def run_in_threads(size: int, function: Callable[[InMemoryCommunicator], T]) -> list[T]:
-    """Call ``function(comm)`` on ``size`` threads, one for each rank, and return the results as a list, by rank.
+    """Call ``function(comm)`` on ``size`` threads, one for each rank, and return the results as a list in rank order.
 
-    When a thread raises, all others raise PeerFailure in their current or next call, and the first error is raised
-    here. It is an error too if a thread ends while others wait for it, or if all threads wait. So this function always
-    returns, unless ``function`` itself loops forever.
+    When a thread raises, all other threads raise PeerFailure in their present or next call of ``comm``. This function
+    then raises the first error that is not a PeerFailure. It also raises if a thread ends while others wait for it, or
+    if all threads wait. So the threads cannot wait for one another for ever.
     """
     if not callable(function):
         raise ArgumentError(f"run_in_threads: function must be one of a communicator, got {function!r}")

@@ -21,13 +21,20 @@ POINT_TO_POINT = "point to point"
 class Counters:
     """Count what one rank has sent to *other* ranks through one communicator.
 
-    [Note: bytes on the wire] The count is the amount of data, whatever algorithm the MPI library chooses:
-    ``allgather(v)`` and ``igather_spans``: own block x (size - 1); ``alltoallv``: the blocks for others; ``broadcast``:
-    the root counts buffer x (size - 1), the others nothing; ``reduce_scatter``: the blocks for others; ``allreduce``:
-    2 x buffer x (size - 1) / size, rounded down; ``send``: the buffer, unless sent to itself; objects: their pickled
-    length as in ``allgatherv`` and ``broadcast``. Barriers, splits and shared memory count nothing.
-    ``messages`` counts the calls that sent data. ``bytes_by_tag`` and ``messages_by_tag`` hold the same numbers by the
-    tags of collectives, and under :data:`POINT_TO_POINT` for all point-to-point messages.
+    [Note: bytes on the wire] The bytes of a call are computed from its arguments, whatever algorithm the MPI library
+    chooses. ``size`` is the number of ranks:
+
+    - ``allgather``, ``allgatherv``, ``igather_spans``: bytes of this rank's block x (size - 1);
+    - ``alltoallv``, ``reduce_scatter``: bytes of the blocks for other ranks;
+    - ``broadcast``: bytes of the buffer x (size - 1) on the root, 0 on the others;
+    - ``allreduce``: 2 x bytes of the buffer x (size - 1) / size, rounded down;
+    - ``send``: bytes of the buffer, 0 if a rank sends to itself;
+    - ``allgather_object``, ``broadcast_object``: as ``allgatherv`` and ``broadcast``, for the pickled object;
+    - barriers, splits and shared memory: 0.
+
+    Non-blocking calls count like blocking ones. ``bytes_sent`` is the sum, and ``messages`` is the number of calls that
+    sent data. ``bytes_by_tag`` and ``messages_by_tag`` hold the same numbers for each tag of collectives, and under
+    :data:`POINT_TO_POINT` for all point-to-point messages.
     """
 
     __slots__ = ("bytes_by_tag", "bytes_sent", "messages", "messages_by_tag")
@@ -83,11 +90,17 @@ class SharedMemory(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Order this rank's loads and stores, as ``Win.Sync`` does; ranks also need a barrier. Not collective."""
+        """Order this rank's loads and stores of the memory, as ``Win.Sync`` does. Not collective.
+
+        To see the stores of another rank, both ranks call this before and after a common barrier.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Free the window; ``buffer`` becomes empty. A second call does nothing. Collective over its communicator."""
+        """Free the memory; ``buffer`` becomes empty. A second call does nothing.
+
+        Collective over the communicator that allocated the memory.
+        """
 
 
 class Transport(ABC):
@@ -118,24 +131,33 @@ class Transport(ABC):
         return f"{type(self).__name__}({self.name!r}, rank {self.rank} of {self.size})"
 
     def error(self, operation: str, tag: object, reason: object, array: object = None) -> CollectiveError:
-        """Return an error for a failed call, which names rank, operation, tag, communicator, dtype, count and reason.
+        """Return, without raising it, the error for a failed call. Not collective.
 
-        Not collective.
+        Its text names the rank, operation, tag, communicator and reason, and the dtype and size of ``array`` if given.
         """
         what = f" {array.dtype}[{array.size}]" if hasattr(array, "dtype") and hasattr(array, "size") else ""
         label = f" {tag!r}" if tag != "" else ""
         return CollectiveError(f"[rank {self.rank}] {operation}{label} on {self.name!r}{what}: {reason}")
 
     def _call(self, call: Signature, primitive: Callable[..., Any], *arguments: Any) -> Any:
-        """Record a collective in the trace, then run its primitive; ``call`` must be the same on all ranks."""
+        """Record a collective in the trace, then run ``primitive(*arguments)`` and return its result.
+
+        ``call`` is the record: operation, tag, and all else that must be the same on all ranks.
+        """
         return self._run(call[0], call[1], self.trace.begin(call), primitive, *arguments)
 
     def _count(self, operation: str, tag: str, primitive: Callable[..., Any], *arguments: Any) -> Any:
-        """Count a collective in the trace without recording it, then run its primitive; see [Note: counted calls]."""
+        """Count a collective in the trace without recording it, then run ``primitive(*arguments)``; return its result.
+
+        See [Note: counted calls] in call_trace.py.
+        """
         return self._run(operation, tag, self.trace.count(), primitive, *arguments)
 
     def _run(self, operation: str, tag: str, sequence: int, primitive: Callable[..., Any], *arguments: Any) -> Any:
-        """Run ``primitive`` while the trace shows the call as current; convert its errors to CollectiveError."""
+        """Run ``primitive(*arguments)`` and return its result; meanwhile the trace shows the call as the current one.
+
+        Errors of the message library are converted to CollectiveError.
+        """
         trace = self.trace
         trace.sequence = sequence
         trace.operation = operation
@@ -151,14 +173,15 @@ class Transport(ABC):
                 self.timeline.add(MESSAGE, CommunicatorCall(self.name, operation, tag, sequence), entered)
 
     def _failure(self, operation: str, tag: str, reason: object, array: object = None) -> CollectiveError:
-        """Return the error to raise when the message library has failed in a call."""
+        """Return the error to raise when the message library has failed in a call; subclasses may find its cause."""
         return self.error(operation, tag, reason, array)
 
     def mismatch_term(self) -> int:
         """Return this rank's number for the check of calls: if calls match, all ranks' add up to 0 modulo ``MODULUS``.
 
-        Sends nothing, but all ranks must call it before the same collective. It covers this communicator and its
-        subgroups, see [Note: one sum] in registry.py. Communicators that compare every call anyway return 0.
+        Sends nothing, but all ranks must call it before the same collective. The number covers the calls of this
+        communicator and of communicators of subsets of its ranks, see [Note: one sum] in registry.py. Communicators
+        that compare every call anyway return 0.
         """
         return 0
 

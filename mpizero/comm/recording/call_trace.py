@@ -61,9 +61,9 @@ class CallRecord(NamedTuple):
     sequence : int
         Number of the collective in its communicator.
     number : int
-        Hash of this call and all before it.
+        Hash of this call and all calls before it.
     what, where : str
-        For example ``"allreduce 'losses' float64[4] sum"`` and ``"train.py:12 in step"``.
+        The call and its source line, for example ``"allreduce 'losses' float64[4] sum"`` and ``"train.py:12 in step"``.
     """
 
     sequence: int
@@ -73,7 +73,10 @@ class CallRecord(NamedTuple):
 
 
 class FileTransfer:
-    """Count the bytes that a rank has read or written of one file, and store the time of the last ones."""
+    """Count the bytes that a rank has read from or written to one file, and store the time of the last change.
+
+    ``what`` describes the file, ``bytes`` is the count, and ``moved`` the ``time.monotonic()`` of its last change.
+    """
 
     __slots__ = ("bytes", "moved", "what")
 
@@ -81,7 +84,7 @@ class FileTransfer:
         self.what, self.bytes, self.moved = what, 0, monotonic()
 
     def advance(self, nbytes: int) -> None:
-        """Add bytes that have just been read, written or made durable. Not collective."""
+        """Add the number of bytes that have just been read, written or flushed to disk. Not collective."""
         self.bytes += nbytes
         self.moved = monotonic()
 
@@ -89,24 +92,25 @@ class FileTransfer:
 class CallTrace:
     """Record the current call of a rank through one communicator, and the calls before it.
 
-    The communicator writes it; the watchdog and the comparison of calls read it. See [Note: matching calls].
+    The communicator writes the trace; the watchdog and the comparison of calls read it. See [Note: matching calls].
 
     Attributes
     ----------
     name : str
         Name of the communicator.
     sequence : int
-        Number of the current or last collective, the same on all ranks; point-to-point calls have no number.
+        Number of the current or last collective, the same on all ranks; point-to-point calls are not numbered.
     operation, tag : str
         The current or last call, for example ``"allgatherv"`` and ``"blocks.3"``.
     entered : float
         ``time.monotonic()`` when the rank entered the call; 0.0 while it is not inside a call.
     started : int
-        Number of collectives begun so far. It is above ``sequence`` while the rank waits for an older non-blocking one.
+        Number of collectives begun so far. It is above ``sequence`` while the rank waits for a non-blocking collective
+        that is not the last one.
     present_task : tuple of str and float
         Name and start time of a task that all ranks must finish together, such as a training step; ("", 0.0) if none.
     joint_tasks : int
-        Number of such tasks that the rank has finished.
+        Number of joint tasks (see ``present_task``) that the rank has finished.
     transfers : tuple of FileTransfer
         Files that the rank is reading or writing now. Other ranks may be waiting for it.
     """
@@ -133,9 +137,10 @@ class CallTrace:
         self._entries: list[_Entry] = [self._last] * REMEMBERED
 
     def begin(self, call: Signature) -> int:
-        """Record a collective that begins; return its sequence number. Not collective.
+        """Record a collective that begins, and return its sequence number. Not collective.
 
-        The recorded source line is the first one outside this package's communicators, three frames up or further out.
+        The source line of the call is recorded too. The search for it begins three frames above this method, and goes
+        outwards to the first frame outside this package's files.
         """
         sequence = self.started + 1
         own = self._numbers.get(call)
@@ -153,9 +158,9 @@ class CallTrace:
     def begin_operation(self, operation: Signature) -> None:
         """Record a public operation that the user has called; it gets a sequence number like a collective.
 
-        Not collective. The recorded source line is the first one outside this package, or in its command line. If an
-        exception is being handled, it is recorded too: a report then shows that the call (``close()`` in a ``finally``,
-        say) is only a consequence.
+        Not collective. The innermost source line outside this package, or in its command line (:mod:`mpizero.train`),
+        is recorded too. So is an exception that is being handled: a report then shows that the call, ``close()`` in a
+        ``finally`` for example, is only a consequence of it.
         """
         frame = sys._getframe(1)
         while _is_library(frame.f_code.co_filename) and frame.f_back is not None:
@@ -170,7 +175,10 @@ class CallTrace:
             self._errors.pop(sequence - REMEMBERED, None)
 
     def count(self) -> int:
-        """Count a collective without recording it, and return its number; see [Note: counted calls]. Not collective."""
+        """Count a collective without recording it, and return its sequence number. Not collective.
+
+        See [Note: counted calls].
+        """
         sequence = self.started = self.started + 1
         return sequence
 
@@ -180,17 +188,17 @@ class CallTrace:
         return self.last()[1]
 
     def _learn(self, call: Signature) -> int:
-        """Compute and cache the hash of a call; a full cache is emptied first."""
+        """Return the hash of a call, and store it in the cache; a full cache is emptied first."""
         if len(self._numbers) >= _LEARNT:
             self._numbers.clear()
         return self._numbers.setdefault(call, number_of(call))
 
     @contextmanager
     def joint_task(self, what: str) -> Iterator[None]:
-        """Mark a block, such as a training step, that all ranks must finish together. Not collective.
+        """Mark a ``with`` block, such as a training step, as a joint task: all ranks must finish it. Not collective.
 
-        If a rank ends its program before or inside the block, the others notice at once, even before they communicate
-        with it. Blocks must not be nested.
+        ``what`` is the name of the task. If a rank ends its program before or inside the block, the other ranks notice
+        at once, even before they communicate with that rank. Blocks must not be nested.
         """
         self.present_task = (what, monotonic())
         try:
@@ -201,9 +209,10 @@ class CallTrace:
 
     @contextmanager
     def transfer(self, what: str) -> Iterator[Callable[[int], None]]:
-        """Mark a block that reads or writes files; yields a function to call with the bytes of each piece.
+        """Mark a ``with`` block that reads or writes a file; yield a function to call with numbers of bytes.
 
-        Not collective; in any thread. Ranks that wait for this one do not count as stuck while bytes move.
+        Not collective; can be called in any thread. The block calls the function after each piece that it has read or
+        written. As long as it does, ranks that wait for this rank do not count as stuck. ``what`` describes the file.
         """
         transfer = FileTransfer(what)
         with self._changing:
@@ -215,12 +224,15 @@ class CallTrace:
                 self.transfers = tuple(other for other in self.transfers if other is not transfer)
 
     def last(self) -> tuple[int, int]:
-        """Return the number of collectives begun so far, and their hash at that number. Not collective."""
+        """Return the number of collectives begun so far, and the hash of all of them. Not collective."""
         started, last = self.started, self._last
         return max(started, last[0]), _after(last, started)
 
     def number_at(self, sequence: int) -> int | None:
-        """Return the hash after collective ``sequence``; None if it is too old or in the future. Not collective."""
+        """Return the hash of all collectives up to number ``sequence``. Not collective.
+
+        Returns None if the hash is not kept any more, or if this collective has not begun yet.
+        """
         entry = self._before(sequence)
         return None if entry is None or sequence > self.started else _after(entry, sequence)
 
@@ -238,7 +250,7 @@ class CallTrace:
         return found
 
     def _before(self, sequence: int) -> _Entry | None:
-        """Return the last record at or before collective ``sequence``; None if it has been overwritten."""
+        """Return the record of collective ``sequence`` or the last record before it; None if that is overwritten."""
         for place in range(sequence, max(-1, sequence - REMEMBERED), -1):
             entry = self._entries[place % REMEMBERED]
             if entry[0] == place:
@@ -249,7 +261,7 @@ class CallTrace:
 
 
 def _described(error: BaseException) -> str:
-    """Describe an exception that was being handled, with the innermost line of user code in its traceback."""
+    """Return text on an exception that was being handled, with the innermost line of user code in its traceback."""
     trace, line = error.__traceback__, ""
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -265,15 +277,15 @@ def _is_library(file: str) -> bool:
 
 
 def _after(entry: _Entry, sequence: int) -> int:
-    """Return the hash after collective ``sequence``, when all calls since the record ``entry`` were only counted."""
+    """Return the hash of all collectives up to ``sequence``, if all after the record ``entry`` were only counted."""
     counted = sequence - entry[0]
     return entry[1] if counted <= 0 else hash((entry[1], counted))
 
 
 def weighted_sum(terms: Sequence[tuple[int, CallTrace]]) -> int:
-    """Return the sum of the current hashes of traces, each multiplied by its weight. Not collective.
+    """Return the sum over ``terms``, pairs (weight, trace), of the weight times the trace's hash of all its calls.
 
-    Called once a step. It repeats the code of :meth:`CallTrace.last` because calling it for each trace is slower.
+    Called once a step. It repeats the code of :meth:`CallTrace.last`, because a method call for each trace is slower.
     """
     total = 0
     for weight, trace in terms:
@@ -284,12 +296,15 @@ def weighted_sum(terms: Sequence[tuple[int, CallTrace]]) -> int:
 
 
 def number_of(call: Signature) -> int:
-    """Return the hash of one call, below :data:`MODULUS` and the same in every process. Not collective."""
+    """Return the hash of one call: an integer below :data:`MODULUS`, the same in every process. Not collective."""
     return int.from_bytes(blake2b(describe_call(call, shown=None).encode(), digest_size=8).digest(), "little") % MODULUS
 
 
 def describe_call(call: Signature, shown: int | None = _SHOWN) -> str:
-    """Return a call as text, cut after ``shown`` characters: operation, tag, dtype, counts, rest. Not collective."""
+    """Return a call as text: operation, tag, dtype, counts and further arguments. Not collective.
+
+    The text is cut after ``shown`` characters; None means not at all.
+    """
     operation, tag, *rest = call
     parts = [operation, repr(tag)] if tag else [operation]
     if rest and isinstance(rest[0], str) and len(rest) > 1:

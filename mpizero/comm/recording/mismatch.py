@@ -1,11 +1,11 @@
 """Describe the first collective that ranks have called differently, with the source line of each rank.
 
-[Note: three comparisons] Hashes of calls ([Note: matching calls] in call_trace.py) are compared in three places. Once a
-step, before it changes a parameter, the engine adds up a term of every rank in a message that it sends anyway; the sum
-is 0 if all calls match ([Note: one sum] in registry.py). All the time, the heartbeat threads of a node compare the
-hashes on the status board (mismatch_watch.py). This finds ranks that wait for one another in different calls, and works
-without an engine. With MPIZERO_DEBUG=collectives every collective is compared before it starts (verification.py). All
-three raise the same error.
+[Note: three comparisons] Hashes of calls ([Note: matching calls] in call_trace.py) are compared in three ways. First,
+once a step, before the training engine changes a parameter, it adds up one number of every rank in a message that it
+sends anyway; the sum is 0 if all calls match ([Note: one sum] in registry.py). Second, the heartbeat threads of a node
+compare the hashes on the status board all the time (mismatch_watch.py). This finds ranks that wait for one another in
+different calls, and works without an engine. Third, with MPIZERO_DEBUG=collectives every collective is compared before
+it starts (verification.py). All three raise the same error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BEFORE, _AFTER = 2, 3
 
 
 def mismatch(name: str, records: Mapping[int, Sequence[CallRecord]]) -> CollectiveMismatch | None:
-    """Return the error for the first collective that ranks have called differently; None if none. Not collective.
+    """Return the error for the first collective that ranks have called differently; None if all match. Not collective.
 
     Parameters
     ----------
@@ -49,10 +49,10 @@ def mismatch(name: str, records: Mapping[int, Sequence[CallRecord]]) -> Collecti
 def first_mismatch(
     calls_by_rank: Sequence[tuple[int, Mapping[str, tuple[str, list[CallRecord]]]]],
 ) -> CollectiveMismatch | None:
-    """Return the error for the first communicator whose ranks have called different collectives, or None.
+    """Return the error for the first communicator whose ranks have called different collectives; None if all match.
 
     Not collective. ``calls_by_rank`` holds a pair for each rank: its number, and a mapping from the keys of its
-    communicators to their names and records.
+    communicators to the name and the recorded calls of each.
     """
     for key in dict.fromkeys(key for _, calls in calls_by_rank for key in calls):
         those = {rank: calls[key] for rank, calls in calls_by_rank if key in calls}

@@ -19,11 +19,12 @@ MOST_LIVE = 1200
 
 @dataclass(eq=False)
 class CommunicatorEntry:
-    """Describe a communicator of this process: its trace, its world ranks, its key and its weight.
+    """Describe a communicator of this process: its trace, its world ranks (``members``), its key and its weight.
 
-    The key is the same on all its ranks. It is made of the world ranks and of an ordinal, since ranks make their common
-    communicators in the same order. ``weight`` belongs to this rank: the weights of all ranks of a communicator add up
-    to 0, see [Note: one sum].
+    The key identifies the communicator, and is the same on all its ranks. It is made of the world ranks and of an
+    ordinal among the communicators of the same ranks, because ranks make their common communicators in the same order.
+    Each rank has its own ``weight``: the weights of all ranks of a communicator add up to 0 modulo :data:`MODULUS`, see
+    [Note: one sum].
     """
 
     trace: CallTrace
@@ -34,7 +35,7 @@ class CommunicatorEntry:
 
 @dataclass
 class CommunicatorRegistry:
-    """List all communicators of this process, and the resources of them that an error has left open."""
+    """List all communicators of this process, and the functions that free resources which an error has left open."""
 
     live: list[CommunicatorEntry] = field(default_factory=list)
     #: The last closed communicators by key; other ranks may still wait in calls of them.
@@ -46,12 +47,14 @@ class CommunicatorRegistry:
     _terms: dict[CallTrace, list[tuple[int, CallTrace]]] = field(default_factory=dict)
 
     def add(self, trace: CallTrace, members: Sequence[int], place: int = 0) -> CommunicatorEntry:
-        """Add the communicator with this trace, in which this rank has number ``place``. Not collective.
+        """Add the communicator of ``trace``, which joins the world ranks ``members``; return its entry. Not collective.
+
+        ``place`` is the number of this rank in the communicator.
 
         Raises
         ------
         StateError
-            If so many communicators are open that MPI may not be able to make another one.
+            If :data:`MOST_LIVE` communicators are open, because MPI may not be able to make another one.
         """
         if (live := len(self.live)) >= MOST_LIVE:
             raise StateError(
@@ -69,7 +72,7 @@ class CommunicatorRegistry:
         return entry
 
     def remove(self, trace: CallTrace) -> None:
-        """Move the communicator with this trace to the closed ones. Not collective."""
+        """Move the communicator of ``trace`` from the open communicators to the closed ones. Not collective."""
         for entry in [entry for entry in self.live if entry.trace is trace]:
             self.live.remove(entry)
             self.closed[entry.key] = entry
@@ -79,16 +82,21 @@ class CommunicatorRegistry:
         self._terms.clear()
 
     def defer_close(self, trace: CallTrace, close: Callable[[], None]) -> None:
-        """Store ``close``, which frees what an error left open, collectively over ``trace``'s ranks. Not collective."""
+        """Store ``close``, a function that frees what an error has left open, for :meth:`run_deferred_closes`.
+
+        Not collective; ``close`` itself is collective over the communicator of ``trace``.
+        """
         self.left += [(entry, close) for entry in self.live if entry.trace is trace]
 
     def run_deferred_closes(self, trace: CallTrace, allgather: Callable[[Any], list[Any]]) -> None:
-        """Call the stored functions that all ranks of ``trace`` have stored. Collective over them, as ``allgather`` is.
+        """Call the functions that every rank of the communicator of ``trace`` has stored. Collective over these ranks.
+
+        ``allgather`` takes an object and returns the list of all these ranks' objects.
 
         [Note: deferred closes] When a rank leaves a model because of an error, it does not know whether the other ranks
-        fail too. Closing the model is collective, so it is deferred. When the same ranks next make something together,
-        they compare what each has left open. What all of them have left open, after the same calls, is closed. The rest
-        stays open, because its ranks have made different calls.
+        fail too. Closing the model is collective, so it is deferred. When the same ranks next make a model together,
+        they compare the resources that each has left open. A resource that all ranks have left open, after the same
+        calls, is closed. The others stay open, because their ranks have made different calls.
         """
         members = next((entry.members for entry in self.live if entry.trace is trace), None)
         mine = [left for left in self.left if left[0].members == members]
@@ -100,20 +108,26 @@ class CommunicatorRegistry:
                 left[1]()
 
     def counts(self) -> dict[str, int]:
-        """Return, by key, the number of collectives begun: newest open communicators first, closed ones last."""
+        """Return the number of collectives begun on each communicator, by its key.
+
+        The open communicators come first, the newest before the older ones; the closed ones come last.
+        """
         return {entry.key: entry.trace.started for entry in (*reversed(self.live), *self.closed.values())}
 
     def marks(self) -> dict[str, tuple[int, int]]:
-        """Return, by key, the number of collectives begun and their hash, in the order of :meth:`counts`."""
+        """Return the number of collectives begun on each communicator and the hash of them all, by its key.
+
+        The order is the same as in :meth:`counts`.
+        """
         entries = (*reversed(tuple(self.live)), *tuple(self.closed.values()))
         return {entry.key: entry.trace.last() for entry in entries}
 
     def find(self, key: str) -> CommunicatorEntry | None:
-        """Return the open or closed communicator with this key, or None."""
+        """Return the entry of the open or closed communicator with this key; None if there is none."""
         return next((entry for entry in (*self.live, *self.closed.values()) if entry.key == key), None)
 
     def inside(self, trace: CallTrace) -> list[CommunicatorEntry]:
-        """Return the open communicators of two or more ranks that are all members of the communicator of ``trace``."""
+        """Return the open communicators of two or more ranks that are all ranks of the communicator of ``trace``."""
         if trace not in self._inside:
             whole = next((set(entry.members) for entry in self.live if entry.trace is trace), set[int]())
             entries = [e for e in self.live if len(e.members) > 1 and whole.issuperset(e.members)]
@@ -121,14 +135,15 @@ class CommunicatorRegistry:
         return self._inside[trace]
 
     def mismatch_term(self, trace: CallTrace) -> int:
-        """Return this rank's number for the check of calls: over all ranks they add up to 0 if calls match.
+        """Return this rank's number for the check of calls: if calls match, all ranks' add up to 0 modulo ``MODULUS``.
 
         Not collective.
 
         [Note: one sum] One number from each rank is enough to compare the calls of all communicators among the ranks of
-        ``trace``. A rank multiplies the hash of each of its communicators by its weight there, and adds the products.
-        The weights of all ranks of a communicator add up to 0. So equal hashes cancel in the sum over the ranks, modulo
-        :data:`MODULUS`; different ones do not, except by a chance of one in the modulus.
+        the communicator of ``trace``. For each of its communicators, a rank multiplies the hash of its calls by its
+        weight in that communicator; it adds the products. The weights of all ranks of a communicator add up to 0. So
+        equal hashes cancel in the sum over the ranks, modulo :data:`MODULUS`. Different hashes do not cancel, except
+        with a probability of 1 / MODULUS.
         """
         terms = self._terms.get(trace)
         if terms is None:
