@@ -1,1 +1,1 @@
-"""Compute layers on sequences that are cut among ranks: context parallelism."""
+"""Define context parallelism: layers compute on sequences whose positions are divided among ranks."""

@@ -42,8 +42,9 @@ from mpizero.types import Array, BlockModel, Group, Loss, Run
 class ContextModel:
     """Hold the context-parallel form of a model, which computes on this rank's part of each sequence.
 
-    Made by :func:`context_model`. Parameters have the names and shapes of those of ``model``. Gradients, loss and
-    weight on one rank are this rank's terms; their sums over ``group`` are those of the whole model.
+    Made by :func:`context_model`. Parameters have the same names and shapes as in ``model``. The gradients, loss sum
+    and weight that a rank computes are those of its part of the sequences. Their sums over ``group`` are those of the
+    whole model.
     """
 
     model: BlockModel
@@ -57,30 +58,30 @@ class ContextModel:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The same as in the whole model."""
+        """The dtype of the whole model."""
         return self.model.dtype
 
     @property
     def seed(self) -> int:
-        """The same as in the whole model."""
+        """The seed of the whole model."""
         return self.model.seed
 
     def run_on(self, x: Array, run: Run) -> Run:
-        """Return ``run`` with the length of the whole sequences; ``x`` (samples, places) is this rank's part of them.
+        """Return ``run`` with the length of the whole sequences.
 
-        Collective over ``group`` (one small message), unless ``run`` has the length already. With it the blocks need
-        no messages of their own to find it.
+        ``x`` (samples, positions) is this rank's part of the sequences. Without the length the blocks would need
+        messages of their own to find it. Collective over ``group`` (one small message) if ``run.length`` is 0.
         """
         return with_zigzag(run, x, self.group)[0]
 
     def split(self, group: Group) -> BlockModel:
-        """Raise an error, because tensor and context parallelism cannot be combined. Not collective."""
+        """Raise :class:`ConfigError`, because tensor and context parallelism cannot be combined. Not collective."""
         raise _not_both(group, self.group)
 
     def whole_prediction(self, y: Array) -> Array:
-        """Join the ranks' parts ``y`` (samples, places, ...) in the order of the sequence.
+        """Join the ranks' parts of the predictions in the order of the sequence, and return the whole on every rank.
 
-        Collective over ``group``; every rank gets the whole.
+        ``y`` (samples, positions, ...) is this rank's part. Collective over ``group``.
         """
         lengths = gather_lengths(y, self.group)
         parts = self.group.all_gather(y, 1, lengths, tag="context predictions")
@@ -95,27 +96,29 @@ class ContextModel:
 
 
 def context_model(model: BlockModel, group: Group) -> BlockModel:
-    """Make the context-parallel form of ``model``, which works on the parts of sequences that :func:`cut_batch` cuts.
+    """Return the context-parallel form of ``model``, in which each rank works on its part of every sequence.
 
-    A user's own layer needs a method ``context(group)`` that returns its context-parallel form. If the layer treats
-    each place of a sequence on its own, that is the layer itself.
+    :func:`cut_batch` cuts the sequences. A user's own layer needs a method ``context(group)`` that returns its
+    context-parallel form. If the layer treats each position of a sequence by itself, this form is the layer itself.
 
     Parameters
     ----------
     model : BlockModel
-        A GPT, or a model of the library's layers and of layers with ``context``. Its loss is a :class:`CrossEntropy`.
+        A GPT, or a model of mpizero's layers and of layers with a method ``context``. Its loss must be a
+        :class:`CrossEntropy`.
     group : Group
         The context group.
 
     Returns
     -------
     BlockModel
-        ``model`` itself where the group has one rank, a :class:`ContextModel` otherwise.
+        ``model`` itself if the group has one rank, otherwise a :class:`ContextModel`.
 
     Raises
     ------
     ConfigError
-        A layer or the loss does not work on parts of sequences, or no layer mixes the places of a sequence (attention).
+        A layer or the loss does not work on parts of sequences, or no layer (such as attention) mixes the positions of
+        a sequence, or ``model`` is already split over a tensor group.
     """
     if group.size == 1:
         return model
@@ -137,22 +140,23 @@ def context_model(model: BlockModel, group: Group) -> BlockModel:
 
 
 def cut_batch(x: Any, y: Any, group: Group) -> tuple[Any, Any]:
-    """Copy this rank's places out of a batch: each sequence is cut into 2 * size chunks, of which rank r gets two.
+    """Return copies of this rank's positions of a batch's sequences.
 
-    These are chunks r and 2 * size - 1 - r (:class:`Zigzag`). Not collective; every rank of ``group`` must have the
-    same batch.
+    Each sequence is cut into 2 * size chunks, where ``size`` is the number of ranks; rank r gets chunks r and 2 * size
+    - 1 - r (:class:`Zigzag`). Not collective; every rank of ``group`` must have the same batch.
 
     Parameters
     ----------
     x, y : Array, or tree of arrays
-        Ids and targets: arrays (samples, length, ...), all of the same length, which is at least 1.
+        Inputs and targets: arrays (samples, length, ...), all of the same length, which is at least 1.
     group : Group
         The context group.
 
     Returns
     -------
     tuple
-        Contiguous arrays (samples, places, ...); ``x`` and ``y`` themselves where the group has one rank.
+        This rank's part of ``x`` and of ``y``: contiguous arrays (samples, positions of this rank, ...). If the group
+        has one rank, ``x`` and ``y`` themselves.
 
     Raises
     ------
@@ -196,7 +200,10 @@ _PLACE_BY_PLACE = (Embedding, LayerNorm, RMSNorm, Select)
 
 
 def _attends(layer: Any) -> bool:
-    """Tell whether a layer mixes the places of a sequence; assumed of every user's layer that has ``context``."""
+    """Tell whether a layer mixes the positions of a sequence.
+
+    A user's layer with a method ``context`` is assumed to do so.
+    """
     if isinstance(layer, CausalSelfAttention) or hasattr(layer, "context"):
         return True
     inside = [layer.layer] if isinstance(layer, _WRAPPERS) else layer.children().values()
@@ -204,7 +211,10 @@ def _attends(layer: Any) -> bool:
 
 
 def _on_part(layer: Any, group: Group, where: str) -> Any:
-    """Return the context-parallel form of ``layer``; the layer itself if it treats each place on its own."""
+    """Return the context-parallel form of ``layer``, or ``layer`` itself if it treats each position by itself.
+
+    ``where`` names the layer in errors.
+    """
     if hasattr(layer, "context"):
         return layer.context(group)
     if form := _FORMS.get(type(layer)):

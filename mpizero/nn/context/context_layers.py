@@ -1,4 +1,4 @@
-"""Define context-parallel forms of layers, which compute on this rank's places of each sequence."""
+"""Define context-parallel forms of layers: each rank of a context group computes on its positions of every sequence."""
 
 from __future__ import annotations
 
@@ -25,25 +25,26 @@ L = TypeVar("L")
 
 @dataclass(frozen=True)
 class ContextDropout(Dropout):
-    """Apply :class:`Dropout` to this rank's places, with the mask that the places have in the whole sequence.
+    """Apply :class:`Dropout` to this rank's positions, with the mask that they have in the whole sequence.
 
-    ``x`` is (samples, places, ...); ``group`` is the context group.
+    ``x`` is (samples, positions of this rank, ...); ``group`` is the context group.
     """
 
     group: Group = field(kw_only=True)
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Mask ``x`` in training; otherwise return ``x`` itself.
+        """Return ``x`` with the mask applied, or ``x`` itself if not in training; and the cache.
 
-        Collective over ``group`` in training, unless ``run`` has the sequences' length.
+        Collective over ``group`` in training if ``run.length`` is 0.
         """
         training = run.training and self.rate > 0.0  # not drops(), which ranks without places would deny
         return super().forward(params, x, with_zigzag(run, x, self.group)[0] if training else run)
 
     def mask(self, x: Array, run: Run, window: SamplePart | None = None) -> Array:
-        """Mask ``x``, which holds this rank's places of each sample, or the elements that ``window`` describes.
+        """Return a copy of ``x`` with the mask applied.
 
-        Collective over ``group``, unless ``run`` has the sequences' length or ``window`` is given.
+        ``x`` holds this rank's positions of each sample, or the elements that ``window`` describes. Collective over
+        ``group`` if ``run.length`` is 0 and ``window`` is None.
         """
         if window is not None:
             return super().mask(x, run, window)
@@ -62,14 +63,14 @@ class ContextDropout(Dropout):
 
 @dataclass(frozen=True)
 class ContextPosition(Position):
-    """Apply :class:`Position` to the places that this rank holds. ``group`` is the context group."""
+    """Apply :class:`Position` to the positions that this rank holds; ``group`` is the context group."""
 
     group: Group = field(kw_only=True)
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Add positions to ``x`` (samples, places, features).
+        """Return ``x`` (samples, positions of this rank, features) plus the table's rows for these positions.
 
-        Collective over ``group``, unless ``run`` has the sequences' length.
+        The cache is the :class:`Zigzag` cut of the sequences. Collective over ``group`` if ``run.length`` is 0.
         """
         zigzag = with_zigzag(run, x, self.group)[1]
         y: Array = namespace(x).array(x)
@@ -77,14 +78,14 @@ class ContextPosition(Position):
         return y, zigzag
 
     def add(self, weight: Array, x: Array, zigzag: Zigzag) -> None:
-        """Add the table's rows for the places that this rank holds to ``x``, in place. Not collective."""
+        """Add the rows of ``weight`` for the positions that this rank holds to ``x``, in place. Not collective."""
         for here, run in zigzag.pieces(self.group.rank):
             x[:, here] += weight[run]
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradient with the sum of ``dy`` over samples; it is zero for places of other ranks.
+        """Overwrite the weight's gradient with the sum of ``dy`` over the samples.
 
-        Not collective.
+        Rows for positions that other ranks hold get zeros. Not collective.
         """
         gradient = grads["weight"]
         gradient[...] = 0
@@ -94,7 +95,7 @@ class ContextPosition(Position):
 
 @dataclass(frozen=True)
 class ContextEmbedding(TokenEmbedding):
-    """Apply :class:`TokenEmbedding` to the places that this rank holds. ``group`` is the context group."""
+    """Apply :class:`TokenEmbedding` to the positions that this rank holds; ``group`` is the context group."""
 
     group: Group = field(kw_only=True)
 
@@ -107,15 +108,15 @@ class ContextEmbedding(TokenEmbedding):
         )
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ids (samples, places) to vectors (samples, places, features).
+        """Map ids (samples, positions of this rank) to vectors (samples, positions of this rank, features).
 
-        Collective over ``group``, unless ``run`` has the sequences' length.
+        Returns the vectors and the cache. Collective over ``group`` if ``run.length`` is 0.
 
         Raises
         ------
         DataError
-            An id is outside the vocabulary. Or, on all ranks: sequences are longer than ``sequence``, or the ranks'
-            inputs are not parts of the same sequences.
+            An id is outside the vocabulary; only the ranks that hold it raise this error. Or sequences are longer than
+            ``sequence``, or the ranks' inputs are not parts of the same sequences; all ranks raise this error.
         """
         run, zigzag = with_zigzag(run, x, self.group)
         if x.ndim != 2 or zigzag.length > self.sequence:
@@ -131,7 +132,10 @@ class ContextEmbedding(TokenEmbedding):
         return y, (ids, mask, zigzag)
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite both tables' gradients with the terms of this rank's places. Not collective."""
+        """Overwrite the gradients of the token and the position table, computed from this rank's positions only.
+
+        Their sums over the ranks are the whole gradients. Not collective.
+        """
         token, position, _ = self._layers
         token.backward_weights(params["token"], cache[0], pending, grads["token"])
         position.backward_weights(params["position"], cache[2], pending, grads["position"])
@@ -139,7 +143,7 @@ class ContextEmbedding(TokenEmbedding):
 
 @dataclass(frozen=True)
 class ContextBlock(TransformerBlock):
-    """Apply :class:`TransformerBlock` to the places that this rank holds. ``group`` is the context group."""
+    """Apply :class:`TransformerBlock` to the positions that this rank holds; ``group`` is the context group."""
 
     group: Group = field(kw_only=True)
 
@@ -157,31 +161,37 @@ class ContextBlock(TransformerBlock):
         )
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ``x`` (samples, places, dim) to the same shape. Collective over ``group``."""
+        """Return the output for ``x`` (samples, positions of this rank, dim), of the same shape, and the cache.
+
+        Collective over ``group``.
+        """
         return super().forward(params, x, with_zigzag(run, x, self.group)[0])
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the operations of this rank; ``shape`` is the shape of a whole sample. Not collective."""
+        """Count the operations of this rank for one sample; ``shape`` is the shape of the whole sample.
+
+        Not collective.
+        """
         _, attention, _, feed_forward = self._layers
         return attention.operations(shape) + feed_forward.operations(own_shape(shape, self.group))
 
 
 @dataclass(frozen=True)
 class Positionwise(Wrapper):
-    """Run a layer that treats each place on its own, and count its operations for this rank's places only."""
+    """Run a layer that treats each position by itself, and count its operations for this rank's positions only."""
 
     group: Group
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the wrapped layer's operations for this rank's places of a sample of ``shape``."""
+        """Return the wrapped layer's operations for this rank's positions of a sample of ``shape``."""
         return self.layer.operations(own_shape(shape, self.group))
 
 
 def own_shape(shape: tuple[int, ...], group: Group) -> tuple[int, ...]:
-    """Return the shape of this rank's part of a sample of ``shape`` (length, ...)."""
+    """Return the shape of this rank's part of a sample whose whole shape is ``shape`` (length, ...)."""
     return (Zigzag(shape[0], group.size).sizes[group.rank], *shape[1:])
 
 
 def cut_layer(layer: Layer, form: Callable[..., L], group: Group) -> L:
-    """Make the context-parallel form of ``layer``: an object of class ``form`` with the same fields and ``group``."""
+    """Return the context-parallel form of ``layer``: an object of class ``form`` with the same fields and ``group``."""
     return form(**{item.name: getattr(layer, item.name) for item in fields(cast(Any, layer))}, group=group)

@@ -1,4 +1,4 @@
-"""Assign places of a sequence to the ranks of a context group, and pass arrays around the group."""
+"""Assign positions of a sequence to the ranks of a context group, and pass arrays around the group."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ QUERIES, KEYS = 128, 512
 class Tile(NamedTuple):
     """Describe a rectangle of attention scores that the causal mask does not hide completely.
 
-    ``queries`` are places in this rank's part of the sequence, ``keys`` places in the part of the rank that the keys
-    come from. ``row`` and ``column`` are the places of the first query and the first key in the whole sequence.
+    ``queries`` are indices into this rank's part of the sequence. ``keys`` are indices into the part of the rank that
+    the keys come from. ``row`` and ``column`` are the positions of the first query and the first key in the whole
+    sequence.
     """
 
     queries: slice
@@ -32,7 +33,7 @@ class Tile(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """Number of keys that the first query attends to, minus one."""
+        """``row - column``: query i of the tile attends to key j of the tile if j <= i + offset."""
         return self.row - self.column
 
 
@@ -40,13 +41,13 @@ class Tile(NamedTuple):
 class Zigzag:
     """Cut a sequence into 2 * ranks chunks by the shard rule; rank r holds chunks r and 2 * ranks - 1 - r.
 
-    With this cut every rank has an equal share of the scores that a causal mask leaves, and also an equal share with
-    the keys of each other rank. The parts differ in length by one place at most.
+    With this cut every rank computes about the same number of scores that the causal mask does not hide, in total and
+    also with the keys of each single rank. The numbers of positions on two ranks differ by one at most.
 
     Parameters
     ----------
     length : int
-        Number of places of the whole sequence; in short sequences some chunks are empty.
+        Number of positions of the whole sequence; if it is less than 2 * ranks, some chunks are empty.
     ranks : int
         Size of the context group.
 
@@ -65,21 +66,24 @@ class Zigzag:
         return tuple((chunks[rank], chunks[-1 - rank]) for rank in range(self.ranks))
 
     def runs(self, rank: int) -> tuple[slice, slice]:
-        """Return the two ranges of places in the whole sequence that a rank holds, in ascending order."""
+        """Return the two ranges of positions in the whole sequence that rank ``rank`` holds, in ascending order."""
         return self._runs[rank]
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Number of places of each rank."""
+        """Number of positions that each rank holds."""
         return tuple(sum(run.stop - run.start for run in runs) for runs in self._runs)
 
     @property
     def longest(self) -> int:
-        """The largest of :attr:`sizes`; all ranks pad their messages to this number of places."""
+        """The largest of :attr:`sizes`; all ranks pad their messages to this number of positions."""
         return -(-self.length // self.ranks)
 
     def pieces(self, rank: int) -> Iterator[tuple[slice, slice]]:
-        """Yield, for each of a rank's two ranges, its places in the rank's part and in the whole sequence."""
+        """Yield two slices for each of the two ranges that rank ``rank`` holds.
+
+        The first slice selects the range in the rank's part of the sequence, the second in the whole sequence.
+        """
         done = 0
         for run in self._runs[rank]:
             size = run.stop - run.start
@@ -87,11 +91,11 @@ class Zigzag:
             done += size
 
     def positions(self, rank: int) -> Array:
-        """Return the place in the whole sequence of each place of a rank's part, int64."""
+        """Return, for each index into the part of rank ``rank``, the position in the whole sequence, as int64."""
         return np.concatenate([np.arange(run.start, run.stop, dtype=np.int64) for run in self._runs[rank]])
 
     def scores(self, rank: int) -> int:
-        """Count the scores in all tiles of a rank's queries, with the keys of all ranks."""
+        """Count the scores in all tiles of the queries of rank ``rank``, with the keys of all ranks."""
         tiles = [
             (first, min(first + QUERIES, run.stop))
             for run in self._runs[rank]
@@ -100,10 +104,9 @@ class Zigzag:
         return sum((stop - first) * stop for first, stop in tiles)
 
     def tiles(self, rank: int, source: int) -> Iterator[Tile]:
-        """Cut the scores of a rank's queries with the keys of rank ``source`` into tiles.
+        """Yield the tiles into which the scores of rank ``rank``'s queries with the keys of rank ``source`` are cut.
 
-        Tiles that the causal mask hides completely are left out: those of a chunk of keys that comes after the queries,
-        and those above the diagonal.
+        Tiles that the causal mask hides completely are left out, because all their keys come after all their queries.
         """
         for here, run in self.pieces(rank):
             for first in range(run.start, run.stop, QUERIES):
@@ -118,16 +121,16 @@ class Zigzag:
 
 
 def with_zigzag(run: Run, x: Array, group: Group) -> tuple[Run, Zigzag]:
-    """Return ``run`` with the length of the whole sequences, and their :class:`Zigzag` cut.
+    """Return ``run`` with the length of the whole sequences, and the :class:`Zigzag` cut of this length.
 
-    ``x`` (samples, places, ...) is this rank's part of the sequences. Collective over ``group``, unless ``run`` has the
-    length already.
+    ``x`` (samples, positions, ...) is this rank's part of the sequences. Collective over ``group`` if ``run.length`` is
+    0.
 
     Raises
     ------
     DataError
-        The lengths on the ranks are not those of a zigzag cut, or the numbers of samples differ. If the call is
-        collective, all ranks raise this error.
+        The numbers of positions on the ranks are not those of a zigzag cut, or the numbers of samples differ. If the
+        call is collective, all ranks raise this error.
     """
     if run.length:
         here = Zigzag(run.length, group.size)
@@ -142,14 +145,14 @@ def with_zigzag(run: Run, x: Array, group: Group) -> tuple[Run, Zigzag]:
 
 
 def gather_lengths(x: Array, group: Group) -> tuple[int, ...]:
-    """Gather the lengths of all ranks' parts; ``x`` (samples, length, ...) is this rank's part.
+    """Return the number of positions on each rank.
 
-    Collective over ``group``.
+    ``x`` (samples, positions, ...) is this rank's part of the sequences. Collective over ``group``.
 
     Raises
     ------
     DataError
-        The lengths are not those of a zigzag cut, or the numbers of samples differ. All ranks raise this error.
+        The numbers are not those of a zigzag cut, or the numbers of samples differ. All ranks raise this error.
     """
     own = np.array([x.shape[:2] if x.ndim >= 2 else (-1, -1)], np.int64)
     shapes = group.all_gather(own, 0, (1,) * group.size, tag="context lengths") if group.size > 1 else own
@@ -166,9 +169,10 @@ def gather_lengths(x: Array, group: Group) -> tuple[int, ...]:
 def ring_pass(group: Group, array: Array, tag: str) -> Iterator[tuple[int, Array, ShiftRequest | None]]:
     """Pass arrays around a ring of ranks; yield (rank, that rank's array, request for the next array).
 
-    This rank's own ``array`` comes first. While the caller works with an array, it is also being sent to the next rank,
-    so it must not be written to. All ranks' arrays have the same shape. Collective over ``group``: each rank sends
-    size - 1 messages.
+    The first array is this rank's own ``array``, with its own number; then come those of the other ranks. While the
+    caller works with an array, it is also being sent to the next rank, so it must not be written to. The last request
+    is None. All ranks' arrays have the same shape. Collective over ``group``: each rank sends size - 1 messages, where
+    size is the number of ranks.
     """
     for hop in range(group.size):
         request = group.shift([array], 1, tag) if hop < group.size - 1 else None
@@ -178,9 +182,9 @@ def ring_pass(group: Group, array: Array, tag: str) -> Iterator[tuple[int, Array
 
 
 def poll_function(*requests: ShiftRequest | None) -> Callable[[], None]:
-    """Return a function that lets the messages of the given requests make progress. Not collective.
+    """Return a function that lets the messages of the given requests make progress; None among them is skipped.
 
-    Most MPI implementations move large messages only while a rank is inside an MPI call.
+    Most MPI implementations move large messages only while a rank is inside an MPI call. Not collective.
     """
     coming = [request for request in requests if request is not None]
 

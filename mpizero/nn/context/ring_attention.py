@@ -1,9 +1,10 @@
-"""Compute causal attention over sequences that are cut among ranks: keys and values travel around a ring.
+"""Compute causal attention over sequences that are divided among ranks: keys and values travel around a ring.
 
 This is ring attention (Liu, Zaharia and Abbeel, 2023). The softmax is updated as keys arrive (Milakov and Gimelshein,
 2018; Rabe and Staats, 2021), so a rank never holds more than one tile of the scores at a time. The backward pass
-computes the scores again (Dao et al., 2022). For that the forward pass keeps each query's maximum and sum of
-exponentials, not their log-sum-exp, whose rounding error grows with the scores.
+computes the scores again (Dao et al., 2022). For that the forward pass keeps two numbers for each query: the maximum of
+its scores, and the sum of their exponentials relative to the maximum. It does not keep their log-sum-exp, whose
+rounding error grows with the scores.
 """
 
 from __future__ import annotations
@@ -30,19 +31,22 @@ _Parts = Iterator[tuple[slice, Tile]]
 
 @dataclass(frozen=True)
 class RingSelfAttention(CausalSelfAttention):
-    """Apply :class:`CausalSelfAttention`, with the same parameters, to this rank's part of each sequence.
+    """Apply :class:`CausalSelfAttention`, with the same parameters, to this rank's positions of each sequence.
 
-    ``group`` is the context group. The gradients of the parameters are the terms of this rank's places; their sum over
-    the group is the whole gradient. Each rank sends size - 1 messages in the forward pass and 2 * (size - 1) in the
-    backward pass, each of 2 * samples * ceil(length / size) * dim numbers.
+    ``group`` is the context group. The gradients of the parameters are computed from this rank's positions only; their
+    sum over the group is the whole gradient. Each rank sends size - 1 messages in the forward pass and 2 * (size - 1)
+    in the backward pass, each of 2 * samples * ceil(length / size) * dim numbers, where ``size`` is the number of
+    ranks.
     """
 
     group: Group = field(kw_only=True)
 
     def attend(self, qkv: Array, bias: Array | None, run: Run, first_head: int = 0) -> tuple[Array, Any]:
-        """Compute the attention of this rank's queries to the keys and values of all ranks: (samples, places, dim).
+        """Compute the attention of this rank's queries to the keys and values of all ranks.
 
-        ``bias`` is added to ``qkv`` in place. Collective over ``group``.
+        ``qkv`` (samples, positions of this rank, 3 dim) holds this rank's queries, keys and values; ``bias`` is added
+        to it in place. Returns the weighted sums of the values (samples, positions of this rank, dim), and the cache
+        for :meth:`attend_backward`. Collective over ``group``.
         """
         if bias is not None:
             qkv += bias
@@ -67,10 +71,11 @@ class RingSelfAttention(CausalSelfAttention):
         return mixed, _Saved(qkv, mixed, maxima, shares, run, first_head)
 
     def attend_backward(self, seen: Any, dmixed: Array) -> Array:
-        """Compute the gradient of ``qkv`` from what :meth:`attend` cached.
+        """Return the gradient of ``qkv``.
 
-        The gradient of keys and values travels around the ring one message after the keys and values themselves.
-        Collective over ``group``.
+        ``seen`` is the cache that :meth:`attend` returned, and ``dmixed`` is the gradient of its first result. The
+        gradient of keys and values travels around the ring one message after the keys and values themselves. Collective
+        over ``group``.
         """
         qkv = seen.qkv
         xp, adjoint = namespace(qkv), _RingBackward(self, seen, dmixed)
@@ -92,18 +97,28 @@ class RingSelfAttention(CausalSelfAttention):
         return dqkv
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the operations of this rank; ``shape`` is the shape of a whole sample. Not collective."""
+        """Count the operations of this rank for one sample; ``shape`` is the shape of the whole sample.
+
+        Not collective.
+        """
         into_qkv, projection = self._layers
         own = (Zigzag(shape[0], self.group.size).sizes[self.group.rank], *shape[1:])
         return into_qkv.operations(own) + projection.operations(own) + self.attend_operations(shape[0])
 
     def attend_operations(self, length: int) -> Operations:
-        """Count the operations of this rank's tiles: two products each forward, five backward. Not collective."""
+        """Count the operations of attention on this rank for one sample of ``length`` positions in all.
+
+        For each tile of scores there are two products in the forward pass, and five in the backward pass. Not
+        collective.
+        """
         product = 2 * self.dim * Zigzag(length, self.group.size).scores(self.group.rank)
         return Operations(2 * product, 5 * product)
 
     def _packed(self, qkv: Array, zigzag: Zigzag) -> Array:
-        """Copy keys and values to (samples, longest, 2 dim), padded by zeros to the same length on every rank."""
+        """Copy this rank's keys and values to (samples, longest, 2 dim), padded with zeros.
+
+        ``longest`` is the number of positions of the rank with the most.
+        """
         xp = namespace(qkv)
         pair: Array = xp.empty((qkv.shape[0], zigzag.longest, 2 * self.dim), qkv.dtype)
         pair[:, : qkv.shape[1]] = qkv[:, :, self.dim :]
@@ -111,16 +126,25 @@ class RingSelfAttention(CausalSelfAttention):
         return pair
 
     def _pair(self, pair: Array) -> tuple[Array, Array]:
-        """View (samples, longest, 2 dim) as keys and values, (samples, heads, longest, dim / heads) each."""
+        """View (samples, longest, 2 dim) as keys and as values, each (samples, heads, longest, dim / heads)."""
         samples, length, _ = pair.shape
         k, v = pair.reshape(samples, length, 2, self.heads, self.dim // self.heads).transpose(2, 0, 3, 1, 4)
         return k, v
 
 
 class _Saved(NamedTuple):
-    """Hold what the backward pass needs.
+    """Hold the cache that the forward pass keeps for the backward pass.
 
-    ``maxima`` holds the greatest score of each query, ``shares`` the inverse of its sum of exponentials.
+    Attributes
+    ----------
+    qkv, mixed : Array
+        The input with the bias added, and the output.
+    maxima, shares : Array
+        For each query and head the greatest score, and the inverse of the sum of the exponentials.
+    run : Run
+        The run of the forward pass.
+    first_head : int
+        Number of the first head in the whole layer.
     """
 
     qkv: Array
@@ -143,7 +167,11 @@ class _Tiles:
         self._work = Workspace(qkv)
 
     def of(self, source: int, poll: Callable[[], None]) -> _Parts:
-        """Yield all tiles with the keys of rank ``source``, for some samples after the others; poll after each tile."""
+        """Yield (samples, tile) for all tiles with the keys of rank ``source``; call ``poll`` after each.
+
+        If the scores of all samples are too many at once, the samples are cut into ranges, and each range gets all
+        tiles.
+        """
         chunk = self.zigzag.longest // 2 + 1
         batch = max(1, SCORES // (self._heads * min(QUERIES, chunk) * min(KEYS, chunk)))
         for first in range(0, self._samples, batch):
@@ -152,20 +180,27 @@ class _Tiles:
                 poll()
 
     def product(self, name: str, a: Array, b: Array) -> Array:
-        """Compute ``a @ b`` in the workspace memory called ``name``."""
+        """Return ``a @ b``, computed in the workspace memory called ``name``."""
         out = self._work.room(name, (*a.shape[:-1], b.shape[-1]))
         multiply(operand(a), operand(b), out)
         return out
 
     def running_softmax(self, scores: Array, some: slice, tile: Tile, maxima: Array, sums: Array) -> Array:
-        """Replace scores by their exponentials; return the factors by which earlier sums must be multiplied."""
+        """Replace ``scores`` by their exponentials relative to each query's greatest score so far.
+
+        ``some`` is the range of samples. ``maxima`` and ``sums`` are updated in place. Returns, for each query, the
+        factor by which earlier weighted sums of values must be multiplied.
+        """
         factors = self._work.room("factors", scores.shape[:3])
         start = tile.queries.start
         self.kernels.running_softmax(scores, self.scale, tile.offset, start, maxima[some], sums[some], factors)
         return factors
 
     def dropped(self, x: Array, some: slice, tile: Tile) -> Array:
-        """Apply dropout to a tile of probabilities or their gradient; return a new array, or ``x`` itself."""
+        """Apply dropout to ``x``, a tile of probabilities or of their gradient; return a new array, or ``x`` itself.
+
+        ``some`` is the range of samples. ``x`` itself is returned if nothing is dropped.
+        """
         if not self._dropout.drops(x, self._run):
             return x
         length, (queries, keys) = self.zigzag.length, x.shape[2:]
@@ -184,7 +219,10 @@ class _RingBackward:
         self._dots = namespace(dmixed).einsum("...f,...f->...", dmixed.reshape(heads), seen.mixed.reshape(heads))
 
     def add(self, over: _Parts, pair: tuple[Array, Array], dq: Array, dpair: tuple[Array, Array]) -> None:
-        """Add to ``dq`` and ``dpair`` the gradients from this rank's queries with one rank's keys and values."""
+        """Add to ``dq`` and ``dpair`` the gradients from the scores of this rank's queries with one rank's keys.
+
+        ``over`` yields the tiles of these scores. ``pair`` are that rank's keys and values, ``dpair`` their gradients.
+        """
         (k, v), (dk, dv), tiles = pair, dpair, self.tiles
         for some, tile in over:
             queries, keys = (some, slice(None), tile.queries), (some, slice(None), tile.keys)

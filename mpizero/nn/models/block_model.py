@@ -21,14 +21,20 @@ from mpizero.types import EVALUATE, Array, BlockModel, ParameterSpec, Params, Ru
 
 
 def model_specs(model: BlockModel) -> tuple[ParameterSpec, ...]:
-    """List a model's parameters under their global names, ``block.name``, block by block. Not collective."""
+    """Return the specs of all parameters of a model, in the order of its blocks. Not collective.
+
+    Their names are global: ``<block>.<name in the block>``.
+    """
     return tuple(
         replace(spec, name=f"{block}.{spec.name}") for block, layer in model.blocks.items() for spec in layer.specs()
     )
 
 
 def initial_parameters(model: BlockModel) -> dict[str, Array]:
-    """Make a model's start values, one contiguous array for each parameter, none for tied uses. Not collective."""
+    """Return the start values of a model's parameters by name, as contiguous NumPy arrays.
+
+    A tied use has no array of its own. Not collective.
+    """
     values: dict[str, Array] = {}
     for spec in model_specs(model):
         if spec.tied is None:
@@ -39,20 +45,22 @@ def initial_parameters(model: BlockModel) -> dict[str, Array]:
 
 
 def bind(model: BlockModel, named: Mapping[str, Array]) -> dict[str, dict[str, Any]]:
-    """Arrange named parameters in the form that layers take: by block, then nested by dotted name. Not collective.
+    """Arrange named parameters as nested dictionaries, which layers take. Not collective.
 
     Parameters
     ----------
     model : BlockModel
         The model.
     named : mapping of str to Array
-        One array for each parameter, of the shape and dtype that the model declares; none for tied uses.
+        One array for each parameter, by global name, of the shape and dtype that the model declares. Tied uses have
+        none.
 
     Returns
     -------
     dict
-        Nested dictionaries. ``bound["blocks.0"]["attention"]["qkv"]["weight"]`` is the array in ``named``, not a copy.
-        A tied use gets the array of the parameter that it shares.
+        The first key is the block's name; the parameter's name within the block is then split at its dots.
+        ``bound["blocks.0"]["attention"]["qkv"]["weight"]`` is the array in ``named``, not a copy. A tied use gets the
+        array of the parameter that it shares.
 
     Raises
     ------
@@ -80,7 +88,7 @@ def nest(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def evaluate(model: BlockModel, params: Mapping[str, Params], x: Array, run: Run = EVALUATE) -> Array:
-    """Compute a model's output without keeping caches for a backward pass. Collective where the model is split.
+    """Return a model's output, without keeping caches for a backward pass. Collective where the model is split.
 
     Parameters
     ----------
@@ -89,9 +97,9 @@ def evaluate(model: BlockModel, params: Mapping[str, Params], x: Array, run: Run
     params : mapping of str to Params
         Nested parameters by block, as :func:`bind` returns them.
     x : Array
-        Samples on the first axis.
+        The model's input; the first axis counts samples.
     run : Run
-        ``run.training`` turns dropout on.
+        What layers get besides the input; ``run.training`` turns dropout on.
     """
     run = run_on(model, x, run)
     if without := [block for block, layer in model.blocks.items() if layer.specs() and block not in params]:
@@ -111,22 +119,22 @@ def loss_and_gradients(
     scale: float = 1.0,
     slots: Mapping[str, Array] | None = None,
 ) -> tuple[float, float, dict[str, Array]]:
-    """Run a model forward and backward; add the gradients of tied uses. Collective where the model is split.
+    """Compute a model's loss and gradients on one batch. Collective where the model is split.
 
     Parameters
     ----------
     model : BlockModel
         The model.
     named : mapping of str to Array
-        Parameters, as :func:`bind` takes them.
+        Parameters by global name, as :func:`bind` takes them.
     batch : tuple of Array
         Inputs and targets.
     run : Run
-        ``run.training`` turns dropout on.
+        What layers get besides the input; ``run.training`` turns dropout on.
     scale : float
         Factor on the gradients.
     slots : mapping of str to Array, optional
-        Arrays for the gradients, from :func:`gradient_slots`. A training loop should pass the same ones in each step;
+        Arrays for the gradients, from :func:`gradient_slots`. A training loop should pass the same arrays in each step;
         otherwise new memory is allocated every time.
 
     Returns
@@ -134,7 +142,8 @@ def loss_and_gradients(
     loss_sum, weight : float
         The sum of the losses and their total weight; the ratio is the mean loss.
     gradients : dict of str to Array
-        The gradient of ``scale * loss_sum`` for each trainable parameter: arrays of ``slots`` where given.
+        The gradient of ``scale * loss_sum`` for each trainable parameter, by global name. It includes the gradients of
+        tied uses. If ``slots`` is given, these are its arrays.
     """
     params = bind(model, named)
     try:
@@ -163,9 +172,10 @@ def loss_and_gradients(
 
 
 def gradient_slots(model: BlockModel, like: Array | None = None) -> dict[str, Array]:
-    """Allocate a gradient array for each trainable use of a parameter, tied uses included. Not collective.
+    """Return an uninitialized gradient array for each trainable use of a parameter, by the use's global name.
 
-    ``like`` is an array of the library (NumPy or CuPy) that the gradients shall belong to; None is NumPy.
+    Tied uses have arrays of their own. ``like`` is an array of the library (NumPy or CuPy) that the gradients shall
+    belong to; None is NumPy. Not collective.
     """
     xp = np if like is None else namespace(like)
     return {spec.name: xp.empty(spec.shape, model.dtype) for spec in model_specs(model) if spec.trainable}
@@ -174,7 +184,7 @@ def gradient_slots(model: BlockModel, like: Array | None = None) -> dict[str, Ar
 def model_operations(model: BlockModel, input_shape: tuple[int, ...]) -> dict[str, Operations]:
     """Count the floating-point operations of each block's matrix products for one sample of ``input_shape``.
 
-    For a split model only this rank's operations are counted. Not collective.
+    Returns the counts by block name. For a split model they are those of this rank. Not collective.
     """
     counts = {}
     for block, layer in model.blocks.items():
@@ -202,8 +212,8 @@ def export_computation_graph(model: BlockModel, input_shape: tuple[int, ...]) ->
     -------
     dict
         ``nodes`` lists the nodes in the order of evaluation. Each has its name, its operation, the names of its inputs,
-        the shape of its output, its parameters (global name, shape, whether it is a tied use) and its settings.
-        ``inputs`` and ``outputs`` name the model's inputs and outputs.
+        the shape of its output, its parameters (for each the global name, the shape and whether it is a tied use) and
+        its settings. ``inputs`` and ``outputs`` name the model's inputs and outputs.
     """
     graph, node = Graph(), NodeOutput("x", input_shape)
     for block, layer in model.blocks.items():
@@ -225,7 +235,10 @@ def export_computation_graph(model: BlockModel, input_shape: tuple[int, ...]) ->
 
 
 def model_dtype(where: str, dtype: Any) -> np.dtype[Any]:
-    """Return ``dtype`` as a NumPy dtype; :class:`ConfigError` unless it is float32 or float64."""
+    """Return ``dtype`` as a NumPy dtype; raise :class:`ConfigError` unless it is float32 or float64.
+
+    ``where`` is the caller's name in the message.
+    """
     for known in (np.dtype(np.float32), np.dtype(np.float64)):
         with contextlib.suppress(TypeError):  # NumPy's answer to names that it does not know
             if np.dtype(dtype) == known:

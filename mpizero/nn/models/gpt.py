@@ -36,7 +36,7 @@ _SITES_PER_BLOCK = 3
 class GPT:
     """Describe a GPT, made of the blocks "embedding", "blocks.0", ..., "head".
 
-    Inputs are integer ids (samples, length), targets the same shape; a target below 0 is ignored.
+    Inputs are integer ids (samples, length). Targets are ids of the same shape; a target below 0 is ignored.
 
     Parameters
     ----------
@@ -45,17 +45,18 @@ class GPT:
     sequence : int
         Greatest length of an input.
     vocabulary : int
-        Number of ids; 256 reads text as bytes.
+        Number of different ids; 256 if ids are the bytes of a text.
     dropout : float
         Rate of every dropout: after the embedding, of attention probabilities, and of both branches of a block.
     tied : bool
-        Whether the head shares the embedding's token table.
+        Whether the head uses the embedding's token table as its weight.
     activation_checkpointing : bool
-        Whether only each block's input is kept, and the rest is computed again in the backward pass.
+        Whether a transformer block keeps only its input for the backward pass, and computes its other activations
+        again.
     dtype : dtype
         float32 or float64.
     seed : int
-        Key of the start values.
+        Seed of the start values.
 
     Raises
     ------
@@ -96,7 +97,7 @@ class GPT:
 
     @cached_property
     def blocks(self) -> Mapping[str, Layer]:
-        """The blocks by name, in order."""
+        """The blocks by name, in the order in which they run."""
         embedding, head = self._ends
         blocks = {f"blocks.{i}": self._kept(self._transformer(i)) for i in range(self.layers)}
         return {"embedding": embedding, **blocks, "head": head}
@@ -108,20 +109,20 @@ class GPT:
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
-        """Shape of the longest sample."""
+        """Shape of the longest sample that the model takes."""
         return (self.sequence,)
 
     def split(self, group: Group) -> BlockModel:
         """Return the tensor-parallel form: heads, hidden features and vocabulary are split over ``group``.
 
-        Between the blocks a rank holds its own places of the sequences, (samples, own places, dim). Of the logits it
-        holds its own vocabulary items, (samples, length, own items); no rank holds all logits. Places, features and
-        items are split by the shard rule.
+        Between the blocks a rank holds the activations of its positions of the sequences: (samples, positions of this
+        rank, dim). It holds the logits of its vocabulary items: (samples, length, items of this rank). No rank holds
+        all logits. Positions, hidden features and vocabulary items are divided among the ranks by the shard rule.
 
         Raises
         ------
         ConfigError
-            Unless the group's size divides the heads.
+            The group's size does not divide the number of heads.
         """
         if group.size == 1:
             return self
@@ -134,10 +135,11 @@ class GPT:
         return SplitModel(self, group, blocks, loss, cuts, self.vocabulary, sequences=True)
 
     def feature_importance(self, params: Mapping[str, Params]) -> dict[str, float]:
-        """Return, for each vocabulary item, its share of the norms of the token table's rows.
+        """Return, for each vocabulary item, its share of the sum of the norms of the token table's rows.
 
-        This is the Euclidean norm of the item's embedding, divided by the sum of the norms of all items. Items that did
-        not occur in training keep the norm of their start values. Keys are "0", "1", ... (for bytes: the byte's value).
+        The share is the Euclidean norm of the item's embedding, divided by the sum of the norms of all items. Items
+        that did not occur in training keep the norm of their start values. The returned keys are the items' ids as
+        text: "0", "1", ...
         """
         table = np.asarray(params["embedding"]["token"]["weight"], np.float64)
         norms = np.sqrt(np.square(table).sum(axis=1))
@@ -145,15 +147,15 @@ class GPT:
 
     @property
     def active_feature_indices(self) -> tuple[int, ...]:
-        """The numbers of all vocabulary items."""
+        """The ids of all vocabulary items."""
         return tuple(range(self.vocabulary))
 
     def with_active_features(self, indices: tuple[int, ...]) -> GPT:
-        """Raise an error, because a text may hold any item of the vocabulary."""
+        """Raise :class:`UnsupportedError`, because a text may hold any item of the vocabulary."""
         raise UnsupportedError("a GPT cannot ignore vocabulary items: every id of a text takes part in its context")
 
     def export_computation_graph(self) -> dict[str, Any]:
-        """Describe the model as JSON values; see :func:`mpizero.nn.export_computation_graph`."""
+        """Describe the model as a dict of JSON values; see :func:`mpizero.nn.export_computation_graph`."""
         return export_computation_graph(self, self.sample_shape)
 
     def compile_predictor(self, params: Mapping[str, Params]) -> Callable[[Array], Array]:

@@ -27,7 +27,7 @@ from mpizero.validation import require, seed
 @explains
 @dataclass(frozen=True)
 class Select(Layer):
-    """Keep the features of the input whose indices are in ``active``, and replace the others by zeros."""
+    """Keep the features of the input whose indices are in ``active``, and replace the other features by zeros."""
 
     features: int
     active: tuple[int, ...]
@@ -38,7 +38,10 @@ class Select(Layer):
             raise ConfigError(f"Select: active={self.active!r} must lie in 0 to {self.features - 1}")
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Copy ``x`` (..., features), with zeros for the features that are not active."""
+        """Return a copy of ``x`` (..., features), with zeros for the features that are not active.
+
+        The cache is None.
+        """
         require_numbers(x, "Select")
         if x.shape[-1:] != (self.features,):
             raise DataError(
@@ -49,7 +52,7 @@ class Select(Layer):
         return y, None
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Copy ``dy``, with zeros for the features that are not active."""
+        """Return a copy of ``dy``, with zeros for the features that are not active, and None."""
         return self.forward({}, dy)
 
 
@@ -58,8 +61,8 @@ class Select(Layer):
 class MLP:
     """Describe a fully connected network, made of the blocks "hidden.0", "hidden.1", ..., "output".
 
-    Inputs are (samples, features). Targets are integers (samples,) for a classifier, numbers (samples, outputs) for a
-    regressor. Inputs of another dtype are cast to the model's.
+    Inputs are (samples, features). For a classifier targets are integers (samples,), for a regressor numbers (samples,
+    outputs). Inputs of another dtype are cast to ``dtype``.
 
     Parameters
     ----------
@@ -68,7 +71,7 @@ class MLP:
     hidden : sequence of int
         Widths of the hidden layers; empty gives a linear model.
     outputs : int
-        Number of classes, or of numbers to predict.
+        Number of classes, or for regression of predicted numbers.
     activation : str
         "gelu", "silu", "relu" or "tanh".
     task : str
@@ -76,7 +79,7 @@ class MLP:
     dtype : dtype
         float32 or float64.
     seed : int
-        Key of the start values.
+        Seed of the start values.
     active_features : tuple of int or None
         Indices of the features that are used; the others are replaced by zeros, in training too. None uses all.
 
@@ -116,7 +119,7 @@ class MLP:
 
     @property
     def blocks(self) -> Mapping[str, Layer]:
-        """The blocks by name, in order."""
+        """The blocks by name, in the order in which they run."""
         return self._chain
 
     @cached_property
@@ -151,9 +154,10 @@ class MLP:
     def split(self, group: Group) -> BlockModel:
         """Return the tensor-parallel form: layers are split alternately by columns and by rows.
 
-        So two layers together need one all-reduce in the forward pass and one in the backward pass. If the number of
+        So each pair of layers needs one all-reduce in the forward pass and one in the backward pass. If the number of
         layers is odd, the last layer is split by columns and its outputs are gathered. Every rank gets all outputs.
-        Features are split by the shard rule.
+        Hidden features (and the outputs of a last layer that is split by columns) are divided among the ranks by the
+        shard rule.
         """
         if group.size == 1:
             return self
@@ -177,7 +181,7 @@ class MLP:
 
         This is the mean absolute weight of the feature in the first layer, divided by the sum of these means over all
         features. Features that are not active have 0. Features on different scales are comparable only if the inputs
-        were standardized. Keys are "0", "1", ...
+        were standardized. The returned keys are the features' indices as text: "0", "1", ...
         """
         first = next(iter(self.blocks))
         means = np.abs(np.asarray(params[first]["linear"]["weight"], np.float64)).mean(axis=1)
@@ -188,15 +192,15 @@ class MLP:
 
     @property
     def active_feature_indices(self) -> tuple[int, ...]:
-        """Indices of the features that are used."""
+        """Indices of the features that the model uses."""
         return tuple(range(self.features)) if self.active_features is None else self.active_features
 
     def with_active_features(self, indices: Sequence[int]) -> MLP:
-        """Return a model of the same parameters that uses only the features with the given indices."""
+        """Return a model with the same parameters that uses only the features with the given indices."""
         return replace(self, active_features=tuple(indices))
 
     def export_computation_graph(self) -> dict[str, Any]:
-        """Describe the model as JSON values; see :func:`mpizero.nn.export_computation_graph`."""
+        """Describe the model as a dict of JSON values; see :func:`mpizero.nn.export_computation_graph`."""
         return export_computation_graph(self, self.sample_shape)
 
     def compile_predictor(self, params: Mapping[str, Params]) -> Callable[[Array], Array]:

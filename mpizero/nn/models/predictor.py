@@ -1,4 +1,4 @@
-"""Compile a model's forward pass to one kernel, which needs no BLAS and calls no layers."""
+"""Compile a model's whole forward pass to one kernel, which uses no BLAS and calls no layers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,16 @@ from mpizero.types import Array, Params
 
 @dataclass(frozen=True)
 class GPTPredictor:
-    """Compute logits from ids (samples, length) by one kernel call; made by :func:`compile_gpt`.
+    """Compute logits from ids (samples, length) by one kernel call; :func:`compile_gpt` makes the object.
 
-    ``sizes`` are dim, layers, heads, vocabulary and sequence; ``scalars`` the norms' eps and the factor on attention
-    scores; ``packed`` all parameters in one flat array.
+    Attributes
+    ----------
+    sizes : tuple of int
+        The model's dim, layers, heads, vocabulary and sequence.
+    scalars : Array
+        The eps of the norms, and the factor on attention scores.
+    packed : Array
+        All parameters, one after the other in one flat array.
     """
 
     sizes: tuple[int, int, int, int, int]
@@ -26,7 +32,7 @@ class GPTPredictor:
     packed: Array
 
     def __call__(self, x: Array) -> Array:
-        """Compute logits (samples, length, vocabulary)."""
+        """Return the logits (samples, length, vocabulary) of the ids ``x``."""
         from mpizero.kernels import predict
 
         dim, layers, heads, vocabulary, sequence = self.sizes
@@ -54,7 +60,19 @@ class GPTPredictor:
 
 @dataclass(frozen=True)
 class MLPPredictor:
-    """Compute outputs from ``x`` (samples, features) by one kernel call; made by :func:`compile_mlp`."""
+    """Compute outputs from ``x`` (samples, features) by one kernel call; :func:`compile_mlp` makes the object.
+
+    Attributes
+    ----------
+    widths : Array
+        Number of input features, of features of each hidden layer, and of outputs.
+    activation : str
+        Name of the activation.
+    unused : tuple of int
+        Indices of the input features that are replaced by zeros.
+    packed : Array
+        All parameters, one after the other in one flat array.
+    """
 
     widths: Array
     activation: str
@@ -62,7 +80,7 @@ class MLPPredictor:
     packed: Array
 
     def __call__(self, x: Array) -> Array:
-        """Compute outputs (samples, outputs)."""
+        """Return the outputs (samples, outputs) of ``x``."""
         from mpizero.kernels import predict
 
         rows = as_rows(np.asarray(x), int(self.widths[0]), self.packed.dtype, "the predictor")
@@ -77,7 +95,7 @@ class MLPPredictor:
 
 
 def compile_gpt(model: Any, params: Mapping[str, Params]) -> Callable[[Array], Array]:
-    """Pack a GPT's parameters into one array, and compile the kernel that predicts with them."""
+    """Return a :class:`GPTPredictor` with a copy of the parameters, and compile its kernel."""
     arrays = [params["embedding"]["token"]["weight"], params["embedding"]["position"]["weight"]]
     for index in range(model.layers):
         block = params[f"blocks.{index}"]
@@ -103,7 +121,7 @@ def compile_gpt(model: Any, params: Mapping[str, Params]) -> Callable[[Array], A
 
 
 def compile_mlp(model: Any, params: Mapping[str, Params]) -> Callable[[Array], Array]:
-    """Pack an MLP's parameters into one array, and compile the kernel that predicts with them."""
+    """Return an :class:`MLPPredictor` with a copy of the parameters, and compile its kernel."""
     layers = [params[block]["linear"] for block in model.blocks]
     packed = _packed([array for layer in layers for array in (layer["weight"], layer["bias"])], model.dtype)
     widths = np.array([model.features, *model.hidden, model.outputs], np.int64)

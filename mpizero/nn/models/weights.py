@@ -1,10 +1,11 @@
 """Convert weights of a GPT from and to PyTorch's names and layout.
 
 [Note: names in PyTorch] The names are those of GPT-2's published state dict, which nanoGPT and Hugging Face's
-``GPT2LMHeadModel`` share (the latter's base model leaves out the prefix ``transformer.``; both are read):
+``GPT2LMHeadModel`` share. :func:`from_torch` also reads names without the prefix ``transformer.``, as in Hugging Face's
+``GPT2Model``:
 
 ============================================  ==========================================
-here                                          there
+mpizero                                       PyTorch
 ============================================  ==========================================
 embedding.token.weight                        transformer.wte.weight
 embedding.position.weight                     transformer.wpe.weight
@@ -20,11 +21,11 @@ head.projection.weight (untied models only)   lm_head.weight
 ============================================  ==========================================
 
 ``torch.nn.Linear`` stores weights as (outputs, inputs), mpizero as (inputs, outputs) (:class:`mpizero.nn.Linear`), so
-the four matrices of a block are transposed. GPT-2's own ``Conv1D`` stores them as (inputs, outputs), too. Which of the
-two a state dict holds is seen from the shape of ``c_attn``, which is never square. The tables (``wte``, ``wpe``,
+the four matrices of a block are transposed. GPT-2's own ``Conv1D`` stores them as (inputs, outputs), too. The shape of
+``c_attn``, which is never square, shows which of the two layouts a state dict has. The tables (``wte``, ``wpe``,
 ``lm_head``) have the same layout everywhere. Causal masks saved as buffers (``attn.bias``, ``attn.masked_bias``) are
 ignored. mpizero's GELU is the tanh form: ``torch.nn.GELU(approximate="tanh")``, GPT-2's "gelu_new". A model trained
-with the exact form gives slightly different logits here.
+with GELU's exact form gives slightly different logits in mpizero.
 """
 
 from __future__ import annotations
@@ -72,14 +73,15 @@ def from_torch(model: GPT, state: Mapping[str, Any]) -> dict[str, Array]:
     Parameters
     ----------
     model : GPT
-        The model that the weights are for; values are cast to its dtype.
+        The model that the parameters are for; values are cast to its dtype.
     state : mapping of str to tensor or array
         A state dict; tensors may lie on any device.
 
     Returns
     -------
     dict of str to Array
-        One contiguous array for each parameter, none for tied uses, as :func:`mpizero.nn.bind` takes them.
+        One contiguous array for each parameter, by global name, as :func:`mpizero.nn.bind` takes them. Tied uses have
+        none.
 
     Raises
     ------
@@ -105,13 +107,13 @@ def from_torch(model: GPT, state: Mapping[str, Any]) -> dict[str, Array]:
 
 
 def to_torch(model: GPT, named: Mapping[str, Array]) -> dict[str, Array]:
-    """Convert named parameters to PyTorch's names and the layout of ``torch.nn.Linear``.
+    """Convert a GPT's named parameters to PyTorch's names and the layout of ``torch.nn.Linear``.
 
     Returns
     -------
     dict of str to Array
-        NumPy arrays; ``{name: torch.from_numpy(value)}`` of them is a state dict. ``lm_head.weight`` is always there;
-        if the model is tied, it is the same array as ``transformer.wte.weight``.
+        NumPy arrays by PyTorch's names; :func:`torch.from_numpy` of each value makes it a state dict.
+        ``lm_head.weight`` is always included; if the model is tied, it is the same array as ``transformer.wte.weight``.
     """
     state = {}
     for spec in model_specs(model):

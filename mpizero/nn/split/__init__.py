@@ -1,5 +1,5 @@
-"""Split layers over a tensor group: every rank holds and computes a part.
+"""Define the split (tensor-parallel) forms of layers: each rank of a tensor group holds and computes a part of a layer.
 
-Each one is made of the unsplit layer it stands for (``whole``) and the group; the unsplit layers make them, by
-:meth:`mpizero.nn.Layer.split`.
+A split form has two fields: the unsplit layer (``whole``) and the tensor group (``group``). The method
+:meth:`mpizero.nn.Layer.split` of the unsplit layer makes it.
 """

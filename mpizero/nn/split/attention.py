@@ -14,17 +14,18 @@ from mpizero.types import Group
 
 @dataclass(frozen=True)
 class SplitAttention(AttentionBase):
-    """Compute attention with this rank's heads; the first linear map is split by columns, the projection by rows.
+    """Compute attention with this rank's heads; the map to queries, keys and values is split by columns.
 
     Parameters
     ----------
     whole : CausalSelfAttention
-        The unsplit layer; the group's size divides its heads.
+        The unsplit layer; the group's size must divide its number of heads. Its projection is split by rows.
     group : Group
         The ranks that the layer is split over.
     sequence : bool
-        Whether inputs and outputs are parts of sequences, (samples, own places, dim). The gradient of the projection's
-        bias is then the term of this rank's places, to be summed over the ranks.
+        Whether inputs and outputs hold only this rank's positions of the sequences: (samples, positions of this rank,
+        dim). The gradient of the projection's bias is then computed from these positions only; the block that uses the
+        layer sums it over the ranks.
 
     Raises
     ------
@@ -46,12 +47,15 @@ class SplitAttention(AttentionBase):
 
     @property
     def features(self) -> int:
-        """Number of features of an input."""
+        """Number of features of the input."""
         return self.whole.dim
 
     @cached_property
     def own_heads(self) -> tuple[CausalSelfAttention, int]:
-        """The attention of this rank's heads, as a layer whose linear maps are unused, and its first head's number."""
+        """A layer that computes the attention of this rank's heads, and its first head's number in the whole layer.
+
+        Only the attention of the returned layer is used, not its linear maps.
+        """
         whole, size = self.whole, self.group.size
         own = replace(whole, dim=whole.dim // size, heads=whole.heads // size)
         return own, self.group.rank * own.heads

@@ -21,17 +21,18 @@ from mpizero.types import EVALUATE, Array, Group, Params, Run
 
 @dataclass(frozen=True)
 class SplitFeedForward(FeedForwardBase):
-    """Apply two linear layers with an activation between them, split along the hidden features.
+    """Apply two linear layers with an activation between them; the hidden features are split over the ranks.
 
     Parameters
     ----------
     whole : FeedForward
-        The unsplit layer; hidden features are split by the shard rule.
+        The unsplit layer; its hidden features are split by the shard rule.
     group : Group
         The ranks that the layer is split over.
     sequence : bool
-        Whether inputs and outputs are parts of sequences, (samples, own places, dim). The gradient of the projection's
-        bias is then the term of this rank's places, to be summed over the ranks.
+        Whether inputs and outputs hold only this rank's positions of the sequences: (samples, positions of this rank,
+        dim). The gradient of the projection's bias is then computed from these positions only; the block that uses the
+        layer sums it over the ranks.
     """
 
     whole: FeedForward
@@ -47,13 +48,14 @@ class SplitFeedForward(FeedForwardBase):
 
 @dataclass(frozen=True)
 class SplitBlock(TransformerBlockBase):
-    """Compute a pre-norm block whose heads and hidden features are split; all else is split by places of the sequence.
+    """Compute a pre-norm block with heads and hidden features split over the ranks; activations are split by positions.
 
-    Attention and feed-forward are each a pair of linear maps, split by columns and then by rows. Outside of these pairs
-    a rank works on its own places only, so norms, dropouts and the residual stream take 1 / size of the time and
-    memory. The forward pass sends an all-gather and a reduce-scatter for each of the two pairs. The backward pass sends
-    the same. Its weight half sends another all-gather for each pair, because a rank keeps only its part of the inputs,
-    and one all-reduce of the gradients of all parameters that every rank holds whole.
+    Attention and feed-forward each are a pair of linear maps: the first is split by columns, the second by rows.
+    Outside of these pairs a rank works on its own positions of the sequences only. So norms, dropouts and the residual
+    stream take 1 / size of the time and memory, where ``size`` is the number of ranks. For each of the two pairs the
+    forward pass sends an all-gather and a reduce-scatter, and ``backward_input`` sends the same.
+    :meth:`backward_weights` sends another all-gather for each pair, because a rank keeps only its own positions of the
+    pair's input. It also sends one all-reduce of the gradients of all parameters that every rank holds whole.
 
     Parameters
     ----------
@@ -87,17 +89,23 @@ class SplitBlock(TransformerBlockBase):
         return dropped(dropout, x, run, self.group)
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map this rank's places ``x`` (samples, places, dim) to the same shape. Collective over the group."""
+        """Return the output for ``x`` (samples, positions of this rank, dim), of the same shape, and the cache.
+
+        Collective over the group.
+        """
         return super().forward(params, x, require_length(run, x, self.group))
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradients of this rank's parts and of the parameters held whole. Collective over the group."""
+        """Overwrite the gradients of this rank's parts of parameters, and of parameters that every rank holds whole.
+
+        Collective over the group.
+        """
         super().backward_weights(params, cache, pending, grads)
         complete_shared(self, self.group, grads, "block: shared gradients")
 
 
 def dropped(dropout: Dropout, x: Array, run: Run, group: Group) -> Array:
-    """Apply dropout to this rank's places ``x`` (samples, places, features) with the mask of the unsplit model.
+    """Apply dropout to ``x`` (samples, positions of this rank, features) with the mask of the unsplit model.
 
     The backward pass calls this function with ``dy``.
     """
@@ -109,23 +117,26 @@ def dropped(dropout: Dropout, x: Array, run: Run, group: Group) -> Array:
 
 @dataclass(frozen=True)
 class SequenceParallel(Wrapper):
-    """Run a layer that works on parts of sequences, with input and output that are whole on every rank."""
+    """Run a layer that works on this rank's positions of sequences, with whole inputs and outputs on every rank."""
 
     group: Group
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Run the layer on this rank's places of ``x`` (samples, length, ...), gather the results. Collective."""
+        """Run the layer on this rank's positions of ``x`` (samples, length, ...), and gather the outputs of all ranks.
+
+        Returns the whole output and the cache. Collective over the group.
+        """
         require_sequences(x, None, "TransformerBlock")
         cut, join = Split(self.group, 1, x.shape[1]), Gather(self.group, 1, x.shape[1])
         y, cache = self.layer.forward(params, cut.forward(x), replace(run, length=x.shape[1]))
         return join.forward(y), (cut, cache, join)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Compute the whole gradient of ``x``. Collective over the group."""
+        """Return the whole gradient of ``x``, and what :meth:`backward_weights` needs. Collective over the group."""
         cut, inner, join = cache
         dx, pending = self.layer.backward_input(params, inner, join.backward(dy))
         return cut.backward(known(dx)), pending
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Run the wrapped layer's weight half. Collective over the group."""
+        """Call the wrapped layer's ``backward_weights``. Collective over the group."""
         self.layer.backward_weights(params, cache[1], pending, grads)

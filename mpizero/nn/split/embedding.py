@@ -21,8 +21,8 @@ from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
 class SplitEmbedding(Layer):
     """Look up ids in a table whose rows are split over the ranks by the shard rule.
 
-    Each vector is found by one rank, the other ranks have zeros, and the ranks' vectors are summed. This sum is exact,
-    so vectors and gradients have the bits of the unsplit layer.
+    One rank has the table's row for an id, and the other ranks take zeros instead; their sum is the vector. This sum is
+    exact, so vectors and gradients have the same bits as those of the unsplit layer.
 
     Parameters
     ----------
@@ -31,8 +31,8 @@ class SplitEmbedding(Layer):
     group : Group
         The ranks that the layer is split over.
     sequence : bool
-        Whether each rank gets the vectors of its own places only; then ids are (samples, length). Otherwise every rank
-        gets all vectors.
+        Whether each rank gets only the vectors of its own positions of the sequences; then the input ids are (samples,
+        length). Otherwise every rank gets all vectors.
     """
 
     whole: Embedding
@@ -41,7 +41,7 @@ class SplitEmbedding(Layer):
 
     @cached_property
     def ranges(self) -> Ranges:
-        """The range of rows that this rank holds."""
+        """The one range (start, stop) of the table's rows that this rank holds."""
         return (own_range(self.whole.items, self.group),)
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
@@ -49,7 +49,10 @@ class SplitEmbedding(Layer):
         return tuple(part_of(spec, 0, self.ranges) for spec in self.whole.own_specs())
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ids to vectors, of all places or of this rank's places only. Collective over the group."""
+        """Map the ids ``x`` of all positions to vectors, of all positions or of this rank's only.
+
+        Returns the vectors and the cache. Collective over the group.
+        """
         weight = params["weight"]
         ids = as_ids(x, self.whole.items, "Embedding").reshape(-1) - self.ranges[0][0]
         rows = namespace(weight).empty((ids.size, self.whole.features), weight.dtype)
@@ -59,30 +62,36 @@ class SplitEmbedding(Layer):
         return leave.forward(rows.reshape(*x.shape, self.whole.features)), (ids, leave)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Return None, because integer ids have no gradient, and what the weight half needs. Not collective."""
+        """Return None, because integer ids have no gradient, and ``dy`` for :meth:`backward_weights`.
+
+        Not collective.
+        """
         return None, dy
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradient of this rank's rows. Collective over the group if sequences are split."""
+        """Overwrite the gradient of this rank's rows of the table. Collective over the group if sequences are split."""
         self.add_rows(cache[0], cache[1].backward(pending), grads["weight"])
 
     def add_rows(self, ids: Array, dy: Array, gradient: Array) -> None:
-        """Overwrite each row of ``gradient`` with the sum of ``dy`` over the places of the row's id. Not collective."""
+        """Overwrite row ``id`` of ``gradient`` with the sum of ``dy`` over all occurrences of this id in ``ids``.
+
+        Ids are counted from this rank's first row; those outside of its rows are ignored. Not collective.
+        """
         gradient[...] = 0
         rows = namespace(dy).ascontiguousarray(dy.reshape(ids.size, self.whole.features))
         kernels.backend(gradient).embedding.scatter_add(rows, ids, gradient)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the unsplit layer's output shape. Not collective."""
+        """Return the unsplit layer's output shape for one sample of ``shape``. Not collective."""
         return self.whole.output_shape(shape)
 
 
 @dataclass(frozen=True)
 class SplitTokenEmbedding(Layer):
-    """Look up tokens in a table that is split by rows, add positions from a whole table, then apply dropout.
+    """Look up token ids in a table that is split by rows, add position vectors, and apply dropout.
 
-    With ``sequence`` the forward pass sends a reduce-scatter, the weight half an all-gather. Without it the forward
-    pass sends an all-reduce.
+    Every rank holds the whole table of position vectors. With ``sequence`` the forward pass sends a reduce-scatter, and
+    :meth:`backward_weights` an all-gather. Without it the forward pass sends an all-reduce.
 
     Parameters
     ----------
@@ -91,7 +100,7 @@ class SplitTokenEmbedding(Layer):
     group : Group
         The ranks that the layer is split over.
     sequence : bool
-        Whether each rank gets the vectors of its own places only.
+        Whether each rank gets only the vectors of its own positions of the sequences.
     """
 
     whole: TokenEmbedding
@@ -104,12 +113,16 @@ class SplitTokenEmbedding(Layer):
         return SplitEmbedding(token, self.group, self.sequence), position, dropout
 
     def children(self) -> dict[str, Layer]:
-        """Return ``token`` and ``position``. Not collective."""
+        """Return the two tables by name: ``token`` and ``position``. Not collective."""
         token, position, _ = self._layers
         return {"token": token, "position": position}
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ids (samples, length) to vectors (samples, length or own places, features). Collective over the group."""
+        """Map the ids ``x`` (samples, length) to vectors; return them and the cache.
+
+        The vectors are (samples, length, features), or (samples, positions of this rank, features) with ``sequence``.
+        Collective over the group.
+        """
         self.whole.require_ids(x)
         token, _, dropout = self._layers
         vectors, cache = token.forward(params["token"], x, run)
@@ -119,11 +132,17 @@ class SplitTokenEmbedding(Layer):
         return self._dropped(dropout, vectors, run), (cache, run)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Return None, because integer ids have no gradient, and what the weight half needs. Not collective."""
+        """Return None, because integer ids have no gradient, and the gradient of the vectors before dropout.
+
+        :meth:`backward_weights` needs the latter. Not collective.
+        """
         return None, self._dropped(self._layers[2], dy, cache[1])
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradients of this rank's rows and of the positions. Collective if sequences are split."""
+        """Overwrite the gradients of this rank's rows of the token table, and of the whole position table.
+
+        Collective if sequences are split.
+        """
         token, position, _ = self._layers
         ids, leave = cache[0]
         dy = leave.backward(pending)  # all places, which both tables need
@@ -136,7 +155,7 @@ class SplitTokenEmbedding(Layer):
         return dropout.mask(x, run) if dropout.drops(x, run) else x
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the unsplit layer's output shape. Not collective."""
+        """Return the unsplit layer's output shape for one sample of ``shape``. Not collective."""
         return self.whole.output_shape(shape)
 
     def operations(self, shape: tuple[int, ...]) -> Operations:

@@ -21,10 +21,10 @@ from mpizero.types import EVALUATE, Array, Group, Params, Run
 
 @dataclass(frozen=True)
 class SplitHead(LanguageHeadBase):
-    """Apply the final norm to this rank's places, then compute the logits of its vocabulary items for all places.
+    """Apply the final norm to this rank's positions, then compute its vocabulary items' logits at all positions.
 
-    The forward pass sends an all-gather, the backward pass a reduce-scatter, and its weight half an all-gather and an
-    all-reduce of the norm's gradients.
+    Each pass sends messages: :meth:`forward` an all-gather, ``backward_input`` a reduce-scatter, and
+    :meth:`backward_weights` an all-gather and an all-reduce of the norm's gradients.
 
     Parameters
     ----------
@@ -43,11 +43,17 @@ class SplitHead(LanguageHeadBase):
         return norm, SplitProjection(projection, self.group, sequence=True)
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map this rank's places (samples, places, dim) to logits (samples, length, own items). Collective."""
+        """Map ``x`` (samples, positions of this rank, dim) to logits (samples, length, vocabulary items of this rank).
+
+        Returns the logits and the cache. Collective over the group.
+        """
         return super().forward(params, x, require_length(run, x, self.group))
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradients of the norm and of this rank's vocabulary items. Collective over the group."""
+        """Overwrite the gradients of the norm, and of the weight's rows for this rank's vocabulary items.
+
+        Collective over the group.
+        """
         super().backward_weights(params, cache, pending, grads)
         complete_shared(self, self.group, grads, "head: shared gradients")
 
@@ -58,11 +64,11 @@ class SplitHead(LanguageHeadBase):
 
 @dataclass(frozen=True)
 class SplitCrossEntropy:
-    """Compute the cross-entropy of logits that are split over the ranks by classes.
+    """Compute the cross-entropy of logits whose classes are split over the ranks.
 
-    For each place a rank reduces its logits to three numbers: their maximum, the sum of their exponentials relative to
-    the maximum, and the target's logit if this rank holds it. One all-gather of these numbers is enough for every rank
-    to compute the whole loss, with the same bits. The gradient of this rank's logits needs no other message.
+    For each target a rank reduces its logits to three numbers: their maximum, the sum of exp(logit - maximum), and the
+    target's logit if this rank holds it. One all-gather of these numbers is enough for every rank to compute the whole
+    loss, with the same bits. The gradient of this rank's logits needs no other message.
 
     Parameters
     ----------
@@ -84,14 +90,14 @@ class SplitCrossEntropy:
         Parameters
         ----------
         prediction : Array
-            This rank's logits, (..., own classes).
+            The logits of this rank's classes: (..., number of these classes).
         target : Array
-            As for :class:`mpizero.nn.CrossEntropy`, the same on every rank.
+            Class numbers (...), the same on every rank; see :meth:`mpizero.nn.CrossEntropy.forward`.
 
         Returns
         -------
         loss_sum, weight : float
-            The sum, and the number of targets that are not negative; the same on every rank.
+            The sum of the losses, and the number of targets that are not negative; the same on every rank.
         cache : Any
             The intermediate results that :meth:`backward` needs.
         """
@@ -108,7 +114,7 @@ class SplitCrossEntropy:
         return float(losses.sum()), counted, (logits, targets, merged, prediction.shape)
 
     def backward(self, cache: Any, scale: float = 1.0) -> Array:
-        """Compute ``scale`` times the gradient of the loss sum for this rank's logits. Not collective."""
+        """Return ``scale`` times the gradient of the loss sum with respect to this rank's logits. Not collective."""
         logits, targets, merged, shape = cache
         gradient: Array = namespace(logits).empty_like(logits)
         first = own_range(self.classes, self.group)[0]
@@ -117,5 +123,8 @@ class SplitCrossEntropy:
         return gradient.reshape(shape)
 
     def joined(self, prediction: Array) -> Array:
-        """Gather the logits of all classes on every rank. Collective over the group."""
+        """Return the logits of all classes; ``prediction`` holds those of this rank's classes.
+
+        Collective over the group.
+        """
         return Gather(self.group, prediction.ndim - 1, self.classes).forward(prediction)

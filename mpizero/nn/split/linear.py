@@ -26,25 +26,25 @@ class SplitLinearBase(Affine):
     @property
     @abstractmethod
     def ranges(self) -> Ranges:
-        """The ranges of columns or rows that this rank holds."""
+        """The ranges (start, stop) of the weight's columns or rows that this rank holds."""
 
     @cached_property
     def held(self) -> int:
-        """Number of columns or rows that this rank holds."""
+        """Number of the weight's columns or rows that this rank holds."""
         return size_of(self.ranges)
 
     def last_bias(self, params: Params) -> Array | None:
-        """Return ``bias``, or this rank's part of it; None where the layer has no bias."""
+        """Return this rank's ``bias``, a part or the whole, or None if the layer has no bias."""
         return params["bias"] if self.whole.bias else None
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the unsplit layer's output shape."""
+        """Return the unsplit layer's output shape for one sample of ``shape``."""
         return self.whole.output_shape(shape)
 
 
 @dataclass(frozen=True)
 class ColumnLinear(SplitLinearBase):
-    """Apply this rank's columns of a linear map: whole inputs give this rank's part of the outputs.
+    """Multiply whole inputs by this rank's columns of the weight, to compute this rank's part of the outputs.
 
     Parameters
     ----------
@@ -53,10 +53,11 @@ class ColumnLinear(SplitLinearBase):
     group : Group
         The ranks that the layer is split over.
     columns : tuple of (int, int) or None
-        The ranges of columns that this rank holds; None takes those of the shard rule.
+        The ranges (start, stop) of the weight's columns that this rank holds; None takes those of the shard rule.
     sequence : bool
-        Whether inputs are parts of sequences, (samples, own places, inputs). They are gathered before the product, and
-        again for the weight's gradient, because a rank keeps only its own part.
+        Whether inputs hold only this rank's positions of the sequences: (samples, positions of this rank, inputs). All
+        positions are then gathered before the product, and again for the weight's gradient, because a rank keeps only
+        its own.
     """
 
     whole: Linear
@@ -66,15 +67,18 @@ class ColumnLinear(SplitLinearBase):
 
     @cached_property
     def ranges(self) -> Ranges:
-        """The ranges of columns that this rank holds."""
+        """The ranges (start, stop) of the weight's columns that this rank holds."""
         return self.columns or (own_range(self.whole.outputs, self.group),)
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe this rank's columns of ``weight`` and its part of ``bias``, if there is one. Not collective."""
+        """Describe this rank's columns of ``weight`` and its part of ``bias``, if the layer has one. Not collective."""
         return tuple(part_of(spec, len(spec.shape) - 1, self.ranges) for spec in self.whole.own_specs())
 
     def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ``x`` (..., inputs) to (..., own outputs), without the bias. Collective if sequences are split."""
+        """Map ``x`` (..., inputs) to this rank's outputs (..., columns of this rank), without the bias.
+
+        Returns them and the cache. Collective if sequences are split.
+        """
         weight = params["weight"]
         x = as_rows(x, self.whole.inputs, weight.dtype, "Linear").reshape(x.shape)
         entry: Region = Expand(self.group, 1, run.length) if self.sequence else Copy(self.group)
@@ -83,7 +87,11 @@ class ColumnLinear(SplitLinearBase):
         return y.reshape(*inputs.shape[:-1], self.held), (x, entry)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Compute the sum over the ranks of ``dy @ weight.T``. Collective over the group."""
+        """Return the sum over the ranks of ``dy @ weight.T``, and ``dy`` as a matrix for :meth:`backward_weights`.
+
+        If sequences are split, the sum holds this rank's positions only. If the unsplit layer computes no input
+        gradient, the first result is None and nothing is sent. Collective over the group.
+        """
         rows = dy.reshape(prod(dy.shape[:-1]), self.held)
         if not self.whole.input_gradient:
             return None, rows
@@ -91,7 +99,10 @@ class ColumnLinear(SplitLinearBase):
         return cache[1].backward(dx), rows
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradients of this rank's columns. Collective over the group if sequences are split."""
+        """Overwrite the gradients of this rank's columns of weight and bias.
+
+        Collective over the group if sequences are split.
+        """
         x, entry = cache
         inputs = entry.forward(x).reshape(pending.shape[0], self.whole.inputs)
         matmul(inputs.T, pending, out=grads["weight"])
@@ -99,16 +110,19 @@ class ColumnLinear(SplitLinearBase):
             sum_rows(pending, grads["bias"])
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the operations with this rank's columns. Not collective."""
+        """Count the operations of the products with this rank's columns, for one sample of ``shape``.
+
+        Not collective.
+        """
         return linear_operations(prod(shape[:-1]), self.whole.inputs, self.held, self.whole.input_gradient)
 
 
 @dataclass(frozen=True)
 class RowLinear(SplitLinearBase):
-    """Apply this rank's rows of a linear map: its part of the inputs gives one term of the outputs' sum over the ranks.
+    """Multiply this rank's part of the inputs by its rows of the weight, and sum the products over the ranks.
 
-    Every rank holds the whole bias, which is added to the sum. After ``backward_input`` a
-    rank holds the whole gradient of the outputs, until ``backward_weights`` has used it.
+    Every rank holds the whole bias, which is added to the sum. From ``backward_input`` to ``backward_weights`` a rank
+    keeps the whole gradient of the outputs.
 
     Parameters
     ----------
@@ -117,8 +131,8 @@ class RowLinear(SplitLinearBase):
     group : Group
         The ranks that the layer is split over.
     sequence : bool
-        Whether each rank gets the sum for its own places of the sequences only. The bias's gradient is then the term of
-        these places; the block that uses the layer sums it over the ranks.
+        Whether each rank gets the sum for its own positions of the sequences only. The bias's gradient is then computed
+        from these positions only; the block that uses the layer sums it over the ranks.
     """
 
     whole: Linear
@@ -127,16 +141,20 @@ class RowLinear(SplitLinearBase):
 
     @cached_property
     def ranges(self) -> Ranges:
-        """The range of rows that this rank holds."""
+        """The one range (start, stop) of the weight's rows that this rank holds."""
         return (own_range(self.whole.inputs, self.group),)
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe this rank's rows of ``weight`` and the whole ``bias``, if there is one. Not collective."""
+        """Describe this rank's rows of ``weight`` and the whole ``bias``, if the layer has one. Not collective."""
         weight, *bias = self.whole.own_specs()
         return part_of(weight, 0, self.ranges), *bias
 
     def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ``x`` (..., own inputs) to (..., outputs), of all places or this rank's. Collective over the group."""
+        """Map this rank's inputs (..., rows of this rank) to the outputs (..., outputs), without the bias.
+
+        Returns the outputs and the cache. If sequences are split, the outputs are those of this rank's positions.
+        Collective over the group.
+        """
         weight = params["weight"]
         rows = as_rows(x, self.held, weight.dtype, "Linear")
         leave: Region = Scatter(self.group, 1, x.shape[1]) if self.sequence else Reduce(self.group)
@@ -144,21 +162,27 @@ class RowLinear(SplitLinearBase):
         return y, (rows, leave)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Compute ``dy @ weight.T``, (..., own inputs). Collective over the group if sequences are split."""
+        """Return ``dy @ weight.T`` (..., rows of this rank), and what :meth:`backward_weights` needs.
+
+        Collective over the group if sequences are split.
+        """
         rows, leave = cache
         terms = leave.backward(dy)
         above = terms.reshape(rows.shape[0], self.whole.outputs)
         return matmul(above, params["weight"].T).reshape(*terms.shape[:-1], self.held), (above, dy)
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradient of this rank's rows, and of the bias (or this rank's term of it). Not collective."""
+        """Overwrite the gradients of this rank's rows of the weight and of the bias.
+
+        If sequences are split, the bias's gradient is that of this rank's positions only. Not collective.
+        """
         above, dy = pending
         matmul(cache[0].T, above, out=grads["weight"])
         if self.whole.bias:
             sum_rows(dy.reshape(prod(dy.shape[:-1]), self.whole.outputs), grads["bias"])
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the operations with this rank's rows. Not collective."""
+        """Count the operations of the products with this rank's rows, for one sample of ``shape``. Not collective."""
         return linear_operations(prod(shape[:-1]), self.held, self.whole.outputs)
 
 
@@ -173,23 +197,23 @@ class SplitLinear(Wrapper):
     layer: ColumnLinear
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ``x`` (..., inputs) to (..., outputs). Collective over the group."""
+        """Map ``x`` (..., inputs) to (..., outputs); return the outputs and the cache. Collective over the group."""
         y, cache = self.layer.forward(params, x, run)
         join = Gather(self.layer.group, y.ndim - 1, self.layer.whole.outputs)
         return join.forward(y), (cache, join)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Compute the gradient of ``x``. Collective over the group."""
+        """Return the gradient of ``x``, and what :meth:`backward_weights` needs. Collective over the group."""
         return self.layer.backward_input(params, cache[0], cache[1].backward(dy))
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradients of this rank's columns. Not collective."""
+        """Overwrite the gradients of this rank's columns of weight and bias. Not collective."""
         self.layer.backward_weights(params, cache[0], pending, grads)
 
 
 @dataclass(frozen=True)
 class SplitProjection(Layer):
-    """Apply a projection whose classes are split over the ranks: whole inputs give the logits of this rank's classes.
+    """Compute the logits of this rank's classes from whole inputs; the classes are split over the ranks.
 
     Parameters
     ----------
@@ -198,7 +222,7 @@ class SplitProjection(Layer):
     group : Group
         The ranks that the layer is split over.
     sequence : bool
-        Whether inputs are parts of sequences, as for :class:`ColumnLinear`.
+        Whether inputs hold only this rank's positions of the sequences, as for :class:`ColumnLinear`.
     joined : bool
         Whether the logits are gathered, so that every rank gets all of them.
     """
@@ -210,15 +234,18 @@ class SplitProjection(Layer):
 
     @cached_property
     def ranges(self) -> Ranges:
-        """The range of classes that this rank holds."""
+        """The one range (start, stop) of classes that this rank holds."""
         return (own_range(self.whole.classes, self.group),)
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe this rank's rows of ``weight``. Not collective."""
+        """Describe this rank's rows of ``weight``, one row for each of its classes. Not collective."""
         return tuple(part_of(spec, 0, self.ranges) for spec in self.whole.own_specs())
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ``x`` (..., features) to this rank's logits or to all. Collective with ``sequence`` or ``joined``."""
+        """Map ``x`` (..., features) to the logits of this rank's classes, or with ``joined`` of all classes.
+
+        Returns the logits and the cache. Collective with ``sequence`` or ``joined``.
+        """
         weight = params["weight"]
         x = as_rows(x, self.whole.features, weight.dtype, "Projection").reshape(x.shape)
         entry: Region = Expand(self.group, 1, run.length) if self.sequence else Copy(self.group)
@@ -229,7 +256,10 @@ class SplitProjection(Layer):
         return (join.forward(logits) if self.joined else logits), (x, entry, join)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Compute the sum over the ranks of ``dy @ weight``. Collective over the group."""
+        """Return the sum over the ranks of ``dy @ weight``, and what :meth:`backward_weights` needs.
+
+        If sequences are split, the sum holds this rank's positions only. Collective over the group.
+        """
         _, entry, join = cache
         dy = join.backward(dy) if self.joined else dy
         rows = dy.reshape(prod(dy.shape[:-1]), size_of(self.ranges))
@@ -237,15 +267,18 @@ class SplitProjection(Layer):
         return entry.backward(dx), rows
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradients of this rank's classes. Collective over the group if sequences are split."""
+        """Overwrite the gradients of this rank's rows of the weight.
+
+        Collective over the group if sequences are split.
+        """
         x, entry, _ = cache
         inputs = entry.forward(x).reshape(pending.shape[0], self.whole.features)
         matmul(pending.T, inputs, out=grads["weight"])
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the unsplit layer's output shape. Not collective."""
+        """Return the unsplit layer's output shape for one sample of ``shape``. Not collective."""
         return self.whole.output_shape(shape)
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the operations with this rank's classes. Not collective."""
+        """Count the operations of the products with this rank's rows, for one sample of ``shape``. Not collective."""
         return linear_operations(prod(shape[:-1]), self.whole.features, size_of(self.ranges))

@@ -16,14 +16,14 @@ from mpizero.types import Array, BlockModel, Group, Layer, Loss, Run
 
 @dataclass(frozen=True)
 class JoinedLoss:
-    """Compute a loss where each rank holds a part of the predictions' last axis: gather the parts, then apply the loss.
+    """Compute a loss of predictions whose last axis is split over the ranks: gather the parts, then apply the loss.
 
     Parameters
     ----------
     loss : Loss
         The loss of whole predictions.
     group : Group
-        The ranks that hold the parts; each of them computes the whole loss.
+        The ranks that hold the parts of the predictions; each of them computes the whole loss.
     outputs : int
         Length of the last axis of whole predictions.
     """
@@ -33,13 +33,17 @@ class JoinedLoss:
     outputs: int
 
     def forward(self, prediction: Array, target: Array) -> tuple[float, float, Any]:
-        """Join the predictions and apply the loss. Collective over the group."""
+        """Gather the predictions; return the loss sum, the weight and the cache for :meth:`backward`.
+
+        ``prediction`` is this rank's part of the predictions, ``target`` is the whole target. Collective over the
+        group.
+        """
         join = Gather(self.group, prediction.ndim - 1, self.outputs)
         loss_sum, weight, cache = self.loss.forward(join.forward(prediction), target)
         return loss_sum, weight, (cache, join)
 
     def backward(self, cache: Any, scale: float = 1.0) -> Array:
-        """Compute ``scale`` times the gradient of the loss sum for this rank's part. Not collective."""
+        """Return ``scale`` times the gradient of the loss sum with respect to this rank's part. Not collective."""
         inner, join = cache
         gradient: Array = join.take(self.loss.backward(inner, scale))
         return gradient
@@ -49,7 +53,7 @@ class JoinedLoss:
 class SplitModel:
     """Hold one rank's part of a tensor-parallel model; its passes and its loss are collective over ``group``.
 
-    Loss and weight are those of the whole model, the same on every rank.
+    The loss sum and its weight are those of the whole model, the same on every rank.
 
     Parameters
     ----------
@@ -58,16 +62,17 @@ class SplitModel:
     group : Group
         The ranks that the model is split over; all of them work on the same samples.
     blocks : mapping of str to Layer
-        The blocks by name, in order.
+        The split blocks by name, in the order in which they run.
     loss : Loss
         The loss. It takes what the last block returns on this rank, and the whole target.
     cuts : mapping of str to int
-        The blocks of whose output this rank holds only a part. For each of them, the axis of one sample's output that
-        is cut by the shard rule.
+        For each block of whose output this rank holds only a part: the axis of the output that is cut by the shard
+        rule, counted in the shape of one sample.
     outputs : int or None
-        Length of the prediction's last axis, if each rank has a part of that axis; None if predictions are whole.
+        Length of the whole prediction's last axis, if each rank has a part of that axis; None if predictions are whole.
     sequences : bool
-        Whether blocks work on parts of sequences, the input's second axis.
+        Whether blocks work on this rank's positions of the sequences only. Sequences lie along the second axis of the
+        model's input.
     """
 
     whole: BlockModel
@@ -80,16 +85,19 @@ class SplitModel:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The same as in the unsplit model."""
+        """The dtype of the unsplit model."""
         return self.whole.dtype
 
     @property
     def seed(self) -> int:
-        """The same as in the unsplit model."""
+        """The seed of the unsplit model."""
         return self.whole.seed
 
     def run_on(self, x: Array, run: Run) -> Run:
-        """Return ``run`` with the length of the sequences ``x``, which saves the blocks a message. Not collective."""
+        """Return ``run`` with the length of the sequences in the input ``x``, if blocks work on parts of them.
+
+        Without it the blocks would need messages to find the length. Not collective.
+        """
         return replace(run, length=x.shape[1]) if self.sequences and getattr(x, "ndim", 0) > 1 else run
 
     def whole_prediction(self, y: Array) -> Array:
@@ -104,7 +112,10 @@ class SplitModel:
         return loss if self.outputs is None else JoinedLoss(loss, self.group, self.outputs)
 
     def held_shape(self, block: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of this rank's part of a block's output of ``shape``, for one sample. Not collective."""
+        """Return the shape of what this rank holds of a block's output, for one sample. Not collective.
+
+        ``shape`` is the shape of the whole output for one sample.
+        """
         if block not in self.cuts:
             return shape
         axis = self.cuts[block] % len(shape)
@@ -118,8 +129,8 @@ def split_model(model: BlockModel, group: Group) -> BlockModel:
     Parameters
     ----------
     model : BlockModel
-        A model with a method ``split(group)``, such as mpizero's own models, or a model of layers with such a method
-        (:meth:`mpizero.nn.Layer.split`). Layers without that method stay whole on every rank.
+        A model with a method ``split(group)``, such as mpizero's own models, or a model whose blocks have this method
+        (:meth:`mpizero.nn.Layer.split`). Blocks without it stay whole on every rank.
     group : Group
         The ranks to split the model over. If there is only one, ``model`` itself is returned.
 
@@ -158,9 +169,10 @@ def whole_prediction(model: BlockModel, y: Array) -> Array:
 
 
 def run_on(model: BlockModel, x: Array, run: Run) -> Run:
-    """Return ``run`` with what the blocks of a split model need to know of its input ``x``, such as its length.
+    """Return ``run`` with the length of the sequences in the input ``x``, if the model needs it; else ``run`` itself.
 
-    Collective only for a :class:`~mpizero.nn.ContextModel`.
+    Models that need it have a method ``run_on``, as split models do. Collective only for a
+    :class:`~mpizero.nn.ContextModel`.
     """
     know = getattr(model, "run_on", None)
     return run if know is None else know(x, run)

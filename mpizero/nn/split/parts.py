@@ -1,4 +1,4 @@
-"""Compute which part of a parameter and of a sequence a rank of a tensor group holds."""
+"""Compute which range of a parameter, or of the positions of a sequence, a rank of a tensor group holds."""
 
 from __future__ import annotations
 
@@ -24,20 +24,24 @@ def own_range(length: int, group: Group) -> tuple[int, int]:
 
 
 def size_of(ranges: Ranges) -> int:
-    """Return the number of items in ``ranges``. Not collective."""
+    """Return the number of items in the given ranges (start, stop) together. Not collective."""
     return sum(stop - start for start, stop in ranges)
 
 
 def part_of(spec: ParameterSpec, axis: int, ranges: Ranges) -> ParameterSpec:
-    """Describe a part of a parameter, its ``ranges`` along ``axis``; start values stay the same. Not collective."""
+    """Return the spec of a part of a parameter: its ``ranges`` along ``axis``. Not collective.
+
+    The part gets the same start values as it has in the whole parameter.
+    """
     shape = (*spec.shape[:axis], size_of(ranges), *spec.shape[axis + 1 :])
     return replace(spec, shape=shape, part=Part(spec.shape, axis, ranges))
 
 
 def complete_shared(layer: Layer, group: Group, grads: Params, tag: str) -> None:
-    """Sum over the ranks the gradients of a layer's parameters that every rank holds whole.
+    """Replace the gradients of a layer's parameters that every rank holds whole by their sums over the ranks.
 
-    Each rank has computed the term of its own places of the sequences.
+    Before, each rank has computed these gradients from its own positions of the sequences only. ``tag`` names the
+    message in errors and traces.
 
     Collective over ``group``, with one message.
     """
@@ -53,14 +57,15 @@ def _found(tree: Any, name: str) -> Array:
 
 
 def require_length(run: Run, x: Array, group: Group) -> Run:
-    """Return ``run`` with the length of the whole sequences; ``x`` (samples, places, ...) is this rank's part of them.
+    """Return ``run`` with the length of the whole sequences.
 
-    Collective over ``group``, unless ``run`` has the length already.
+    ``x`` (samples, positions, ...) is this rank's part of the sequences. Collective over ``group`` if ``run.length`` is
+    0.
 
     Raises
     ------
     DataError
-        ``x`` is not the part that the shard rule gives this rank.
+        ``x`` does not have as many positions as the shard rule gives this rank.
     """
     length = run.length
     if not length:

@@ -21,7 +21,7 @@ from mpizero.types import Group
 
 
 def _split_head(head: LanguageHead, group: Group) -> Layer:
-    """Split the head's projection by vocabulary items; its output, all logits, is whole on every rank."""
+    """Return the head with its projection split by vocabulary items; every rank gets all logits."""
     layers = head.children()
     return Sequential({**layers, "projection": layers["projection"].split(group)})
 
