@@ -26,9 +26,10 @@ from mpizero.validation import require, whole
 
 
 class Grain(NamedTuple):
-    """Hold the samples of one grain as micro-batches ``(x, y, global index of the first sample)``.
+    """Hold the samples of one grain as micro-batches ``(x, y, index of the first sample in the global batch)``.
 
-    ``stop`` is the global index after the grain's last sample.
+    ``number`` is the grain's index among the grains of the global batch. ``stop`` is the index in the global batch
+    after the grain's last sample.
     """
 
     number: int
@@ -36,19 +37,22 @@ class Grain(NamedTuple):
     stop: int
 
     def place(self, micro: int) -> tuple[int, int]:
-        """Return the index of a micro-batch's first sample, and the number of its samples. Not collective."""
+        """Return the index in the global batch of a micro-batch's first sample, and its number of samples.
+
+        ``micro`` is the index of the micro-batch in the grain. Not collective.
+        """
         first, after = self.micro_batches[micro][2], micro + 1
         return first, (self.micro_batches[after][2] if after < len(self.micro_batches) else self.stop) - first
 
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """Hold the grains of a global batch that one rank computes.
+    """Hold one rank's grains of a global batch.
 
     Attributes
     ----------
     grains : dict of int to Grain
-        This rank's grains, by their number in the global batch.
+        The grains that this rank computes, by their number in the global batch.
     count : int
         Number of grains in the global batch.
     samples : int
@@ -61,7 +65,10 @@ class GlobalBatch:
 
 
 class Asked(NamedTuple):
-    """Hold the arguments of a call besides its batch, which must be the same on every rank."""
+    """Hold the arguments besides the batch of a training step; every rank must give the same.
+
+    ``epoch`` is the number of the epoch; ``gather`` is the argument of the same name of ``compute_gradients``.
+    """
 
     epoch: int = 0
     gather: bool = False
@@ -71,7 +78,11 @@ NOTHING_MORE = Asked()
 
 
 class _RankBatch:
-    """Hold this rank's part of a global batch; an error in it is kept, and raised later on all ranks together."""
+    """Hold the samples ``x`` and ``y`` that this rank gives to a global batch.
+
+    If they are invalid, the error's text is kept in ``problem``, and ``count``, the number of samples, is -1: all ranks
+    then raise the error together when the batches are exchanged.
+    """
 
     def __init__(self, x: Any, y: Any, asked: Asked) -> None:
         self.asked, self.problem, self.count = asked, "", 1
@@ -85,12 +96,12 @@ class _RankBatch:
 
     @property
     def number(self) -> int:
-        """A hash of the arguments and the batch's structure; ranks with different hashes cannot form a global batch."""
+        """A hash of the arguments and of the batch's structure, types and sample shapes; must be equal on all ranks."""
         text = f"{self.asked.epoch} {self.asked.gather} {self.tree.form or 'not cut'}"
         return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
 
     def digests(self) -> dict[str, int]:
-        """Return a checksum of every array, by path. Not collective."""
+        """Return the checksum of every array, by the array's path, such as ``x['mask']``. Not collective."""
         return dict(zip(self.tree.paths, map(_digest, self.tree.leaves), strict=True))
 
     def digest(self) -> int:
@@ -106,18 +117,18 @@ def _digest(array: Array) -> int:
 
 
 def _meet(grid: ProcessGrid, own: _RankBatch) -> Array:
-    """Exchange the first message of a step, check the batch, and return every rank's number of samples.
+    """Exchange the first message of a step, check the batch, and return each rank's number of samples, by world rank.
 
     Collective over all ranks.
 
     Raises
     ------
     CollectiveMismatch
-        On all ranks, if some ranks have called something other than a step on a batch.
+        On all ranks, if the ranks have called different operations.
     DataError
         On all ranks, if the ranks of a replica have different samples, if the arrays of one rank differ in length, if
-        ranks differ in structure, type or shape, if there are no samples, or if a split model's batch cannot be cut
-        into samples.
+        the batches of two ranks differ in structure, type or sample shape, if no rank has samples, or if the model is
+        split and the batch cannot be cut into samples.
     """
     replicas = grid.model.size > 1
     table = agree_on_call(grid.world, (own.count, own.number, own.digest() if replicas else 0))
@@ -147,7 +158,10 @@ def _check_replicas(grid: ProcessGrid, own: _RankBatch, digests: Array) -> None:
 
 
 def _refuse(comm: Communicator, own: _RankBatch) -> NoReturn:
-    """Raise ``DataError`` that says which rank's batch is invalid, or how two differ. Collective over all ranks."""
+    """Raise ``DataError`` that says whose batch is invalid or how two ranks' batches differ. Collective over all ranks.
+
+    It is called on every rank as soon as the batch of one rank is invalid.
+    """
     tree = own.tree
     arrays = dict(zip(tree.paths, ((str(leaf.dtype), leaf.shape[1:]) for leaf in tree.leaves), strict=True))
     ranks = comm.allgather_object((own.problem, own.asked, tree.uncut, arrays, tree.form), "batch")
@@ -198,10 +212,10 @@ def redistribute(
     *,
     asked: Asked = NOTHING_MORE,
 ) -> GlobalBatch:
-    """Exchange samples, so that every rank gets the samples of its grains.
+    """Exchange samples so that every rank gets the samples of the grains it computes, and return its grains.
 
-    Collective over all ranks; this sends the first message of a step. Rank r's samples follow rank r-1's in the global
-    batch. No samples are sent if every rank already has those it needs.
+    Collective over all ranks; this sends the first message of a step. The global batch is the samples of all ranks of
+    the batch group, in the order of the ranks. No samples are sent if every rank already has all samples of its grains.
 
     Parameters
     ----------
@@ -211,21 +225,22 @@ def redistribute(
         The samples of this rank. An object that cannot be cut into samples counts as one grain of one sample; rank 0
         warns about it.
     grain_size : callable
-        Returns the samples in a grain, given the number of samples in the global batch.
+        Takes the number of samples in the global batch and returns the number of samples in a grain.
     owners : callable
-        Returns the rank that computes each grain, given the number of grains.
+        Takes the number of grains and returns, for each grain, the rank of the batch group that computes it.
     micro : int
-        Micro-batches in a full grain.
+        Number of micro-batches in a full grain.
     asked : Asked
-        Further arguments that must be the same on all ranks.
+        The arguments of the step besides the batch; they are compared between all ranks.
 
     Raises
     ------
     CollectiveMismatch
-        On all ranks, if some ranks have called something other than a step.
+        On all ranks, if the ranks have called different operations.
     DataError
-        On all ranks, if the batch is empty, if the arrays of one rank differ in length, if ranks differ in structure,
-        type or shape, or if the ranks of a replica have different samples or samples that cannot be cut.
+        On all ranks, if no rank has samples, if the arrays of one rank differ in length, if the batches of two ranks
+        differ in structure, type or sample shape, if the ranks of a replica have different samples, or if the model is
+        split and the batch cannot be cut into samples.
     """
     comm, own = grid.batch, _RankBatch(x, y, asked)
     counts = _meet(grid, own)[list(grid.axes.group(grid.world.rank, GROUPS["batch"]))].tolist()
@@ -242,7 +257,10 @@ def redistribute(
 
 
 def _warn(uncut: str) -> None:
-    """Warn, with the line of the user's code, that results depend on the number of ranks. Not collective."""
+    """Warn that results depend on the number of ranks; ``uncut`` says why the batch cannot be cut into samples.
+
+    The warning names the line of the user's code that called the library. Not collective.
+    """
     depth, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "mpizero":
         depth, frame = depth + 1, frame.f_back
@@ -255,9 +273,10 @@ def _warn(uncut: str) -> None:
 
 
 def in_contexts(batch: GlobalBatch, group: Group, *, waves: bool) -> GlobalBatch:
-    """Cut the sequences of a batch over a context group: this rank keeps its places, which count as grains.
+    """Cut the sequences of a batch over a context group, and return the batch with this rank's positions only.
 
-    Not collective. :func:`grain_part_number` says how ``waves`` numbers these grains.
+    Not collective. Each part of a grain that one rank of the group keeps counts as a grain in the returned batch;
+    :func:`grain_part_number` returns its number, which depends on ``waves``.
     """
     from mpizero.nn import cut_batch
 
@@ -277,7 +296,7 @@ def _transfer(grains: Grains, counts: tuple[int, ...], owners: tuple[int, ...], 
 
 
 class _Transfer:
-    """Plan which samples each rank sends to which other rank, from integers that all ranks know."""
+    """Plan which samples this rank sends to each rank and receives from each, from integers that all ranks know."""
 
     def __init__(self, grains: Grains, counts: Sequence[int], owners: Sequence[int], rank: int) -> None:
         self.grains, self.rank = grains, rank
@@ -317,7 +336,10 @@ class _Transfer:
         return recv.reshape(sum(self.receives), *array.shape[1:])
 
     def cut(self, tree: SampleTree, accumulate: int) -> dict[int, Grain]:
-        """Cut this rank's samples into grains, and each full grain into ``accumulate`` micro-batches."""
+        """Cut this rank's samples into grains of ``accumulate`` micro-batches; return the grains by their number.
+
+        ``tree`` holds the samples after the exchange. A short grain may have fewer micro-batches.
+        """
         found, position = {}, 0
         for g in self.mine:
             parts = []

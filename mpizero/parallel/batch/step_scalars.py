@@ -1,4 +1,4 @@
-"""Agree on loss, weight and finiteness of every grain, and on the learning rate, with one small allgather."""
+"""Exchange the loss, weight and finiteness of every grain, and compare the learning rates, in one small allgather."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ _LIMITS = {size: (float(np.finfo(f"f{size}").tiny), float(np.finfo(f"f{size}").m
 
 
 class Totals(NamedTuple):
-    """Hold the loss and weight summed over the global batch; ``problems`` lists its non-finite grains in order."""
+    """Hold the loss and weight summed over the global batch.
+
+    ``problems`` describes the grains with a loss, weight or gradient that is not finite, in the order of their samples.
+    """
 
     loss: float
     weight: float
@@ -49,14 +52,15 @@ class Totals(NamedTuple):
         return self.loss / self.weight if math.isfinite(self.weight) else math.nan
 
     def divisor(self, scale: float, dtype: np.dtype[Any]) -> Array:
-        """Return the divisor of the summed gradient, in the gradient's type: the weight times the loss scale.
+        """Return the divisor of the summed gradient: the total weight times ``scale``, the loss scale.
 
-        Not collective; the same on every rank.
+        It is an array of one element of type ``dtype``, the gradient's type. Not collective; the same on every rank.
 
         Raises
         ------
         DataError
-            If the type cannot hold the divisor: the gradient would become zero or infinite.
+            If the divisor is smaller or larger than the normal numbers of ``dtype``: the divided gradient would become
+            zero or infinite.
         """
         divisor, (least, most) = self.weight * scale, _LIMITS[dtype.itemsize]
         if not least <= divisor <= most and math.isfinite(self.weight):
@@ -72,7 +76,8 @@ class Totals(NamedTuple):
 class _Bad(NamedTuple):
     """Describe the first value of a grain that is not finite.
 
-    Objects are ordered by when a value is computed: loss, weight, then gradients from the last block to the first.
+    Objects are ordered as their values are computed: loss, weight, then gradients from the last block to the first.
+    ``kind`` is 0 for a loss, 1 for a weight and 2 for a gradient; ``place`` is minus the index of the gradient's block.
     """
 
     kind: int
@@ -85,7 +90,7 @@ _NOTHING = _Bad(9, 0, "", "")
 
 
 def tree_total(values: Array) -> Array:
-    """Add the rows of a (leaves, n) array in the order of the binary tree over their indices."""
+    """Return the sum of the rows of a (rows, n) array, added in the order of the binary tree over the row numbers."""
     while len(values) > 1:
         pairs = values[: len(values) // 2 * 2]
         summed = pairs[0::2] + pairs[1::2]
@@ -95,7 +100,7 @@ def tree_total(values: Array) -> Array:
 
 
 def rates_differ(step: int, rates: Array) -> ConfigError:
-    """Return the error for learning rates, one per rank, that are not all the same. Not collective."""
+    """Return the error to raise if ``rates``, the learning rates of all ranks, are not equal. Not collective."""
     return ConfigError(
         f"the learning rate of step {step} differs between ranks: {by_ranks([repr(float(rate)) for rate in rates])}; "
         "lr must be a function of the step alone, the same on every rank: not of time, random numbers or the rank"
@@ -108,7 +113,7 @@ def everyone_of(grid: ProcessGrid) -> Communicator:
 
 
 class GrainScalars:
-    """Collect losses, weights and failures of this rank's grains, then exchange them with all ranks.
+    """Collect losses, weights and errors of this rank's grains; :meth:`agree` exchanges them with all ranks.
 
     Parameters
     ----------
@@ -138,14 +143,14 @@ class GrainScalars:
         self._spans: dict[int, Any] = {}
 
     def begin(self, batch: GlobalBatch, step: int = 0) -> None:
-        """Begin the global batch of step number ``step``: drop all earlier records. Not collective."""
+        """Begin the global batch of step number ``step``: drop the records of the batch before. Not collective."""
         self.count, self.samples, self._step = batch.count, batch.samples, step
         self._per_rank = -(-batch.count // self.grid.data.size)
         self._mine, self._bad, self.error, self._late = {}, {}, None, None
         self._spans = {g: (grain.micro_batches[0][2], grain.stop) for g, grain in batch.grains.items()}
 
     def add(self, grain: int, loss: float, weight: float) -> None:
-        """Add the loss sum and weight of one micro-batch of a grain. Not collective."""
+        """Add the sum of losses and the total weight of one micro-batch to the record of its grain. Not collective."""
         record = self._mine.setdefault(grain, [0.0, 0.0])
         record[0] += loss
         record[1] += weight
@@ -154,7 +159,10 @@ class GrainScalars:
                 self._bad[grain] = _Bad(kind, 0, what, f"the {what} is not finite")
 
     def fail(self, error: Exception) -> None:
-        """Record an error after which this rank computes no more; :meth:`agree` raises it. Not collective."""
+        """Record an error after which this rank computes no more grains of the step. Not collective.
+
+        :meth:`agree` raises it. Errors of communication are raised at once, because the ranks can no longer agree.
+        """
         if isinstance(error, CollectiveError | PeerFailure):
             raise error  # the other ranks would not come to an agreement
         if isinstance(error, MemoryError):
@@ -164,13 +172,17 @@ class GrainScalars:
     def fail_later(self, error: Exception) -> None:
         """Record an error after which this rank goes on computing. Not collective.
 
-        The other ranks of its tensor group may not see the error and need this rank in their collectives. :meth:`agree`
-        raises it, unless this rank has recorded another error by :meth:`fail`.
+        The other ranks of its tensor group may not have the error, and their collectives need this rank. :meth:`agree`
+        raises the error; if this rank has also recorded one by :meth:`fail`, that one is raised instead.
         """
         self._late = self._late if self._late is not None else error
 
     def check(self, grain: int, block: str, views: Any) -> None:
-        """Record the first gradient of a grain that is not finite, if any. Not collective."""
+        """Record if a gradient of ``block``, computed from one grain, is not finite. Not collective.
+
+        ``views`` are the nested views of the block's gradients. Only the first such value of a grain is recorded;
+        frozen parameters are not checked.
+        """
         if grain in self._bad:
             return
         for name, view in flat_names(views):
@@ -180,19 +192,21 @@ class GrainScalars:
                 return
 
     def losses(self) -> dict[int, float]:
-        """Return the loss sums of this rank's grains in the last batch, by grain. Not collective."""
+        """Return the sum of losses of each of this rank's grains, by the grain's number. Not collective."""
         return {grain: record[0] for grain, record in self._mine.items()}
 
     def agree(self, ask_rate: Callable[[], float] | None = None) -> Totals:
-        """Exchange all records and return the sums over all grains. Collective over all ranks.
+        """Exchange the records of all ranks, and return loss and weight summed over all grains.
 
-        It also compares the learning rates of the ranks. ``ask_rate`` returns the rate; an error that it raises is
-        recorded by :meth:`fail`.
+        Collective over all ranks. It also compares the learning rates of the ranks. ``ask_rate`` returns this rank's
+        learning rate; an error that it raises is recorded by :meth:`fail`. If it is None, the rate counts as 0.
 
         Raises
         ------
+        CollectiveMismatch
+            If the ranks have called different operations.
         ConfigError
-            If the learning rate is not equal to the bit on all ranks. It names ranks and values.
+            If the learning rates differ between ranks in any bit; the error names ranks and rates.
         DataError
             If the total weight is not above 0: then there is nothing to average.
         Exception
@@ -228,18 +242,19 @@ class GrainScalars:
         return Totals(float(loss), float(weight), problems)
 
     def agree_on_rate(self, ask_rate: Callable[[], float]) -> None:
-        """Compare the learning rates of an optimizer step that follows ``compute_gradients``, in its first message.
+        """Compare the ranks' learning rates in the first message of a separate optimizer step.
 
-        Collective over all ranks.
+        Collective over all ranks. Such a step follows ``compute_gradients``, which has exchanged the other records.
+        ``ask_rate`` returns this rank's learning rate.
 
         Raises
         ------
         CollectiveMismatch
-            If some ranks have called something other than a step.
+            If the ranks have called different operations.
         ConfigError
-            As :meth:`agree`.
+            If the learning rates differ between ranks in any bit; the error names ranks and rates.
         Exception
-            The error given to :meth:`fail` on this rank; the other ranks raise a ``RemoteError`` that quotes it.
+            The error that ``ask_rate`` has raised on this rank; the other ranks raise a ``RemoteError`` that quotes it.
         """
         rate = np.array(self._asked(ask_rate), np.float64)
         told = agree_on_call(self.grid.world, (int(rate.view(np.int64)), self.error is not None))
@@ -266,7 +281,10 @@ class GrainScalars:
             raise rates_differ(self._step, rates)
 
     def _named(self) -> tuple[NonFinite, ...]:
-        """Return the non-finite grains of all ranks, each with its first such value. Collective over all ranks."""
+        """Return the non-finite grains of all ranks, each described by its first non-finite value.
+
+        Collective over all ranks. The grains are in the order of their samples, and at most :data:`MAX_TOLD`.
+        """
         mine = sorted((self._spans[g][0], bad, self._told(g, bad)) for g, bad in self._bad.items())[:MAX_TOLD]
         everyone = self.everyone.allgather_object(mine, "not finite")
         found: dict[int, NonFinite] = {}
@@ -279,9 +297,11 @@ class GrainScalars:
         return NonFinite(self._step, self.everyone.rank, bad.tensor, first, stop, bad.message)
 
     def in_the_sum(self, tensor: str, parts: Sequence[Array], norm: float) -> NonFinite:
-        """Describe a summed gradient that is not finite, or whose squares overflow, although all its terms were finite.
+        """Describe an averaged gradient that is not finite, or whose squares overflow, though each grain's was finite.
 
-        Collective over all ranks. ``parts`` are this rank's elements of the averaged gradient of ``tensor``.
+        Collective over all ranks. ``parts`` are this rank's elements of the averaged gradient of the parameter
+        ``tensor``; ``norm`` is the sum of squares that overflowed. The description names the rank with the largest
+        element.
         """
         finite = all(np.isfinite(part).all() for part in parts)
         largest = max((float(np.abs(part).max()) for part in parts if part.size), default=-1.0) if finite else np.inf

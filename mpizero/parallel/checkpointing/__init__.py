@@ -1,1 +1,1 @@
-"""Save and load sharded models and optimizers on any layout."""
+"""Save and load sharded models and optimizers; a checkpoint can be loaded with any number of ranks and any strategy."""

@@ -1,4 +1,4 @@
-"""Describe a model whose arrays contain old and new values, because loading a checkpoint failed half-way."""
+"""Describe a model whose arrays contain old and loaded values, because loading a checkpoint failed half-way."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class HalfLoaded:
-    """List the arrays of a model that may contain old and new values, because reading failed half-way.
+    """List the arrays of a model that may contain old and loaded values, because reading a checkpoint failed half-way.
 
-    ``paths`` is the same on every rank. ``reason`` is the error of this rank, or the one reported by another rank.
+    ``paths`` are the names of these arrays in the checkpoint, the same on every rank. ``reason`` is the text of this
+    rank's error, which may quote the error of another rank.
     """
 
     paths: frozenset[str]
     reason: str
 
     def without(self, paths: Iterable[str]) -> HalfLoaded | None:
-        """Return the description without ``paths``, which have now been loaded completely; None if no array is left."""
+        """Return the description without the arrays ``paths``, now loaded completely; None if no other is left."""
         left = self.paths.difference(paths)
         return HalfLoaded(left, self.reason) if left else None
 

@@ -1,4 +1,4 @@
-"""Compare the learning rate of a checkpoint with that of the bound optimizer, to warn if loading changes it."""
+"""Compare the learning rate in a checkpoint with the rate of the bound optimizer, to warn if loading changes it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ ATTRIBUTE = "learning_rate"
 
 
 def recorded(updater: Updater | None) -> dict[str, Any]:
-    """Return the attribute to save: the rate of the last step (None if unknown), and the schedule's settings.
+    """Return the checkpoint attribute :data:`ATTRIBUTE`, a dict with the keys ``last`` and ``schedule``.
 
-    Not collective. The schedule is None unless it is one of the library's.
+    Not collective. ``last`` is the learning rate of the last step, None if unknown. ``schedule`` holds the settings of
+    the optimizer's learning-rate schedule if it is one of the library's, else it is None.
     """
     last = None if updater is None else updater.last_rate
     schedule = _schedule(updater)
@@ -26,23 +27,23 @@ def recorded(updater: Updater | None) -> dict[str, Any]:
 
 
 def moved(updater: Updater, attributes: Mapping[str, Any], steps: int) -> str | None:
-    """Describe how schedule or rate of the bound optimizer differ from a checkpoint; None if equal or unknown.
+    """Describe how the bound optimizer's schedule or learning rate differs from the checkpoint's.
 
-    Not collective.
+    Return None if they are equal, or if one of them is unknown. Not collective.
 
     Parameters
     ----------
     updater : Updater
         Holds the bound optimizer.
     attributes : mapping
-        Attributes of the checkpoint.
+        All attributes of the checkpoint, by name.
     steps : int
         Number of optimizer steps before the checkpoint was saved.
 
     Raises
     ------
     CheckpointError
-        If the attribute does not have the form that :func:`recorded` returns.
+        If the attribute :data:`ATTRIBUTE` does not have the form that :func:`recorded` returns.
     """
     saved, last = attributes.get(ATTRIBUTE), last_of(attributes)
     if saved is None:
@@ -61,12 +62,12 @@ def moved(updater: Updater, attributes: Mapping[str, Any], steps: int) -> str | 
 def last_of(attributes: Mapping[str, Any]) -> float | None:
     """Return the learning rate of the last step before a checkpoint was saved; None if unknown.
 
-    Not collective.
+    ``attributes`` are all attributes of the checkpoint, by name. Not collective.
 
     Raises
     ------
     CheckpointError
-        As for :func:`moved`.
+        If the attribute :data:`ATTRIBUTE` does not have the form that :func:`recorded` returns.
     """
     saved = attributes.get(ATTRIBUTE)
     if saved is None:

@@ -1,7 +1,8 @@
 """Save and load sharded models: every rank writes and reads its own ranges of the arrays of the whole model.
 
-A checkpoint holds the arrays of the whole, unsplit model, so any layout can load it. The slices and copies that a rank
-holds (see ``parallel/parameters/global_view.py``) are translated to ranges of these arrays.
+A checkpoint holds the arrays of the whole model, not split over ranks, so a model with any layout can load it. The
+slices and copies of parameters that a rank holds (see ``parallel/parameters/global_view.py``) are translated to ranges
+of these arrays.
 """
 
 from __future__ import annotations
@@ -36,8 +37,12 @@ def local_arrays(
 ) -> list[checkpoint.LocalArray]:
     """Return every parameter and optimizer array of the whole model, with the ranges that this rank writes.
 
-    The ranges are views of this rank's memory. Optimizer state on a GPU is copied first; with ``fetch=False`` memory is
-    allocated for it and not filled. ``values``, in flat order, are written instead of the parameters. Not collective.
+    Not collective.
+
+    The ranges are views of this rank's memory. Optimizer state that is on a GPU is first copied to the host. With
+    ``fetch=False`` host memory is allocated for it, but not filled. ``parameters=False`` leaves out the parameters. If
+    ``values`` is given, its elements are written instead of the parameters; it holds all parameters of this rank, one
+    after the other, in the order of ``engine.layout``.
     """
     arrays = _parameter_arrays(engine, engine.whole.writes, values) if parameters else []
     if engine.updater is not None:
@@ -47,14 +52,18 @@ def local_arrays(
 
 
 def _everything(spec: ParameterSpec) -> bool:
-    """Select every parameter: for loading, where a rank reads everything that it holds, copies included."""
+    """Return True: select every parameter. For loading, where a rank reads all that it holds, also copies."""
     return True
 
 
 def _parameter_arrays(
     engine: Engine, wanted: Callable[[ParameterSpec], bool], values: Array | None = None
 ) -> list[HeldArray]:
-    """Return the parameter arrays, with the pieces that this rank owns; pieces of ``values`` if they are given."""
+    """Return the arrays of all parameters of the model, with the pieces of the wanted ones that this rank owns.
+
+    ``wanted`` tells for each parameter of this rank whether its pieces are included. The pieces are views of ``values``
+    (see :func:`local_arrays`), or of the parameters if it is None.
+    """
     pieces: list[HeldPiece] = []
     for unit, span in zip(engine.layout.units, engine.store.share.spans, strict=True):
         owned = engine.store.owned(unit.index) if values is None else values[span.start : span.stop]
@@ -70,7 +79,10 @@ def _state_arrays(
     kept: Sequence[UpdatePiece],
     wanted: Callable[[ParameterSpec], bool],
 ) -> list[HeldArray]:
-    """Return the arrays of the optimizer state, with the pieces ``kept`` that this rank has."""
+    """Return all arrays of the optimizer state, with this rank's pieces of those whose parameter is ``wanted``.
+
+    ``state`` is this rank's state by slot. ``kept`` says which elements of which parameters it holds.
+    """
     arrays: list[HeldArray] = []
     for slot, values in state.items():
         pieces = [
@@ -84,7 +96,10 @@ def _state_arrays(
 def _whole_arrays(
     engine: Engine, folder: str, pieces: Iterable[HeldPiece], wanted: Callable[[ParameterSpec], bool]
 ) -> list[HeldArray]:
-    """Return an array for each parameter of the whole model, with those of ``pieces`` that ``wanted`` selects."""
+    """Return one array for each parameter of the whole model, each with the pieces of it that ``wanted`` selects.
+
+    ``folder`` is the first part of the arrays' names in the checkpoint, such as ``parameters``.
+    """
     arrays = {
         entry.spec.name: HeldArray(f"{folder}/{entry.spec.name}", entry.spec, engine.dtype)
         for entry in engine.whole.layout.parameters
@@ -96,7 +111,10 @@ def _whole_arrays(
 
 
 def attributes(engine: Engine) -> dict[str, Any]:
-    """Return the checkpoint attribute "mpizero": optimizer, step number, loss scale and layout. Not collective."""
+    """Return the value of the checkpoint attribute ``mpizero``. Not collective.
+
+    It holds the optimizer's name, slots and number of updates, the step number, the loss scale and the layout.
+    """
     updater = engine.updater
     return {
         "optimizer": None
@@ -124,13 +142,14 @@ def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False)
 
     Collective over the world.
 
-    Optimizer state is restored if an optimizer is bound and the checkpoint has its state. A model without an optimizer
-    restores only the parameters.
+    If an optimizer is bound and the checkpoint has optimizer state, that is restored too; otherwise only the parameters
+    and the step number are.
 
     Raises
     ------
     CheckpointError
-        If it is damaged, or belongs to another model, optimizer, or (with ``strict_layout``) layout.
+        If the checkpoint is damaged, or belongs to another model or optimizer. With ``strict_layout`` also if it was
+        saved with another strategy, or with other numbers of ranks, nodes, pipeline stages, tensor or context ranks.
     """
     with all_ranks(engine.grid.world, "restore"):
         saved = _saved(reader)
@@ -156,10 +175,10 @@ def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False)
 
 
 def _saved(reader: ArrayReader) -> dict[str, Any]:
-    """Return the attribute that :func:`attributes` wrote, after checking all of it: a file may hold any JSON there.
+    """Return the attribute that :func:`attributes` wrote, after checking all of it, because a file may hold any JSON.
 
-    Missing keys count as null or 0, as in files of other programs. Unknown keys raise an error, because their meaning
-    is unknown.
+    A missing key counts as None, a missing ``step_number`` as 0: other programs may not write them. Unknown keys raise
+    ``CheckpointError``, because their meaning is unknown.
     """
     saved, where = reader.attributes.get("mpizero", {}), "the checkpoint's attribute 'mpizero'"
     if not isinstance(saved, dict):
@@ -238,7 +257,8 @@ def restore_state(engine: Engine, reader: ArrayReader) -> None:
     Raises
     ------
     CheckpointError
-        If it is damaged, holds no optimizer state, or that of another optimizer.
+        If the checkpoint is damaged, has no optimizer state or the state of another optimizer, or if no optimizer is
+        bound.
     """
     with all_ranks(engine.grid.world, "restore"):
         saved = _saved(reader)
@@ -251,7 +271,10 @@ def restore_state(engine: Engine, reader: ArrayReader) -> None:
 
 
 def _forget_residuals(engine: Engine) -> None:
-    """Drop the residuals of gradient compression, which no checkpoint contains; rank 0 prints a notice."""
+    """Drop the residuals (error feedback) of gradient compression; rank 0 prints a notice if there are any.
+
+    Checkpoints do not contain them.
+    """
     if engine.exchange.feedback and engine.grid.world.rank == 0:
         notice(
             f"checkpoints do not hold what gradient_compression={engine.exchange.compression!r} has not sent "
@@ -281,7 +304,7 @@ def _check_optimizer(engine: Engine, reader: ArrayReader, saved: Mapping[str, An
 
 
 def _check_no_state(engine: Engine, reader: ArrayReader, saved: Mapping[str, Any]) -> None:
-    """Raise an error if there is optimizer state without its optimizer's name: it would be ignored silently."""
+    """Raise ``CheckpointError`` if a checkpoint that names no optimizer has optimizer state, which would be ignored."""
     if found := _state_paths(reader):
         raise CheckpointError(
             f"the checkpoint holds {found[0]} and {len(found) - 1} more arrays of optimizer state, and its attribute "
@@ -294,7 +317,7 @@ def _state_paths(reader: ArrayReader) -> list[str]:
 
 
 def _tell_rates(engine: Engine, reader: ArrayReader, saved: Mapping[str, Any]) -> None:
-    """Warn on rank 0 if the bound optimizer has another learning rate or schedule than the checkpoint."""
+    """Warn on rank 0 if the bound optimizer's learning rate or schedule differs from that in the checkpoint."""
     assert engine.updater is not None
     change = learning_rate.moved(engine.updater, reader.attributes, saved["optimizer"]["step_count"])
     if change is not None and engine.grid.world.rank == 0:
@@ -302,7 +325,10 @@ def _tell_rates(engine: Engine, reader: ArrayReader, saved: Mapping[str, Any]) -
 
 
 def _take_state(engine: Engine, state: Mapping[str, Array], saved: Mapping[str, Any], reader: ArrayReader) -> None:
-    """Set the optimizer's state from ``state``, which was read from the checkpoint, with step count and loss scale."""
+    """Set the optimizer's state, step count and last learning rate, and the loss scale, to those of the checkpoint.
+
+    ``state`` is the optimizer state by slot, already read; ``saved`` is the attribute that :func:`_saved` returns.
+    """
     assert engine.updater is not None
     engine.updater.take_state(state)
     engine.integrity.forget()
@@ -313,9 +339,9 @@ def _take_state(engine: Engine, state: Mapping[str, Array], saved: Mapping[str, 
 
 
 def _kept_state(engine: Engine) -> tuple[dict[str, Array], list[HeldArray]]:
-    """Return memory for this rank's optimizer state by slot, and the arrays of the checkpoint to be read into it.
+    """Return memory for this rank's optimizer state by slot, and the checkpoint's arrays to be read into that memory.
 
-    Where state is replicated, a rank reads more than it writes.
+    The arrays include state that other ranks hold too: where state is replicated, every rank reads it, one writes it.
     """
     assert engine.updater is not None
     state = engine.updater.host_state(fetch=False)
@@ -323,9 +349,9 @@ def _kept_state(engine: Engine) -> tuple[dict[str, Array], list[HeldArray]]:
 
 
 def copy_state(source: Engine, target: Engine) -> None:
-    """Copy optimizer, optimizer state and step number from one engine to another of the same layout and grid.
+    """Copy optimizer, optimizer state, loss scale and step number to another engine of the same layout and grid.
 
-    Collective over the world.
+    The residuals of gradient compression are copied too. Collective over the world.
     """
     if source.updater is not None:
         target.bind(source.updater.optimizer)
@@ -341,7 +367,7 @@ def copy_state(source: Engine, target: Engine) -> None:
 
 
 def optimizer_name(optimizer: Any) -> str:
-    """Return the name of an optimizer in checkpoints: its attribute ``name``, else the name of its class."""
+    """Return the optimizer's name for checkpoints: its attribute ``name``, or its class name if it has none."""
     return str(getattr(optimizer, "name", type(optimizer).__name__))
 
 

@@ -1,8 +1,9 @@
 """Read an open checkpoint into the arrays that ranks hold: all of it, or nothing.
 
-[Note: slices are read by rows] A rank of a tensor group may hold some columns of a matrix. In the file these are one
-short range for each row, and reading and verifying many short ranges is slow. Therefore the group reads whole rows,
-each rank an equal part of them. The ranks exchange the rows in pieces of limited size, and each takes its columns.
+[Note: slices are read by rows] A rank of a tensor group may hold some columns of a matrix. In the file these columns
+are one short range in each row, and reading and verifying many short ranges is slow. Therefore the ranks of the group
+read whole rows, each rank an equal share. They exchange these rows, a limited number of elements at a time, and every
+rank copies its columns out of them.
 """
 
 from __future__ import annotations
@@ -37,19 +38,24 @@ _SHORT_RANGE = 1 << 18
 
 
 class ArrayReader(Protocol):
-    """Define the part of :class:`mpizero.checkpoint.Reader` that restoring needs."""
+    """Define the part of :class:`mpizero.checkpoint.Reader` that restoring needs.
+
+    ``arrays`` holds the shape and type of each array by its name in the checkpoint; ``attributes`` are the checkpoint's
+    attributes by name.
+    """
 
     arrays: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
     attributes: dict[str, Any]
 
     def read(self, requests: list[LocalArray]) -> None:
-        """Read values into the pieces of ``requests``. Collective."""
+        """Read values of the checkpoint into the pieces of ``requests``, and verify them. Collective."""
 
 
 class HeldPiece(NamedTuple):
-    """Hold a view of consecutive elements of a parameter, or of its optimizer state, as this rank has them.
+    """Hold a view of consecutive elements of a parameter, or of its optimizer state, in this rank's memory.
 
-    ``start`` is the number of the first element, counted in the part of the parameter that this tensor rank has.
+    ``start`` is the index of the first element in the flattened parameter, or in this rank's slice if a tensor group
+    splits the parameter. ``spec`` describes the parameter as this rank holds it.
     """
 
     spec: ParameterSpec
@@ -59,7 +65,10 @@ class HeldPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class HeldArray:
-    """Describe an array of a checkpoint and this rank's pieces of it; ``spec`` is the whole model's parameter."""
+    """Describe an array of a checkpoint and this rank's pieces of it.
+
+    ``path`` is the array's name in the checkpoint. ``spec`` describes the parameter in the whole model.
+    """
 
     path: str
     spec: ParameterSpec
@@ -72,16 +81,17 @@ class HeldArray:
         return self.spec.shape
 
     def local(self) -> LocalArray:
-        """Convert the pieces to ranges of the whole array, as checkpoints are read and written."""
+        """Return the array with its pieces as ranges of the whole array, the form that checkpoint readers take."""
         ranges = (place for piece in self.pieces for place in in_whole(*piece))
         return LocalArray(self.path, self.shape, self.dtype, tuple(ranges))
 
 
 @contextmanager
 def opened_alike(comm: Communicator, what: str, data: bytes) -> Iterator[checkpoint.Reader]:
-    """Open a serialized model after checking that all ranks pass the same bytes. Collective over ``comm``.
+    """Yield a reader of a serialized model, after checking that all ranks pass equal bytes. Collective over ``comm``.
 
-    The check compares the stored checksums of the arrays; it is the first message of the operation ``what``.
+    The check compares the attributes and the stored checksums of the arrays. It is the first message of the operation
+    ``what``, a name for errors.
 
     Raises
     ------
@@ -105,12 +115,13 @@ def opened_alike(comm: Communicator, what: str, data: bytes) -> Iterator[checkpo
 def fill(engine: Engine, reader: ArrayReader, arrays: Sequence[HeldArray]) -> None:
     """Read this rank's pieces of ``arrays``, or change nothing and raise on every rank. Collective over the world.
 
-    [Note: nothing half loaded] A model that still has its initial values is read in place; after an error it gets
-    initial values again. The values of a model in use must not be lost. Therefore its arrays are read into extra
-    memory, a limited number of elements (a group) at a time, and copied when all ranks have verified theirs. If there
-    are several groups, all are first read once only to be verified: so no rank needs memory for a second copy of the
-    model. One case remains: the second reading fails after a first group was copied. Then :attr:`Engine.half_loaded` is
-    set, and the model raises an error on every use until a checkpoint has been loaded completely.
+    [Note: nothing half loaded] If the model still has its initial values, the arrays are read straight into its memory;
+    after an error the model gets its initial values again. If it has been trained or loaded, its values must not be
+    lost. Then the arrays are read into extra memory, a group of arrays of limited size at a time, and copied into the
+    model when all ranks have verified what they read. If there are several groups, all of them are first read once only
+    to be verified, and then read again and copied. So no rank needs memory for a second copy of the model. One case
+    remains: the second reading may fail after a group was copied. Then :attr:`Engine.half_loaded` is set, and the model
+    raises an error on every use until a checkpoint has been loaded completely.
 
     Parameters
     ----------
@@ -143,7 +154,7 @@ def fill(engine: Engine, reader: ArrayReader, arrays: Sequence[HeldArray]) -> No
 
 
 def _fill_in_use(engine: Engine, reader: ArrayReader, rows: RowReading, groups: Sequence[Sequence[HeldArray]]) -> None:
-    """Read the arrays of a model that is in use, group by group; see the note in :func:`fill`."""
+    """Read arrays into a model that has been trained or loaded, group by group; see the note in :func:`fill`."""
     world, changed = engine.grid.world, False
     for group in groups if len(groups) > 1 else ():
         _read_aside(world, reader, rows, group)
@@ -168,7 +179,13 @@ def _fill_in_use(engine: Engine, reader: ArrayReader, rows: RowReading, groups: 
 def _read_aside(
     world: Communicator, reader: ArrayReader, rows: RowReading, group: Sequence[HeldArray]
 ) -> tuple[list[LocalArray], list[LocalArray]]:
-    """Read and verify a group of arrays into new memory; return the requests for the model's memory, and the copies."""
+    """Read a group of arrays into new memory and verify them.
+
+    Returns
+    -------
+    (list of LocalArray, list of LocalArray)
+        The same ranges of the arrays twice: with the memory that they belong in, unfilled, and with the values read.
+    """
     with all_ranks(world, "restore"):
         requests = [rows.request(array) for array in group]
         aside = [_fresh(request) for request in requests]
@@ -182,7 +199,10 @@ def _read(world: Communicator, reader: ArrayReader, requests: Sequence[LocalArra
 
 
 def _groups(arrays: Sequence[HeldArray]) -> Iterator[list[HeldArray]]:
-    """Cut the list of arrays into groups of about :data:`VERIFIED_AT_ONCE` elements; the same on every rank."""
+    """Cut the list of arrays into groups of whole arrays, each group about :data:`VERIFIED_AT_ONCE` elements long.
+
+    The groups are the same on every rank.
+    """
     group: list[HeldArray] = []
     size = 0
     for array in arrays:
@@ -196,7 +216,7 @@ def _groups(arrays: Sequence[HeldArray]) -> Iterator[list[HeldArray]]:
 
 
 def _fresh(request: LocalArray) -> LocalArray:
-    """Return a request for the same ranges, to be read into newly allocated memory."""
+    """Return a copy of ``request`` for the same ranges whose pieces are newly allocated memory."""
     room, place, pieces = np.empty(sum(v.size for _, v in request.pieces), request.dtype), 0, []
     for start, values in request.pieces:
         pieces.append((start, room[place : place + values.size]))
@@ -205,10 +225,11 @@ def _fresh(request: LocalArray) -> LocalArray:
 
 
 class _Need(NamedTuple):
-    """Describe the rows of a sliced array that a rank needs.
+    """Describe the rows that a rank needs of an array that a tensor group splits.
 
-    ``cover`` is the range of elements of the whole array that these rows make up, ``row`` the number of elements of a
-    row. ``short`` says whether the ranges of the slice are too short to be read one by one.
+    ``cover`` is the range of elements of the whole array that these rows make up; ``row`` is the number of elements of
+    a row of the whole array. ``short`` tells whether the ranges of this rank's slice are too short to be read one by
+    one.
     """
 
     cover: Span
@@ -217,7 +238,7 @@ class _Need(NamedTuple):
 
     @classmethod
     def of(cls, array: HeldArray) -> _Need | None:
-        """Return the rows of ``array`` that this rank needs; None if it holds no slice of it."""
+        """Return the rows of ``array`` that this rank needs; None if this rank holds no slice of the array."""
         sliced = [(part_rows(piece.spec.part), piece) for piece in array.pieces if piece.spec.part is not None]
         sliced = [(rows, piece) for rows, piece in sliced if piece.values.size]
         if not sliced:
@@ -231,7 +252,9 @@ class _Need(NamedTuple):
 
 
 class RowReading:
-    """Read the rows of sliced arrays once for a whole tensor group. Construction is collective over the group.
+    """Read the rows of arrays that a tensor group splits once for the whole group, and give each rank its slices.
+
+    Construction is collective over the group.
 
     Parameters
     ----------
@@ -255,9 +278,10 @@ class RowReading:
                 self._needs[path] = needs[0]._replace(cover=cover)
 
     def request(self, array: HeldArray) -> LocalArray:
-        """Return the request by which this rank reads an array.
+        """Return the request by which this rank reads ``array``.
 
-        Either its own ranges are read in place, or, by rows, this rank's part of the group's rows into a new buffer.
+        If the ranges of all slices are long enough, it is for this rank's pieces, in their own memory. Otherwise it is
+        for this rank's share of the rows that the group needs, in a new buffer.
         """
         if array.path not in self._needs:
             return array.local()
@@ -266,7 +290,10 @@ class RowReading:
         return LocalArray(array.path, array.shape, array.dtype, pieces)
 
     def deliver(self, arrays: Sequence[HeldArray], requests: Sequence[LocalArray]) -> None:
-        """Exchange the rows that the ranks have read, and copy each rank's slices out of them. Collective."""
+        """Exchange the rows that the ranks have read, and copy each rank's slices out of them.
+
+        Collective over the group. ``requests`` are those that :meth:`request` returned for ``arrays``, after reading.
+        """
         for array, request in zip(arrays, requests, strict=True):
             if array.path in self._needs:
                 self._deliver(array, request)
@@ -287,14 +314,17 @@ class RowReading:
                 _take(piece, rows, window)
 
     def _parts(self, path: str) -> list[Span]:
-        """Return the range of the whole array that each rank of the group reads."""
+        """Return, for each rank of the group, the range of elements of the array ``path`` that it reads."""
         cover = self._needs[path].cover
         shards = Partition(cover.size, self.group.size)
         return [Span(shard.start, shard.stop).shift(cover.start) for shard in shards]
 
 
 def _take(piece: HeldPiece, window: Array, where: Span) -> None:
-    """Copy the elements that a slice has in ``window``, whole rows at ``where`` of the whole array, into the slice."""
+    """Copy the elements of ``window`` that belong to ``piece``, a piece of a slice, into the piece.
+
+    ``window`` holds whole rows of the whole array; ``where`` is their range of elements in it.
+    """
     assert piece.spec.part is not None
     rows = part_rows(piece.spec.part)
     first, last = where.start // rows.whole * rows.local, where.stop // rows.whole * rows.local

@@ -1,1 +1,1 @@
-"""Compute on a GPU: hold copies of parameters there, update them, and copy arrays to and from the host."""
+"""Compute on a GPU: keep copies of parameters on it, update them there, and copy arrays to and from the host."""

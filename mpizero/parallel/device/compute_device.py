@@ -3,10 +3,11 @@
 [Note: a GPU's step] Parameters and gradient sums stay on the host, in the same memory and with the same code as without
 a GPU. A unit's parameters are copied to the GPU and its blocks run there. The gradient of each micro-batch is copied
 back to the host as soon as its backward pass ends. The summed gradients are copied to the GPU again, which updates this
-rank's ranges ([Note: an update on a GPU] in ``parallel/device/device_update.py``). A rank that is alone in its data
-group instead adds and updates on its GPU, in the order of the same tree; parameters are copied to the host only when
-they are asked for there. So strategies, layouts and checkpoints are those of the host. Results have the same bits on
-any number of ranks, provided that the GPU's matrix products are reproducible.
+rank's ranges ([Note: an update on a GPU] in ``parallel/device/device_update.py``). If a rank is alone in its data
+group, gradients stay on its GPU, which adds them in the order of the same tree and updates the parameters; these are
+copied to the host only when something needs them there, such as a checkpoint. So strategies, layouts and checkpoints
+are the same with and without a GPU. Results have the same bits on any number of ranks, provided that the GPU's matrix
+products are reproducible.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ from mpizero.types import Group
 
 
 class ComputeDevice:
-    """Compute on the host, without copies; :class:`CudaComputeDevice` overrides the methods that must copy."""
+    """Compute on the host.
+
+    The methods that copy arrays to or from a GPU return their arguments here; :class:`CudaComputeDevice` overrides
+    them. In their descriptions, *the device* is where layers compute: the host or the GPU.
+    """
 
     #: Whether to report the end of every block, so that its gradients can be checked and sent at once. Not on a GPU,
     #: where each check would have to wait for the GPU.
@@ -46,10 +51,13 @@ class ComputeDevice:
     device_number: int | None = None
 
     def share_gradients(self, ranks: int) -> None:
-        """Set the number of ranks in the data group, before any method below is called. Not collective."""
+        """Take the number of ranks in the data group, which decides whether gradients stay on a GPU. Not collective.
+
+        Call it before the methods below.
+        """
 
     def allocator(self, memory: Memory) -> Allocator:
-        """Return the allocator of gradients. Not collective."""
+        """Return the object that allocates arrays for gradients: on the host, ``memory`` itself. Not collective."""
         return memory
 
     def parameter_provider(self, store: ParameterStore) -> ParameterProvider:
@@ -69,21 +77,21 @@ class ComputeDevice:
         return group
 
     def pipeline_p2p(self, comm: Communicator) -> PipelineP2P:
-        """Return the object that sends arrays of that device between pipeline stages."""
+        """Return the object that sends arrays, on the device where layers compute, between pipeline stages."""
         return PipelineP2P(comm)
 
     def describe(self) -> str:
-        """Return a text about the device, appended to the line that describes a run. Not collective."""
+        """Return a text about the device for the description of a run; "" on the host. Not collective."""
         return ""
 
     def check_batch(self, x: Any, y: Any) -> None:
-        """Raise an error for a batch that cannot be copied to the device. Not collective.
+        """Raise :class:`DataError` if a batch cannot be copied to the device. Not collective.
 
-        All ranks raise it, because their batches have the same types: redistributing the batch has checked that.
+        All ranks raise it or none does: redistributing the batch has checked that all ranks have the same types.
         """
 
     def put(self, values: Any) -> Any:
-        """Copy samples, targets or None to the device where layers compute, and return the copy."""
+        """Copy samples or targets to the device where layers compute, and return the copy; for None return None."""
         return values
 
     def put_job(self, job: Job) -> Job:
@@ -91,11 +99,11 @@ class ComputeDevice:
         return job
 
     def target(self, unit: Unit, host: Any) -> Any:
-        """Return the views that layers write a unit's gradients to; ``host`` are the views on the host."""
+        """Return views on the device that layers write a unit's gradients to; ``host`` are the views on the host."""
         return host
 
     def done(self, unit: Unit, host: Any) -> None:
-        """Copy a unit's gradients, which are complete now, to ``host``."""
+        """Copy a unit's gradients from the device to the views ``host``; call it when all of them are written."""
 
 
 class CudaComputeDevice(ComputeDevice):
@@ -104,9 +112,9 @@ class CudaComputeDevice(ComputeDevice):
     Parameters
     ----------
     device : Device
-        The GPU, open.
+        The GPU, already opened.
     config : ShardingConfig
-        Says to which type operands of products are rounded, and where the optimizer runs.
+        The settings; says to which type the operands of matrix products are rounded, and where the optimizer runs.
     """
 
     tells_blocks = False
@@ -118,15 +126,18 @@ class CudaComputeDevice(ComputeDevice):
         self._found: str | None = None
 
     def share_gradients(self, ranks: int) -> None:
-        """Set the number of ranks in the data group. Not collective."""
+        """Take the data group's number of ranks, which decides whether gradients stay on the GPU. Not collective."""
         self.keeps_gradients = keeps_gradients_on_device(self.config, ranks)
 
     def allocator(self, memory: Memory) -> Allocator:
-        """Return the GPU's allocator if gradients stay there, else the host's. Not collective."""
+        """Return an allocator of GPU memory if gradients stay on the GPU, else ``memory``. Not collective."""
         return DeviceAllocator(self.device) if self.keeps_gradients else memory
 
     def parameter_provider(self, store: ParameterStore) -> ParameterProvider:
-        """Return the copy of ``store`` on the GPU, with buffers for the gradients of a unit. Not collective."""
+        """Return the copy of the parameters of ``store`` on the GPU. Not collective.
+
+        It also has a buffer on the GPU for one unit's gradients, unless all gradients stay there.
+        """
         return self._parameters_of(store)
 
     def _parameters_of(self, store: ParameterStore) -> DeviceParameters:
@@ -135,12 +146,12 @@ class CudaComputeDevice(ComputeDevice):
         return self._parameters
 
     def updater(self, optimizer: Any, store: ParameterStore, scope: UpdateScope) -> Updater:
-        """Return an updater on the GPU; on the host if the settings say so, or the optimizer needs it. Not collective.
+        """Return an updater that runs on the GPU, or on the host if :func:`updates_on_device` is False. Not collective.
 
         Raises
         ------
         ConfigError
-            If ``optimizer_device`` asks for the GPU, and the optimizer is the user's own.
+            If the setting ``optimizer_device`` asks for the GPU, but the optimizer is not one of the library's.
         """
         adapted = optim.adapt(optimizer)
         if not updates_on_device(self.config, adapted):
@@ -153,9 +164,9 @@ class CudaComputeDevice(ComputeDevice):
         return {kind: nbytes for kind, nbytes in sorted(self.device.held.items()) if nbytes}
 
     def group(self, group: Group) -> Group:
-        """Return a group that takes and returns arrays on the GPU.
+        """Return a group with the ranks of ``group`` whose methods take and return arrays on the GPU.
 
-        The first call of this method or :meth:`pipeline_p2p` is collective over ``config.comm``.
+        The first call of this method or of :meth:`pipeline_p2p` is collective over ``config.comm``.
         """
         if isinstance(group, CommunicatorGroup) and not self._indirect:
             return GpuAwareLayerGroup(group, self.device)
@@ -163,9 +174,9 @@ class CudaComputeDevice(ComputeDevice):
 
     @property
     def _indirect(self) -> str:
-        """The reason why layers' messages go through host memory; "" if they go directly from GPU to GPU.
+        """The reason why messages of layers go through host memory; "" if they go directly from GPU to GPU.
 
-        Collective the first time.
+        The first use is collective over ``config.comm``: the ranks then test whether MPI can send GPU memory.
         """
         # No cached_property: before Python 3.12 all threads, which meet in the probe, would share its lock.
         if self._found is None:
@@ -175,11 +186,14 @@ class CudaComputeDevice(ComputeDevice):
         return self._found
 
     def pipeline_p2p(self, comm: Communicator) -> PipelineP2P:
-        """Return the object that sends GPU arrays between stages. Collective over ``config.comm`` the first time."""
+        """Return the object that sends arrays on the GPU between pipeline stages.
+
+        The first call of this method or of :meth:`group` is collective over ``config.comm``.
+        """
         return HostStagedP2P(comm, self.device) if self._indirect else GpuAwareP2P(comm, self.device)
 
     def describe(self) -> str:
-        """Return a text that names this rank's GPU. Not collective."""
+        """Return a text with this rank's GPU, the type of products, and the path of messages. Not collective."""
         products = "" if self.sixteen is None else f", products in {self.sixteen}"
         messages = "" if self._found is None else f", messages go {self._path}"
         return f"; layers compute on GPUs, here number {self.device.number} ({self.device.name}){products}{messages}"
@@ -189,31 +203,34 @@ class CudaComputeDevice(ComputeDevice):
         return f"through the host ({self._indirect})" if self._indirect else "from GPU to GPU"
 
     def check_batch(self, x: Any, y: Any) -> None:
-        """Raise :class:`DataError` unless ``x`` and ``y`` are arrays of numbers. Not collective."""
+        """Raise :class:`DataError` unless all arrays in ``x`` and ``y`` are NumPy arrays of numbers. Not collective."""
         for values in (x, y):
             for leaf in leaves_of(as_arrays(values)):
                 self.device.check(leaf)
 
     def put(self, values: Any) -> Any:
-        """Copy an array, or all arrays of a nested structure, to the GPU. Not collective."""
+        """Copy an array, or all arrays of a nested structure, to the GPU, and return the copy. Not collective."""
         return map_leaves(self.device.put, values)
 
     def put_job(self, job: Job) -> Job:
-        """Copy a job's samples to the GPU. Not collective."""
+        """Return the job with its samples copied to the GPU. Not collective."""
         if job.grain is None:
             return job
         put = tuple((self.put(x), self.put(y), first) for x, y, first in job.grain.micro_batches)
         return job._replace(grain=job.grain._replace(micro_batches=put))
 
     def target(self, unit: Unit, host: Any) -> Any:
-        """Return views of the GPU's buffer for one unit; ``host`` itself if gradients stay on the GPU.
+        """Return views, in a buffer on the GPU, that layers write the unit's gradients to. Not collective.
 
-        Not collective.
+        If gradients stay on the GPU, these are the views ``host``, which are then on the GPU too.
         """
         return host if self._fetched is None else self._fetched.views(unit)
 
     def done(self, unit: Unit, host: Any) -> None:
-        """Copy a unit's gradients from the GPU to ``host``, unless they stay on the GPU. Not collective."""
+        """Copy a unit's gradients from the buffer on the GPU to ``host``; if gradients stay on the GPU, do nothing.
+
+        Not collective.
+        """
         if self._fetched is not None:
             self._fetched.fetch(unit, host)
 
@@ -226,10 +243,12 @@ class CudaComputeDevice(ComputeDevice):
 def updates_on_device(config: ShardingConfig, optimizer: Any) -> bool:
     """Tell whether an optimizer, as ``optim.adapt`` returns it, runs and keeps its state on a GPU. Not collective.
 
+    It does if layers compute on a GPU, the optimizer is one of the library's, and ``optimizer_device`` is not "cpu".
+
     Raises
     ------
     ConfigError
-        If ``optimizer_device`` asks for the GPU, and the optimizer is the user's own.
+        If the setting ``optimizer_device`` asks for the GPU, but the optimizer is not one of the library's.
     """
     if config.device == "cpu" or config.optimizer_device == "cpu":
         return False
@@ -245,14 +264,14 @@ def updates_on_device(config: ShardingConfig, optimizer: Any) -> bool:
 def open_compute_device(config: ShardingConfig, block_model: bool, device: int | None = None) -> ComputeDevice:
     """Return the device that this rank computes on: the host or a GPU, as ``config.device`` says.
 
-    Collective over ``config.comm``. ``device`` is the number of the GPU on the node; if it is None, the ranks of a node
-    take its GPUs in turn.
+    Collective over ``config.comm``. ``block_model`` tells whether the model is made of blocks. ``device`` is the number
+    of the GPU on the node; if it is None, the GPUs of a node are assigned to its ranks in turn.
 
     Raises
     ------
     ConfigError
-        On every rank, if a rank has no GPU: the error names it and says what to do. Also if the model is a black box,
-        whose function decides by itself where it computes.
+        On every rank, if some rank finds no GPU: the error names the rank and the reason. Also if a GPU is asked for
+        and the model is not made of blocks, because its function decides by itself where it computes.
     """
     if config.device == "cpu":
         return ComputeDevice()

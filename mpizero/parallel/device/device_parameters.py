@@ -1,4 +1,4 @@
-"""Copy parameters to a GPU, and gradients from it to the host."""
+"""Copy parameters from the host to a GPU, and gradients from the GPU to the host."""
 
 from __future__ import annotations
 
@@ -23,34 +23,37 @@ ALIGNED = 64
 
 
 class DeviceAllocator:
-    """Allocate gradients on the GPU, for a rank that is alone in its data group, and count their bytes."""
+    """Allocate arrays for gradients on the GPU, and count their bytes by kind, such as "gradients".
+
+    It is used by a rank that is alone in its data group.
+    """
 
     def __init__(self, device: Device) -> None:
         self.device = device
 
     def private(self, kind: str, shape: int | tuple[int, ...], dtype: Any) -> Array:
-        """Return a zeroed array on the GPU. Not collective."""
+        """Return a new array of zeros on the GPU, counted under ``kind``. Not collective."""
         sizes = shape if isinstance(shape, tuple) else (shape,)
         array = self.device.keep(kind, prod(sizes), dtype)
         array[:] = 0
         return array.reshape(sizes)
 
     def release(self, kind: str, array: Array) -> None:
-        """Stop counting an array that its owner drops. Not collective."""
+        """Subtract the bytes of ``array``, whose last reference the caller drops, from the count. Not collective."""
         self.device.release(kind, array)
 
     def shared(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: Any) -> tuple[Array, ...]:
-        """Return zeroed arrays on the GPU, which only this rank uses. Not collective."""
+        """Return a new array of zeros on the GPU for each shape. Not collective: no other rank uses them."""
         return tuple(self.private(kind, shape, dtype) for shape in shapes)
 
     def free_shared(self, kind: str, arrays: Sequence[Array]) -> None:
-        """Stop counting the arrays that :meth:`shared` returned. Not collective."""
+        """Subtract the bytes of the arrays that :meth:`shared` returned from the count. Not collective."""
         for array in arrays:
             self.release(kind, array)
 
 
 class DeviceParameters:
-    """Copy the parameters of a store to a GPU: all of them, or one unit at a time if the store is sharded.
+    """Keep a copy of a store's parameters on a GPU: of all parameters, or of one unit at a time if they are sharded.
 
     Parameters
     ----------
@@ -59,9 +62,9 @@ class DeviceParameters:
     device : Device
         The GPU.
     sixteen : str or None
-        The 16-bit type to which operands of matrix products are rounded.
+        The 16-bit type to which operands of matrix products are rounded; None: they are not rounded.
     fetches : bool
-        Whether gradients are copied to the host, so that a buffer for one unit's gradients is needed on the GPU.
+        Whether gradients are copied to the host, so that the GPU needs a buffer for one unit's gradients.
     """
 
     def __init__(self, store: ParameterStore, device: Device, sixteen: str | None, *, fetches: bool) -> None:
@@ -80,9 +83,11 @@ class DeviceParameters:
 
     @contextmanager
     def unshard(self, unit: Unit, following: Unit | None = None, *, by_block: bool = False) -> Iterator[dict[str, Any]]:
-        """Yield views of a unit's parameters on the GPU. Collective over the data group if sharded.
+        """Yield nested views, by block, of a unit's parameters on the GPU.
 
-        ``by_block`` changes nothing: parameters must have arrived on the host before they are copied to the GPU.
+        Collective over the data group if parameters are sharded. ``following`` is the unit that is needed next, if any;
+        its parameters are requested early. ``by_block`` changes nothing here: all parameters of the unit must have
+        arrived on the host before they are copied to the GPU.
         """
         with self.store.unshard(unit, following) if self.store.sharded else nullcontext():
             begun = self.timeline.begin()
@@ -99,11 +104,14 @@ class DeviceParameters:
 
     @property
     def progress(self) -> MessageProgress:
-        """Return the object that makes messages in flight progress."""
+        """The object through which layers let messages in flight progress."""
         return self.store.progress
 
     def wait(self, block: str | None = None) -> None:
-        """Wait until the published parameters of a block, or all, are on the host. Collective over the data group."""
+        """Wait until the updated parameters of ``block`` have arrived on the host; None: those of all blocks.
+
+        Collective over the data group.
+        """
         self.store.wait(block)
 
     @property
@@ -112,9 +120,9 @@ class DeviceParameters:
         return not self.store.sharded
 
     def current(self) -> Array:
-        """Return all parameters on the GPU, first copied from the host if newer there; only if it is ``whole``.
+        """Return the array of all parameters on the GPU; if the host has newer ones, copy them to the GPU first.
 
-        Collective over the data group if published parameters are still in flight.
+        Use it only if :attr:`whole` is true. Collective over the data group if updated parameters are still in flight.
         """
         if self._version != self.store.version:
             self.device.write(self._values, self.store.values)
@@ -122,10 +130,12 @@ class DeviceParameters:
         return self._values
 
     def updated(self, *, on_host: bool) -> None:
-        """Record that this rank's ranges were updated on the GPU, and also on the host if ``on_host``.
+        """Record that this rank's ranges of the parameters were updated on the GPU. Not collective.
 
-        Not collective. The caller publishes the parameters next. A rank alone in its data group then has nothing to
-        copy to the GPU. Only such a rank may pass ``on_host=False``: the host copies the parameters when it needs them.
+        ``on_host`` tells whether the host already has the updated values too. If it is False, the host copies them from
+        the GPU when it needs them; only a rank that is alone in its data group may pass False. The caller publishes the
+        parameters next. If the rank is alone in its data group, its GPU then has the newest parameters, and the next
+        step copies none to it.
         """
         if self.store.grid.data.size == 1:
             self._version = self.store.version + 1
@@ -137,7 +147,7 @@ class DeviceParameters:
 
 
 class UnitGradients:
-    """Hold one unit's gradients on a GPU until they are copied to the host; then the next unit uses the buffer."""
+    """Hold a buffer on a GPU for one unit's gradients; after they are copied to the host, the next unit uses it."""
 
     def __init__(self, layout: FlatLayout, dtype: Any, device: Device) -> None:
         self.device = device
@@ -146,7 +156,7 @@ class UnitGradients:
         self._views: dict[int, dict[str, Any]] = {}
 
     def views(self, unit: Unit) -> dict[str, Any]:
-        """Return nested views of a unit's gradients, by block. Not collective."""
+        """Return nested views, by block, of a unit's gradients in the buffer. Not collective."""
         if unit.index not in self._views:
             places, _ = self._places[unit.index]
             self._views[unit.index] = {
@@ -165,7 +175,10 @@ class UnitGradients:
         return self._views[unit.index]
 
     def fetch(self, unit: Unit, host: Mapping[str, Any]) -> None:
-        """Copy a unit's gradients into the views of ``host``. Not collective."""
+        """Copy a unit's gradients from the buffer to ``host``, nested views by block on the host. Not collective.
+
+        Gradients of frozen parameters are not copied.
+        """
         places, size = self._places[unit.index]
         frozen = {(entry.block, entry.local_name) for entry in unit.entries if entry.gradient < 0}
         targets = [
@@ -178,9 +191,9 @@ class UnitGradients:
 
 
 def gradient_places(unit: Unit) -> tuple[dict[tuple[str, str], int], int]:
-    """Return where each gradient of a unit starts in the buffer on a GPU, and how many elements the buffer needs.
+    """Return where each gradient of a unit starts in a GPU's buffer, by block and local name, and the buffer's size.
 
-    Not collective.
+    Both are in elements. Not collective.
     """
     places, size = {}, 0
     for entry in unit.entries:

@@ -3,12 +3,13 @@
 If a rank is alone in its data group, its gradients are on the GPU (:class:`DeviceUpdater`). The host's code then runs
 on the GPU's arrays, and nothing is copied. Otherwise gradients come from the host (:class:`StagedUpdater`).
 
-[Note: an update on a GPU] The elements that a rank updates have the order of its optimizer state. They are updated in
-blocks that are as long as the pinned host buffer. For each block, gradients are summed, or copied, into the pinned
-buffer and sent to the GPU. The GPU's kernels run. Then the updated parameters are copied to the node's shared window.
-If the GPU has a copy of all parameters, they are updated in that copy. Otherwise the block's parameters are copied to a
-buffer on the GPU first. Kernels work element by element, so the cut into blocks and shards changes no bit. Results are
-rounded as on the GPU, which may contract a multiplication and an addition into one operation.
+[Note: an update on a GPU] This note is about gradients that come from the host. The elements that a rank updates are
+numbered as in the rank's optimizer state, and are updated in sections of successive elements, each as long as the
+pinned host buffer. For each section, gradients are summed or copied into the pinned buffer and sent to the GPU, and the
+GPU's kernels update the section. Then its updated parameters are copied to the node's shared window. If the GPU has a
+copy of all parameters, the kernels update that copy. Otherwise the section's parameters are first copied to a buffer on
+the GPU. Kernels work element by element, so the cut into sections and shards changes no bit. Results are rounded as the
+GPU rounds, which may contract a multiplication and an addition into one operation.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _ONE_THREAD = 1
 
 
 class _Cut(NamedTuple):
-    """Describe elements ``first:first + size`` of a run or piece."""
+    """Describe the elements ``first`` to ``first + size - 1`` of ``of``, a run or piece of parameters to update."""
 
     of: UpdateRun | UpdatePiece
     first: int
@@ -43,22 +44,22 @@ class _Cut(NamedTuple):
 
     @property
     def state(self) -> int:
-        """The start of these elements in the optimizer's arrays."""
+        """The index of the first of these elements in the arrays of the optimizer state."""
         return self.of.state + self.first
 
     @property
     def store(self) -> int:
-        """The start of these elements in the parameter store."""
+        """The index of the first of these elements in the parameter store."""
         return self.of.store + self.first
 
 
 class DeviceUpdater(Updater):
-    """Run one of the library's optimizers with state and gradients on a GPU, with the same code as on the host.
+    """Run one of the library's optimizers with state and gradients on a GPU, by the same code as on the host.
 
     Parameters
     ----------
     optimizer : FlatOptimizer
-        One of the library's optimizers: a user's own works on the host only.
+        One of the library's optimizers; other optimizers run on the host only.
     store : ParameterStore
         The parameters.
     scope : UpdateScope
@@ -83,34 +84,46 @@ class DeviceUpdater(Updater):
         return state
 
     def release(self) -> None:
-        """Remove the optimizer state from the GPU's counted memory. Not collective."""
+        """Subtract the optimizer state from the counted bytes on the GPU. Not collective.
+
+        Do not use the updater afterwards.
+        """
         for array in self.state.values():
             self.device.release("optimizer state", array)
 
     def host_state(self, *, fetch: bool = True) -> dict[str, Array]:
-        """Return a copy of the state on the host; with ``fetch=False`` its contents are undefined. Not collective."""
+        """Return a copy on the host of the optimizer state, an array by slot. Not collective.
+
+        With ``fetch=False`` nothing is copied from the GPU: the contents of the arrays are undefined.
+        """
         host = {slot: np.empty(self.size, self.dtype) for slot in self.state}
         for slot, values in host.items() if fetch else ():
             self.device.read(self.state[slot], [(0, values)])
         return host
 
     def take_state(self, host: Mapping[str, Array]) -> None:
-        """Copy optimizer state from the host to the GPU. Not collective."""
+        """Copy optimizer state, an array by slot, from the host to the GPU. Not collective."""
         for slot, values in host.items():
             self.device.write(self.state[slot], values)
 
     def update_fused(self, rows: Array, program: Array, divisor: Array, out: Array, threads: int) -> None:
-        """Sum, divide and update on the GPU. Collective for optimizers that need norms."""
+        """Sum the gradients in ``rows`` on the GPU, divide the sum, and update the parameters from it.
+
+        Collective for optimizers that need norms. :meth:`Updater.update_fused` describes the parameters.
+        """
         super().update_fused(rows, self._placed(program), self._placed(divisor), out, _ONE_THREAD)
         self.device_parameters.updated(on_host=False)
 
     def update(self, reduced: Array, threads: int) -> None:
-        """Update from reduced gradients on the GPU. Collective for optimizers that need norms."""
+        """Update this rank's parameters from ``reduced``, the averaged gradients on the GPU.
+
+        Collective for optimizers that need norms.
+        """
         super().update(reduced, _ONE_THREAD)
         self.device_parameters.updated(on_host=False)
 
     def where_used(self, reduced: Array) -> Array:
-        """Copy the reduced gradient to the GPU and return it. Not collective."""
+        """Copy the averaged gradient to the GPU and return the copy. Not collective."""
         return self.device.put(reduced)
 
     def _placed(self, scalars: Array) -> Array:
@@ -121,7 +134,7 @@ class DeviceUpdater(Updater):
 
 
 class StagedUpdater(DeviceUpdater):
-    """Update on a GPU from gradients on the host, which are copied to buffers on the GPU, block by block."""
+    """Update on a GPU from gradients on the host, which are copied to the GPU in sections (see the module's note)."""
 
     def __init__(
         self, optimizer: Any, store: ParameterStore, scope: UpdateScope, device_parameters: DeviceParameters
@@ -134,21 +147,22 @@ class StagedUpdater(DeviceUpdater):
         self._weights = self.device.keep("buffers", weights, self.dtype)
 
     def release(self) -> None:
-        """Remove the optimizer state and the buffers from the GPU's counted memory. Not collective."""
+        """Subtract the optimizer state and the buffers from the counted bytes on the GPU. Not collective."""
         super().release()
         for buffer in (self._gradient, self._weights):
             self.device.release("buffers", buffer)
 
     def where_used(self, reduced: Array) -> Array:
-        """Return the reduced gradient, which stays on the host. Not collective."""
+        """Return ``reduced``, the averaged gradient, which stays on the host. Not collective."""
         return reduced
 
     # ------------------------------------------------------------------ updates
 
     def update_fused(self, rows: Array, program: Array, divisor: Array, out: Array, threads: int) -> None:
-        """Sum and divide on the host, copy the result to the GPU, and update there; ``out`` is not used.
+        """Sum the gradients in ``rows`` and divide the sum on the host, copy it to the GPU, and update there.
 
-        Collective for optimizers that need norms.
+        Collective for optimizers that need norms. :meth:`Updater.update_fused` describes the parameters; ``out`` is not
+        used here.
         """
 
         def tree(at: int, first: int, target: Array) -> None:
@@ -166,13 +180,16 @@ class StagedUpdater(DeviceUpdater):
         self._update(fills | {piece: partial(tied, piece) for piece in self.tied})
 
     def update(self, reduced: Array, threads: int) -> None:
-        """Update this rank's parameters from reduced gradients. Collective for optimizers that need norms."""
+        """Update this rank's parameters from ``reduced``, the averaged gradients on the host.
+
+        Collective for optimizers that need norms.
+        """
         if self.watch is not None:
             self.watch(reduced)
         self._update({run: copied(reduced[run.gradient : run.gradient + run.size]) for run in self.runs})
 
     def _update(self, fills: Mapping[UpdateRun | UpdatePiece, Fill]) -> None:
-        """Update from the gradients that the functions ``fills`` write into a buffer, one for each run or piece."""
+        """Update this rank's parameters; for each run or piece, a function in ``fills`` writes its gradients."""
         hypers, norms = self.hypers(), self.optimizer.needs_tensor_norms
         placed = {group: self._placed(hyper) for group, hyper in hypers.items()}
         for first, cuts in self._blocks(sorted(fills, key=lambda run: run.state)):
@@ -192,7 +209,10 @@ class StagedUpdater(DeviceUpdater):
         self._made()
 
     def _apply_kept_directions(self, hypers: dict[int, Array]) -> None:
-        """Apply LAMB's update directions, kept on the GPU. Collective; as :meth:`Updater._apply_directions`."""
+        """Apply LAMB's update directions, which are on the GPU, each scaled by a ratio of two norms.
+
+        Collective over all ranks. :meth:`Updater._apply_directions` does the same with directions on the host.
+        """
         own = self.trees.own
         held = self.device_parameters.current() if self.device_parameters.whole else self.store.values
         weights = self._square_sums(held, [piece.store for piece in own])
@@ -209,7 +229,10 @@ class StagedUpdater(DeviceUpdater):
     # ------------------------------------------------------------------ blocks
 
     def _blocks(self, runs: Sequence[UpdateRun | UpdatePiece]) -> Iterator[tuple[int, list[_Cut]]]:
-        """Yield each block: its start in the optimizer state, and the parts of ``runs`` (ascending) inside it."""
+        """Yield each section: its first index in the optimizer state, and the parts of ``runs`` that lie in it.
+
+        ``runs`` are in ascending order of their indices in the optimizer state.
+        """
         step = STAGING // self.dtype.itemsize
         for first in range(0, self.size, step):
             cuts = []
@@ -221,7 +244,11 @@ class StagedUpdater(DeviceUpdater):
 
     @contextmanager
     def _block_parameters(self, first: int, cuts: Sequence[_Cut], *, changed: bool) -> Iterator[list[Array]]:
-        """Yield views of a block's parameters on the GPU; afterwards copy them to the host, if ``changed``."""
+        """Yield views on the GPU of a section's parameters, one for each of ``cuts``, the parts of runs in the section.
+
+        ``first`` is the section's first index in the optimizer state. If ``changed``, the parameters are copied to the
+        host afterwards.
+        """
         host = [self.store.values[cut.store : cut.store + cut.size] for cut in cuts]
         if self.device_parameters.whole:
             source, starts = self.device_parameters.current(), [cut.store for cut in cuts]
@@ -235,7 +262,7 @@ class StagedUpdater(DeviceUpdater):
 
 
 def buffer_sizes(size: int, itemsize: int, *, norms: bool, whole: bool) -> tuple[int, int]:
-    """Return how many elements a GPU's buffers have: that for gradients, and that for parameters.
+    """Return the number of elements of a GPU's buffer for gradients, and of its buffer for parameters.
 
     Not collective.
 
@@ -244,7 +271,7 @@ def buffer_sizes(size: int, itemsize: int, *, norms: bool, whole: bool) -> tuple
     size, itemsize : int
         Number of elements that the rank updates, and bytes of an element.
     norms : bool
-        Whether the optimizer needs norms of its update directions, so that all directions are kept.
+        Whether the optimizer needs norms of its update directions. Then the first buffer keeps all directions.
     whole : bool
         Whether the GPU has a copy of all parameters.
     """
@@ -253,5 +280,5 @@ def buffer_sizes(size: int, itemsize: int, *, norms: bool, whole: bool) -> tuple
 
 
 def _from(fill: Fill, cut: _Cut) -> Callable[[int, Array], object]:
-    """Return a function that fills a buffer with the gradients of a cut."""
+    """Return a function that fills a buffer with gradients of ``cut``; ``fill`` does so for the whole run or piece."""
     return lambda first, out: fill(cut.first + first, out)
