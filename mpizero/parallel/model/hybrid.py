@@ -1,4 +1,4 @@
-"""Define models that are split over ranks: by pipeline stages, tensor parts, parts of sequences, or combinations."""
+"""Define models that are split over ranks: by blocks (pipeline), matrices (tensor), sequences (context), or several."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ZERO_STAGES = ("ddp", "zero1", "zero2", "zero3")
 
 
 class HybridShardedOptimizer(ShardedOptimizer):
-    """Update a model that is split over ranks: each rank updates the ranges that it owns of its part of the model."""
+    """Update a model that is split over ranks: each rank updates only ranges of its own stage and tensor part."""
 
     strategies = ("hybrid", "tensor", "pipeline")
 
 
 class ModelParallelBase(ShardedModelBase):
-    """Split a model over pipeline x tensor x data x context ranks; the classes below fix some of the sizes.
+    """Split a model over a grid of pipeline x tensor x data x context ranks; subclasses fix some of the sizes.
 
     Parameters
     ----------
@@ -33,7 +33,8 @@ class ModelParallelBase(ShardedModelBase):
     config : ShardingConfig
         The ranks and how they work together.
     parallel_layout : ParallelLayout
-        Sizes of the axes, schedule and cuts.
+        Numbers of pipeline stages, tensor ranks, replicas and context ranks, the schedule of the pipeline, and the
+        first blocks of its stages.
     zero_stage : {0, 1, 2, 3}
         What the ranks of a data group shard. 0: nothing (DDP); 1: optimizer state; 2: also gradients; 3: also
         parameters.
@@ -62,7 +63,7 @@ class ModelParallelBase(ShardedModelBase):
         return placement(ZERO_STAGES[self.zero_stage])
 
     def _plans(self) -> dict[str, Any]:
-        """Return everything that must be equal on all ranks; raise ConfigError for sizes that do not fit."""
+        """Return all values that must be equal on all ranks, by name; raise ConfigError for sizes that do not fit."""
         axes = self._parallel_layout.axes(self._config.communicator.size)
         if axes.tensor > 1 and axes.context > 1:
             raise ConfigError(
@@ -75,7 +76,7 @@ class ModelParallelBase(ShardedModelBase):
         return {"strategy": plans.pop("strategy"), "the parallel layout": parallel_layout, **plans}
 
     def become_local(self, every: int) -> None:
-        """Refuse: raise ConfigError, because local SGD needs the whole model on every rank."""
+        """Raise ConfigError, because local SGD needs the whole model on every rank."""
         raise ConfigError(
             f"{type(self).__name__} cannot train by local steps: a rank holds only its part of the model; use a "
             "data-parallel model with LocalSGDOptimizer"
@@ -92,10 +93,10 @@ class ModelParallelBase(ShardedModelBase):
 class HybridShardedModel(ModelParallelBase):
     """Combine pipeline, tensor, context and data parallelism, with any ZeRO stage over the data group.
 
-    Each rank computes and stores the blocks of its stage, split over its tensor group. All ranks get losses and
-    metrics. An error inside a layer is raised on all ranks, and the model is unchanged. This does not hold for split
-    layers: there other ranks wait inside the layer, and an error that is not caught ends the job. But a DataError is
-    raised on all ranks of a tensor group, because all of them find it in their samples.
+    Each rank stores and computes the blocks of its stage, split over its tensor group. All ranks get losses and
+    metrics. An error inside a layer is raised on all ranks, and the model is unchanged. Layers that are split over
+    ranks are an exception: while one rank raises, the others wait for it inside the layer, so an error that is not
+    caught ends the job. A DataError is safe in them, because all ranks of a tensor group find it in the same samples.
 
     Parameters
     ----------
@@ -114,22 +115,24 @@ class HybridShardedModel(ModelParallelBase):
     virtual_stages : int
         Number of chunks on each stage, for "interleaved".
     order : str
-        Names of the axes, slowest first; "pipeline,data,tensor" puts a tensor group on neighbouring ranks.
+        Order in which ranks are assigned to the axes, slowest axis first. With "pipeline,data,tensor" the ranks of a
+        tensor group have consecutive numbers.
     context_parallel_size : int
         Number of ranks over which a sequence is split.
     cuts : sequence of int or None
-        Number of the first block of every chunk but the first; None: chosen so that the stages have equal costs.
+        Number of the first block of every chunk, without the first chunk. None chooses them so that the stages have
+        about equal costs.
     costs : sequence of float or None
-        Cost of every block, for choosing the cuts, for example the result of :func:`measured_costs`. None: the
-        floating-point operations that the layers count.
+        Cost of every block, from which ``cuts=None`` chooses, for example the result of :func:`measured_costs`. None
+        uses the floating-point operations of the block's layers.
     optimizer : optimizer, ShardedOptimizer or None
         As in :class:`ShardedModelBase`.
 
     Raises
     ------
     ValueError
-        On all ranks. GridError if the product of the sizes is not the number of ranks. ConfigError for more stages than
-        blocks, an unknown schedule, or layers that cannot be split in this way.
+        On all ranks: GridError if the product of the sizes is not the number of ranks; ConfigError if there are more
+        stages than blocks, the schedule is unknown, or a layer cannot be split over that many ranks.
     """
 
     strategy: ClassVar[str] = "hybrid"
@@ -168,7 +171,7 @@ class HybridShardedModel(ModelParallelBase):
 
 @explains
 class TensorParallelModel(ModelParallelBase):
-    """Split the matrices of every layer over tensor groups; several groups are replicas of the model.
+    """Split the matrices of every layer over a tensor group; with more ranks, several groups are replicas.
 
     Parameters
     ----------
@@ -177,7 +180,7 @@ class TensorParallelModel(ModelParallelBase):
     config : ShardingConfig
         The ranks and how they work together.
     tensor_parallel_size : int or None
-        Number of ranks of a tensor group; None takes all ranks.
+        Number of ranks in a tensor group; None takes all ranks.
     zero_stage : {0, 1, 2, 3}
         What the replicas shard, as in :class:`ModelParallelBase`.
     optimizer : optimizer, ShardedOptimizer or None
@@ -202,7 +205,7 @@ class TensorParallelModel(ModelParallelBase):
 
 @explains
 class PipelineParallelModel(ModelParallelBase):
-    """Split the blocks over pipeline stages, which run micro-batches by a schedule; several pipelines are replicas.
+    """Split the blocks of a model over pipeline stages; with more ranks than stages, several pipelines are replicas.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Pass calls for inspection and compilation on to the wrapped model, with the current parameters."""
+"""Pass calls for inspection and compilation to the wrapped model, with the current parameters."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mpizero.types import Array
 
 
 class Inspection(ParameterAccess):
-    """Provide feature importance, computation graph and compiled prediction, if the wrapped model implements them."""
+    """Provide feature importance, computation graph and compiled prediction, if the wrapped model has such methods."""
 
     @collective
     def feature_importance(self) -> dict[str, float]:
-        """Return the importance of each feature, which the wrapped model computes from its parameters. Collective.
+        """Return the importance of each input feature by its name, computed by the wrapped model. Collective.
 
         Raises
         ------
@@ -34,7 +34,10 @@ class Inspection(ParameterAccess):
 
     @property
     def active_feature_indices(self) -> tuple[int, ...]:
-        """Return the features that the wrapped model uses. Setting it is collective: every rank sets the same."""
+        """Indices of the input features that the wrapped model uses.
+
+        Reading is not collective. Setting is collective, and every rank must set the same indices.
+        """
         indices: Sequence[int] = self._delegate("active_feature_indices")
         return tuple(indices)
 
@@ -46,27 +49,35 @@ class Inspection(ParameterAccess):
         self._replace_wrapped(self._delegate("with_active_features")(chosen))
 
     def is_feature_used(self, index: int) -> bool:
-        """Tell whether the wrapped model uses a feature. Not collective."""
+        """Tell whether the wrapped model uses input feature number ``index``. Not collective."""
         return index in self.active_feature_indices
 
     @property
     def supports_jit_compilation(self) -> bool:
-        """Return whether :meth:`jit_compile` works. Not collective."""
+        """Tell whether the wrapped model has the method that :meth:`jit_compile` needs. Not collective."""
         return hasattr(self._wrapped, "compile_predictor")
 
     def export_computation_graph(self) -> dict[str, Any]:
-        """Return the wrapped model's operations as plain values that JSON can hold. Not collective."""
+        """Return the graph of the wrapped model's operations as values that JSON can hold. Not collective.
+
+        Raises
+        ------
+        NotImplementedError
+            If the wrapped model has no ``export_computation_graph()``.
+        """
         graph: dict[str, Any] = self._delegate("export_computation_graph")()
         return graph
 
     @collective
     def jit_compile(self) -> Callable[[Array], Array]:
-        """Return a compiled prediction function on a copy of the current parameters. Collective.
+        """Return a compiled function from inputs to predictions. Collective.
+
+        The function keeps a copy of the current parameters, so later training does not change its predictions.
 
         Raises
         ------
         NotImplementedError
-            If the wrapped model cannot be compiled.
+            If the wrapped model has no ``compile_predictor(params)``.
         """
         function = self._delegate("compile_predictor")
         compiled: Callable[[Array], Array] = function(self._bound_parameters())
@@ -85,7 +96,10 @@ class Inspection(ParameterAccess):
         self.engine.exchange_model(wrapped)
 
     def _bound_parameters(self) -> dict[str, Any]:
-        """Return all parameters, nested by block, as the wrapped model takes them; by name for a black box."""
+        """Gather all parameters and return them as the wrapped model takes them. Collective.
+
+        A model of blocks takes a nested dictionary for each block, a black box takes arrays by name.
+        """
         full = self.gather_full_parameters()
         blocks: dict[str, dict[str, Any]] = {block: {} for unit in self.layout.units for block in unit.blocks}
         for entry in self.layout.entries:
@@ -97,6 +111,8 @@ class Inspection(ParameterAccess):
 
 def same_parameters(old: Any, new: Any) -> None:
     """Check that a new wrapped model has the same parameters as the old one. Not collective.
+
+    ``old`` and ``new`` are the parameters of each block, as ``blocks_of`` returns them.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Train private copies of a model and average them from time to time, for LocalSGDOptimizer."""
+"""Train a separate copy of the model on each rank and average the copies every few steps, for LocalSGDOptimizer."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ from mpizero.types import Array
 
 
 class LocalTraining(ParameterAccess):
-    """Train private copies of a model and average them. Methods are collective unless they say otherwise."""
+    """Train a separate copy of the model on each rank, and average the copies; for :class:`LocalSGDOptimizer`.
+
+    Methods are collective unless they say otherwise.
+    """
 
     @recorded
     def become_local(self, every: int) -> None:
-        """Give every rank private parameters, which are averaged every ``every`` steps; see LocalSGDOptimizer."""
+        """Give every rank its own copy of the parameters; from now on ``train`` averages them every ``every`` steps."""
         values, device = self.get_parameters(), self.engine.compute_device.device_number
         self.engine.close()
         self._engine = Engine(self._wrapped, self._config.replace(comm="self"), placement(self.strategy), device=device)
@@ -34,7 +37,7 @@ class LocalTraining(ParameterAccess):
 
     @collective
     def average_parameters(self) -> None:
-        """Replace private parameters by their mean over the ranks."""
+        """Set the parameters of every rank to their mean over the ranks."""
         self._average()
 
     def _average(self) -> None:
@@ -44,14 +47,20 @@ class LocalTraining(ParameterAccess):
         return self._step_and_average(lambda engine: engine.train(x, y))
 
     def _stepped_alone(self, report: StepReport) -> StepReport:
-        """Store the report of this rank's own step, with its rank number instead of the engine's 0. Not collective."""
+        """Store the report of a step that this rank made alone, and return it. Not collective.
+
+        The engine of one rank reports rank 0; this is replaced by the rank's number in ``config.comm``.
+        """
         found = tuple(replace(bad, rank=self.rank) for bad in report.non_finite)
         report = replace(report, non_finite=found, skipped=str(found[0]) if found else None)
         self._stepped(report)
         return report
 
     def _step_and_average(self, step: Callable[[Engine], StepReport]) -> float:
-        """Make a step, average the parameters if it is due, and return the mean loss over the batches of all ranks."""
+        """Call ``step`` on every rank's engine, and average the parameters if ``every`` steps have passed since.
+
+        Return the mean loss over the batches of all ranks.
+        """
         comm = self._config.communicator
         with all_ranks(comm, first=True):
             report = self._stepped_alone(step(self.engine))
@@ -63,7 +72,11 @@ class LocalTraining(ParameterAccess):
         return self.last_step.loss
 
     def _evaluate_alone(self, x: Any, y: Any) -> tuple[float, float, int | None]:
-        """Evaluate each rank's samples with its own parameters; return loss, weight and right predictions, summed."""
+        """Evaluate each rank's samples with that rank's parameters.
+
+        Return the sums over all ranks of loss, weight and number of correct predictions. The last is None if a rank's
+        predictions are not scores of classes.
+        """
         found: tuple[float, float, int | None] = (0.0, 0.0, 0)
         with all_ranks(self._config.communicator, first=True):
             if count_samples(x, y):

@@ -1,4 +1,4 @@
-"""Compute, synchronize and apply gradients by hand."""
+"""Compute gradients, sum them over the ranks, and apply them in separate calls."""
 
 from __future__ import annotations
 
@@ -36,18 +36,22 @@ class Gradients:
     Attributes
     ----------
     values : 1-D array
-        Not synchronized: this rank's weighted sum for all parameters. Synchronized: the averaged gradient, of all
-        parameters for DDP and ZeRO-1, of the owned ranges for ZeRO-2 and ZeRO-3 (as long as ``local_parameter_shard``).
-        With pipeline or tensor parallelism "all parameters" are those of the rank's stage and tensor part. Gathered:
-        the averaged gradient of the whole model, in the order of ``get_parameters``. Frozen parameters have zeros.
+        The gradient, one of three kinds; frozen parameters always have zeros.
+
+        - Not synchronized: the gradient of the sum of losses over the samples that this rank computed.
+        - Synchronized: the averaged gradient. DDP and ZeRO-1 have it of all parameters, ZeRO-2 and ZeRO-3 only of the
+          ranges that this rank owns, as ``local_parameter_shard`` has the parameters.
+        - Gathered (by ``gather=True``): the averaged gradient of the whole model, in the order of ``get_parameters``.
+
+        In the first two kinds, a rank of a split model has only parameters of its pipeline stage and tensor part.
     weight : float
-        Total weight of the global batch.
+        Total weight of the samples of the global batch.
     loss : float
         Mean loss over the global batch.
     synchronized : bool
-        Whether the values are summed over the ranks.
+        Whether the values are summed over the ranks and divided by the weight.
     layout : FlatLayout or None
-        Names and offsets of the values, if they are gathered; else None.
+        Names and offsets of the parameters in a gathered gradient; None for the other kinds.
     """
 
     values: Array
@@ -57,12 +61,12 @@ class Gradients:
     layout: FlatLayout | None = None
 
     def named(self) -> dict[str, Array]:
-        """Return views of a gathered gradient by parameter name, in the parameters' shapes. Not collective.
+        """Return the gradient of each parameter by its name, as views in the parameters' shapes. Not collective.
 
         Raises
         ------
         LayoutError
-            If the gradient is not gathered.
+            If the gradient was not gathered by ``compute_gradients(..., gather=True)``.
         """
         if self.layout is None:
             raise LayoutError("this rank has a part of the gradient: ask for all, compute_gradients(x, y, gather=True)")
@@ -71,11 +75,14 @@ class Gradients:
 
 
 class ManualGradients(Inspection, LocalTraining, Saving):
-    """Compute, synchronize and apply gradients in separate calls, for training loops that are not ``train``."""
+    """Compute gradients, sum them over the ranks, and apply them in separate calls, instead of one ``train``."""
 
     @recorded
     def compute_gradients(self, x: Any, y: Any, loss: Any = None, *, epoch: int = 0, gather: bool = False) -> Gradients:
         """Compute the gradient of the mean loss over the global batch; parameters stay unchanged.
+
+        With ``auto_sync_gradients=False`` the returned gradient is only this rank's, not yet summed over the ranks. In
+        any case the model keeps the gradient as the pending one, from which the optimizer's ``step`` updates.
 
         Parameters
         ----------
@@ -86,13 +93,13 @@ class ManualGradients(Inspection, LocalTraining, Saving):
         epoch : int
             As in :meth:`train`.
         gather : bool
-            Return the gradient of all parameters, in the order of ``get_parameters``, on every rank and with the same
-            bits under every strategy.
+            Whether to return the gradient of the whole model on every rank, in the order of ``get_parameters`` and with
+            the same bits under every strategy.
 
         Raises
         ------
         ConfigError
-            If ``gather`` is given with ``auto_sync_gradients=False``: the gradient is not summed over ranks then.
+            If ``gather`` is True with ``auto_sync_gradients=False``: the gradient is not summed over ranks then.
         """
         if gather and not self._config.auto_sync_gradients:
             raise ConfigError(
@@ -121,14 +128,15 @@ class ManualGradients(Inspection, LocalTraining, Saving):
 
     @collective
     def synchronize_gradients(self, *, gather: bool = False) -> Gradients:
-        """Average the pending gradient over the data group, weighted by sample count.
+        """Return the averaged pending gradient: its sum over the data group, divided by the weight of all samples.
 
-        ``gather`` as in :meth:`compute_gradients`; the same on all ranks.
+        It is summed here if it was not before, and stays pending. ``gather`` is as in :meth:`compute_gradients`, and
+        the same on all ranks.
 
         Raises
         ------
         RuntimeError
-            If there is no gradient yet.
+            If no gradient is pending.
         """
         totals, reduced, _ = self._reduced_pending("synchronize_gradients")
         return self._gradients(totals, reduced, gather=gather)
@@ -144,10 +152,11 @@ class ManualGradients(Inspection, LocalTraining, Saving):
         LayoutError
             If the gradient is not synchronized, or not of this model.
         ConfigError
-            If the learning rate is not a finite number, or differs between ranks, or a replicated gradient (DDP,
-            ZeRO-1) differs between ranks; names the first rank and parameter that differ.
+            If the learning rate is not a finite number or differs between ranks, or if a gradient of which all ranks
+            have a copy (DDP, ZeRO-1, gathered) differs between them. The message names the first rank and parameter
+            that differ.
         NonFiniteError
-            If the gradient is not finite on some rank.
+            If the gradient is infinite or NaN on some rank.
         """
         engine, comm = self.engine, self._config.communicator
         share, layout, grid = engine.store.share, engine.layout, engine.grid
@@ -214,7 +223,7 @@ class ManualGradients(Inspection, LocalTraining, Saving):
     def apply_pending(self) -> None:
         """Update the parameters from the pending gradient with the bound optimizer; ``optimizer.step`` calls this.
 
-        If the gradient is not finite, the update is skipped, as in ``train``, and ``last_step`` says so.
+        If the loss or the gradient is infinite or NaN, the update is skipped, and the report ``last_step`` says so.
 
         Raises
         ------
@@ -236,7 +245,10 @@ class ManualGradients(Inspection, LocalTraining, Saving):
             self._stepped(engine.step(totals, reduced, sent))
 
     def _pend(self, compute: Callable[[Engine], tuple[Totals, Array | None]]) -> Pending:
-        """Compute a gradient and store it as the pending one, until it is applied."""
+        """Call ``compute``, and store the gradient that it returns as the pending one, until it is applied.
+
+        ``compute`` returns the totals of the global batch and the averaged gradient, None if it is not summed yet.
+        """
 
         def computed(engine: Engine) -> Pending:
             sent = engine.grid.bytes_sent
@@ -262,7 +274,11 @@ class ManualGradients(Inspection, LocalTraining, Saving):
         return pending.totals, reduced, pending.sent
 
     def _gradients(self, totals: Totals, reduced: Array, *, gather: bool) -> Gradients:
-        """Copy a reduced gradient into parameter order: the owned ranges if sharded, else all parameters."""
+        """Copy an averaged gradient from the reducer's order of elements to the order of parameters.
+
+        The result has the ranges that this rank owns if gradients are sharded, else all parameters of this rank's stage
+        and tensor part; with ``gather`` it has those of the whole model.
+        """
         engine, share = self.engine, self.engine.store.share
         if gather:
             whole = gather_pieces(engine, engine.dtype, lambda p: reduced[p.gradient : p.gradient + p.size])

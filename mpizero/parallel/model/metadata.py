@@ -1,4 +1,4 @@
-"""Describe a sharded model: what is replicated and sharded, and the bytes it really holds and sends."""
+"""Describe a sharded model: what is replicated, what is sharded, and how many bytes a rank stores and sends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelMetadata:
-    """Describe the placement of a model and the measured figures of one rank.
+    """Describe how a model is distributed, and how many bytes this rank stores and sends.
 
     Attributes
     ----------
@@ -22,35 +22,38 @@ class ModelMetadata:
     zero_stage : int
         What the ranks of a data group shard. 0: nothing; 1: optimizer state; 2: also gradients; 3: also parameters.
     is_distributed : bool
-        Whether more than one rank takes part.
+        Whether the model has more than one rank.
     world_size, rank : int
-        Number of all ranks, and number of this rank.
+        Number of ranks in ``config.comm``, and number of this rank.
     group_sizes, group_ranks : dict of str to int
-        Number of ranks along each axis ("pipeline", "tensor", "data", "context"), and this rank's number on it.
+        For each of the axes "pipeline", "tensor", "data" and "context": the number of ranks along it, and this rank's
+        number on it.
     nodes, ranks_per_node : int
-        Number of groups of ranks that share memory, and number of ranks in each.
+        Number of groups of ranks that share memory (within this rank's data group), and number of ranks in each.
     replicated, sharded : tuple of str
-        Which of "parameters", "gradients", "optimizer state" each node (each rank with private memory) keeps whole,
-        and which are split over the ranks.
+        Which of "parameters", "gradients" and "optimizer state" every node keeps whole (every rank if ranks share no
+        memory), and which of them are sharded over the ranks.
     parameter_count, trainable_count : int
-        Number of parameters of the whole model, and of those that are trained.
+        Number of parameter elements of the whole model, and of those that are trained.
     held_count : int
-        Number of parameters of this rank's stage and tensor part, with its copies of parameters of other stages;
-        all parameters in data parallelism.
+        Number of parameter elements of this rank's stage and tensor part, including copies of parameters that other
+        stages own. In data parallelism this is the whole model.
     bytes_on_rank : dict of str to int
-        Bytes by kind: this rank's private arrays and its equal share of its node's windows. The kinds are those of
-        ``formula_bytes``, "buffers" (gathered units, scratch for frozen gradients), and "exchange buffers" (messages;
-        at most 4 MiB for float32, 6 with compression, 8 for float64, for models of any size).
+        Bytes in host memory by kind: this rank's private arrays, and its equal share of its node's windows. The kinds
+        are those of ``formula_bytes``, "buffers" (gathered units, scratch for frozen gradients), and "exchange buffers"
+        (messages; at most 4 MiB for float32, 6 with compression, 8 for float64, for models of any size).
     bytes_on_device : dict of str to int
-        Bytes by kind on this rank's GPU ("parameters", "gradients", "optimizer state", "buffers"); empty without one.
+        Bytes by kind on this rank's GPU ("parameters", "gradients", "optimizer state", "buffers"); empty without a GPU.
     bytes_on_node : dict of str to int
-        Bytes by kind on the node: windows and the private arrays of its ranks, if all hold as much as this rank.
+        Bytes in host memory by kind on the whole node: its windows, and the private arrays of its ranks, assuming that
+        each has as much as this rank.
     formula_bytes : dict of str to float
-        Bytes by kind that the strategy needs on a rank with one grain, without buffers, on host and GPU together.
+        Bytes by kind ("parameters", "gradients", "optimizer state", "residuals") that the strategy needs on a rank with
+        one grain, on host and GPU together. Buffers are not counted.
     peak_bytes : int
-        The most bytes that this rank has held at a time.
+        The largest number of bytes that this rank has held at once.
     bytes_sent_last_step : int
-        Bytes this rank sent to other ranks in the last training step.
+        Bytes that this rank sent to other ranks in the last training step.
     """
 
     strategy: str
@@ -82,8 +85,9 @@ class ModelMetadata:
 def describe(engine: Engine, config: ShardingConfig, bytes_sent: int, label: str | None = None) -> ModelMetadata:
     """Collect the metadata of a model from its engine. Not collective.
 
-    ``label`` is the name of the strategy in the metadata; None takes the name in the table of strategies. ``config`` is
-    the model's own configuration: with local SGD, the engine has one for a single rank.
+    ``config`` is the configuration of the model; with local SGD, ``engine.config`` has only one rank. ``bytes_sent`` is
+    the number of bytes that this rank sent in the last step. ``label`` is the strategy's name in the metadata; None
+    takes the name in the placement table.
     """
     row, grid, memory = engine.placement, engine.grid, engine.memory
     flags = {
@@ -126,11 +130,12 @@ def _trainable(layout: FlatLayout) -> int:
 def _formula(engine: Engine) -> dict[str, float]:
     """Compute the bytes by kind that the strategy needs on one rank.
 
-    [Note: memory formulas] With P parameters of b bytes on this stage and tensor part, s state arrays, n ranks of the
-    data group, L of them on a node (private memory: L = 1): replicated parameters take P*b/L, sharded ones P*b/n (on a
-    single node both are the node's one copy); whole rows of gradients P*b, owned sums P*b/n; replicated state s*P*b/L,
-    sharded s*P*b/n. Compression with error feedback keeps residuals for the ranges of the other peers, with replicated
-    state for its own too, twice: 2*P*b/L without or with the own part of the d peers.
+    [Note: memory formulas] Let P be the number of parameter elements on this stage and tensor part (for gradients and
+    optimizer state only the trained ones), b the bytes of an element, and s the number of state arrays. Let n be the
+    ranks of the data group, and L the ranks of a node (1 if ranks share no memory). On each rank, parameters need P*b/n
+    if they are sharded and P*b/L if not; gradients need P*b/n if they are sharded and P*b if not; state needs s*P*b/n
+    if it is sharded and s*P*b/L if not. Compression with error feedback also keeps residuals: 2*P*b/L if state is not
+    sharded. If it is, a rank with d peers needs no residuals for its own ranges: then they need 2*P*b/L*(1 - 1/d).
     """
     row, grid = engine.placement, engine.grid
     item, n, local = engine.dtype.itemsize, grid.data.size, grid.node.size

@@ -33,24 +33,25 @@ if TYPE_CHECKING:
 
 @explains
 class ShardedOptimizer:
-    """Update a sharded model with a gradient-based optimizer, exactly once in each step.
+    """Update a sharded model with a gradient-based optimizer: each rank updates the ranges that it owns.
 
     Parameters
     ----------
     wrapped_optimizer : optimizer
         A library optimizer, or any object with an elementwise ``update(params, grads, state)``.
     config : ShardingConfig or None
-        The configuration of the model. None takes that of the model when the optimizer is bound.
+        The configuration of the model. None takes the model's when the optimizer is bound.
     options : OptimizationOptions or None
         Default options of :meth:`optimize`.
     loss_scale : DynamicLossScale or None
-        Factor by which the loss is multiplied before the backward pass, and the gradient divided after it. A step whose
-        gradient is not finite is skipped, and the factor is lowered.
+        Factor by which the loss is multiplied before the backward pass, and by which the gradient is divided after it.
+        A step whose gradient is not finite is skipped, and the factor is lowered. None uses no loss scale, except with
+        ``mixed_precision="float16"``.
 
     Raises
     ------
     TypeError
-        If ``wrapped_optimizer`` is not gradient-based; names the missing method.
+        If ``wrapped_optimizer`` is not gradient-based. The message names the missing method.
     """
 
     #: Strategies of the models to which this class can be bound; empty for any strategy.
@@ -79,14 +80,15 @@ class ShardedOptimizer:
     # ------------------------------------------------------------------ binding and stepping
 
     def set_model(self, model: ShardedModelBase) -> None:
-        """Bind to a model, and allocate the state of this rank's ranges. Collective over the model's ranks.
+        """Bind to a model, and allocate the optimizer state of this rank. Collective over the model's ranks.
 
         This optimizer becomes ``model.optimizer``. If the model had another one, its state is dropped.
 
         Raises
         ------
         ConfigError
-            If the model has another configuration or strategy, or ranks bind different optimizers.
+            If the model has another configuration or a strategy that this class does not support, or if ranks bind
+            different optimizers.
         """
         if self._config is None:
             _check_sharded(model)
@@ -100,11 +102,11 @@ class ShardedOptimizer:
         model._take_optimizer(self)
 
     def _bind(self, model: ShardedModelBase) -> None:
-        """Bind the wrapped optimizer to the model's engine; subclasses extend it. Collective."""
+        """Bind the wrapped optimizer to the model's engine; subclasses extend this method. Collective."""
         model.engine.bind(self.wrapped_optimizer, model.config.loss_scale(self._loss_scale))
 
     def _plans(self, model: ShardedModelBase) -> dict[str, Any]:
-        """Return everything that must be equal on all ranks when they bind, by name. Not collective."""
+        """Return all values that must be equal on all ranks when the optimizer is bound, by name. Not collective."""
         _check_sharded(model)
         plans, optimizer = self.comparable(model), self.wrapped_optimizer
         specs = [entry.spec for entry in model.layout.parameters]
@@ -117,12 +119,12 @@ class ShardedOptimizer:
         }
 
     def comparable(self, model: ShardedModelBase) -> dict[str, Any]:
-        """Return all settings that must be equal on all ranks, by name; they are compared early. Not collective.
+        """Return all settings that must be equal on all ranks, by name. Not collective.
 
         Raises
         ------
         ConfigError
-            If the model has another configuration or strategy.
+            If the model has another configuration, or a strategy that this class does not support.
         """
         if self._config not in (None, model.config):
             raise ConfigError(
@@ -143,28 +145,28 @@ class ShardedOptimizer:
         }
 
     def for_copy(self, model: ShardedModelBase) -> Self:
-        """Return a copy of this optimizer for a copy of its model, which has the state already. Not collective."""
+        """Return a copy of this optimizer for ``model``, a copy of its model that has the state. Not collective."""
         twin = copy(self)
         twin._model, twin._stalled = model, False
         return twin
 
     def _callers(self) -> tuple[Communicator, str]:
-        """Return the ranks whose collective calls are compared, and the name of the model in them. Not collective."""
+        """Return the ranks that must make the same calls, and the model's name in messages. Not collective."""
         return (self.config.communicator, "") if self._model is None else self._model._callers()
 
     @property
     def config(self) -> ShardingConfig:
-        """Return the configuration: the given one, else that of the model. Not collective."""
+        """The configuration that was passed to the constructor, else the model's. Not collective."""
         return self.model.config if self._config is None else self._config
 
     @property
     def loss_scale(self) -> optim.DynamicLossScale | None:
-        """Return the loss scale of the training: the given one, or that of ``mixed_precision``. Not collective."""
+        """The loss scale that was passed to the constructor, else the one of ``mixed_precision``. Not collective."""
         return self.config.loss_scale(self._loss_scale)
 
     @property
     def model(self) -> ShardedModelBase:
-        """Return the bound model. Not collective."""
+        """The model that this optimizer was last bound to. Not collective."""
         if self._model is None:
             raise StateError(
                 f"{type(self).__name__} has no model yet: call set_model first, or give it to a model when that is "
@@ -174,12 +176,12 @@ class ShardedOptimizer:
 
     @property
     def is_bound(self) -> bool:
-        """Return whether the optimizer is bound to a model, and no other has replaced it there. Not collective."""
+        """Tell whether this optimizer is bound to a model and no later one has replaced it there. Not collective."""
         return self._model is not None and self._model.is_updated_by(self)
 
     @property
     def step_count(self) -> int:
-        """Return the number of updates made so far. Not collective."""
+        """The number of updates made so far; skipped steps do not count. Not collective."""
         return self._updater.step_count
 
     @property
@@ -194,7 +196,8 @@ class ShardedOptimizer:
         """Update the parameters from the model's pending gradient. Collective.
 
         A pending gradient comes from ``compute_gradients``, or from ``train`` with ``auto_sync_gradients=False``. If it
-        is not synchronized yet, this is done first. ``train`` with ``auto_sync_gradients=True`` needs no ``step``.
+        is not summed over the ranks yet, ``step`` does that first. ``train`` with ``auto_sync_gradients=True`` updates
+        by itself.
 
         Raises
         ------
@@ -205,22 +208,22 @@ class ShardedOptimizer:
 
     @recorded
     def optimize(self, data: Any, options: OptimizationOptions | None = None) -> OptimizationResult:
-        """Train for ``options.epochs`` epochs over ``data``, with validation and early stop. Collective.
+        """Train for ``options.epochs`` epochs over ``data``, with validation and early stopping. Collective.
 
         Parameters
         ----------
         data : (x, y) arrays, the same on every rank, or a data source
-            Samples on the first axis.
+            All samples for training and validation. The first axis of arrays counts samples.
         options : OptimizationOptions or None
-            None takes the options that the optimizer was made with.
+            None takes the options that were passed to the constructor.
 
         Raises
         ------
         ConfigError
             If ranks pass different data (of arrays, evenly chosen samples are compared) or have different options.
         NonFiniteError
-            If no loss of the first epoch is finite, no validation loss is ever finite, or too many steps in a row are
-            skipped (the configuration's ``bad_steps``). A validation loss that is not finite is no improvement.
+            If all losses of the first epoch, or all validation losses, are infinite or NaN, or if too many steps in a
+            row are skipped (``config.bad_steps``). An infinite or NaN validation loss counts as no improvement.
         """
         return run_loop(self, data, self._checked(options) or self.options)
 
@@ -231,18 +234,18 @@ class ShardedOptimizer:
 
     @recorded
     def should_early_stop(self) -> bool:
-        """Tell whether the validation loss has stalled on any rank. Collective."""
+        """Tell whether :meth:`note_stall` has last recorded True on any rank. Collective."""
         return bool(agree_on_call(self.config.communicator, (self._stalled,))[:, 0].any())
 
     def note_stall(self, stalled: bool) -> None:
-        """Record whether this rank has seen the validation loss stall. Not collective."""
+        """Record whether the validation loss has stopped improving, as seen by this rank. Not collective."""
         self._stalled = stalled
 
     # ------------------------------------------------------------------ state
 
     @collective
     def reset(self) -> None:
-        """Reset state, step count and loss scale, as if no step had been made. Collective."""
+        """Reset optimizer state, step count and loss scale to those before the first step. Collective."""
         self._updater.reset()
         self.model.engine.exchange.forget()
         self.model.engine.integrity.forget()
@@ -251,15 +254,15 @@ class ShardedOptimizer:
 
     @collective
     def synchronize_optimizer_state(self) -> int:
-        """Make the optimizer state equal on all ranks, if it has become different. Collective.
+        """Make all copies of the optimizer state equal, if they have become different. Collective.
 
-        All ranks take step count and loss scale of rank 0. Replicated arrays are compared by hash; if they differ, all
-        nodes take those of the first node.
+        All ranks take the step count and the loss scale of rank 0. Copies of replicated state on different nodes are
+        compared by hash; where they differ, all nodes take the values of the first node.
 
         Returns
         -------
         int
-            Number of arrays that were replaced, over all ranks.
+            Number of differences found: one for each slot and each group of peers whose copies were not equal.
         """
         updater, grid = self._updater, self.model.engine.grid
         engine = self.model.engine
@@ -282,7 +285,10 @@ class ShardedOptimizer:
 
     @collective
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state on every rank: step count, and full arrays by slot and parameter name. Collective."""
+        """Return the optimizer state of the whole model, the same on every rank. Collective.
+
+        Its keys are "step_count" and "state"; ``state[slot][name]`` is an array in the shape of parameter ``name``.
+        """
         updater, engine = self._updater, self.model.engine
         slots: dict[str, dict[str, Array]] = {}
         for slot in updater.state:
@@ -296,14 +302,16 @@ class ShardedOptimizer:
 
     @recorded
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that ``state_dict`` returned, on any layout; the same on every rank. Collective.
+        """Restore the state that ``state_dict`` returned, with any strategy on any number of ranks. Collective.
+
+        Every rank passes the same state.
 
         Raises
         ------
         LayoutError
             If a slot, name or shape is missing or differs; nothing is changed then.
         ConfigError
-            If ranks pass different states; names the first rank and array that differ.
+            If ranks pass different states. The message names the first rank and array that differ.
         """
         updater, whole = self._updater, self.model.engine.whole
 
@@ -335,20 +343,20 @@ class ShardedOptimizer:
 
     @collective
     def serialize(self) -> bytes:
-        """Return the state as an HDF5 image, the same bytes on every rank. Collective."""
+        """Return the optimizer state as the bytes of an HDF5 file, the same on every rank. Collective."""
         return checkpoint.to_bytes(
             self.model.optimizer_arrays(), self.model.checkpoint_attributes(), self.config.communicator
         )
 
     @recorded
     def deserialize(self, data: bytes) -> None:
-        """Restore the state from the bytes of ``serialize``, on any layout; the same on every rank. Collective."""
+        """Restore the state from the bytes that ``serialize`` returned, the same on every rank. Collective."""
         with opened_alike(self.config.communicator, "deserialize", data) as reader:
             model_state.restore_state(self.model.loadable_engine, reader)
 
     @collective
     def save(self, path: str | Path) -> None:
-        """Write the optimizer state as a checkpoint ``path``; an existing checkpoint is replaced. Collective."""
+        """Write the optimizer state to the checkpoint folder ``path``, replacing an existing one. Collective."""
         model = self.model
         checkpoint.write(
             path, model.optimizer_arrays(), model.checkpoint_attributes(), self.config.communicator, replace=True
@@ -356,14 +364,14 @@ class ShardedOptimizer:
 
     @collective
     def load(self, path: str | Path) -> None:
-        """Restore the optimizer state from a checkpoint that ``save`` wrote, on any layout. Collective.
+        """Restore the optimizer state that ``save`` wrote with any strategy on any number of ranks. Collective.
 
         Raises
         ------
         FileNotFoundError
             If there is nothing at ``path``.
         CheckpointError
-            If it is damaged, or holds the state of another optimizer.
+            If the checkpoint is damaged, or has the state of another optimizer.
         """
         with checkpoint.open_checkpoint(path, self.config.communicator) as reader:
             model_state.restore_state(self.model.loadable_engine, reader)

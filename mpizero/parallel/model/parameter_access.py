@@ -1,4 +1,4 @@
-"""Read, set and copy the parameters of a sharded model: as one vector, as named arrays, as a copy of the model."""
+"""Read, set and copy the parameters of a sharded model: as one 1-D array, as named arrays, as a copy of the model."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ from mpizero.types import Array
 
 
 class ParameterAccess(ShardedCore):
-    """Read, set, export and copy all parameters. Methods are collective unless they say otherwise."""
+    """Read, set, export and copy all parameters of a model. Methods are collective unless they say otherwise."""
 
     @recorded
     def gather_full_parameters(self) -> Array:
-        """Return all parameters, 1-D in declared order; the same read-only array until parameters change."""
+        """Return all parameters of the model as a read-only 1-D array in declared order, on every rank.
+
+        Until parameters change, further calls return the same array object.
+        """
         whole = self.engine.whole
         # A rank that forgot its cache alone must not gather alone.
         cached = agree_on_call(self._config.communicator, (self._cache is not None,))[:, 0]
@@ -40,26 +43,27 @@ class ParameterAccess(ShardedCore):
 
     @recorded
     def get_parameters(self) -> Array:
-        """Return a copy of all parameters, 1-D in declared order."""
+        """Return a copy of all parameters of the model as a 1-D array in declared order, on every rank."""
         return self.gather_full_parameters().copy()
 
     @recorded
     def set_parameters(self, values: Array) -> None:
-        """Set all parameters from the same full vector on every rank.
+        """Set all parameters from a 1-D array in declared order, which must be the same on every rank.
 
         Raises
         ------
-        ValueError
-            If its length is not the number of parameters. If ranks pass different values: ConfigError, which names the
-            first rank and parameter that differ.
+        LayoutError
+            If the array does not have one element for each parameter element of the model.
+        ConfigError
+            If ranks pass different values. The message names the first rank and parameter that differ.
         """
         self._update_local_shard_from_full(self._checked("set_parameters", values))
 
     @recorded
     def with_parameters(self, values: Array) -> Self:
-        """Return a new sharded model of the same wrapped model with the given parameters, without an optimizer.
+        """Return a new sharded model with the same wrapped model and the given parameters, without an optimizer.
 
-        ``values`` must be the same on every rank.
+        ``values`` are as for :meth:`set_parameters`.
         """
         values = self._checked("with_parameters", values)
         copy = self._twin(self._wrapped)
@@ -89,26 +93,29 @@ class ParameterAccess(ShardedCore):
 
     @recorded
     def named_parameters(self) -> dict[str, Array]:
-        """Return full copies of all parameters by name, on every rank."""
+        """Return copies of all parameters of the whole model by name, on every rank."""
         return self.engine.whole.named(self.gather_full_parameters())
 
     @recorded
     def load_named(self, arrays: Mapping[str, Array]) -> None:
-        """Set all parameters from arrays by name, the same on every rank (a dictionary, or an open ``.npz``).
+        """Set all parameters from arrays by name: a dictionary or an open ``.npz``, the same on every rank.
 
         Raises
         ------
         LayoutError
             If names or shapes differ from the model's.
         ConfigError
-            If ranks pass different arrays; names the first rank and parameter that differ.
+            If ranks pass different arrays. The message names the first rank and parameter that differ.
         """
         values = np.empty(self.parameter_count, self.engine.dtype)
         agree_arrays(self._config.communicator, "load_named", lambda: self._arrange(arrays, values))
         self._update_local_shard_from_full(values)
 
     def _arrange(self, arrays: Mapping[str, Array], values: Array) -> dict[str, Array]:
-        """Check arrays by name, copy them into the full vector ``values``, and return the arrays. Not collective."""
+        """Check arrays by name, and copy them into ``values``, a 1-D array of the whole model. Not collective.
+
+        Return the arrays by the name that error messages use.
+        """
         entries = {entry.spec.name: entry for entry in self.layout.parameters}
         if not isinstance(arrays, Mapping):
             raise LayoutError(
@@ -129,7 +136,7 @@ class ParameterAccess(ShardedCore):
 
     @recorded
     def export_npz(self, path: str | Path) -> None:
-        """Write all parameters by name to one ``.npz`` file; ``path`` is used as it is, without adding an ending."""
+        """Write all parameters by name to one ``.npz`` file. Rank 0 writes it; no suffix is added to ``path``."""
         named = self.named_parameters()
         with all_ranks(self._config.communicator):
             if self.rank == 0:
@@ -139,7 +146,7 @@ class ParameterAccess(ShardedCore):
     def import_npz(self, path: str | Path) -> None:
         """Set all parameters from an ``.npz`` file that every rank can read; nothing in it is unpickled.
 
-        The file may be compressed. It is refused if its arrays are larger than those of this model can be.
+        The file may be compressed. If its arrays have more bytes than those of this model can have, an error is raised.
         """
         with all_ranks(self._config.communicator, first=True):
             arrays = npz.read_arrays(os.path.realpath(path), 16 * self.parameter_count)
@@ -147,7 +154,10 @@ class ParameterAccess(ShardedCore):
 
     @collective
     def parameters_sha256(self) -> str:
-        """Return the SHA-256 of the bytes of all parameters in declared order; a rank gathers one unit at a time."""
+        """Return the SHA-256, in hexadecimal, of the bytes of all parameters of the model in declared order.
+
+        Only one unit at a time is gathered, to save memory.
+        """
         digest = hashlib.sha256()
         for values in self.engine.whole.units():
             digest.update(values.tobytes())
@@ -167,9 +177,9 @@ class ParameterAccess(ShardedCore):
 
     @recorded
     def deep_copy(self) -> Self:
-        """Return a clone with a copy of the wrapped model and, if an optimizer is bound, of the optimizer state.
+        """Return a copy of this sharded model with copies of the parameters, wrapped model, optimizer and its state.
 
-        ``train`` makes the same steps on the copy as on the original; its ``optimizer`` is of the same kind.
+        ``train`` makes the same steps on the copy as on the original.
         """
         copy, engine = self._twin(deepcopy(self._wrapped)), self.engine
         shared = copy.engine.grid.node.size - engine.grid.node.size
@@ -187,7 +197,10 @@ class ParameterAccess(ShardedCore):
         return copy
 
     def _twin(self, wrapped: Any) -> Self:
-        """Return a new sharded model of the same class with initial parameters; subclasses pass their own arguments."""
+        """Return a new sharded model of the same class around ``wrapped``, with initial parameters. Collective.
+
+        Subclasses override this if their constructors take other arguments.
+        """
         twin = type(self).__new__(type(self))
         twin._is_copy = True
         twin.__init__(wrapped, self._config)  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Move a model to private memory, if its first step does not find enough shared memory."""
+"""Move a model to memory that ranks do not share, if its first step does not find enough shared memory."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from mpizero.parallel.partition.parallel_layout import ParallelLayout
 
 
 def check_movable(engine: Engine, error: SharedMemoryError) -> None:
-    """Raise unless :func:`in_private_memory` can move everything that ``engine`` holds.
+    """Check that :func:`in_private_memory` can move everything that ``engine`` holds.
 
     Collective over all ranks, all of which have raised ``error``.
 
     Raises
     ------
     SharedMemoryError
-        If the optimizer has state already, of which a node holds one copy, or compression has residuals, which belong
-        to the ranks of a node. Neither can be moved.
+        If the optimizer has made a step or loaded a state, or compression has residuals. These cannot be moved, because
+        the ranks of a node share one copy of them.
     """
     updater = engine.updater
     used = np.array([(updater is not None and not updater.fresh) or engine.exchange.owes], np.int8)
@@ -34,8 +34,8 @@ def check_movable(engine: Engine, error: SharedMemoryError) -> None:
 def in_private_memory(engine: Engine, parallel_layout: ParallelLayout | None, error: SharedMemoryError) -> Engine:
     """Close ``engine``, and return a new engine in which every rank keeps its own copy of the model.
 
-    Collective over all ranks, all of which have raised ``error`` and passed :func:`check_movable`. The parameters are
-    copied, with the step number and the loss scale; the optimizer is bound to the new engine.
+    Collective over all ranks, all of which have raised ``error`` and passed :func:`check_movable`. Parameters, step
+    number and loss scale are copied. The optimizer is bound to the new engine.
     """
     updater, units = engine.updater, engine.layout.units
     values, version = [engine.store.owned(unit.index).copy() for unit in units], engine.store.version

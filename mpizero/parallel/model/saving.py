@@ -32,10 +32,10 @@ class Saving(ShardedCore):
     _unread = ""
 
     def checkpoint_arrays(self) -> list[LocalArray]:
-        """Return the ranges of parameters and optimizer state that this rank saves, as views (copies of GPU arrays).
+        """Return the ranges of parameters and optimizer state that this rank saves: views, or copies from a GPU.
 
-        Not collective, except with local SGD: then the result is the mean of all ranks' parameters, with the optimizer
-        state of rank 0.
+        Not collective, except with local SGD. Then rank 0 saves the mean of all ranks' parameters and its own optimizer
+        state, and the other ranks save nothing.
         """
         if self._mean_every:
             self._check_call("checkpoint_arrays")
@@ -43,14 +43,17 @@ class Saving(ShardedCore):
         return self._written(model_state.local_arrays(self.engine, values=mean))
 
     def optimizer_arrays(self) -> list[LocalArray]:
-        """Return the ranges of the optimizer state that this rank saves, as views (copies of GPU arrays).
+        """Return the ranges of the optimizer state that this rank saves: views, or copies from a GPU.
 
         Not collective.
         """
         return self._written(model_state.local_arrays(self.engine, parameters=False))
 
     def checkpoint_attributes(self) -> dict[str, Any]:
-        """Return the attributes to save beside the arrays: step, optimizer, layout. Collective only with local SGD."""
+        """Return the values to save beside the arrays: step count, optimizer, layout, learning rate.
+
+        Collective only with local SGD.
+        """
         if self._mean_every:
             self._check_call("checkpoint_attributes")
         found = {
@@ -64,7 +67,7 @@ class Saving(ShardedCore):
 
     @collective
     def restore_arrays(self, reader: Any) -> None:
-        """Restore parameters and optimizer state from an open checkpoint, with the guarantees of :meth:`load_model`."""
+        """Restore parameters and optimizer state from an open checkpoint; errors are as for :meth:`load_model`."""
         model_state.restore(self.loadable_engine, reader)
         self._pending = None
         self.invalidate_cache()
@@ -84,10 +87,11 @@ class Saving(ShardedCore):
         Parameters
         ----------
         path : path
-            The checkpoint. The path of rank 0 is used; rank 0 prints a notice if other ranks pass another path. If
-            ``begin_save`` was called before, that save is committed first.
+            The checkpoint folder. The path of rank 0 is used; rank 0 prints a notice if other ranks pass another path.
+            A save that ``begin_save`` has started is committed first.
         attributes : dict, optional
-            JSON values to save beside the arrays, the same on every rank; see ``checkpoint.Reader.attributes``.
+            JSON values to save beside the arrays, the same on every rank. ``checkpoint.Reader.attributes`` returns them
+            again.
         backend, replace, alignment
             As for :func:`mpizero.checkpoint.write`.
         """
@@ -108,10 +112,10 @@ class Saving(ShardedCore):
     ) -> PendingSave:
         """Start a save like :meth:`save_model`, and return as soon as the values are copied: training can go on.
 
-        A thread writes the copy. The checkpoint appears when every rank calls ``commit()`` of the returned object, at
-        the same place of its program, best when ``finished`` is true on all ranks. The next save commits it, too, and
-        so does closing the model. If an error ends the ``with`` block of the model, the save is discarded. The memory
-        of the copy is kept for the next save.
+        A thread writes the copy. The checkpoint appears when every rank calls ``commit()`` of the returned object, a
+        collective call that does not block once ``finished`` is true on all ranks. The next save commits it, too, and
+        so does closing the model. If an exception ends the ``with`` block of the model, the save is discarded. The
+        memory for the copy is kept for the next save.
         """
         self._finish_save()
         _tell_paths(self._config.communicator, "begin_save", path)
@@ -136,7 +140,7 @@ class Saving(ShardedCore):
 
     @collective
     def finish_save(self) -> None:
-        """Commit the save that :meth:`begin_save` has started, if it is not committed or discarded yet."""
+        """Commit the save that :meth:`begin_save` has started, if it was not committed or discarded already."""
         self._finish_save()
 
     def _finish_save(self) -> None:
@@ -145,7 +149,7 @@ class Saving(ShardedCore):
             pending.commit()
 
     def _on_before_close(self) -> None:
-        """Commit a save that was begun, and release the memory of its copy."""
+        """Commit a save that :meth:`begin_save` has started, and free the memory for its copy."""
         try:
             self._finish_save()
         finally:
@@ -156,28 +160,28 @@ class Saving(ShardedCore):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the model; if an error has ended the ``with`` block, discard a save that was begun."""
+        """Close the model; after an exception, discard a save that :meth:`begin_save` has started."""
         if error is not None and self._saving is not None:
             self._saving.discard()
         super().__exit__(kind, error, trace)
 
     @collective
     def load_model(self, path: str | Path, *, strict_layout: bool = False) -> None:
-        """Load a checkpoint that ``save_model`` wrote on any number of ranks by any strategy; uses rank 0's path.
+        """Load a checkpoint that ``save_model`` wrote with any strategy on any number of ranks; rank 0's path is used.
 
         A model without an optimizer loads only the parameters: to continue a training, bind the optimizer first. All
-        values are verified before any is replaced: if this raises, parameters and optimizer state are as before. For
-        that, a large model that has been trained reads the file twice. If the second reading fails after some values
-        were replaced, the model raises CheckpointError on every use, on all ranks, until a checkpoint has been loaded
-        completely.
+        values are verified before any is replaced. So if an error is raised, parameters and optimizer state are
+        unchanged. To make this possible, a large model that has been trained reads the file twice. If the second
+        reading fails after some values were replaced, every use of the model on any rank raises CheckpointError until a
+        checkpoint has been loaded completely.
 
         Raises
         ------
         FileNotFoundError
             If there is nothing at ``path``.
         CheckpointError
-            If the checkpoint is damaged or of another model; names file, array and reason. With ``strict_layout`` also
-            if it was written with another layout.
+            If the checkpoint is damaged or of another model. The message names file, array and reason. With
+            ``strict_layout=True`` also if the checkpoint was written with another strategy or other numbers of ranks.
         """
         _tell_paths(self._config.communicator, "load_model", path)
         with checkpoint.open_checkpoint(path, self._config.communicator) as reader:
@@ -188,7 +192,10 @@ class Saving(ShardedCore):
         self.invalidate_cache()
 
     def tell_unread(self) -> None:
-        """Print a notice on rank 0 if the bound optimizer lacks the state of the loaded checkpoint. Not collective."""
+        """Print a notice on rank 0 if a checkpoint was loaded before the optimizer was bound. Not collective.
+
+        The optimizer then begins without the state in that checkpoint.
+        """
         if self._unread and self.rank == 0:
             notice(
                 f"the optimizer begins anew: its state in {self._unread} was not read, for the "
@@ -199,18 +206,18 @@ class Saving(ShardedCore):
 
     @collective
     def serialize(self) -> bytes:
-        """Return parameters and optimizer state as an HDF5 image, the same bytes on every rank."""
+        """Return parameters and optimizer state as the bytes of an HDF5 file, the same on every rank."""
         return checkpoint.to_bytes(self.checkpoint_arrays(), self.checkpoint_attributes(), self._config.communicator)
 
     @recorded
     def deserialize(self, data: bytes) -> None:
-        """Load the bytes of ``serialize``, the same on every rank, with the guarantees of :meth:`load_model`."""
+        """Load the bytes that ``serialize`` returned, the same on every rank; errors are as for :meth:`load_model`."""
         with opened_alike(self._config.communicator, "deserialize", data) as reader:
             self.restore_arrays(reader)
 
     @collective
     def save_state(self, file: IO[bytes]) -> None:
-        """Write the bytes of :meth:`serialize` to an open binary file of rank 0; other ranks may pass anything."""
+        """Write the bytes of :meth:`serialize` to an open binary file on rank 0; other ranks' ``file`` is ignored."""
         data = self.serialize()
         with all_ranks(self._config.communicator):
             if self.rank == 0:
@@ -219,14 +226,17 @@ class Saving(ShardedCore):
 
     @collective
     def load_state(self, file: IO[bytes]) -> None:
-        """Load the bytes that ``save_state`` wrote; every rank passes an open binary file with them."""
+        """Load the bytes that ``save_state`` wrote; every rank passes an open binary file that contains them."""
         with all_ranks(self._config.communicator):
             data = file.read()
         self.deserialize(data)
 
 
 def _tell_paths(comm: Communicator, call: str, path: Any) -> None:
-    """Print a notice on rank 0 if other ranks pass another path, which is ignored. Collective."""
+    """Print a notice on rank 0 if another rank passes another path to method ``call``. Collective.
+
+    Only the path of rank 0 is used.
+    """
     mine = np.array([crc32(repr(path).encode())], np.int64)
     table = np.empty(comm.size, np.int64)
     comm.allgather(mine, table, "path")

@@ -13,7 +13,7 @@ from mpizero.parallel.placement import placement
 
 
 class DDPOptimizer(ShardedOptimizer):
-    """Replicate the optimizer state: one copy on each node, of which each rank updates its part."""
+    """Replicate the optimizer state: one copy on each node, of which each rank of the node updates a part."""
 
     strategies = ("ddp",)
 
@@ -37,11 +37,11 @@ class ZeRO3Optimizer(ShardedOptimizer):
 
 
 class FSDPOptimizer(ZeRO3Optimizer):
-    """Define another name of :class:`ZeRO3Optimizer`."""
+    """The same as :class:`ZeRO3Optimizer`, under another name."""
 
 
 class DDPModel(ShardedModelBase):
-    """Replicate parameters, gradients and optimizer state: a copy on each node, or on each rank with private memory."""
+    """Replicate parameters, gradients and optimizer state: one copy per node, or per rank if ranks share no memory."""
 
     strategy = "ddp"
     optimizer_class = DDPOptimizer
@@ -50,8 +50,8 @@ class DDPModel(ShardedModelBase):
 class ZeRO1Model(ShardedModelBase):
     """Shard the optimizer state, replicate parameters and gradients (Rajbhandari et al. 2020, P_os).
 
-    A step sends as many bytes as with DDP: it reduce-scatters gradients and all-gathers updated parameters, where DDP
-    all-gathers summed gradients.
+    A step sends as many bytes as with DDP: both reduce-scatter gradients; then ZeRO-1 all-gathers updated parameters,
+    and DDP all-gathers summed gradients.
     """
 
     strategy = "zero1"
@@ -59,14 +59,17 @@ class ZeRO1Model(ShardedModelBase):
 
 
 class ZeRO2Model(ShardedModelBase):
-    """Shard optimizer state and gradients; no rank ever holds a full averaged gradient (ibid., P_os+g)."""
+    """Shard optimizer state and gradients (Rajbhandari et al. 2020, P_os+g).
+
+    No rank ever holds a full averaged gradient.
+    """
 
     strategy = "zero2"
     optimizer_class = ZeRO2Optimizer
 
 
 class ZeRO3Model(ShardedModelBase):
-    """Shard parameters, gradients and optimizer state (ibid., P_os+g+p).
+    """Shard parameters, gradients and optimizer state (Rajbhandari et al. 2020, P_os+g+p).
 
     Each unit is gathered just before its forward and its backward pass, and released right after. On a single node with
     shared memory all ranks read the parameters in one shared window, and nothing is gathered.
@@ -77,7 +80,7 @@ class ZeRO3Model(ShardedModelBase):
 
 
 class FSDPModel(ZeRO3Model):
-    """Define another name of :class:`ZeRO3Model`: fully sharded data parallel."""
+    """The same as :class:`ZeRO3Model`, under the name that PyTorch uses (fully sharded data parallel)."""
 
     strategy = "fsdp"
     optimizer_class = FSDPOptimizer
@@ -106,15 +109,15 @@ def distribute(
     strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp"}
         Which of parameters, gradients and optimizer state are sharded.
     config : ShardingConfig or None
-        How the ranks work together; None takes the defaults over ``comm``.
+        The ranks and how they work together; None takes the default settings over ``comm``.
     comm : mpi4py communicator, InMemoryCommunicator, "self" or None
-        The ranks, as :class:`ShardingConfig` takes them; only without ``config``, which has its own.
+        The ranks, as :class:`ShardingConfig` takes them. Must be None if ``config`` is given, which has a ``comm``.
 
     Returns
     -------
     model : ShardedModelBase
-        The model, ready to train; its ``optimizer`` is the sharded optimizer. It unpacks as ``model, optimizer``, which
-        earlier versions returned.
+        The model, ready to train. Its attribute ``optimizer`` is the sharded optimizer. The model also unpacks as the
+        pair ``model, optimizer``, which earlier versions returned.
     """
     if config is not None and comm is not None:
         raise ConfigError("give either config (with its own comm) or comm, not both")
