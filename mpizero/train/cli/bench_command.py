@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
-    """Add ``mpizero bench`` and its benchmarks to the parser; ``run`` executes them. Not collective."""
+    """Add ``mpizero bench`` and its benchmarks to the commands. Not collective.
+
+    ``run`` executes a benchmark, given the parsed options.
+    """
     parser = commands.add_parser("bench", help="measure", description="Measure.")
     kinds = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     _add_memory(kinds)
@@ -124,9 +127,8 @@ def _add_step(kinds: Any) -> None:
 def run(options: argparse.Namespace, world: Callable[[], Communicator], threads: int) -> int:
     """Run the chosen benchmark on all ranks of ``world()``, print its figures, and return the exit status.
 
-    ``threads`` is the number of threads of a rank, unless the configuration file says another.
-
-    Collective over all processes.
+    Collective over all processes. ``threads`` is the number of threads of a rank, unless the configuration file sets
+    ``train.threads``.
     """
     options.threads = threads
     status: int = options.measure(options, world)
@@ -211,7 +213,10 @@ def _step(options: argparse.Namespace, world: Callable[[], Communicator]) -> int
 
 
 def _shapes(options: argparse.Namespace, comm: Communicator) -> Any:
-    """Return the shapes of the matrix products to measure: from the configuration file, else from the options."""
+    """Return the shapes of the matrix products to measure: from the configuration file, else from the options.
+
+    The configuration's number of threads is stored in ``options.threads``.
+    """
     from mpizero.train.bench.product_rates import ProductShapes
     from mpizero.train.config.config_file import read_together
 

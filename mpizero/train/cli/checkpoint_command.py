@@ -23,7 +23,10 @@ _TYPES = "bfloat16, float16, float32 or float64"
 
 
 def add_command(parent: Any, run: Callable[[argparse.Namespace], int]) -> None:
-    """Add ``checkpoint`` and its commands to the parser; ``run`` calls ``options.tool``. Not collective."""
+    """Add ``mpizero checkpoint`` and its subcommands to the commands. Not collective.
+
+    ``run`` gets the parsed options; ``options.tool`` is the function that executes the chosen subcommand.
+    """
     parser = parent.add_parser(
         "checkpoint",
         help="look into checkpoints; check, compare, export and import them",
@@ -235,7 +238,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _format_of(out: str) -> str:
-    """Return the export format that belongs to the ending of a file's name."""
+    """Return the export format ("safetensors", "npz" or "hdf5") that belongs to the ending of a file's name."""
     found = next((form for form, endings in _ENDINGS.items() if out.lower().endswith(endings)), None)
     if found is None:
         known = ", ".join(ending for endings in _ENDINGS.values() for ending in endings)

@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
-    """Convert operating system errors and Ctrl-C to errors that are printed on one line."""
+    """Convert operating system errors and Ctrl-C in a ``with`` block to errors that are printed on one line."""
     try:
         yield
     except KeyboardInterrupt:
@@ -93,9 +93,10 @@ def _one_line_errors() -> Iterator[None]:
 
 
 def _on_first_rank(work: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """Run ``work`` on rank 0 only, for commands that one process can do; other ranks return at once.
+    """Run ``work`` on rank 0 only, for commands that need one process, and return the exit status.
 
-    MPI is not started. Therefore errors are printed here: the guard, which ends jobs, would look for the other ranks.
+    Other ranks return at once, and MPI is not started. Under mpiexec, errors are therefore printed here: the guard
+    that otherwise prints them and ends the job would try to reach the other ranks.
     """
     if launched_rank(os.environ) > 0:
         return int(ExitStatus.OK)

@@ -18,7 +18,10 @@ _SIZES = {
 
 
 def add_layout_options(parser: argparse.ArgumentParser, *, schedule: bool = False) -> None:
-    """Add ``--pipeline``, ``--tensor``, ``--context``, ``--data``, ``--order`` and, with ``schedule``, its options."""
+    """Add ``--pipeline``, ``--tensor``, ``--context``, ``--data`` and ``--order`` to a parser.
+
+    With ``schedule``, add ``--schedule`` and ``--virtual-stages`` too.
+    """
     group = parser.add_argument_group("layout over the ranks of mpiexec")
     for name, meaning in _SIZES.items():
         group.add_argument(f"--{name}", metavar="N", type=int, default=1, help=f"{meaning} (default: 1)")
@@ -53,7 +56,7 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json``, for commands whose output programs read, too."""
+    """Add ``--json``, for commands that can print their result as one line of JSON."""
     parser.add_argument("--json", action="store_true", help="one line for programs")
 
 
@@ -73,10 +76,12 @@ def whole_number(text: str) -> int:
 def layout_of(options: argparse.Namespace, **settings: Any) -> Any:
     """Make the :class:`~mpizero.train.config.parallel_section.ParallelSection` that the options describe.
 
+    ``settings`` are further settings of the section, for which there are no options.
+
     Raises
     ------
     ConfigError
-        If an option is wrong; names it.
+        If an option is wrong. The message names the option.
     """
     from mpizero.train.config.parallel_section import ParallelSection
 
@@ -88,7 +93,10 @@ def layout_of(options: argparse.Namespace, **settings: Any) -> Any:
 
 @contextmanager
 def named_as_options() -> Iterator[None]:
-    """Rewrite errors about settings for the command line: ``parallel.tensor = 3`` becomes ``--tensor 3``."""
+    """Rewrite an error about a setting that the ``with`` block raises as one about an option of the command line.
+
+    The setting ``parallel.tensor = 3`` becomes ``--tensor 3``.
+    """
     from mpizero.train.config.setting_checks import SettingError
 
     try:

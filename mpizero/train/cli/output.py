@@ -1,4 +1,4 @@
-"""Print the output of commands; control characters in quoted names and texts are escaped."""
+"""Print the output of commands, with control characters in it escaped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def show(text: str, file: TextIO | None = None) -> None:
 
 
 def accept_all_characters() -> None:
-    """Make standard output and error escape characters that their encoding does not have, instead of raising."""
+    """Make standard output and error escape the characters that their encoding lacks, instead of raising an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

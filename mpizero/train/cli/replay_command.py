@@ -13,7 +13,7 @@ from mpizero.train.cli.output import show
 
 
 def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
-    """Add ``mpizero replay`` to the parser; ``run`` executes it."""
+    """Add ``mpizero replay`` to the commands; ``run`` executes it, given the parsed options."""
     parser = commands.add_parser(
         "replay",
         help="evaluate the samples of a skipped step again, and tell where the first value is not finite",
@@ -32,7 +32,7 @@ def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> None
 
 
 def run(options: argparse.Namespace) -> int:
-    """Replay a bad step, print the result, and return the exit status."""
+    """Evaluate the samples of a skipped step again, print the result, and return the exit status."""
     from mpizero.train import replay_step
 
     found = replay_step.replay(options.dump, options.checkpoint, lambda line: show(line, sys.stderr))

@@ -10,7 +10,7 @@ from mpizero.train.cli.options import add_json, add_overrides
 
 
 def add_verify(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
-    """Add ``mpizero verify`` to the parser; ``run`` executes it."""
+    """Add ``mpizero verify`` to the commands; ``run`` executes it, given the parsed options."""
     parser = commands.add_parser(
         "verify",
         help="run one training on several layouts and name the first number that differs",

@@ -36,7 +36,7 @@ class TrainingJob:
     comm : Communicator
         The ranks that train.
     source, validation : Source
-        The samples for training, and those held back for validation.
+        The samples for training, and the samples held back for validation.
     sharding : ShardingConfig
         How the ranks compute, communicate and share memory.
     model, optimizer : ShardedModelBase, its optimizer
@@ -44,7 +44,7 @@ class TrainingJob:
     task : str
         "language", "classification" or "regression".
     units_per_sample : int
-        Tokens of a sample for a language model, else 1.
+        Number of tokens in a sample for a language model, else 1.
     fingerprint : str
         Hash of the training data, by which a resumed run checks that it has the same data.
     """
@@ -61,7 +61,7 @@ class TrainingJob:
     fingerprint: str
 
     def describe(self) -> str:
-        """Return one line about the run for people.
+        """Describe the run in one line: model, layout, numbers of samples, grains.
 
         Not collective.
         """
@@ -81,7 +81,7 @@ class TrainingJob:
 
 @contextmanager
 def build(config: Config, comm: Communicator) -> Iterator[TrainingJob]:
-    """Build data, model, optimizer and sharding of a run, and free them at the end of the ``with`` block.
+    """Build the objects of a run, yield them as a :class:`TrainingJob`, and free them after the ``with`` block.
 
     Collective over ``comm``.
     """
@@ -114,9 +114,9 @@ def build(config: Config, comm: Communicator) -> Iterator[TrainingJob]:
 
 
 def lay_out(model: Any, optimizer: Any, parallel: ParallelSection, sharding: ShardingConfig) -> ShardedModelBase:
-    """Make the sharded model: divide a model and its optimizer over the ranks of ``sharding``.
+    """Divide a model and its optimizer over ranks, and return the sharded model.
 
-    Collective over these ranks.
+    Collective over the ranks of ``sharding``. ``parallel`` gives the strategy, and how the model is split.
     """
     if not parallel.splits_model:
         return distribute(model, optimizer, strategy=parallel.strategy, config=sharding)
@@ -124,7 +124,7 @@ def lay_out(model: Any, optimizer: Any, parallel: ParallelSection, sharding: Sha
 
 
 def build_source(config: Config) -> tuple[Any, Any]:
-    """Open the data; return the samples for training and those held back for validation.
+    """Open the data; return the samples for training and the samples held back for validation.
 
     Not collective.
 
@@ -139,7 +139,7 @@ def build_source(config: Config) -> tuple[Any, Any]:
 
 
 def check_samples(config: Config, source: Any) -> None:
-    """Reject a global batch that is larger than all training data.
+    """Raise an error if the global batch is larger than the number of training samples in ``source``.
 
     Not collective.
     """
@@ -164,9 +164,10 @@ def _open(section: DataSection, config: Config) -> Any:
 
 
 def build_model(config: Config, *sources: Any) -> Any:
-    """Build the model; an MLP takes its numbers of features and outputs from the data of all ``sources``.
+    """Build the model; an MLP takes its numbers of features and outputs from the data.
 
-    Not collective.
+    Not collective. ``sources`` are the samples for training and for validation. The number of classes is the larger
+    one of the two.
     """
     section = config.model
     return make_model(config, _widths(section, sources) if isinstance(section, MlpSection) else None)
@@ -210,7 +211,7 @@ def make_model(config: Config, widths: Sequence[int] | None) -> Any:
 
 
 def widths_of(model: Any) -> tuple[int, int] | None:
-    """Return the ``widths`` with which :func:`make_model` makes an equal model; None for a GPT.
+    """Return the ``widths`` with which :func:`make_model` makes a model of this size; None for a GPT.
 
     Not collective.
     """
@@ -218,7 +219,7 @@ def widths_of(model: Any) -> tuple[int, int] | None:
 
 
 def _widths(section: MlpSection, sources: Sequence[Any]) -> tuple[int, int]:
-    """Return the number of features of a sample, and the number of classes or of values to predict."""
+    """Return the number of features of a sample, and the number of classes (regression: of values) to predict."""
     x, y = sources[0].samples(np.arange(1))
     if x.ndim != 2:
         raise DataError(f"an mlp takes samples of one axis (samples, features), the data have shape {x.shape[1:]} each")
@@ -238,6 +239,11 @@ def classes(source: Any) -> int:
     """Return the number of classes of a source: one more than its largest target.
 
     Not collective.
+
+    Raises
+    ------
+    DataError
+        If a target is negative.
     """
     largest = -1
     for start in range(0, len(source), 4096):
@@ -271,7 +277,7 @@ def build_optimizer(config: Config) -> Any:
 
 
 def learning_rate(section: OptimizerSection, steps: int) -> Any:
-    """Build the learning rate schedule: over ``schedule_steps`` steps if the section has them, else over ``steps``.
+    """Build the learning rate schedule, which ends after ``section.schedule_steps`` or, without it, ``steps`` steps.
 
     Not collective.
     """
@@ -282,9 +288,9 @@ def learning_rate(section: OptimizerSection, steps: int) -> Any:
 
 
 def computing_settings(config: Config) -> dict[str, Any]:
-    """Return the arguments of :class:`ShardingConfig` that do not depend on the layout: how a rank computes.
+    """Return the keyword arguments of :class:`ShardingConfig` that determine how a rank computes.
 
-    Not collective.
+    Not collective. They do not depend on the layout of the run over ranks.
     """
     placed = ("device", "optimizer_device", "direct_messages", "mixed_precision")
     names = ("micro_batch", "accumulate", "threads", "timeout", *placed)
@@ -310,7 +316,7 @@ def build_sharding(config: Config, comm: Communicator) -> ShardingConfig:
 
 
 def data_fingerprint(source: Any) -> str:
-    """Return a hash of a source's length and of :data:`FINGERPRINT_SAMPLES` evenly chosen samples.
+    """Return a hash of a source's length and of :data:`FINGERPRINT_SAMPLES` samples, evenly spaced in it.
 
     Not collective.
     """

@@ -1,4 +1,4 @@
-"""Read a configuration file and ``--set`` overrides; every error names the key, its place and what is allowed."""
+"""Read a configuration file and ``--set`` overrides; errors name the key, file and line, and what is allowed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SECTIONS = ("model", "data", "parallel", "train", "optimizer", "checkpoint")
 
 @dataclass(frozen=True)
 class ConfigDocument:
-    """Hold the text of a configuration file and its origin.
+    """Hold the path and the text of a configuration file, and the settings that replace some in it.
 
     Attributes
     ----------
@@ -53,7 +53,7 @@ class ConfigDocument:
 
     @contextmanager
     def located(self) -> Iterator[None]:
-        """Add file and line of a setting to a :class:`SettingError` that the ``with`` block raises.
+        """Convert a :class:`SettingError` of the ``with`` block to a ConfigError with the setting's file and line.
 
         Not collective.
         """
@@ -63,7 +63,7 @@ class ConfigDocument:
             raise ConfigError(f"{self.place(error.key)}: {error.message}") from None
 
     def place(self, key: str) -> str:
-        """Return where a dotted key was set: "--set", or the file's name, with the line if it is found.
+        """Return where a key such as ``train.steps`` was set: "--set", or the file's name and, if found, the line.
 
         Not collective.
         """
@@ -83,14 +83,14 @@ class ConfigDocument:
 
 
 def read_config(name: str) -> str:
-    """Return the text of a configuration file.
+    """Return the text of the configuration file at the path ``name``.
 
     Not collective.
 
     Raises
     ------
     ConfigError
-        If the file cannot be read; names the file and the reason.
+        If the file cannot be read. The message names the file and the reason.
     """
     try:
         with Path(name).open("rb") as file:  # bounded while it is read: what is no regular file has no size
@@ -108,14 +108,16 @@ def read_config(name: str) -> str:
 def read_together(
     comm: Communicator, name: str, overrides: Sequence[str], preset: Mapping[str, str]
 ) -> tuple[ConfigDocument, Config]:
-    """Read a configuration file on rank 0 and parse it on all ranks; ``preset`` holds defaults by dotted key.
+    """Read a configuration file on rank 0 and parse it on all ranks; return its text and the configuration.
 
-    Collective over ``comm``.
+    Collective over ``comm``. ``preset`` has values, as TOML texts by key such as ``train.threads``, of settings that
+    are neither in the file nor in ``overrides``.
 
     Raises
     ------
     ConfigError
-        If the file cannot be read, or a setting is wrong; names the key, its place and what is allowed.
+        If the file cannot be read, or a setting is wrong. The message names the key, file and line, and what is
+        allowed.
     """
     with all_ranks(comm):
         text = read_config(name) if comm.rank == 0 else ""
@@ -133,12 +135,13 @@ def parse_config(document: ConfigDocument, defaults: Mapping[str, str] | None = 
     document : ConfigDocument
         The TOML text with its overrides.
     defaults : mapping of str to str, optional
-        Settings by dotted key that apply where neither the text nor an override has the key.
+        Values, as TOML texts by key such as ``train.threads``, of settings that are neither in the text nor in an
+        override.
 
     Raises
     ------
     ConfigError
-        If a setting is wrong; names the key, its value, its place and what is allowed.
+        If a setting is wrong. The message names the key, its value, file and line, and what is allowed.
     """
     try:
         tables = tomllib.loads(document.text)
@@ -180,14 +183,14 @@ def _value(override: str, raw: str) -> Any:
 
 
 def config_of(tables: Tables) -> Config:
-    """Build a checked configuration from the tables of a TOML file, or from those of :meth:`Config.to_dict`.
+    """Build a checked configuration from the tables of a TOML file, or from the result of :meth:`Config.to_dict`.
 
     Not collective.
 
     Raises
     ------
     ConfigError
-        If a setting is wrong; names the key, its value and what is allowed.
+        If a setting is wrong. The message names the key, its value and what is allowed.
     """
     for section, content in tables.items():
         if section not in SECTIONS:

@@ -1,4 +1,4 @@
-"""Check the settings of ``[data]``: each function returns the value, or raises ValueError with what is allowed."""
+"""Check settings of ``[data]``: a check returns the value to use, or raises ValueError that says what is allowed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from mpizero.train.config.setting_checks import many, text
 
 
 def arrays(value: Any) -> Any:
-    """Check ``data.arrays``: a table of the paths ``x`` and ``y``, or "digits"."""
+    """Check ``data.arrays``: it must be "digits", or a table with file paths under the keys ``x`` and ``y``."""
     if value == "digits":
         return value
     return table("x", "y", hint=' or "digits" (scikit-learn\'s handwritten digits)')(value)
 
 
 def patterns(value: Any) -> tuple[str, ...]:
-    """Check ``data.text``: one or several file patterns, or "stdlib" alone."""
+    """Check ``data.text``, one or several file patterns, or "stdlib" alone; return the patterns as a tuple."""
     if value in ("digits", ["digits"]):
         raise ValueError('is for text; scikit-learn\'s digits are data.arrays = "digits"')
     result: tuple[str, ...] = many(text, least=1)([value] if isinstance(value, str) else value)
@@ -26,7 +26,10 @@ def patterns(value: Any) -> tuple[str, ...]:
 
 
 def table(*keys: str, hint: str = "") -> Any:
-    """Return a function that checks a table: it must have exactly these keys, with non-empty strings as values."""
+    """Return a check for tables: they must have exactly the keys ``keys``, with strings that are not empty.
+
+    ``hint`` is added to the error message.
+    """
     allowed = "must be a table {" + ", ".join(f'{key} = "..."' for key in keys) + "}" + hint
 
     def check(value: Any) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Check settings of messages between ranks: how gradients are packed, and how much of them is sent at once."""
+"""Check settings of messages between ranks: how gradients are compressed, and how many bytes are sent at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def compression(value: Any) -> str | None:
 
 
 def bucket(value: Any) -> float | str:
-    """Check ``parallel.bucket_mb``: "auto", or MiB."""
+    """Check ``parallel.bucket_mb``: it must be "auto" or a number of MiB."""
     try:
         check_bucket(value, None)
     except ConfigError:

@@ -20,7 +20,11 @@ _SPLITTING = ("pipeline", "tensor", "context")
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSection(ConfigSection):
-    """Hold the layout of a run over ranks; layouts without ``tensor`` and ``context`` give the same bits."""
+    """Hold the layout of a run over ranks.
+
+    ``pipeline``, ``tensor``, ``data`` and ``context`` are the sizes of the axes of the process grid; ``data = -1``
+    takes all remaining ranks. All layouts with ``tensor = 1`` and ``context = 1`` train to the same bits.
+    """
 
     strategy: str = setting("zero2", choice(*STRATEGIES))
     pipeline: int = setting(1, whole(1))
@@ -36,7 +40,7 @@ class ParallelSection(ConfigSection):
     bucket_mb: float | str | None = setting(None, optional(bucket))
 
     def check_combination(self) -> None:
-        """Raise an error for sizes, orders and schedules that are wrong for every job and model."""
+        """Raise :class:`SettingError` for sizes, axis orders and schedules that fit no job and no model."""
         if self.data == 0:
             raise self.reject("data", "must be -1 (all remaining ranks) or a whole number >= 1")
         if self.tensor > 1 and self.context > 1:
@@ -94,7 +98,7 @@ class ParallelSection(ConfigSection):
         self.axes(ranks)
 
     def check_blocks(self, blocks: int) -> None:
-        """Raise an error if the pipeline has more chunks than the model has blocks, or the cuts do not fit them."""
+        """Raise an error if the model has ``blocks`` blocks, and ``cuts`` or the pipeline's chunks do not fit them."""
         chunks = self.chunks
         if chunks > blocks:
             each = f" of {chunks // self.pipeline} parts each" if chunks > self.pipeline else ""
@@ -119,12 +123,12 @@ class ParallelSection(ConfigSection):
             raise self.reject("tensor", f"must divide model.heads = {heads}; these do: {fit}")
 
     def check_sequence(self, model: str) -> None:
-        """Raise an error for a context group: called for models without sequences."""
+        """Raise an error if the layout has a context group; called if the model, named ``model``, has no sequences."""
         if self.context > 1:
             raise self.reject("context", f"must be 1: model.name = {shown(model)} has no sequence to cut")
 
     def parallel_layout(self) -> ParallelLayout:
-        """Return the layout as a :class:`ParallelLayout`; schedule and cuts are left out without a pipeline."""
+        """Return the layout as a :class:`ParallelLayout`; without a pipeline, schedule and cuts keep their defaults."""
         sizes = {axis: getattr(self, axis) for axis in (*_SPLITTING, "data")}
         if self.pipeline == 1:
             return ParallelLayout(**sizes, order=self.order)
@@ -140,11 +144,14 @@ class ParallelSection(ConfigSection):
         return {**sizes, **rest, "zero_stage": self.zero_stage}
 
     def figures(self, ranks: int) -> dict[str, Any]:
-        """Return sizes of the axes and schedule (None without a pipeline), for the result of ``mpizero train``."""
+        """Return the size of each axis by its name, and the schedule's name (None without a pipeline).
+
+        ``ranks`` is the number of ranks of the job. The result is printed by ``mpizero train``.
+        """
         return {**self.axes(ranks).sizes, "schedule": self.schedule if self.pipeline > 1 else None}
 
     def describe(self, ranks: int) -> str:
-        """Return the layout in words, for example "pipeline 2 x tensor 1 x data 2, 1f1b, zero1"."""
+        """Describe the layout of a job of ``ranks`` ranks, such as "pipeline 2 x tensor 1 x data 2, 1f1b, zero1"."""
         if not self.splits_model:
             return f"{self.strategy} on {ranks} rank{'s' if ranks > 1 else ''}"
         sizes = self.axes(ranks).sizes

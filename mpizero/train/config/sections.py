@@ -92,7 +92,7 @@ class GptSection(ModelSection):
 
 @dataclass(frozen=True, kw_only=True)
 class MlpSection(ModelSection):
-    """Hold the settings of a multi-layer perceptron; inputs and outputs are as wide as the data."""
+    """Hold the settings of a multi-layer perceptron, whose numbers of inputs and outputs are taken from the data."""
 
     hidden: tuple[int, ...] = setting((64, 64), many(whole(1)))
     activation: str = setting("relu", choice("relu", "gelu", "silu", "tanh"))
@@ -106,7 +106,10 @@ class MlpSection(ModelSection):
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection(ConfigSection):
-    """Hold the origin of the samples: exactly one of text, arrays and hdf5; paths start at the working folder."""
+    """Hold the origin of the samples: exactly one of ``text``, ``arrays`` and ``hdf5``.
+
+    Relative paths start at the working directory. ``validation`` is the fraction of samples held back for validation.
+    """
 
     text: tuple[str, ...] | None = setting(None, optional(patterns))
     arrays: Any = setting(None, optional(arrays))
@@ -119,7 +122,7 @@ class DataSection(ConfigSection):
         return next(key for key in ("text", "arrays", "hdf5") if getattr(self, key) is not None)
 
     def check_combination(self) -> None:
-        """Raise an error unless exactly one origin is given."""
+        """Raise an error if not exactly one of ``text``, ``arrays`` and ``hdf5`` is given."""
         given = [key for key in ("text", "arrays", "hdf5") if getattr(self, key) is not None]
         if len(given) != 1:
             what = " and ".join(f"data.{key}" for key in given) if given else "none"
@@ -151,7 +154,10 @@ class TrainSection(ConfigSection):
     timeout: float = setting(600.0, duration)
 
     def check_combination(self) -> None:
-        """Raise an error for grains larger than the global batch, GPU settings on CPUs, or too long a reserve."""
+        """Raise an error for grains larger than the global batch, GPU settings on CPUs, or wrong time limits.
+
+        ``time_reserve`` must be less than ``time_limit``.
+        """
         if self.micro_batch is not None and self.micro_batch > self.global_batch:
             raise self.reject(
                 "micro_batch", f"must be at most train.global_batch = {self.global_batch}, of which it is a part"
@@ -169,7 +175,7 @@ class TrainSection(ConfigSection):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSection(ConfigSection):
-    """Hold the settings that all optimizers have; the classes below add their own."""
+    """Hold the settings that all optimizers have; subclasses add their own."""
 
     name: str = setting("adamw", choice("sgd", "adam", "adamw", "rmsprop", "lion", "lamb"))
     lr: float = setting(3e-4, positive)
@@ -185,7 +191,7 @@ class OptimizerSection(ConfigSection):
         return "optimizer"
 
     def check_combination(self) -> None:
-        """Raise an error for schedule settings with a constant rate, and for a last rate above the first."""
+        """Raise an error for settings of a schedule without one, and for a last learning rate ``end`` above ``lr``."""
         for name in ("end", "schedule_steps"):
             if getattr(self, name) and self.schedule == "constant":
                 raise self.reject(name, 'belongs to the schedules "linear" and "cosine"; a constant rate has no end')
@@ -203,7 +209,7 @@ class SgdSection(OptimizerSection):
     nesterov: bool = setting(False, flag)
 
     def check_combination(self) -> None:
-        """Raise an error for Nesterov or dampening without the momentum that they need."""
+        """Raise an error for Nesterov momentum or dampening with zero momentum, and for both together."""
         super().check_combination()
         if self.nesterov and (not self.momentum or self.dampening):
             raise self.reject("nesterov", "needs optimizer.momentum > 0 and optimizer.dampening = 0")
@@ -216,7 +222,7 @@ _BETAS = many(fraction, count=2)
 
 @dataclass(frozen=True, kw_only=True)
 class AdamSection(OptimizerSection):
-    """Hold the settings of Adam; the decay is added to the gradient."""
+    """Hold the settings of Adam; weight decay is added to the gradient."""
 
     betas: tuple[float, float] = setting((0.9, 0.999), _BETAS)
     eps: float = setting(1e-8, positive)
@@ -224,7 +230,7 @@ class AdamSection(OptimizerSection):
 
 @dataclass(frozen=True, kw_only=True)
 class AdamwSection(AdamSection):
-    """Hold the settings of AdamW: Adam with the decay applied to the weights."""
+    """Hold the settings of AdamW: Adam with weight decay applied to the weights directly."""
 
     weight_decay: float = setting(0.01, number())
 
@@ -255,7 +261,7 @@ class LionSection(OptimizerSection):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSection(ConfigSection):
-    """Hold the folder and the frequency of checkpoints; ``every = 0`` saves at the end only."""
+    """Hold the folder of checkpoints, and how often and how they are saved; ``every = 0`` saves at the end only."""
 
     folder: str = setting("run/checkpoints", text)
     every: int = setting(100, whole(0))
@@ -266,7 +272,7 @@ class CheckpointSection(ConfigSection):
     alignment: int = setting(ALIGNMENT, whole(ALIGNMENT, ALIGNMENT_LIMIT))
 
     def check_combination(self) -> None:
-        """Raise an error for an alignment that is no power of two, and for asynchronous saves with parallel HDF5."""
+        """Raise an error if the alignment is not a power of two, or for asynchronous saves with parallel HDF5."""
         if self.alignment & (self.alignment - 1):
             raise self.reject("alignment", f"must be a power of two from {ALIGNMENT} to {ALIGNMENT_LIMIT}")
         if self.asynchronous and self.backend != "direct":
@@ -289,7 +295,7 @@ OPTIMIZERS: dict[str, type[OptimizerSection]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Hold a whole configuration; making one checks that its sections fit together."""
+    """Hold a whole configuration; the constructor checks that its sections fit together."""
 
     model: ModelSection
     data: DataSection
@@ -333,7 +339,10 @@ def _plain(value: Any) -> Any:
 
 
 def mathematics(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the settings that determine the result of training, by dotted name, from :meth:`Config.to_dict`."""
+    """Return the settings that determine the result of training, by names such as ``train.seed``.
+
+    ``config`` is the result of :meth:`Config.to_dict`.
+    """
     flat = {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
     flat.setdefault("train.accumulate", 1)  # runs saved before there was this setting
     if flat.get("optimizer.schedule") in ("linear", "cosine"):
@@ -348,7 +357,10 @@ def mathematics(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def difference(saved: dict[str, dict[str, Any]], wanted: dict[str, dict[str, Any]]) -> str | None:
-    """Describe the first setting by which two configurations compute different results; None if there is none."""
+    """Describe the first setting by which two configurations compute different results; None if there is none.
+
+    Both configurations are results of :meth:`Config.to_dict`.
+    """
     before, now = mathematics(saved), mathematics(wanted)
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):

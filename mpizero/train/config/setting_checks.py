@@ -1,4 +1,4 @@
-"""Check settings: a check is a function that returns the value to use, or raises ValueError with what is allowed."""
+"""Check settings: a check returns the value to use, or raises ValueError whose message says what is allowed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpizero.validation import Check, Unexpected, positive
 
 
 class SettingError(ConfigError):
-    """Report a wrong setting; ``key`` is its dotted name, by which the line in the file is found."""
+    """Report a wrong setting; ``key`` is its name, such as ``train.steps``, for finding its line in the file."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(message)
@@ -23,7 +23,7 @@ class SettingError(ConfigError):
 
 
 def rejected(key: str, value: object, allowed: str) -> SettingError:
-    """Make the error about a wrong setting, with its key, its value and what is allowed."""
+    """Return the error about a wrong setting; its message says key, value and what is allowed."""
     return SettingError(key, f"{key} = {shown(value)}: {allowed}")
 
 
@@ -45,7 +45,7 @@ def shown(value: object) -> str:
 
 
 def allowed(error: ValueError) -> str:
-    """Return the phrase about what is allowed, from the error that a check raised."""
+    """Return what the error of a check says about allowed values, such as "must be true or false"."""
     return f"must be {error}" if isinstance(error, Unexpected) else str(error)
 
 
@@ -55,7 +55,7 @@ def check_option(option: str, value: object, check: Check) -> None:
     Raises
     ------
     ConfigError
-        If the check fails; names the option, its value and what is allowed.
+        If the check fails. The message names the option, its value and what is allowed.
     """
     try:
         check(value)
@@ -65,7 +65,7 @@ def check_option(option: str, value: object, check: Check) -> None:
 
 @dataclass(frozen=True)
 class ConfigSection:
-    """Check the settings of a section when it is made; base of all sections, whose fields carry their checks."""
+    """Serve as base class of all sections: the constructor checks every field by the check declared with it."""
 
     @classmethod
     def title(cls) -> str:
@@ -73,7 +73,7 @@ class ConfigSection:
         return cls.__name__.removesuffix("Section").lower()
 
     def __post_init__(self) -> None:
-        """Check every field and store the value that the check returns; then check combinations of fields."""
+        """Call every field's check, store the value that it returns, and then call :meth:`check_combination`."""
         for item in fields(self):
             value = getattr(self, item.name)
             try:
@@ -86,7 +86,7 @@ class ConfigSection:
         """Raise an error for settings that do not fit together; subclasses override this."""
 
     def reject(self, key: str, allowed: str) -> SettingError:
-        """Make the error about a wrong setting of this section."""
+        """Return the error about the wrong setting ``key`` of this section; ``allowed`` says what is allowed."""
         return rejected(f"{self.title()}.{key}", getattr(self, key), allowed)
 
 
@@ -96,7 +96,7 @@ def setting(default: Any, check: Check) -> Any:
 
 
 def required(check: Check) -> Any:
-    """Declare a field without a default."""
+    """Declare a field of a section without a default, and its check."""
     return field(metadata={"check": check})
 
 
@@ -161,7 +161,10 @@ def choice(*words: str) -> Check:
 
 
 def many(check: Check, *, least: int = 0, count: int | None = None) -> Check:
-    """Return a check for lists of ``count`` or at least ``least`` items, each of which must pass ``check``."""
+    """Return a check for lists, which returns a tuple of what ``check`` returns for each item.
+
+    There must be ``count`` items or, without it, at least ``least`` items.
+    """
     size = f"a list of {count} values" if count is not None else f"a list of at least {least} values"
 
     def check_all(value: Any) -> tuple[Any, ...]:

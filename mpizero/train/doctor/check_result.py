@@ -19,13 +19,13 @@ class CheckResult:
     name : str
         Name of the check.
     status : {"ok", "warn", "FAIL"}
-        "warn": training works, but not as well as it could.
+        "warn" if training works, but not as well as it could; "FAIL" if it does not work.
     text : str
-        The result in words.
+        What the check has found.
     remedy : str
-        What the user can do about a problem.
+        What the user can do about a problem; "" if there is nothing to do.
     code : int
-        Exit status of a "FAIL".
+        Exit status of ``mpizero doctor`` if ``status`` is "FAIL"; otherwise without meaning.
     """
 
     name: str

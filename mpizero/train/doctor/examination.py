@@ -1,4 +1,4 @@
-"""Check by trying whether this machine has what training needs, and say how to correct problems."""
+"""Try out whether this machine has what training needs, and say how to correct problems."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_versions(comm: Communicator, threads: int) -> CheckResult:
 
 
 def check_mpi(comm: Communicator, threads: int) -> CheckResult:
-    """Report the MPI library and its thread level, and try a reduction. Collective over ``comm``."""
+    """Report the MPI library and its thread level, and test a reduction. Collective over ``comm``."""
     facts = machine_facts.mpi_facts()
     if facts is None:
         return CheckResult(
@@ -57,7 +57,7 @@ def check_mpi(comm: Communicator, threads: int) -> CheckResult:
 
 
 def check_cores(comm: Communicator, threads: int) -> CheckResult:
-    """Compare cores with ranks x threads on every node. Collective over ``comm``."""
+    """Compare the number of cores of every node with its ranks x ``threads``. Collective over ``comm``."""
     with comm.split_node(name="doctor") as node:
         sets = node.allgather_object(machine_facts.cores())
         ranks = node.size
@@ -82,7 +82,7 @@ def check_cores(comm: Communicator, threads: int) -> CheckResult:
 
 
 def check_blas(comm: Communicator, threads: int) -> CheckResult:
-    """Compare the BLAS builds of all ranks: another build gives other bits. Collective over ``comm``."""
+    """Compare the BLAS builds of all ranks: different builds give different bits. Collective over ``comm``."""
     mine = machine_facts.blas()
     every = comm.allgather_object(mine)
     for rank, other in enumerate(every):
@@ -95,7 +95,7 @@ def check_blas(comm: Communicator, threads: int) -> CheckResult:
 
 
 def check_hdf5(comm: Communicator, threads: int) -> CheckResult:
-    """Check that h5py can be imported, and report whether it has MPI. Collective over ``comm``."""
+    """Check that h5py can be imported, and report whether it is built with MPI. Collective over ``comm``."""
     facts = machine_facts.hdf5(comm)
     if facts is None:
         return CheckResult("hdf5", "FAIL", "h5py cannot be imported", "pip install h5py")
@@ -103,7 +103,7 @@ def check_hdf5(comm: Communicator, threads: int) -> CheckResult:
 
 
 def check_shared_memory(comm: Communicator, threads: int) -> CheckResult:
-    """Allocate a window on every node, write it from every rank and read it from every other. Collective."""
+    """Test a shared window on every node: every rank writes a part of it and reads all parts. Collective."""
     wrong = machine_facts.try_shared_memory(comm)
     space = machine_facts.shared_space()
     failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(comm.allgather_object(wrong)) if reason]
@@ -120,7 +120,7 @@ def check_shared_memory(comm: Communicator, threads: int) -> CheckResult:
 
 
 def check_leftovers(comm: Communicator, threads: int, *, clean: bool = False) -> CheckResult:
-    """Look for files of killed jobs in shared memory; ``clean`` removes those that no process uses. Collective."""
+    """Look for files of ended jobs in shared memory; with ``clean``, remove files that no process uses. Collective."""
     with comm.split_node(name="doctor") as node:
         first = node.rank == 0
     found = [*leftovers(), *session_folders()] if first else []
@@ -206,9 +206,9 @@ def examine(
     threads : int
         Number of threads that each rank will use.
     environment : mapping, optional
-        Environment variables of this process, in which launcher and Slurm describe the job.
+        Environment variables of this process; the launcher and Slurm describe the job in them.
     clean : bool
-        Whether to remove unused shared memory of this user's killed jobs on the nodes of ``comm``.
+        Whether to remove shared memory of this user's ended jobs that no process uses, on the nodes of ``comm``.
     """
     checks = [partial(check, clean=clean) if check is check_leftovers else check for check in CHECKS]
     found = [check(comm, threads) for check in checks]
@@ -218,16 +218,16 @@ def examine(
 
 
 def alone(error: ConfigError) -> CheckResult:
-    """Return the result for a job whose ranks have each started an MPI of their own.
+    """Return a "FAIL" for a job in which every rank runs as a separate MPI job of size 1.
 
-    Not collective.
+    Not collective. The text of ``error`` is split at "; " into the result's text and remedy.
     """
     text, _, remedy = str(error).partition("; ")
     return CheckResult("launch", "FAIL", text, remedy)
 
 
 def exit_status(results: Sequence[CheckResult]) -> int:
-    """Return the exit status of the command: 0, or that of the first failed check.
+    """Return the exit status of the command: the code of the first failed check, or 0 if none failed.
 
     Not collective.
     """
@@ -248,7 +248,7 @@ def report(results: Sequence[CheckResult]) -> str:
 
 
 def as_json(results: Sequence[CheckResult], ranks: int) -> str:
-    """Format the results as one line of JSON for programs.
+    """Format the results as one line of JSON for programs; ``ranks`` is the number of ranks examined.
 
     Not collective.
     """

@@ -1,4 +1,4 @@
-"""Check that ranks, nodes and threads are those that launcher and Slurm have set in the environment."""
+"""Compare ranks, nodes and threads with what the launcher and Slurm have set in the environment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
 
 
 def check_launch(comm: Communicator, threads: int, environment: Mapping[str, str]) -> CheckResult:
-    """Compare ranks and nodes of MPI with those of launcher and Slurm. Collective over ``comm``."""
+    """Compare MPI's ranks and nodes with the launcher's and Slurm's. Collective over ``comm``."""
     own = Launch.of(environment)
     every = comm.allgather_object((own, machine_facts.host()))
     nodes, slurm_nodes = len({host for _, host in every}), _number(environment, "SLURM_JOB_NUM_NODES")
@@ -41,7 +41,7 @@ def check_launch(comm: Communicator, threads: int, environment: Mapping[str, str
 
 
 def check_threads(comm: Communicator, threads: int, environment: Mapping[str, str]) -> CheckResult:
-    """Compare the threads of all ranks with each other, and with the CPUs of a Slurm task. Collective over ``comm``."""
+    """Compare the number of threads of all ranks, and with the CPUs of a Slurm task. Collective over ``comm``."""
     name = "threads"
     if wrong := difference(comm.allgather_object(threads)):
         return CheckResult(
@@ -58,7 +58,7 @@ def check_threads(comm: Communicator, threads: int, environment: Mapping[str, st
 
 
 def check_time(comm: Communicator, threads: int, environment: Mapping[str, str]) -> CheckResult:
-    """Report the time limit of the Slurm job. Collective over ``comm``."""
+    """Report how much time the Slurm job has left. Collective over ``comm``."""
     limit: Limit | None = comm.broadcast_object(slurm_limit(environment) if comm.rank == 0 else None)
     if limit is not None:
         return CheckResult(
@@ -71,9 +71,9 @@ def check_time(comm: Communicator, threads: int, environment: Mapping[str, str])
 
 
 def difference(values: Sequence[T]) -> str:
-    """Describe the first rank whose value differs from that of rank 0, with both values; "" if all are equal.
+    """Describe the first rank whose value differs from rank 0's, with both values; "" if all are equal.
 
-    Not collective.
+    Not collective. ``values`` has one entry for each rank.
     """
     other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
     return "" if other is None else f"rank 0 has {values[0]}, rank {other} has {values[other]}"

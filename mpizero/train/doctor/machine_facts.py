@@ -1,4 +1,4 @@
-"""Find out what this machine has: for ``mpizero doctor``, ``mpizero bench`` and the benchmark scripts."""
+"""Find out facts about this machine for ``mpizero doctor``, ``mpizero bench`` and the benchmark scripts."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def described() -> str:
 
 
 def available_memory() -> int | None:
-    """Return the bytes of available memory on this node; None if the system does not tell.
+    """Return the bytes of available memory on this node; None if the system does not report them.
 
     Not collective.
     """
@@ -97,9 +97,9 @@ def available_memory() -> int | None:
 
 
 def blas() -> str:
-    """Name the BLAS that NumPy has loaded, with its kind of core, and the BLAS for large products if there is one.
+    """Name the BLAS that NumPy has loaded, with the processor core that it is optimized for.
 
-    Not collective.
+    If large products are computed by another BLAS, name that one too. Not collective.
 
     Raises
     ------
@@ -120,7 +120,7 @@ def blas() -> str:
 
 
 def hdf5(comm: Communicator) -> str | None:
-    """Describe the installed h5py, with or without MPI; None if it is not installed.
+    """Describe the installed h5py, and whether it is built with MPI; return None if it is not installed.
 
     Not collective.
     """
@@ -153,7 +153,7 @@ def try_reduction(comm: Communicator) -> tuple[int, float]:
 
 
 def try_shared_memory(comm: Communicator) -> str:
-    """Write a shared window from every rank of this node and read it on all; return the problem, "" if none.
+    """Write a part of a shared window on every rank, and read all parts; return the problem, "" if there is none.
 
     Collective over ``comm``.
     """
@@ -173,7 +173,7 @@ def try_shared_memory(comm: Communicator) -> str:
 
 
 def shared_space() -> tuple[int, int] | None:
-    """Return the free and the total size of shared memory in bytes; None if the system does not tell.
+    """Return the free and the total size of shared memory in bytes; None if the system does not report them.
 
     Not collective.
     """
@@ -185,9 +185,9 @@ def shared_space() -> tuple[int, int] | None:
 
 
 def try_kernel() -> tuple[str, CacheFolder | None, float]:
-    """Run one compiled kernel; return the problem ("" if none), the cache folder, and the seconds it took.
+    """Compile and run one kernel; return the problem ("" if none), the folder of compiled kernels, and the seconds.
 
-    Not collective.
+    Not collective. The folder is None if it could not be determined.
     """
     from mpizero.kernels import cache, cpu, native
 
@@ -206,7 +206,7 @@ def try_kernel() -> tuple[str, CacheFolder | None, float]:
 
 
 def devices() -> tuple[int, str]:
-    """Return the number of GPUs that ``device = "cuda"`` would use, and the reason if there are none.
+    """Return the number of GPUs that ``device = "cuda"`` can use, and, if that is 0, the reason.
 
     Not collective.
     """
@@ -216,9 +216,9 @@ def devices() -> tuple[int, str]:
 
 
 def why_through_host(comm: Communicator, place: int) -> str:
-    """Return why messages between GPUs must go through host memory; "" if they go directly.
+    """Return why messages between GPUs must go through host memory; "" if they are sent from GPU to GPU.
 
-    Collective over ``comm``. ``place`` is the number of this rank on its node.
+    Collective over ``comm``. ``place`` is this rank's number inside its node.
     """
     from mpizero.comm.group.gpu_aware import prove
     from mpizero.kernels.device import open_device

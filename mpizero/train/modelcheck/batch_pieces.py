@@ -1,4 +1,4 @@
-"""Cut batches into pieces as training does, and make them read-only."""
+"""Cut batches into pieces as training does, make their arrays read-only, and detect changes of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpizero.types import Array
 
 
 def sample_count(x: Any, y: Any) -> int | None:
-    """Return how many samples a batch has; None where it cannot be cut."""
+    """Return how many samples a batch has; None if it cannot be cut into samples."""
     try:
         tree = SampleTree.of(x=x, y=y)
         return None if tree.uncut else tree.count()
@@ -21,7 +21,7 @@ def sample_count(x: Any, y: Any) -> int | None:
 
 
 def cut(tree: Any, start: int, stop: int) -> Any:
-    """Return samples ``start:stop`` as contiguous arrays, as training gives them."""
+    """Return the samples ``start`` to ``stop - 1`` as contiguous arrays, as training passes them to a model."""
     return map_arrays(lambda array: np.ascontiguousarray(array[start:stop]), tree)
 
 
@@ -39,5 +39,5 @@ def read_only(tree: Any) -> Any:
 
 
 def content(tree: Any) -> tuple[bytes, ...]:
-    """Return the bytes of all arrays in nested containers, so that changes of them can be found."""
+    """Return the bytes of all arrays in nested containers, so that changes of the arrays can be detected."""
     return tuple(leaf.tobytes() for leaf in leaves_of(tree) if isinstance(leaf, np.ndarray))

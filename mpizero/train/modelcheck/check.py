@@ -49,9 +49,10 @@ def check_model(
     - values: the model returns what it must, with the right types, shapes and names;
     - repeats: it returns the same bits every time, whatever was evaluated before and wherever its arrays lie in memory,
       and does not change its arguments;
-    - layers: blocks overwrite their gradients, and the two halves of a backward pass do what the whole one does;
-    - sums: loss, gradients and weight of a batch are the sums of those of its pieces;
-    - gradient: the gradient of each parameter agrees with differences of the loss;
+    - layers, of models of blocks: they overwrite the memory for gradients, and ``backward_input`` with
+      ``backward_weights`` computes the same as ``backward``;
+    - sums: loss, gradients and weight of a batch are the sums over its pieces;
+    - gradient: the gradient of each parameter agrees with finite differences of the loss;
     - prediction: each sample's prediction does not depend on the other samples;
     - ranks: all ranks compute the same bits.
 
@@ -63,18 +64,18 @@ def check_model(
     model : BlockModel or BlackBoxModel
         The model as the sharded models take it: one of blocks of layers, or a :class:`~mpizero.FunctionModel`.
     x, y : arrays, or nested tuples and mappings of them
-        Some samples, at least two and different from each other; the same on all ranks.
+        At least two samples, different from each other; the same on all ranks.
     comm : mpi4py communicator, Communicator or None
         The ranks that are compared, as in :class:`~mpizero.ShardingConfig`.
     parameters : mapping of str to array, or None
-        Values to use in place of the model's start values; the model is evaluated at them and close to them.
+        Values to use in place of the model's start values. The model is evaluated at these values and close to them.
     seed : int
         Seed of the random directions along which parameters are changed.
 
     Returns
     -------
     ModelReport
-        What was checked, if nothing is wrong; ``print`` shows it.
+        What was checked, as a report that can be printed; it is returned only if nothing is wrong.
 
     Raises
     ------
@@ -126,7 +127,10 @@ class _Check:
         self.evaluated: list[LossAndGradients] = []
 
     def run(self, parameters: Mapping[str, Array] | None) -> None:
-        """Run all checks; stop at an evaluation that cannot be used, because later checks would mean nothing."""
+        """Run all checks, with ``parameters`` in place of the start values unless it is None.
+
+        Stop if the model returns values that cannot be used, because later checks would mean nothing.
+        """
         try:
             self._run(parameters)
         except UnusableEvaluation as error:
@@ -174,7 +178,7 @@ class _Check:
         return {name: np.array(parameters[name], value.dtype).reshape(value.shape) for name, value in start.items()}
 
     def _near(self, start: Named, scales: Mapping[str, float]) -> Named:
-        """Return random parameters near the start, or the start itself if the model cannot be evaluated near it."""
+        """Return random parameters near ``start``; return ``start`` if the model cannot be evaluated at them."""
         there = generic(self.checked, start, scales, self.rng)
         try:
             self.checked.evaluate(there, self.batch.x, self.batch.y)
@@ -217,7 +221,10 @@ class _Check:
             self.passed.append(line)
 
     def _wide(self, here: Named) -> CheckedBlocks | None:
-        """Return a float32 model of blocks in float64; None for other models, or if its layers stay in float32."""
+        """Return the checked model in float64 if it is a float32 model of blocks; None for other models.
+
+        Return None too if the loss still has only float32 precision, because layers compute in float32.
+        """
         if not isinstance(self.checked, CheckedBlocks) or self.checked.dtype == np.float64:
             return None
         wide = self.checked.wide()
@@ -228,7 +235,10 @@ class _Check:
         return None if float(np.float32(evaluation.loss)) == evaluation.loss else wide
 
     def digests(self) -> dict[tuple[int, str], str]:
-        """Return a hash of every value that must be equal on all ranks, in the order of computing. Not collective."""
+        """Return a hash of every value that must be equal on all ranks, in the order of computing. Not collective.
+
+        Keys are the number of the evaluation and the name of the value.
+        """
         found = {}
         for number, evaluation in enumerate(self.evaluated):
             values = {"loss": np.array(evaluation.loss), "weight": np.array(evaluation.weight)}
@@ -238,7 +248,7 @@ class _Check:
 
 
 def _beside_others(check: _Check, comm: Communicator) -> tuple[ModelFinding, ...]:
-    """Return the findings of all ranks, with one more where ranks computed other bits. Collective over ``comm``."""
+    """Return the findings of all ranks, and one more if ranks computed different bits. Collective over ``comm``."""
     if comm.size == 1:
         check.notes.append("ranks: one only; under mpiexec -n 2 two are compared")
         return tuple(check.findings)

@@ -1,4 +1,4 @@
-"""Wrap both kinds of models in one interface, which evaluates a batch and returns loss, gradients and weight."""
+"""Wrap models of blocks and function models in one interface that evaluates a batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Named = Mapping[str, Array]
 
 
 class LossAndGradients(NamedTuple):
-    """Hold the loss, gradients and weight of a batch; the gradients are copies, and only of trainable parameters."""
+    """Hold the loss, weight and gradients of a batch; the gradients are copies, of trainable parameters only."""
 
     loss: float
     gradients: dict[str, Array]
@@ -41,10 +41,13 @@ class CheckedModel(Protocol):
     evaluations: int
 
     def start(self) -> dict[str, Array]:
-        """Return the start values of all parameters, frozen ones too."""
+        """Return the start values of all parameters by name, including frozen parameters."""
 
     def evaluate(self, parameters: Named, x: Any, y: Any, first: int = 0, *, fresh: bool = False) -> LossAndGradients:
-        """Evaluate a batch whose first sample has number ``first``; with ``fresh``, parameters are in new arrays."""
+        """Evaluate a batch whose first sample has the number ``first`` in its global batch.
+
+        With ``fresh``, the model gets its parameters in newly allocated arrays.
+        """
 
     def loss(self, parameters: Named, x: Any, y: Any) -> float:
         """Return only the loss of a batch."""
@@ -54,13 +57,16 @@ class CheckedModel(Protocol):
 
 
 def checked_model(model: Any) -> CheckedModel:
-    """Wrap a model in the interface that fits it; raise TypeError if it is no model."""
+    """Return a :class:`CheckedBlocks` for a model of blocks, else a :class:`CheckedFunction`.
+
+    Raise TypeError if ``model`` is not a model.
+    """
     blocks_of(model)
     return CheckedBlocks(model) if isinstance(model, BlockModel) else CheckedFunction(model)
 
 
 class CheckedFunction:
-    """Evaluate a function model as training does: its parameters lie always in the same, read-only memory."""
+    """Evaluate a function model as training does: its parameters are always passed in the same, read-only memory."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.evaluations = model, 0
@@ -72,7 +78,7 @@ class CheckedFunction:
         self._memory = {name: np.zeros(shape, self.dtype) for name, shape in self.shapes.items()}
 
     def start(self) -> dict[str, Array]:
-        """Return copies of the start values."""
+        """Return copies of the start values of all parameters by name."""
         return {name: np.array(value, self.dtype) for name, value in self.model.parameters.items()}
 
     def _provided(self, parameters: Named, fresh: bool) -> dict[str, Array]:
@@ -164,7 +170,7 @@ class CheckedFunction:
 
 
 class CheckedBlocks:
-    """Evaluate a model of blocks as training does; blocks write their gradients into given memory."""
+    """Evaluate a model of blocks as training does: the blocks write their gradients into memory that they are given."""
 
     def __init__(self, model: Any, dtype: Any = None) -> None:
         self.model, self.evaluations = model, 0
@@ -175,15 +181,15 @@ class CheckedBlocks:
         self.dtype = np.dtype(self.model.dtype)
 
     def start(self) -> dict[str, Array]:
-        """Return the start values."""
+        """Return the start values of all parameters by name."""
         return initial_parameters(self.model)
 
     def wide(self) -> CheckedBlocks:
-        """Return the same blocks in float64, where differences of the loss are more accurate."""
+        """Return the same model with float64 parameters, where differences of the loss are more accurate."""
         return CheckedBlocks(self.model, np.float64)
 
     def evaluate(self, parameters: Named, x: Any, y: Any, first: int = 0, *, fresh: bool = False) -> LossAndGradients:
-        """Run forward and backward, and add the gradients of all uses of tied parameters."""
+        """Run forward and backward; add up the gradients of all uses of a tied parameter. ``fresh`` has no effect."""
         loss, weight, uses = self.passed(parameters, (x, y), first)
         gradients = {name: uses[name] for name in self.names}
         for spec in self.specs:
@@ -194,10 +200,11 @@ class CheckedBlocks:
     def passed(
         self, parameters: Named, batch: tuple[Any, Any], first: int = 0, *, fill: float = 0.0, halves: bool = False
     ) -> tuple[float, float, dict[str, Array]]:
-        """Run forward and backward, and return loss, weight and the gradient of every use of a parameter.
+        """Run forward and backward, and return loss, weight, and gradients by name.
 
-        The memory for gradients is filled with ``fill`` before. With ``halves``, ``backward_input`` and
-        ``backward_weights`` run in place of ``backward``, with a loss scale of 2, which is divided out again.
+        A tied parameter has one gradient for each use. The memory for gradients is first filled with ``fill``. With
+        ``halves``, ``backward_input`` and ``backward_weights`` run in place of ``backward``; the loss is multiplied by
+        2 before, and the gradients are divided by 2 after.
         """
         self.evaluations += 1
         params, run, scale = bind(self.model, read_only(dict(parameters))), self._run(batch[0], first), 1.0 + halves
@@ -245,12 +252,15 @@ def _count(x: Any, y: Any) -> int:
 
 
 def place_of(error: BaseException) -> str:
-    """Return the line of the user's own code that raised ``error``."""
+    """Return file and line of the user's own code that raised ``error``, as text."""
     return str(users_line(error.__traceback__) or "a line that is not known")
 
 
 def origin_of(model: Any, member: str) -> str:
-    """Return where a model's own code stands: a method with its place for a function model, else the class's name."""
+    """Describe where a model's code is: for a function model its function ``member``, with file and line.
+
+    For other models, return the name of the class.
+    """
     function = getattr(model, member, None) if isinstance(model, BlackBoxModel) else None
     return type(model).__name__ if function is None else named(function, member)
 

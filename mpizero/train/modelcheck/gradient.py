@@ -14,7 +14,10 @@ from mpizero.types import Array
 
 
 class WrongGradient(NamedTuple):
-    """Hold a parameter whose gradient is wrong, with the directions ``moves`` of it and the slopes along them."""
+    """Hold the name of a parameter whose gradient is wrong, and the evidence.
+
+    ``moves`` are directions in which the parameter was changed, and ``slopes`` the derivatives of the loss along them.
+    """
 
     name: str
     slopes: list[Slope]
@@ -22,7 +25,7 @@ class WrongGradient(NamedTuple):
 
     @property
     def ratio(self) -> float | None:
-        """Return the one factor by which the gradient is wrong everywhere: right / given; None if there is none."""
+        """Return right value / given value of the gradient if it is the same along all directions, else None."""
         ratios = [s.seen / s.said for s in self.slopes if s.said]
         if len(ratios) < len(self.slopes):
             return None
@@ -37,7 +40,8 @@ def check_gradient(
 ) -> tuple[list[ModelFinding], str, list[str]]:
     """Compare the gradient with differences of the loss at up to three points.
 
-    Returns the findings, a line that says how many parameters agree, and notes.
+    ``points(k)`` returns the point with number ``k``, from 0 to 2. Return the findings, a line that says how many
+    parameters agree, and notes.
     """
     point = points(0)
     names = [name for name in point.checked.names if point.at[name].size]
@@ -73,7 +77,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _not_shown_right(point: ParameterPoint, names: Sequence[str], rng: np.random.Generator) -> list[str]:
-    """Change all parameters together, and return the parameters whose gradient that does not prove right."""
+    """Change all parameters together, and return the parameters whose gradient may still be wrong after that."""
     slopes = [point.slope(direction(point, rng, names), rng, enough=1e-5) for direction in (steep, dense, dense)]
     if any(slope is None or point.verdict(slope) is False for slope in slopes):
         return list(names)
@@ -87,7 +91,7 @@ def _not_shown_right(point: ParameterPoint, names: Sequence[str], rng: np.random
 
 
 def _alone(point: ParameterPoint, name: str, rng: np.random.Generator) -> bool | None:
-    """Change one parameter alone, and tell whether its gradient is right; None if rounding hides that."""
+    """Change one parameter alone, and tell whether its gradient is right; return None if rounding hides it."""
     verdicts = [point.verdict(point.slope(d(point, rng, [name]), rng, enough=1e-6)) for d in (dense, steep)]
     return False if False in verdicts else None if None in verdicts else True
 
@@ -95,7 +99,10 @@ def _alone(point: ParameterPoint, name: str, rng: np.random.Generator) -> bool |
 def _explained(
     point: ParameterPoint, wrong: Sequence[WrongGradient], count: int, rng: np.random.Generator
 ) -> list[ModelFinding]:
-    """Return one finding for each wrong gradient, or a single one if all are wrong by the same factor."""
+    """Return one finding for each wrong gradient; one finding for all if all are wrong by the same factor.
+
+    ``count`` is the number of all parameters that were compared.
+    """
     ratios = [w.ratio for w in wrong]
     if len(wrong) == count > 1 and None not in ratios:
         values = [ratio for ratio in ratios if ratio is not None]
@@ -141,7 +148,7 @@ def _of_factor(point: ParameterPoint, ratio: float) -> tuple[str, str]:
 
 
 def _fits(wrong: WrongGradient, value: Array) -> bool:
-    """Tell whether all measured slopes agree with ``value`` as the gradient."""
+    """Tell whether ``value``, taken as the gradient of the parameter, agrees with all measured slopes."""
     said = [float(np.sum(value * move)) for move in wrong.moves]
     return all(abs(s.seen - v) <= SURE * s.bound + 0.01 * abs(s.seen) for s, v in zip(wrong.slopes, said, strict=True))
 

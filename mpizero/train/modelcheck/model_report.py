@@ -13,11 +13,11 @@ class ModelFinding:
     Attributes
     ----------
     check : str
-        The check that found it: "values", "repeats", "sum", "gradient", "prediction", "layers" or "ranks".
+        The check with this finding: "values", "repeats", "sum", "gradient", "prediction", "layers" or "ranks".
     what : str
         The wrong value: "loss", "weight", "prediction", "gradient of 'w'", ...
     seen : str
-        What is wrong with it, with numbers.
+        What is wrong with the value, with numbers.
     cause : str
         The probable cause.
     remedy : str
@@ -41,11 +41,11 @@ class ModelReport:
     Attributes
     ----------
     findings : tuple of ModelFinding
-        What is wrong; empty if nothing is.
+        What is wrong with the model; empty if nothing is wrong.
     passed : tuple of str
-        One line for each check that passed, with what it measured.
+        One line for each check that passed, with what the check measured.
     notes : tuple of str
-        What could not be checked, or is worth knowing.
+        Lines about what could not be checked, or is worth knowing.
     evaluations : int
         How often the model was evaluated.
     seconds : float
@@ -60,11 +60,11 @@ class ModelReport:
 
     @property
     def right(self) -> bool:
-        """Tell whether nothing is wrong."""
+        """Tell whether there are no findings."""
         return not self.findings
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values, for JSON."""
+        """Return the report as dicts, lists, strings and numbers, for JSON."""
         return {
             "right": self.right,
             "findings": [vars(finding) for finding in self.findings],
@@ -76,7 +76,7 @@ class ModelReport:
 
     @property
     def told(self) -> tuple[str, ...]:
-        """Return one line for each check and cause, which names all values that are wrong for that cause."""
+        """Return one line for each pair of check and cause; it names all values that are wrong for that cause."""
         groups: dict[tuple[str, str], list[ModelFinding]] = {}
         for finding in self.findings:
             groups.setdefault((finding.check, finding.cause), []).append(finding)
@@ -96,7 +96,7 @@ def _of_group(group: list[ModelFinding]) -> str:
 
 
 class UnusableEvaluation(Exception):  # noqa: N818 - never leaves the package
-    """Raised when what the model returns cannot be used at all; the check ends with these findings."""
+    """Report that the values returned by the model cannot be used; all checks end, with ``findings``."""
 
     def __init__(self, *findings: ModelFinding) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Check that a prediction is the same every time, and that each sample's does not depend on the other samples."""
+"""Check that predictions are the same every time, and that no sample's prediction depends on other samples."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from mpizero.train.rounding import Rounding
 
 
 def check_prediction(checked: CheckedModel, batch: CheckBatch, here: Named) -> tuple[list[ModelFinding], str]:
-    """Predict a batch twice, and in pieces, and compare the predictions.
+    """Predict a batch twice as a whole and once in pieces, and compare the predictions.
 
-    Returns findings, and a line that says what was measured: "" after a finding, or if the model predicts nothing.
+    ``here`` are the parameters. Return the findings, and a line that says what was measured. The line is "" after a
+    finding, or if the model has no ``predict``.
     """
     try:
         whole = checked.predict(here, batch.x)

@@ -16,7 +16,10 @@ from mpizero.types import Array
 
 
 class CheckBatch(NamedTuple):
-    """Hold the batch to check with; ``samples`` is their number, None where the batch cannot be cut."""
+    """Hold the batch on which a model is checked.
+
+    ``samples`` is the number of samples in it, None if the batch cannot be cut into samples.
+    """
 
     x: Any
     y: Any
@@ -24,7 +27,10 @@ class CheckBatch(NamedTuple):
 
 
 def unlike(found: LossAndGradients, expected: LossAndGradients) -> Iterator[tuple[str, str]]:
-    """Yield the name of each value that differs in a bit between two evaluations, with both numbers."""
+    """Yield the name of each value that differs in a bit between two evaluations, and a text with both numbers.
+
+    For a gradient the text has the element that differs most.
+    """
     for what in ("loss", "weight"):
         a, b = getattr(found, what), getattr(expected, what)
         if np.float64(a).tobytes() != np.float64(b).tobytes():
@@ -47,7 +53,7 @@ def random_states() -> dict[str, Any]:
 
 
 def check_again(checked: CheckedModel, batch: CheckBatch, start: Named, begun: LossAndGradients) -> list[ModelFinding]:
-    """Evaluate the start values once more, and compare with the first evaluation of them."""
+    """Evaluate the model at the start values ``start`` again, and compare with ``begun``, their first evaluation."""
     drawn = random_states()
     again = checked.evaluate(start, *batch[:2])
     used = [name for name, value in random_states().items() if value != drawn[name]]
@@ -58,9 +64,10 @@ def check_again(checked: CheckedModel, batch: CheckBatch, start: Named, begun: L
 def check_repeats(
     checked: CheckedModel, batch: CheckBatch, here: Named, elsewhere: tuple[Named, Named]
 ) -> tuple[LossAndGradients, list[ModelFinding]]:
-    """Evaluate at several points in turn, in the same and in new memory; values at the same point must be equal.
+    """Evaluate the model at several points in turn, in the same and in new memory, and compare repeated evaluations.
 
-    Returns the evaluation at ``here``, and the findings.
+    ``here`` and ``elsewhere`` are the parameters at these points. Return the evaluation at ``here``, and a finding for
+    each value that is not the same every time.
     """
     x, y, _ = batch
     before = content((x, y))
@@ -96,9 +103,10 @@ def _differ(found: LossAndGradients, expected: LossAndGradients, when: str, why:
 
 
 def check_layers(checked: CheckedBlocks, batch: CheckBatch, here: Named) -> list[ModelFinding]:
-    """Check that layers overwrite gradients, that both halves of a backward pass do the same as the whole one.
+    """Check that layers overwrite gradients, and that ``backward`` computes the same as its two halves.
 
-    The halves run with a loss scale of 2, so a loss that ignores its scale is found too.
+    The halves are ``backward_input`` and ``backward_weights``. They run with a loss scale of 2, so that a loss which
+    ignores its scale is found too. ``here`` are the parameters.
     """
     one = checked.passed(here, batch[:2])[2]
     two = checked.passed(here, batch[:2], fill=1.0)[2]
@@ -129,6 +137,6 @@ def check_layers(checked: CheckedBlocks, batch: CheckBatch, here: Named) -> list
 
 
 def _equal(found: Array, expected: Array) -> bool:
-    """Tell whether arrays are equal, except for tiny values that underflow without the doubled loss scale."""
+    """Tell whether arrays are equal, except for values so tiny that they underflow without the loss scale of 2."""
     tiny = 4 * np.finfo(expected.dtype).smallest_normal
     return bool((np.abs(found - expected) <= np.where(np.abs(expected) < tiny, tiny, 0)).all())

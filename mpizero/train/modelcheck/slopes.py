@@ -1,12 +1,12 @@
-"""Compare the gradient with differences of the loss along directions.
+"""Compare the gradient with finite differences of the loss along directions.
 
-[Note: slopes] The difference (f(p + h d) - f(p - h d)) / 2h differs from the derivative by truncation, which falls with
-h, and by rounding, which grows as h falls. Neither is known beforehand, so both are measured. Truncation is taken from
-the change of the difference at the last change of h. Rounding is taken from second differences of the loss over steps
-so small that they contain nothing else. The h with the smallest sum of both errors decides. One exception: a loss may
-be steep in one place and flat around it; so a smaller h counts if the gradient agrees there, and rounding is small
-enough to show a disagreement. The gradient is called wrong only if it is off by several times the error, at three
-points: a kink (of ReLU, of a maximum) is near one of them at most.
+[Note: slopes] The difference (f(p + h d) - f(p - h d)) / 2h of the loss f, with parameters p, direction d and step h,
+differs from the derivative by truncation, which falls with h, and by rounding, which grows as h falls. Neither is known
+beforehand, so both are estimated: truncation by how much the difference changes from one h to the next, rounding by
+second differences of the loss over steps so small that they contain nothing else. The h with the smallest sum of both
+errors decides, with one exception: a loss may be steep at one point and flat around it. So a smaller h decides if the
+gradient agrees there, and rounding is small enough to show a disagreement. The gradient is called wrong only if it is
+wrong by several times the error at three points, because a kink (of ReLU, of a maximum) is near one of them at most.
 
 All parameters are first changed together. That proves the gradient of every parameter whose own part of the slope is
 well above the uncertainty. The other parameters are then changed one by one.
@@ -35,18 +35,18 @@ Direction = Mapping[str, Array]
 
 
 class Slope(NamedTuple):
-    """Hold the derivative of the loss along one direction, measured and by the gradient.
+    """Hold the derivative of the loss along one direction, computed in two ways.
 
     Attributes
     ----------
     seen, said : float
-        The derivative as measured by differences of the loss, and as the gradient gives it.
+        The derivative from finite differences of the loss, and from the gradient that the model returned.
     parts : dict of str to float
-        The part of each parameter in ``said``.
+        By parameter, its term in the sum ``said``.
     bound : float
         How much ``seen`` and ``said`` may differ by truncation and rounding.
     rounding : float
-        How much they may differ by rounding alone.
+        How much ``seen`` and ``said`` may differ by rounding alone.
     """
 
     seen: float
@@ -62,7 +62,10 @@ class Slope(NamedTuple):
 
 
 class ParameterPoint:
-    """Evaluate loss and gradient at one set of parameters, and differences of the loss around it."""
+    """Evaluate loss and gradient at the parameters ``at``, and finite differences of the loss around them.
+
+    ``scales`` has the size by which each parameter is changed.
+    """
 
     def __init__(self, checked: CheckedModel, batch: CheckBatch, at: Named, scales: Mapping[str, float]) -> None:
         self.checked, self.batch, self.at, self.scales = checked, batch, at, scales
@@ -77,7 +80,7 @@ class ParameterPoint:
         self._shaken: dict[str, Array] | None = None
 
     def loss(self, move: Direction, h: float) -> tuple[float, dict[str, Array]]:
-        """Return the loss at the parameters plus ``h`` times ``move``, NaN if that fails, and those parameters."""
+        """Return the loss at the parameters plus ``h`` times ``move``, NaN if it fails, and the changed parameters."""
         there = dict(self.at)
         for name, direction in move.items():
             there[name] = (self.at[name] + h * direction).astype(self.checked.dtype)
@@ -87,7 +90,7 @@ class ParameterPoint:
             return math.nan, there
 
     def noise(self, rng: np.random.Generator) -> float:
-        """Return by how much rounding changes the loss, measured once."""
+        """Return by how much rounding changes the loss; measured at the first call."""
         if self._noise is None:
             h = 64 * float(np.finfo(self.checked.dtype).eps) if self.checked.dtype == np.float32 else 1e-7
             found = [float(np.finfo(np.float32 if self._coarse else np.float64).eps) * abs(self.evaluation.loss)]
@@ -99,7 +102,7 @@ class ParameterPoint:
         return self._noise
 
     def shaken(self, rng: np.random.Generator) -> dict[str, Array]:
-        """Return by how much the gradient changes when the last bits of the parameters change, measured once."""
+        """Return the change of the gradient when the last bits of the parameters change; measured at the first call."""
         if self._shaken is None:
             moved = shaken(self.at, rng)
             gradients = self.checked.evaluate(moved, self.batch.x, self.batch.y).gradients
@@ -108,9 +111,9 @@ class ParameterPoint:
         return self._shaken
 
     def slope(self, move: Direction, rng: np.random.Generator, enough: float = 0.0) -> Slope | None:
-        """Measure the derivative along a direction; return None if the loss cannot be evaluated around this point.
+        """Measure the derivative along the direction ``move``; None if the loss cannot be evaluated around this point.
 
-        ``enough`` is the relative uncertainty at which the search for the best step stops.
+        The search for the best step stops at a relative uncertainty of ``enough``.
         """
         noise, h, tried = self.noise(rng), 1.0, list[Slope]()
         for _ in range(15):
@@ -134,12 +137,12 @@ class ParameterPoint:
         return best._replace(bound=max(best.bound, best.off / SURE)) if nearer else best
 
     def shows_right(self, rng: np.random.Generator) -> bool:
-        """Tell whether the gradient is not found wrong along its own direction."""
+        """Return False if the gradient is found wrong along its own direction, else True."""
         names = [name for name in self.checked.names if self.at[name].size]
         return self.verdict(self.slope(steep(self, rng, names), rng)) is not False
 
     def verdict(self, slope: Slope | None) -> bool | None:
-        """Tell whether the gradient is right along a direction; None if the slope is too uncertain to tell."""
+        """Tell whether the gradient is right along the direction of ``slope``; None if the slope is too uncertain."""
         if slope is None:
             return None
         size = max(abs(slope.seen), abs(slope.said))
@@ -156,7 +159,7 @@ def dense(
 
 
 def steep(point: ParameterPoint, rng: np.random.Generator, names: Sequence[str]) -> dict[str, Array]:
-    """Return the direction of the gradient of the named parameters, with a random sign for each parameter."""
+    """Return a direction along the gradient of each named parameter, with a random sign for each parameter."""
     moves = {}
     for name in names:
         g = point.evaluation.gradients[name].astype(np.float64)
@@ -167,9 +170,9 @@ def steep(point: ParameterPoint, rng: np.random.Generator, names: Sequence[str])
 
 
 def scales_of(checked: CheckedModel, at: Named, evaluation: LossAndGradients) -> dict[str, float]:
-    """Return by how much the elements of every trainable parameter are changed: by their own mean size.
+    """Return by how much the elements of every trainable parameter are changed: by their root mean square.
 
-    A parameter of zeros is changed by as much as changes the loss by about a tenth, within limits.
+    A parameter that is all zeros is changed by about as much as changes the loss by a tenth, within limits.
     """
     own = {name: math.sqrt(float(np.mean(np.square(at[name], dtype=np.float64)))) for name in checked.names}
     largest = max([size for size in own.values() if size > 0], default=0.1)
@@ -182,14 +185,14 @@ def scales_of(checked: CheckedModel, at: Named, evaluation: LossAndGradients) ->
 
 
 def shaken(at: Named, rng: np.random.Generator) -> dict[str, Array]:
-    """Return parameters that differ from the given ones at random in their last bits."""
+    """Return parameters that differ from those in ``at`` by random changes of the last bit."""
     return {n: (v * (1 + np.finfo(v.dtype).eps * rng.integers(-1, 2, v.shape))).astype(v.dtype) for n, v in at.items()}
 
 
 def generic(
     checked: CheckedModel, at: Named, scales: Mapping[str, float], rng: np.random.Generator
 ) -> dict[str, Array]:
-    """Return random parameters near the given ones, at which no elements are zero or equal by accident."""
+    """Return random parameters near those in ``at``, of which no elements are zero or equal to each other by chance."""
     there = {name: np.array(value) for name, value in at.items()}
     for name, scale in scales.items():
         there[name] = (at[name] + 0.05 * scale * rng.standard_normal(at[name].shape)).astype(checked.dtype)

@@ -1,4 +1,4 @@
-"""Check that loss, gradients and weight are sums over samples: a batch has the sums of its pieces."""
+"""Check that loss, gradients and weight are sums over samples: the sums over a batch's pieces give the batch's."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ OF_NOISE = 64.0
 
 
 class BatchSums:
-    """Hold loss, weight and gradients of a batch and of its pieces, as float64 arrays by name."""
+    """Hold loss, weight and gradients of a batch and of its pieces, as float64 arrays by name.
+
+    ``counts`` has the number of samples in each piece.
+    """
 
     def __init__(self, whole: LossAndGradients, pieces: list[LossAndGradients], counts: list[int]) -> None:
         self.whole, self.counts = _flat(whole), counts
         self.pieces = [_flat(piece) for piece in pieces]
 
     def total(self, what: str, count: int | None = None) -> Array:
-        """Return the sum of one quantity over the first ``count`` pieces, or over all."""
+        """Return the sum of the quantity named ``what`` over the first ``count`` pieces; over all pieces for None."""
         total: Array = np.sum([piece[what] for piece in self.pieces[:count]], axis=0)
         return total
 
     def size(self, what: str) -> float:
-        """Return the largest magnitude of one quantity in the batch and in its pieces."""
+        """Return the largest magnitude of the quantity named ``what`` in the batch and in its pieces."""
         return max(float(np.max(np.abs(v[what]), initial=0.0)) for v in (self.whole, *self.pieces))
 
 
@@ -46,10 +49,11 @@ def check_sums(
     whole: LossAndGradients,
     noise: Callable[[], list[LossAndGradients]],
 ) -> tuple[list[ModelFinding], str]:
-    """Compare a batch with the sum of its pieces: a single sample, about a third, the rest.
+    """Compare a batch with the sum over its pieces: a single sample, about a third of the others, and the rest.
 
-    ``noise`` returns evaluations of the batch at parameters that differ in their last bits. The result is the findings,
-    and a line that says how well the sums agree.
+    ``here`` are the parameters, and ``whole`` is the evaluation of the batch. ``noise`` returns evaluations of the
+    batch at parameters that differ in their last bits. Return the findings, and a line that says how well the sums
+    agree.
     """
     count = batch.samples or 0
     marks = sorted({0, 1, 1 + (count - 1) // 3 or 1, count})

@@ -13,7 +13,7 @@ WARM_UP_STEPS = 3
 
 
 def finite(value: float | None) -> float | None:
-    """Return ``value``, or None for NaN and infinities, which JSON cannot hold."""
+    """Return ``value``, but None for NaN and infinities, which JSON cannot express."""
     return value if value is None or math.isfinite(value) else None
 
 
@@ -38,7 +38,7 @@ class Speed:
     _disturbed: bool = False
 
     def step(self, units: float, seconds: float) -> float:
-        """Record the duration of a step and return its speed in ``units`` (samples, tokens) a second."""
+        """Record that a step of ``units`` tokens or samples took ``seconds``, and return its units per second."""
         rate = units / seconds if seconds > 0 else 0.0
         self._all.append(rate)
         if len(self._all) > WARM_UP_STEPS and not self._disturbed:
@@ -47,7 +47,7 @@ class Speed:
         return rate
 
     def disturb(self) -> None:
-        """Leave the next step out of the median, because a checkpoint or a validation came before it."""
+        """Leave the next step out of the median; called after a checkpoint or a validation, which slow it down."""
         self._disturbed = True
 
     def median(self) -> float | None:
@@ -58,14 +58,14 @@ class Speed:
 
 @dataclass(frozen=True)
 class Validation:
-    """Hold sums over the validation samples, and derive a task's figures from them.
+    """Hold sums over the validation samples, and compute mean loss, perplexity and accuracy from them.
 
     Attributes
     ----------
     loss_sum, weight : float
-        Sums over all validation samples of all ranks.
+        Sums over the validation samples of all ranks.
     correct : float or None
-        Number of right predictions.
+        Number of right predictions; None if the task has none.
     task : str
         "language", "classification" or "regression".
     """
@@ -81,7 +81,7 @@ class Validation:
         return self.loss_sum / self.weight if self.weight else math.nan
 
     def figures(self) -> dict[str, Any]:
-        """Return loss, perplexity and accuracy, as the task has them, for the step's JSON line."""
+        """Return the loss and, by task, perplexity or accuracy, with their names in the step's JSON line."""
         found: dict[str, Any] = {"validation_loss": finite(self.loss)}
         if self.task == "language":
             found["perplexity"] = finite(perplexity(self.loss)) if math.isfinite(self.loss) else None
@@ -91,10 +91,10 @@ class Validation:
 
 
 def short(value: float | None, digits: int = 4) -> str:
-    """Format a number with four significant digits; "-" for None."""
+    """Format a number with ``digits`` significant digits; return "-" for None."""
     return "-" if value is None else f"{value:.{digits}g}"
 
 
 def shortened(figures: Sequence[tuple[str, float | None]]) -> dict[str, str]:
-    """Format named numbers for the progress line."""
+    """Format pairs of a name and a number for the progress line; return the texts by name."""
     return {name: short(value) for name, value in figures}

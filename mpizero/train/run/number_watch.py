@@ -1,6 +1,7 @@
-"""Check the numbers of every step: keep samples of skipped steps for a replay, report jumps of the loss.
+"""Check the loss and gradients of every step, and the parameters before every save.
 
-Before each save it also checks parameters for damaged memory.
+The samples of skipped steps are kept for a replay, and jumps of the loss are reported. Before a save, parameters are
+checked for damaged memory.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ SPIKE_FACTOR, SPIKE_STEPS, SPIKE_LEAST = 10.0, 100, 10
 
 
 class LossSpikes:
-    """Detect a loss that is far above those of the last steps."""
+    """Detect a loss that is far above the losses of the last steps."""
 
     def __init__(self) -> None:
         self._last: deque[float] = deque(maxlen=SPIKE_STEPS)
 
     def see(self, loss: float) -> str | None:
-        """Add the loss of a step; return a message if it is far above the last ones, else None. Not collective."""
+        """Record the loss of a step; return a message if it is far above the last losses, else None. Not collective."""
         if not math.isfinite(loss):
             return None
         largest = max(self._last) if len(self._last) >= SPIKE_LEAST else math.inf
@@ -63,13 +64,13 @@ class NumberWatch:
     def see(self, step: int, report: StepReport, batch: tuple[Any, Any]) -> dict[str, Any]:
         """Check a step; return entries for its line of metrics, empty if nothing is unusual.
 
-        ``batch`` holds the samples of this rank. If the step was skipped, they are kept, and the call is collective
-        over the job's ranks.
+        ``batch`` holds the samples of this rank. If the step was skipped, they are written to the run's folder, and the
+        call is collective over the job's ranks; samples are not kept if only the loss scale was too high.
 
         Raises
         ------
         NonFiniteError
-            After five skipped steps in a row at which the loss scale was not the reason, or could not be lowered.
+            After five skipped steps in a row, not counting steps after which the loss scale was lowered.
         """
         if skipped := self._skipped.told(report):
             kept = "" if report.backing_off else self._keep(step, batch)
@@ -94,7 +95,7 @@ class NumberWatch:
         Raises
         ------
         IntegrityError
-            If values are damaged; names tensor and rank.
+            If values are damaged. The message names the tensor and the rank.
         """
         if self.job.config.train.check_every:
             self.job.model.check_integrity()
@@ -102,7 +103,7 @@ class NumberWatch:
     def _keep(self, step: int, batch: tuple[Any, Any]) -> str:
         """Write the samples of a skipped step into the run's folder; return a message about it.
 
-        Collective over the job's ranks. A failure to write is only a message: the run goes on.
+        Collective over the job's ranks. If they cannot be written, the message says so, and the run continues.
         """
         job, home = self.job, self.folder.bad_steps
         full = len(list(home.glob("step_*"))) >= MAX_DUMPS if job.comm.rank == 0 else False
@@ -120,7 +121,7 @@ class NumberWatch:
         return f"see: mpizero replay {path}"
 
     def _indices(self, step: int) -> Any:
-        """Return the positions in the data of this rank's samples of a step."""
+        """Return the positions in the training data of the samples that this rank was given in a step."""
         job, train = self.job, self.job.config.train
         group = job.model.batch_group
         own = Grains(train.global_batch, job.sharding.grain_size(train.global_batch)).samples_of(group.rank, group.size)

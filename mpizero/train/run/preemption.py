@@ -1,4 +1,4 @@
-"""Let all ranks agree once a step whether to stop early, when any rank has a request to stop."""
+"""Let all ranks decide together, once a step, whether to stop early because a rank has a request to stop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ StopSource = Callable[[], str]
 
 
 class StopDecision(IntEnum):
-    """List what all ranks can do after a step; if ranks have different requests, the largest value is done."""
+    """List what all ranks can do after a step: if ranks request different things, the largest value wins."""
 
     GO_ON = 0
     STOP = 1
@@ -34,7 +34,7 @@ class StopRequests:
     comm : Communicator
         Must not be used for anything else between :meth:`ask` and :meth:`answer`.
     *sources : callable
-        Functions that may request a stop on this rank; other ranks may have others, or none.
+        Functions that may request a stop on this rank; other ranks may have different functions, or none.
     """
 
     def __init__(self, comm: Communicator, *sources: StopSource) -> None:
@@ -46,12 +46,12 @@ class StopRequests:
 
     @property
     def reason(self) -> str:
-        """Reason of the stop, from the lowest rank that requested it; "" before the decision."""
+        """Reason of the stop, from the lowest rank that requested it; "" before the ranks have decided to stop."""
         return self._reason
 
     @property
     def all_finished(self) -> bool:
-        """True if no rank had background work at the last answered :meth:`ask`; the same on every rank."""
+        """True if no rank had background work at the :meth:`ask` of the last :meth:`answer`; the same on all ranks."""
         return self._finished
 
     def listen(self, *sources: StopSource) -> None:
@@ -62,7 +62,7 @@ class StopRequests:
         self._sources += sources
 
     def fail(self) -> None:
-        """Request that every rank stops with an error; takes effect with the next :meth:`ask`.
+        """Request that every rank stops with an error; the next :meth:`ask` sends the request.
 
         Not collective.
         """
@@ -76,7 +76,7 @@ class StopRequests:
         Parameters
         ----------
         busy : bool
-            Whether this rank has background work that has not ended.
+            Whether this rank still has background work.
         """
         self._own = self._own or next(filter(None, (source() for source in self._sources)), "")
         request = max(self._request, StopDecision.STOP if self._own else StopDecision.GO_ON)

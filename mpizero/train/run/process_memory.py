@@ -1,4 +1,4 @@
-"""Measure the memory of a process: its peak, and its part of the memory that it shares with other ranks."""
+"""Measure the memory of a process: its size, its peak, and its part of the memory that it shares with others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def allocated() -> int:
-    """Return the bytes of heap and private mappings of this process, as RLIMIT_DATA counts them."""
+    """Return the bytes of heap and private mappings of this process, as the limit RLIMIT_DATA counts them."""
     return _kilobytes(Path("/proc/self/status"), "VmData")
 
 
@@ -28,18 +28,18 @@ def resident() -> int:
 def proportional(pid: int | str = "self") -> int:
     """Return the proportional set size of a process in bytes: each shared page counts 1/k where k processes map it.
 
-    Not collective. The sum over a node's ranks is the memory that they use together. If the kernel does not tell
-    (``/proc/PID/smaps_rollup``), the resident size of this process is returned.
+    Not collective. The sum over a node's ranks is the memory that they use together. If the kernel has no file
+    ``/proc/PID/smaps_rollup``, the resident size of this process is returned.
     """
     return _kilobytes(Path(f"/proc/{pid}/smaps_rollup"), "Pss") or resident()
 
 
 @contextmanager
 def peak_growth() -> Iterator[list[int]]:
-    """Measure by how many bytes the resident size grew at most in a ``with`` block; yield a list that will hold it.
+    """Measure the largest growth of the resident size during a ``with`` block; yield a list with one number.
 
-    Not collective. If the kernel does not let a process reset its peak (``/proc/self/clear_refs``), a block that stays
-    below the former peak counts 0.
+    After the block the number is that growth in bytes. Not collective. If the kernel does not let a process reset its
+    peak (``/proc/self/clear_refs``), the peak since the process started is taken in place of the block's.
     """
     grown = [0]
     with suppress(OSError):
@@ -54,9 +54,10 @@ def peak_growth() -> Iterator[list[int]]:
 
 @contextmanager
 def proportional_growth(every: float = 0.002) -> Iterator[list[int]]:
-    """Measure by how many bytes :func:`proportional` grew at most in a ``with`` block; yield a list that will hold it.
+    """Measure the largest growth of :func:`proportional` during a ``with`` block; yield a list with one number.
 
-    Not collective. The kernel keeps no peak of this size, so a thread reads it every ``every`` seconds.
+    After the block the number is that growth in bytes. Not collective. The kernel records no peak of the proportional
+    set size, so a thread reads it every ``every`` seconds.
     """
     grown, done = [0], threading.Event()
     before = proportional()

@@ -1,4 +1,4 @@
-"""Show progress on rank 0: a bar on a terminal, a short line now and then in a log file."""
+"""Show progress on rank 0: by a bar on a terminal, by a line at most every ten seconds in a log file."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Progress:
     steps : int
         Number of the last step.
     active : bool
-        False on every rank but the first: nothing is shown.
+        Whether to show anything; true on rank 0 only.
     stream : TextIO, optional
-        Default: standard error, so that standard output keeps to the result.
+        The output stream. Default: standard error, because standard output is for the result.
     """
 
     def __init__(self, steps: int, *, active: bool = True, stream: TextIO | None = None) -> None:
@@ -32,14 +32,14 @@ class Progress:
         self._bar: Any = None
 
     def begin(self, done: int = 0) -> None:
-        """Start the progress bar, on a terminal; ``done`` is the number of steps that an earlier run has made."""
+        """Start the bar if the stream is a terminal; ``done`` is the number of steps that an earlier run has made."""
         if self._active and self._stream.isatty():
             from tqdm import tqdm
 
             self._bar = tqdm(total=self._steps, initial=done, file=self._stream, unit="step", dynamic_ncols=True)
 
     def step(self, step: int, figures: dict[str, str]) -> None:
-        """Show that a step is done, with its figures."""
+        """Show that step ``step`` is done, with its figures: texts by name."""
         if not self._active:
             return
         if self._bar is not None:
@@ -52,7 +52,7 @@ class Progress:
             self._write(f"step {step}/{self._steps}  " + "  ".join(f"{k} {v}" for k, v in figures.items()))
 
     def say(self, message: str) -> None:
-        """Write a message as one line above the bar; line breaks and control characters in it are escaped."""
+        """Write a message as one line, above the bar if there is one; its control characters are escaped."""
         if self._active:
             self._write(f"mpizero: {printable(message)}")
 
@@ -75,16 +75,16 @@ class Progress:
 
 
 class ByteProgress:
-    """Show a progress bar over bytes on a terminal, and nothing otherwise; a call advances it by some bytes.
+    """Show a progress bar that counts bytes if ``stream`` is a terminal, else nothing. A call advances the bar.
 
     Parameters
     ----------
     total : int
-        Number of all bytes.
+        Number of bytes at the end.
     label : str
         Text before the bar.
     stream : TextIO, optional
-        Default: standard error.
+        The output stream. Default: standard error.
     """
 
     def __init__(self, total: int, label: str, stream: TextIO | None = None) -> None:
@@ -107,6 +107,6 @@ class ByteProgress:
             self._bar.close()
 
     def __call__(self, count: int) -> None:
-        """Tell that ``count`` more bytes are done."""
+        """Advance the bar by ``count`` bytes."""
         if self._bar is not None:
             self._bar.update(count)

@@ -1,4 +1,4 @@
-"""Save and restore the state of a run besides its arrays, and choose the checkpoint from which a run continues."""
+"""Save and restore a run's state other than arrays, and choose the checkpoint from which a run continues."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class SavedRun:
     Attributes
     ----------
     step : int
-        Number of steps done; times the global batch size it is the position in the data.
+        Number of steps done. Multiplied by the global batch size, it is the number of samples consumed.
     loss : float or None
-        Loss of the last of them.
+        Loss of the last step; None if it was not finite.
     config : dict
         The whole configuration of the run.
     data : str
@@ -46,14 +46,14 @@ class SavedRun:
 
     @classmethod
     def of(cls, attributes: Mapping[str, Any], path: str | Path) -> SavedRun:
-        """Read and check the state from the attributes of a checkpoint, which :func:`saved_attributes` made.
+        """Read and check the state in a checkpoint's attributes, which are the result of :func:`saved_attributes`.
 
-        Not collective.
+        Not collective. ``path`` is for error messages.
 
         Raises
         ------
         CheckpointError
-            If the checkpoint does not come from a training run.
+            If the checkpoint was not written by ``mpizero train``.
         """
         try:
             found = attributes[ATTRIBUTE]
@@ -72,9 +72,9 @@ def _whole(value: object) -> int:
 
 
 def saved_attributes(job: TrainingJob, step: int, loss: float | None, versions: Mapping[str, str]) -> dict[str, Any]:
-    """Return the attributes with the state of the run, to save beside the arrays of a step.
+    """Return the checkpoint attributes with the state of the run after ``step`` steps.
 
-    Not collective.
+    Not collective. ``versions`` are those of Python and the libraries, by name.
     """
     train = job.config.train
     own = {
@@ -91,12 +91,12 @@ def saved_attributes(job: TrainingJob, step: int, loss: float | None, versions: 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Describe from where a run continues.
+    """Describe the checkpoint from which a run continues.
 
     Attributes
     ----------
     saved : SavedRun
-        State of the checkpoint, whose arrays have been restored.
+        State of the run in that checkpoint, whose arrays have been restored.
     newer : list of StepFolder
         The checkpoints of later steps, newest first; they are moved to another folder before training goes on.
     """
@@ -108,18 +108,20 @@ class ResumePoint:
 def restore(
     job: TrainingJob, folder: RunFolder, comm: Communicator, progress: Progress, step: int | None = None
 ) -> ResumePoint | None:
-    """Restore the newest good checkpoint of a run, or that of a ``step``; None if the folder holds no checkpoint.
+    """Restore the newest undamaged checkpoint of a run, or the checkpoint of ``step``.
 
-    Collective over ``comm``. Nothing on disk is changed. Without a ``step``, damaged newer checkpoints are skipped. A
-    newer checkpoint that cannot be opened for another reason is an error, because it may be whole.
+    Return None if the folder holds no checkpoint. Collective over ``comm``. No file is changed. Without ``step``,
+    damaged newer checkpoints are skipped. A newer checkpoint that cannot be opened for another reason is an error,
+    because it may be undamaged.
 
     Raises
     ------
     ConfigError
-        If the saved run has other settings or data, so that it computes something else; names the first difference.
+        If the saved run has other data, or other settings that change the result. The message names the first
+        difference.
     CheckpointError
-        If there is no checkpoint of the ``step``, or it cannot be loaded. Without a ``step``: if a newer checkpoint
-        cannot be opened, or all are damaged. The message names each of them, and says what to do.
+        If there is no checkpoint of ``step``, or it cannot be loaded. Without ``step``: if a newer checkpoint cannot be
+        opened, or all are damaged. The message names these checkpoints, and says what to do.
     """
     found = checkpoint.survey(folder.checkpoints, comm)
     if step is not None:
@@ -142,7 +144,10 @@ def restore(
 
 
 def _try(job: TrainingJob, found: StepFolder, comm: Communicator) -> tuple[StepFolder, SavedRun | None]:
-    """Try to load a checkpoint; return its description, with the problem if there is one, and its state or None."""
+    """Try to load a checkpoint; return its description and the run's state in it.
+
+    If loading fails, the description has the problem, and the state is None.
+    """
     if not found.sound:
         return found, None
     try:
@@ -168,7 +173,10 @@ def _restore_step(
 
 
 def _refusal(folder: RunFolder, passed: Sequence[StepFolder], good: StepFolder | None) -> CheckpointError:
-    """Make the error that names the checkpoints which cannot be loaded, and the options that the user has."""
+    """Return the error that names the checkpoints ``passed``, which cannot be loaded, and says what the user can do.
+
+    ``good`` is an older checkpoint that can be loaded, or None.
+    """
     told = "; ".join(
         f"{os.path.basename(one.path)} {'is damaged' if one.damaged else 'cannot be used'}: {one.problem}"
         for one in passed

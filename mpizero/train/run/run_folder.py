@@ -1,4 +1,4 @@
-"""Manage the files of one run: metrics, marker, lock and checkpoints. Files of an earlier run are kept."""
+"""Manage the files of one run: metrics, marker, lock and checkpoints. Files of earlier runs are kept."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ class RunFolderError(MpizeroError):
 class RunFolder:
     """Manage the folder that holds a run.
 
-    ``checkpoint.folder = "run/checkpoints"`` makes ``run`` the run's folder; a checkpoint folder of any other name is
-    itself the run's folder. All methods run on one rank only; callers tell the other ranks of errors.
+    With ``checkpoint.folder = "run/checkpoints"`` the run's folder is ``run``. A checkpoint folder with another name
+    than ``checkpoints`` is itself the run's folder. All methods run on one rank only; callers tell the other ranks of
+    errors.
 
     Parameters
     ----------
@@ -54,16 +55,16 @@ class RunFolder:
 
     @property
     def stop_file(self) -> Path:
-        """Return the path of the file whose creation asks the run to save and stop."""
+        """Return the path of the file that a user creates to make the run save and stop."""
         return self.root / "STOP"
 
     @property
     def stopped(self) -> Path:
-        """Return the path to which :attr:`stop_file` is renamed when the run has stopped; a resume removes it."""
+        """Return the path to which :attr:`stop_file` is renamed when the run has stopped; :meth:`open` removes it."""
         return self.root / "STOPPED"
 
     def obey_stop(self) -> None:
-        """Rename :attr:`stop_file`, if it exists, after the run has stopped: so a resumed run does not stop again."""
+        """Rename :attr:`stop_file` to :attr:`stopped` if it exists, so that a resumed run does not stop again."""
         try:
             with contextlib.suppress(FileNotFoundError):
                 self.stop_file.rename(self.stopped)
@@ -76,7 +77,7 @@ class RunFolder:
         Raises
         ------
         RunFolderError
-            If that fails; names the folder and the reason.
+            If that fails. The message names the folder and the reason.
         """
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -92,9 +93,9 @@ class RunFolder:
             raise self._failed("cannot be used", error) from None
 
     def check(self) -> None:
-        """Raise :class:`RunFolderError` if a folder that :meth:`open` opened was removed or replaced.
+        """Raise :class:`RunFolderError` if the run's folder or the checkpoint folder was removed or replaced.
 
-        Without this check, a run would save into a new folder, without lock and metrics, or on the wrong disk.
+        Without this check, a run could save into a new folder that has no lock and no metrics, or on another disk.
         """
         for folder, identity in self._taken.items():
             try:
@@ -110,19 +111,26 @@ class RunFolder:
         return self.root / "bad_steps"
 
     def set_aside(self) -> Path | None:
-        """Move all files of an earlier run into a new folder below ``earlier``; return it, or None if none exist."""
+        """Move all files of an earlier run into a new folder below ``earlier``.
+
+        Return that folder, or None if there are no such files.
+        """
         steps = [Path(path) for path in step_folders(str(self.checkpoints))]
         files = [path for path in (self.metrics, self.superseded, self.marker, self.bad_steps) if path.exists()]
         return self._move_aside(steps, files)
 
     def set_steps_aside(self, steps: Iterable[str]) -> Path | None:
-        """Move checkpoints into a new folder below ``earlier``; return that folder, or None if ``steps`` is empty."""
+        """Move the checkpoints at the paths ``steps``, given newest first, into a new folder below ``earlier``.
+
+        Return that folder, or None if ``steps`` is empty.
+        """
         return self._move_aside([Path(path) for path in steps], [])
 
     def _move_aside(self, steps: Sequence[Path], files: Sequence[Path]) -> Path | None:
-        """Move checkpoints, given newest first, and files; after an error all are moved back.
+        """Move checkpoints, given newest first, and files into a new folder below ``earlier``; return that folder.
 
-        The oldest checkpoint is moved first, so that the newest is still in place if the process is killed meanwhile.
+        After an error all are moved back. The oldest checkpoint is moved first, so that the newest is still in place
+        if the process is killed meanwhile.
         """
         if not steps and not files:
             return None
@@ -155,11 +163,11 @@ class RunFolder:
 
     @property
     def superseded(self) -> Path:
-        """Path of the metrics of steps that were done again after a resume."""
+        """Path of the file with the metrics of steps that were repeated after a resume, as they were the first time."""
         return self.root / "metrics.superseded.jsonl"
 
     def continue_metrics(self, step: int) -> None:
-        """Move the metrics of steps after ``step``, which will be written again, to the file :attr:`superseded`."""
+        """Move metrics of steps after ``step``, which will be repeated, to :attr:`superseded`; remove the marker."""
         try:
             lines = self._metrics_lines()
             kept = [line for line in lines if _step_of(line) <= step]
@@ -175,14 +183,14 @@ class RunFolder:
             raise RunFolderError(f"run folder {self.root}: its metrics cannot be rewritten: {error}") from None
 
     def _metrics_lines(self) -> list[bytes]:
-        """Return the lines of the metrics file as bytes, without interpreting them."""
+        """Return the lines of the metrics file as bytes, without parsing them."""
         if not self.metrics.exists():
             return []
         with os.fdopen(open_regular(os.path.realpath(self.metrics)), "rb") as file:
             return [line.removesuffix(b"\n") for line in file]
 
     def write_metrics(self, line: Mapping[str, Any]) -> None:
-        """Append one line of JSON to the metrics."""
+        """Append ``line`` to the metrics file, as one line of JSON."""
         try:
             if self._metrics is None:
                 self._metrics = self.metrics.open("a", encoding="utf-8")
@@ -192,7 +200,7 @@ class RunFolder:
             raise self._failed("metrics cannot be written", error) from None
 
     def complete(self, result: Mapping[str, Any]) -> None:
-        """Write the marker file with the result, which says that the run has ended successfully."""
+        """Write the result into the marker file, whose existence says that the run has ended successfully."""
         try:
             self._replace(self.marker, [json.dumps(result, allow_nan=False).encode()])
         except OSError as error:
@@ -200,7 +208,7 @@ class RunFolder:
         self.obey_stop()
 
     def close(self) -> None:
-        """Close the files and release the lock."""
+        """Close the metrics file, and release the lock."""
         for file in (self._metrics, self._lock):
             if file is not None:
                 file.close()
@@ -252,7 +260,7 @@ def _identity(folder: Path) -> tuple[int, int]:
 
 
 def _step_of(line: bytes) -> float:
-    """Return the step of a line of metrics; infinity for an incomplete line or one of another form."""
+    """Return the step number in a line of metrics; infinity if the line has none, because it is incomplete, say."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -18,7 +18,7 @@ from mpizero.train.run.wall_time import WallTime
 
 
 class Saver:
-    """Write the checkpoints of a run by the settings of ``[checkpoint]``, and remove old ones.
+    """Write the checkpoints of a run as the section ``[checkpoint]`` of the configuration says, and remove old ones.
 
     Construction is collective over ``comm``.
 
@@ -31,9 +31,9 @@ class Saver:
     comm : Communicator
         The ranks of the job.
     clock : WallTime
-        Is told how long each save took.
+        Records how long each save took.
     report : callable
-        Is called with a message if an old checkpoint cannot be removed, once for each reason.
+        Called with a message if an old checkpoint cannot be removed, once for each reason.
 
     Raises
     ------
@@ -62,13 +62,14 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Tell whether this rank's thread is still writing a checkpoint."""
+        """Tell whether the thread of this rank that saves asynchronously is still writing a checkpoint."""
         return self._pending is not None and not self._pending.finished
 
     def save(self, step: int, loss: float | None, *, wait: bool) -> None:
-        """Save a step: with ``wait`` at once, else asynchronously if so configured. First commit the save before.
+        """Save a checkpoint after ``step`` steps, whose last loss is ``loss``; before, commit a pending save.
 
-        Collective over the job's ranks.
+        If the configuration asks for asynchronous saves and ``wait`` is false, a thread writes the checkpoint;
+        otherwise it is complete on return. Collective over the job's ranks.
         """
         self.finish()
         with all_ranks(self._comm):

@@ -13,10 +13,10 @@ SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 
 class StopSignals(AbstractContextManager["StopSignals"]):
-    """Record stop signals inside a ``with`` block; an inner block of the same object has no effect.
+    """Record stop signals inside a ``with`` block; an inner ``with`` block of the same object has no effect.
 
-    The handler only stores the name of the first signal; the program is not interrupted. Outside of the main thread
-    Python allows no handlers, so nothing is caught there.
+    The handler only stores the name of the first signal; the program is not interrupted. Python allows signal handlers
+    in the main thread only, so nothing is recorded if another thread enters the block.
     """
 
     def __init__(self) -> None:
@@ -46,11 +46,11 @@ class StopSignals(AbstractContextManager["StopSignals"]):
         return self._name
 
     def reason(self, rank: int) -> str:
-        """Return why ``rank``, which this is, was asked to stop, "" while it was not."""
+        """Return the reason to stop for messages, with this rank's number ``rank``; "" if no signal was caught."""
         return f"{self._name} on rank {rank}" if self._name else ""
 
     def ignore(self) -> None:
-        """Ignore stop signals from now on, also after the block: the process is ending with its own exit status.
+        """Ignore stop signals from now on, also after the ``with`` block; called when the process is about to exit.
 
         Not collective.
         """

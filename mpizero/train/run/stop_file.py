@@ -1,4 +1,4 @@
-"""Look for the file ``STOP`` in a run's folder, by which a user makes the run save its state and end."""
+"""Look for the file ``STOP`` in a run's folder, which a user creates to make the run save its state and end."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ INTERVAL = 1.0
 
 
 class StopFile:
-    """Check from time to time whether a file exists; used on one rank, which tells the others.
+    """Check at most once a second whether a file exists; used on one rank, which tells the other ranks.
 
     Parameters
     ----------
     path : Path
-        The file. What is in it does not matter.
+        The file. Its content does not matter.
     clock : callable, optional
         Returns the seconds of a monotonic clock.
     report : callable, optional
-        Is called once with a message if the check fails; training goes on then.
+        Called with a message when the check fails for the first time; training continues.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class StopFile:
         self._next, self._warned = float("-inf"), False
 
     def reason(self) -> str:
-        """Return why the run was asked to stop, "" while it was not."""
+        """Return the reason to stop, which names the file, if the file exists; else "". Between checks, return ""."""
         now = self._clock()
         if now < self._next:
             return ""

@@ -1,4 +1,4 @@
-"""Run the training loop: batches, steps, metrics, validation, checkpoints, stopping early without losing a step."""
+"""Run the training loop: batches, steps, metrics, validation, checkpoints, and early stops that lose no step."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def train(
     config : Config
         The configuration, the same on every rank.
     comm : Communicator
-        The ranks that train; it is not closed.
+        The ranks that train; the communicator is not closed.
     resume : bool
-        Continue from the newest good checkpoint of the run's folder, if it holds any; see :func:`restore`.
+        Whether to continue from the newest undamaged checkpoint of the run, if there is one; see :func:`restore`.
     resume_from : int, optional
-        Continue from the checkpoint of this step; those of later steps are moved to another folder.
+        Continue from the checkpoint of this step; checkpoints of later steps are moved to another folder.
     context : JobContext, optional
         Signals that the caller catches already, and its start time. Without it, this function catches signals itself.
 
@@ -74,8 +74,8 @@ def train(
     Raises
     ------
     Preempted
-        After SIGUSR1 or SIGTERM on any rank, a file ``STOP``, or shortly before the job's time limit. The state is
-        saved, and the message names the reason.
+        After SIGUSR1 or SIGTERM on any rank, if a file ``STOP`` exists in the run's folder, or shortly before the job's
+        time limit. The state is saved, and the message names the reason.
     NonFiniteError
         After five steps in a row without a finite gradient.
     """
@@ -103,7 +103,7 @@ def train(
 
 
 def open_folder(folder: RunFolder, progress: Progress, *, resume: bool) -> None:
-    """Open the run's folder; unless the run is resumed, move the files of an earlier run into a folder below it.
+    """Open the run's folder; if the run is not resumed, move the files of an earlier run into a folder below it.
 
     Not collective.
     """
@@ -244,7 +244,7 @@ class Trainer:
         return self.step % train.validate_every == 0 or self.step == train.steps
 
     def _validate(self) -> Validation:
-        """Evaluate the model on evenly chosen validation samples.
+        """Evaluate the model on ``train.validate_samples`` validation samples, evenly spaced among all.
 
         Collective over the job's ranks.
         """
@@ -273,7 +273,7 @@ class Trainer:
 
     @property
     def farewell(self) -> str:
-        """Return the last message of a run that was stopped."""
+        """Return the last message of a run that was stopped: the reason, the step, and where it is saved."""
         where = self.folder.checkpoints
         return f"stopped by {self.stop.reason} after step {self.step}: saved in {where}; go on with --resume"
 

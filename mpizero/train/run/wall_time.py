@@ -1,4 +1,4 @@
-"""Find out how much time a job has left, from its configuration and Slurm, and how much of it saving needs."""
+"""Find out how much time a job has left, from its configuration and Slurm, and how much time saving needs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class JobContext:
     started : float
         Start of the command by ``time.monotonic``.
     environment : mapping
-        Environment variables; those of Slurm are used.
+        Environment variables, of which Slurm's are used.
     """
 
     signals: StopSignals
@@ -43,9 +43,9 @@ class Limit:
     Attributes
     ----------
     source : str
-        Origin of the limit: a setting or Slurm.
+        Origin of the limit for messages: the name of a setting or of Slurm's variable.
     left : float
-        Seconds that are left.
+        Seconds that are left until the limit.
     """
 
     source: str
@@ -53,7 +53,7 @@ class Limit:
 
 
 def ask_squeue(job: str) -> str:
-    """Ask ``squeue`` for the remaining time of a job, and return its text.
+    """Ask ``squeue`` for the remaining time of the job ``job``, and return its output, such as "1-02:00:00".
 
     Not collective.
 
@@ -70,7 +70,8 @@ def ask_squeue(job: str) -> str:
 def slurm_limit(environment: Mapping[str, str], ask: Callable[[str], str] = ask_squeue) -> Limit | None:
     """Return the time limit of the Slurm job that this process is part of; None if there is none or it is unknown.
 
-    Not collective: called on one rank. Slurm 22.05 and older do not set SLURM_JOB_END_TIME; then ``ask`` is called.
+    Not collective: called on one rank. Slurm 22.05 and older do not set SLURM_JOB_END_TIME. In that case ``ask`` is
+    called with the number of the job, and must return the remaining time as ``squeue`` prints it.
     """
     job, end = environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_JOB_END_TIME", "")
     if not job:
@@ -124,7 +125,7 @@ class WallTime:
         return max(2.0 * (self._step + self._save), min(LEAST_RESERVE, SHARE * self._total))
 
     def worked(self, seconds: float) -> None:
-        """Record the duration of a step, with everything but saving.
+        """Record the duration of a step without saving.
 
         Not collective.
         """
