@@ -104,6 +104,12 @@ def tree(path: Path) -> ast.Module:
 
 
 @cache
+def nodes(path: Path) -> list[ast.AST]:
+    """All nodes of a module's syntax tree."""
+    return list(ast.walk(tree(path)))
+
+
+@cache
 def modules() -> dict[str, Path]:
     """Dotted name -> file of every module of the package."""
     found = {}
@@ -118,29 +124,40 @@ def section(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def imported(module: str, typing: bool = True) -> Iterator[tuple[str, int]]:
+def imported(module: str, typing: bool = True) -> list[tuple[str, int]]:
     """Every module that ``module`` imports, anywhere in its source, with the line; maybe without those for types."""
+    return [(name, line) for name, line, for_types in _imports(module) if typing or not for_types]
+
+
+@cache
+def _imports(module: str) -> list[tuple[str, int, bool]]:
+    """Every import of a module: what, in which line, and whether for type checkers only."""
     path = modules()[module]
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    guards = [n for n in ast.walk(tree(path)) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
-    skipped = set() if typing else {inner for guard in guards for inner in ast.walk(guard)}
-    for node in ast.walk(tree(path)):
-        if node in skipped:
-            continue
+    guards = [n for n in nodes(path) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    for_types = {inner for guard in guards for inner in ast.walk(guard)}
+    found = []
+    for node in nodes(path):
+        names: list[str] = []
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package.rsplit(".", node.level - 1)[0] if node.level else ""
             source = ".".join(filter(None, [base, node.module]))
-            for alias in node.names:
-                inner = f"{source}.{alias.name}"
-                yield (inner if inner in modules() else source), node.lineno
-        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
-            yield from ((arg.value, node.lineno) for arg in node.args[:1] if isinstance(arg, ast.Constant))
+            inner = [f"{source}.{alias.name}" for alias in node.names]
+            names = [name if name in modules() else source for name in inner]
+        elif isinstance(node, ast.Call) and _name(node.func).endswith("import_module"):
+            names = [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
+        found += [(name, node.lineno, node in for_types) for name in names]
+    return found
+
+
+def _name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
 def functions(module: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    for node in ast.walk(tree(modules()[module])):
+    for node in nodes(modules()[module]):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield f"{module}.{node.name}", node
 
@@ -304,7 +321,7 @@ def test_retired_words_do_not_come_back():
 def test_docstrings_begin_with_what_a_thing_does():
     wrong = []
     for module, path in modules().items():
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 said = ast.get_docstring(node)
                 if said and NO_VERBS.match(said):
@@ -314,7 +331,7 @@ def test_docstrings_begin_with_what_a_thing_does():
 
 @in_every(modules())
 def test_no_module_keeps_state_in_a_global_statement(module):
-    lines = [node.lineno for node in ast.walk(tree(modules()[module])) if isinstance(node, ast.Global)]
+    lines = [node.lineno for node in nodes(modules()[module]) if isinstance(node, ast.Global)]
     assert not lines, f"`global` in lines {lines}"
 
 
@@ -322,7 +339,7 @@ def test_no_module_keeps_state_in_a_global_statement(module):
 def test_the_environment_is_read_only_where_it_may_be(module):
     lines = [
         node.lineno
-        for node in ast.walk(tree(modules()[module]))
+        for node in nodes(modules()[module])
         if isinstance(node, ast.Attribute)
         and node.attr in {"environ", "environb", "getenv", "putenv", "unsetenv"}
         and isinstance(node.value, ast.Name)
