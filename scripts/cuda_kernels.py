@@ -96,12 +96,21 @@ HEADER = f"{'kernel':42} {'type':4} {'target':6} {'registers':>9} {'spill':>6} {
 def declared() -> set[str]:
     """Return the names of the kernels that the sources declare, as "file.kernel"."""
     return {
-        f"{path.stem}.{node.name}"
+        f"{path.stem}.{name}"
         for path in FOLDER.glob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.FunctionDef)
-        and any(ast.unparse(decorator).startswith("kernel(") for decorator in node.decorator_list)
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        for name in _declared_by(node)
     }
+
+
+def _declared_by(node: ast.stmt) -> list[str]:
+    """Return the kernels that a statement declares: a decorated function, or names for results of ``..._kernel``."""
+    if isinstance(node, ast.FunctionDef):
+        made = any(ast.unparse(decorator).startswith("kernel(") for decorator in node.decorator_list)
+        return [node.name] if made else []
+    if isinstance(node, ast.Assign) and "_kernel(" in ast.unparse(node.value):
+        return [name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+    return []
 
 
 def kernels() -> dict[str, Any]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from numba import cuda
 
-from mpizero.kernels.cuda.launch import kernel
+from mpizero.kernels.cuda.launch import CudaKernel, kernel
 from mpizero.kernels.formulas.activation import gelu as gelu_value
 from mpizero.kernels.formulas.activation import (
     gelu_gradient,
@@ -18,68 +21,34 @@ from mpizero.kernels.formulas.activation import silu as silu_value
 from mpizero.types import Array
 
 
-@kernel("void(const T[::1], T[::1])")
-def gelu(x: Array, y: Array) -> None:
-    """Write the tanh form of GELU into ``y``, which may be ``x``."""
-    T = x.dtype.type  # noqa: N806
-    for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
-        y[i] = gelu_value(x[i], T)
+def _value_kernel(name: str, value: Callable[..., Any]) -> CudaKernel:
+    """Make the kernel that writes ``value(x)`` into ``y``, which may be ``x``."""
+
+    def apply(x: Array, y: Array) -> None:
+        T = x.dtype.type  # noqa: N806
+        for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
+            y[i] = value(x[i], T)
+
+    apply.__qualname__ = name
+    return kernel("void(const T[::1], T[::1])")(apply)
 
 
-@kernel("void(const T[::1], const T[::1], T[::1])")
-def gelu_backward(x: Array, dy: Array, dx: Array) -> None:
-    """Write ``dy`` times the derivative of :func:`gelu` at ``x`` into ``dx``, which may be ``dy`` or ``x``."""
-    T = x.dtype.type  # noqa: N806
-    for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
-        dx[i] = gelu_gradient(x[i], dy[i], T)
+def _gradient_kernel(name: str, gradient: Callable[..., Any]) -> CudaKernel:
+    """Make the kernel that writes ``gradient(x, dy)`` into ``dx``, which may be ``dy`` or ``x``."""
+
+    def apply(x: Array, dy: Array, dx: Array) -> None:
+        T = x.dtype.type  # noqa: N806
+        for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
+            dx[i] = gradient(x[i], dy[i], T)
+
+    apply.__qualname__ = name
+    return kernel("void(const T[::1], const T[::1], T[::1])")(apply)
 
 
-@kernel("void(const T[::1], T[::1])")
-def silu(x: Array, y: Array) -> None:
-    """Write x * sigmoid(x) into ``y``, which may be ``x``."""
-    T = x.dtype.type  # noqa: N806
-    for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
-        y[i] = silu_value(x[i], T)
-
-
-@kernel("void(const T[::1], const T[::1], T[::1])")
-def silu_backward(x: Array, dy: Array, dx: Array) -> None:
-    """Write ``dy`` times the derivative of :func:`silu` at ``x`` into ``dx``, which may be ``dy`` or ``x``."""
-    T = x.dtype.type  # noqa: N806
-    for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
-        dx[i] = silu_gradient(x[i], dy[i], T)
-
-
-@kernel("void(const T[::1], T[::1])")
-def relu(x: Array, y: Array) -> None:
-    """Write max(x, 0) into ``y``, which may be ``x``."""
-    T = x.dtype.type  # noqa: N806
-    for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
-        y[i] = relu_value(x[i], T)
-
-
-@kernel("void(const T[::1], const T[::1], T[::1])")
-def relu_backward(x: Array, dy: Array, dx: Array) -> None:
-    """Write ``dy`` times the derivative of :func:`relu` at ``x`` into ``dx``, which may be ``dy`` or ``x``."""
-    T = x.dtype.type  # noqa: N806
-    for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
-        dx[i] = relu_gradient(x[i], dy[i], T)
-
-
-@kernel("void(const T[::1], T[::1])")
-def tanh(x: Array, y: Array) -> None:
-    """Write tanh(x) into ``y``, which may be ``x``."""
-    T = x.dtype.type  # noqa: N806
-    for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
-        y[i] = tanh_value(x[i], T)
-
-
-@kernel("void(const T[::1], const T[::1], T[::1])")
-def tanh_backward(x: Array, dy: Array, dx: Array) -> None:
-    """Write ``dy`` times the derivative of :func:`tanh` at ``x`` into ``dx``, which may be ``dy`` or ``x``."""
-    T = x.dtype.type  # noqa: N806
-    for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
-        dx[i] = tanh_gradient(x[i], dy[i], T)
+gelu, gelu_backward = _value_kernel("gelu", gelu_value), _gradient_kernel("gelu_backward", gelu_gradient)
+silu, silu_backward = _value_kernel("silu", silu_value), _gradient_kernel("silu_backward", silu_gradient)
+relu, relu_backward = _value_kernel("relu", relu_value), _gradient_kernel("relu_backward", relu_gradient)
+tanh, tanh_backward = _value_kernel("tanh", tanh_value), _gradient_kernel("tanh_backward", tanh_gradient)
 
 
 @kernel("void(const T[:,::1], const T[::1], T[:,::1], T[:,::1])")
