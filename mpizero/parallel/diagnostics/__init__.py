@@ -1,1 +1,1 @@
-"""Keep and replay steps whose gradients were not finite, and record where time goes."""
+"""Save and replay steps whose losses or gradients were not finite, and record what ranks spend their time on."""

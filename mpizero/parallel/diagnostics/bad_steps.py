@@ -1,13 +1,15 @@
-"""Keep the samples of a step whose loss or gradient was not finite, in plain files, for a replay in one process.
+"""Save the samples of a step whose loss or gradient was not finite to files, for a replay in one process.
 
-[Note: the files of a bad step] ``step.json`` describes the step in one JSON object: ``format`` ("mpizero bad step"),
-``version`` (1), ``step``, ``run_step`` and ``seed`` (keys of the dropout's random numbers), ``loss_scale``,
-``micro_batch`` (samples evaluated at a time), ``global_batch``, ``epoch`` (left out if 0), ``found`` (a list of
-``step``, ``rank``, ``tensor``, ``start``, ``stop``, ``message``), ``grains`` (names of the files below), ``structure``
-(only for batches that are trees: the :func:`~mpizero.sampletree.outline` of ``x`` and ``y``), ``libraries`` (versions)
-and ``about`` (values of the caller; `mpizero train` writes its configuration). ``grain_00003.npz``, NumPy's format
-without pickle, uncompressed, has ``x`` and ``y`` (for trees ``x.0``, ``x.1``, ...), ``samples`` (positions in the
-global batch) and, if the caller knows them, ``indices`` (positions in the data).
+[Note: the files of a bad step] A folder has the file ``step.json`` and one file for each bad grain. ``step.json``
+is one JSON object with the keys ``format`` ("mpizero bad step"), ``version`` (1), ``step`` (number of the training
+step, from 1), ``run_step`` and ``seed`` (keys of the dropout's random numbers), ``loss_scale``, ``micro_batch`` and
+``global_batch`` (numbers of samples), ``epoch`` (left out if 0), ``found`` (the values that were not finite: a list of
+objects with ``step``, ``rank``, ``tensor``, ``start``, ``stop``, ``message``), ``grains`` (names of the other files),
+``structure`` (only for batches that are trees of arrays: the :func:`~mpizero.sampletree.outline` of ``x`` and ``y``),
+``libraries`` (versions by name) and ``about`` (values from the caller; `mpizero train` writes its configuration). The
+file of grain 3, ``grain_00003.npz``, is uncompressed and without pickle. It has the arrays ``x`` and ``y`` (for trees
+``x.0``, ``x.1``, ...), ``samples`` (positions in the global batch) and, if the caller knows them, ``indices``
+(positions in the data set).
 """
 
 from __future__ import annotations
@@ -45,9 +47,10 @@ _GRAIN = re.compile(r"grain_[0-9]{5,18}\.npz")
 
 @dataclass(frozen=True)
 class BadGrain:
-    """Hold the samples of one grain, arrays or trees, with their positions.
+    """Hold the samples of one grain, with their positions.
 
-    ``samples`` are positions in the global batch, ``indices`` positions in the data (None if unknown).
+    ``x`` and ``y`` are inputs and targets: arrays, or trees of arrays. ``samples`` are their positions in the global
+    batch, ``indices`` their positions in the data set (None if unknown).
     """
 
     x: Any
@@ -58,7 +61,29 @@ class BadGrain:
 
 @dataclass(frozen=True)
 class BadStep:
-    """Describe a bad step that :func:`dump_bad_step` wrote; the fields are explained in ``docs/bad_numbers.md``."""
+    """Hold a bad step that :func:`dump_bad_step` wrote, with the samples of its bad grains.
+
+    Attributes
+    ----------
+    step : int
+        Number of the training step, from 1; skipped steps count.
+    run_step, seed : int
+        Keys of the dropout's random numbers in that step.
+    loss_scale : float
+        Loss scale of that step.
+    micro_batch, global_batch : int
+        Number of samples in a full micro-batch, and in the global batch.
+    found : tuple of dict
+        The values that were not finite; each has the fields of :class:`~mpizero.parallel.step_report.NonFinite`.
+    libraries : dict of str to str
+        Versions of Python and libraries, by name.
+    about : dict
+        JSON values from the caller of :func:`dump_bad_step`.
+    grains : tuple of BadGrain
+        The grains in which the values were found, with all their samples.
+    epoch : int
+        The epoch that was passed to ``train``.
+    """
 
     step: int
     run_step: int
@@ -81,7 +106,7 @@ def dump_bad_step(
     indices: Any = None,
     about: Mapping[str, Any] | None = None,
 ) -> Path | None:
-    """Write the grains of the last step whose loss or gradient was not finite to a folder below ``folder``.
+    """Write the grains of the last step in which a loss or gradient was not finite to a folder below ``folder``.
 
     Collective over the model's ranks; rank 0 writes.
 
@@ -90,11 +115,11 @@ def dump_bad_step(
     model : sharded model
         The model, whose ``last_step`` was skipped.
     batch : (array, array), or trees of arrays
-        The samples that this rank passed to ``train``.
+        The inputs and targets that this rank passed to ``train`` in that step.
     folder : path
-        Folder in which ``step_<number>`` is made; if that exists already, it is left as it is.
+        Folder in which the folder ``step_<number>`` is created. If that exists already, nothing is written.
     indices : 1-D array of int or None
-        Positions of this rank's samples in the data.
+        Positions of this rank's samples in the data set, to be saved, too.
     about : mapping or None
         More JSON values to write into ``step.json``.
 
@@ -106,9 +131,10 @@ def dump_bad_step(
     Raises
     ------
     DataError
-        On every rank, if the batch contains anything but arrays of numbers, which need no pickle.
+        On every rank, if the batch contains something else than arrays of numbers, which could not be saved without
+        pickle.
     OSError
-        If the files cannot be written; RemoteError on the other ranks.
+        On rank 0, if the files cannot be written. The other ranks raise RemoteError.
     """
     report, comm = model.last_step, model.config.communicator
     if report is None or not report.non_finite:
@@ -133,7 +159,11 @@ def dump_bad_step(
 def _gather(
     model: ShardedModelBase, tree: SampleTree, indices: Any, found: tuple[NonFinite, ...]
 ) -> tuple[dict[int, BadGrain], int]:
-    """Gather the samples of the bad grains; return them by grain number, and the global batch size. Collective."""
+    """Gather the samples of the grains in ``found`` from all ranks. Collective.
+
+    ``tree`` has this rank's samples and ``indices`` their positions in the data set. Return the grains by number, and
+    the number of samples in the global batch.
+    """
     group = model.batch_group
     counts = np.empty(group.size, np.int64)
     group.allgather(np.array([own := tree.count()], np.int64), counts, "bad step")
@@ -169,7 +199,10 @@ def _described(model: ShardedModelBase, report: StepReport, total: int) -> dict[
 
 
 def _write(path: Path, described: Mapping[str, Any], grains: Mapping[int, BadGrain]) -> None:
-    """Write the files into a temporary folder, and rename it to ``path`` when it is complete."""
+    """Write ``step.json`` and the files of the grains to a temporary folder, and rename it to ``path`` at the end.
+
+    ``described`` are the values of ``step.json`` except for "grains".
+    """
     temporary = path.with_name(f".tmp-{path.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -187,12 +220,13 @@ def _write(path: Path, described: Mapping[str, Any], grains: Mapping[int, BadGra
 
 
 def read_bad_step(path: str | os.PathLike[str]) -> BadStep:
-    """Read a bad step that :func:`dump_bad_step` wrote. Not collective.
+    """Read a bad step that :func:`dump_bad_step` wrote to folder ``path``. Not collective.
 
     Raises
     ------
     DataError
-        If there is no such step, or its files are damaged or of another version: names the file.
+        If ``path`` is no folder of a bad step, or its files are damaged or of another version. The message names the
+        file.
     """
     folder = Path(path)
     file = folder / "step.json"
@@ -223,7 +257,7 @@ def read_bad_step(path: str | os.PathLike[str]) -> BadStep:
 
 
 def _is_found(value: object) -> bool:
-    """Tell whether a JSON value has the fields of :class:`~mpizero.parallel.step_report.NonFinite`."""
+    """Tell whether a JSON value is an object with the fields of :class:`~mpizero.parallel.step_report.NonFinite`."""
     return (
         isinstance(value, dict)
         and value.keys() == {field.name for field in fields(NonFinite)}
@@ -266,7 +300,7 @@ _FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def _entries(value: Any, name: str) -> dict[str, Any]:
-    """Return the arrays of ``x`` or ``y`` by their names in the file."""
+    """Return the arrays of ``value`` by their names in a grain's file; ``name`` is "x" or "y"."""
     if isinstance(value, np.ndarray):
         return {name: value}
     return {f"{name}.{number}": leaf for number, leaf in enumerate(leaves_of(value))}

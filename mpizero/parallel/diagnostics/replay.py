@@ -27,14 +27,14 @@ class ReplayedArray:
     Attributes
     ----------
     what : str
-        "parameter", "input", "output" of a block, "loss", "gradient of output" of a block, or "gradient" of a
-        parameter.
+        Kind of the array: "parameter", "input", "output" (of a block), "loss", "gradient of output" (of a block) or
+        "gradient" (of a parameter).
     name : str
-        Name of the block or parameter.
+        Name of the block or parameter. For an input, its path in ``x``; "loss" for the loss.
     minimum, maximum : float
         Smallest and largest finite value; NaN if there are none.
     norm : float
-        Root of the sum of squares of the finite values.
+        Square root of the sum of squares of the finite values.
     not_finite, size : int
         Number of values that are infinite or NaN, and number of all values.
     """
@@ -49,7 +49,7 @@ class ReplayedArray:
 
     @classmethod
     def of(cls, what: str, name: str, values: Any) -> ReplayedArray:
-        """Compute the statistics of an array; a complex value counts as two numbers. Not collective."""
+        """Compute the statistics of ``values``; a complex value counts as two numbers. Not collective."""
         flat = np.asarray(values).reshape(-1)
         flat = flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat
         finite = flat if flat.dtype.kind in "iub" else flat[np.isfinite(flat)]
@@ -60,14 +60,14 @@ class ReplayedArray:
 
 @dataclass(frozen=True)
 class Replay:
-    """Hold the arrays' statistics of the forward and backward pass of one micro-batch.
+    """Hold statistics of all arrays in the forward and backward pass of one micro-batch.
 
     Attributes
     ----------
     start, stop : int
-        Range of its samples in the global batch.
+        Half-open range of the micro-batch's samples in the global batch.
     loss, weight : float
-        Sum of the losses of its samples, and their total weight.
+        Sum of the losses of these samples, and their total weight.
     figures : tuple of ReplayedArray
         Statistics of the parameters, then of all other arrays in the order in which they were computed.
     """
@@ -80,15 +80,15 @@ class Replay:
 
     @property
     def first(self) -> ReplayedArray | None:
-        """The first array that has values which are not finite; None if there is none."""
+        """The statistics of the first array with infinite or NaN values; None if there is no such array."""
         return next((figures for figures in self.figures if figures.not_finite), None)
 
 
 def replay_bad_step(step: BadStep | str | os.PathLike[str], model: ShardedModelBase) -> list[Replay]:
-    """Run the samples of a bad step forward and backward, with the parameters that ``model`` has.
+    """Run the samples of a bad step forward and backward; return statistics of all arrays, by micro-batch.
 
-    Not collective: ``model`` is on one process. The model stays unchanged. The samples are cut into the same
-    micro-batches as in training, with the same dropout.
+    Not collective: ``model`` is on one process. The pass uses the parameters of ``model`` and does not change them. The
+    samples are cut into the same micro-batches as in training, with the same dropout.
 
     Parameters
     ----------
@@ -96,6 +96,11 @@ def replay_bad_step(step: BadStep | str | os.PathLike[str], model: ShardedModelB
         The bad step, or the folder that :func:`dump_bad_step` wrote.
     model : sharded model
         A model on a communicator of one rank, with the parameters to use.
+
+    Returns
+    -------
+    list of Replay
+        One for each micro-batch of the bad grains, in order.
 
     Raises
     ------
@@ -124,7 +129,7 @@ def replay_bad_step(step: BadStep | str | os.PathLike[str], model: ShardedModelB
 
 
 class _Trace:
-    """Record the statistics of every array of one pass."""
+    """Run one micro-batch forward and backward, and record the statistics of every array."""
 
     def __init__(self, model: ShardedModelBase, loss_scale: float) -> None:
         self.model, self.engine, self.loss_scale = model, model.engine, loss_scale
@@ -134,7 +139,7 @@ class _Trace:
         self._frozen = {entry.spec.name for entry in self.engine.layout.entries if entry.gradient < 0}
 
     def note(self, what: str, name: str, values: Any) -> None:
-        """Record the statistics of an array; None is ignored."""
+        """Record the statistics of ``values``; do nothing if it is None."""
         if values is not None:
             self.figures.append(ReplayedArray.of(what, name, values))
 
@@ -182,19 +187,22 @@ class _Trace:
 
 
 class _RecordedLayer:
-    """Wrap a block, and record its output and its gradients."""
+    """Wrap a block of the model, and record its output and its gradients in a trace."""
 
     def __init__(self, block: Any, name: str, before: str | None, trace: _Trace) -> None:
         self.block, self.name, self.before, self.trace = block, name, before, trace
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Run the block forward. Not collective."""
+        """Run the block forward, record its output, and return output and cache. Not collective."""
         y, cache = self.block.forward(params, x, run)
         self.trace.note("output", self.name, y)
         return y, cache
 
     def backward(self, params: Params, cache: Any, dy: Array, grads: Params) -> Array | None:
-        """Run the block backward. Not collective."""
+        """Run the block backward, record its gradients, and return the gradient of its input. Not collective.
+
+        That is recorded as the gradient of the previous block's output. It is None if the block's input has none.
+        """
         d: Array | None = self.block.backward(params, cache, dy, grads)
         self.trace.note_gradients(self.name, grads)
         if self.before is not None:
@@ -203,19 +211,22 @@ class _RecordedLayer:
 
 
 class _RecordedLoss:
-    """Wrap a loss, and record its value and its gradient."""
+    """Wrap a loss layer, and record its loss and its gradient in a trace."""
 
     def __init__(self, loss: Loss, before: str, trace: _Trace) -> None:
         self.loss, self.before, self.trace = loss, before, trace
 
     def forward(self, prediction: Array, target: Array) -> tuple[float, float, Any]:
-        """Compute the loss. Not collective."""
+        """Compute and record the loss; return loss sum, weight and the cache for ``backward``. Not collective."""
         loss, weight, cache = self.loss.forward(prediction, target)
         self.trace.note("loss", "loss", loss)
         return loss, weight, cache
 
     def backward(self, cache: Any, scale: float = 1.0) -> Array:
-        """Compute the gradient of the prediction. Not collective."""
+        """Compute, record and return the gradient of the loss by the prediction. Not collective.
+
+        ``scale`` is the loss scale, by which the gradient is multiplied.
+        """
         d = self.loss.backward(cache, scale)
         self.trace.note("gradient of output", self.before, d)
         return d

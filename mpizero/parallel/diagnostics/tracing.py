@@ -1,4 +1,4 @@
-"""Record the phases of a rank's work with their times, from the engine down to single messages."""
+"""Record when a rank begins and ends each phase of a training step, and each message."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mpizero.parallel.engine import Engine
 
 @contextmanager
 def traced(engine: Engine) -> Iterator[Timeline]:
-    """Yield the engine's timeline, which records all phases and messages inside the ``with`` block.
+    """Yield the engine's timeline, which records the phases and messages of this rank inside the ``with`` block.
 
-    Not collective. Calls of communicators of one rank take no time and are not recorded.
+    Not collective. Calls of communicators that have only one rank are not recorded, because they take no time.
     """
     timeline, grid = engine.timeline, engine.grid
     several = [c for c in (grid.world, *grid.communicators) if c.size > 1]
