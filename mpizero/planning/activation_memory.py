@@ -1,4 +1,4 @@
-"""Predict the memory of a rank during its micro-batches: caches of blocks, and arrays of the running block."""
+"""Predict the memory that a rank's micro-batches need: caches of blocks, and arrays of the block that runs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from mpizero.planning.model_part import ModelPart
 
 @dataclass(frozen=True)
 class ChunkActivations:
-    """Compute the memory that one micro-batch needs on a chunk, from the trials of the chunk's blocks.
+    """Compute the memory that one micro-batch needs on a chunk, from trial runs of the chunk's blocks.
 
     [Note: borders] A border is the array between two blocks: the output of one and the input of the next. It is counted
-    once, and stays in memory as long as either block keeps it. The input of the model's first block is not counted; it
-    belongs to the data.
+    once, and stays in memory as long as one of the two blocks keeps it. The input of the model's first block is not
+    counted; it belongs to the data.
 
     Attributes
     ----------
     trials : tuple of BlockTrial
-        The trials of the chunk's blocks, and of the loss after the model's last block.
+        The results of the trial runs of the chunk's blocks. In the last chunk, that of the loss follows.
     entry : int
         Bytes of the chunk's input.
     """
@@ -35,12 +35,15 @@ class ChunkActivations:
 
     @cached_property
     def _borders(self) -> tuple[int, ...]:
-        """Bytes of the borders: before each block, and after the last; 0 if a block returns its input unchanged."""
+        """Bytes of the borders: before the first block, and after each block.
+
+        The border after a block that returns its input unchanged counts 0.
+        """
         return (self.entry, *(0 if trial.passes else trial.output.nbytes for trial in self.trials))
 
     @cached_property
     def _kept_borders(self) -> tuple[int, ...]:
-        """Bytes of the borders that caches keep for the backward pass; 0 for the others."""
+        """Bytes of the borders that caches keep for the backward pass; 0 for each other border."""
         return self._borders_kept_by(self.trials)
 
     def _borders_kept_by(self, trials: Sequence[BlockTrial]) -> tuple[int, ...]:
@@ -54,69 +57,78 @@ class ChunkActivations:
 
     @cached_property
     def whole(self) -> int:
-        """Bytes that the chunk keeps between its forward and its backward pass."""
+        """Bytes that the chunk keeps from its forward pass to its backward pass."""
         return sum(trial.kept.own for trial in self.trials) + sum(self._kept_borders)
 
     @cached_property
     def deferred(self) -> int:
-        """Bytes that the chunk keeps between the two halves of its backward pass, for inputs and for weights."""
+        """Bytes that the chunk keeps from its backward pass for inputs to its backward pass for weights."""
         blocks = [trial for trial in self.trials if not trial.is_loss]
         return sum(trial.kept.deferred for trial in blocks) + sum(self._borders_kept_by(blocks))
 
     @cached_property
     def _levels(self) -> tuple[int, ...]:
-        """Bytes that all blocks before each block keep, without that block's input."""
+        """For each block, the bytes that all blocks before it keep, without its own input; then the bytes of all."""
         each = (trial.kept.own + border for trial, border in zip(self.trials, self._kept_borders, strict=False))
         return tuple(accumulate(each, initial=0))
 
     @cached_property
     def forward_peak(self) -> int:
-        """The most bytes that the forward pass needs at once."""
+        """The most bytes that the chunk needs at once in the forward pass."""
         parts = zip(self._levels, self._borders, self.trials, strict=False)
         return max(level + border + trial.peaks.forward for level, border, trial in parts)
 
     @cached_property
     def backward_peak(self) -> int:
-        """The most bytes that a whole backward pass needs at once; each block frees its cache when it has run."""
+        """The most bytes that the chunk needs at once in a whole backward pass.
+
+        Each block frees its cache at the end of its own backward pass.
+        """
         parts = zip(self._levels[1:], self._kept_borders[1:], self.trials, strict=True)
         return max(level + border * trial.kept.output + trial.backward_peak for level, border, trial in parts)
 
     @cached_property
     def input_peak(self) -> int:
-        """The most bytes that the backward pass for inputs needs at once; it replaces caches by what weights need."""
+        """The most bytes that the chunk needs at once in the backward pass for inputs.
+
+        In it each block's cache is replaced by what the block keeps for the backward pass for weights.
+        """
         more = accumulate((t.kept.deferred - t.kept.own for t in reversed(self.trials)), initial=0)
         found = (extra + trial.peaks.input for extra, trial in zip(more, reversed(self.trials), strict=False))
         return self.whole + max(found)
 
     @cached_property
     def weights_peak(self) -> int:
-        """The most bytes that the backward pass for weights needs at once."""
+        """The most bytes that the chunk needs at once in the backward pass for weights."""
         return self.deferred + max(trial.peaks.weights for trial in self.trials)
 
     @property
     def ends(self) -> int:
-        """Bytes of the prediction and of the arrays that the loss keeps."""
+        """Bytes of the model's prediction and of the arrays that the loss keeps."""
         return self._borders[-2] + self.trials[-1].kept.own
 
     def peak(self, kind: str) -> int:
-        """Return the most bytes that an instruction of this kind needs at once for this micro-batch. Not collective."""
+        """Return the most bytes that an instruction needs at once for this micro-batch. Not collective.
+
+        ``kind`` is "forward", "backward", "backward_input" or "backward_weights".
+        """
         found: int = getattr(self, f"{kind.removeprefix('backward_')}_peak")
         return found
 
 
 class ActivationPeaks(NamedTuple):
-    """Hold the largest amounts of memory that a rank needs for micro-batches at any moment of a step.
+    """Hold the largest amounts of memory that a rank needs for its micro-batches at any moment of a step.
 
     Attributes
     ----------
     kept : int
         The most bytes that are kept for backward passes.
     caches : int
-        The most caches, each of one chunk and one micro-batch, that are kept at once.
+        The most caches that are kept at once, each for one chunk and one micro-batch.
     most : int
-        The most bytes while a block runs: the kept ones and those of the block.
+        The most bytes in use while a block runs: those kept for backward passes, and those of the block.
     total : int
-        The most bytes including messages in flight.
+        The most bytes in use, including those of messages in flight.
     """
 
     kept: int
@@ -126,16 +138,16 @@ class ActivationPeaks(NamedTuple):
 
 
 class StageActivations:
-    """Simulate the memory of one rank through the instructions of a step.
+    """Simulate how one rank's memory changes with the instructions of a step.
 
     Parameters
     ----------
     part : ModelPart
         The rank's part of the model.
     jobs : sequence of int
-        The samples in each of its micro-batches; 0 for one that only other replicas have.
+        The number of samples in each of the rank's micro-batches; 0 for a micro-batch that only other replicas have.
     program : sequence of Instruction
-        The forward and backward passes of these micro-batches, in order.
+        The forward and backward passes of the micro-batches, in order.
     """
 
     def __init__(self, part: ModelPart, jobs: Sequence[int], program: Sequence[Instruction]) -> None:
@@ -143,7 +155,7 @@ class StageActivations:
         self._chunks: dict[tuple[int, int], ChunkActivations] = {}
 
     def chunk(self, chunk: int, samples: int) -> ChunkActivations:
-        """Return the memory that one micro-batch of a chunk needs. Not collective."""
+        """Return the memory that a micro-batch of ``samples`` samples needs on a chunk. Not collective."""
         if (chunk, samples) not in self._chunks:
             entry = self.part.output(chunk - 1, samples) if chunk else 0
             self._chunks[chunk, samples] = ChunkActivations(tuple(self.part.tried(chunk, samples)), entry)
@@ -174,7 +186,10 @@ class StageActivations:
         return ActivationPeaks(kept, caches, most, total)
 
     def _messages(self, place: int) -> int:
-        """Return the bytes of messages while an instruction runs: receives posted early, and the previous send."""
+        """Return the bytes of messages in flight while instruction number ``place`` runs.
+
+        These are the receives that are posted early, and the send of the instruction before.
+        """
         if self.part.partitioned.parallel_layout.pipeline == 1:
             return 0
         ahead = sum(self._received(instruction) for instruction in self.program[place + 1 : place + AHEAD])

@@ -1,10 +1,11 @@
-"""Run the blocks of a model one at a time, to measure the memory, group calls and output of each.
+"""Run the blocks of a model one at a time, to measure the memory, the group calls and the output of each.
 
-[Note: trials] No formula knows what a user's layer keeps. So each kind of block runs forward and backward alone, on two
-and on three samples. (Not on one: an array of one sample may be contiguous where one of several is not.) Blocks that
-differ only in the number of their dropout are of one kind. Parameters are zeros, in memory that is freed afterwards;
-matrix products with them are not computed. Memory and messages are assumed to grow linearly with the number of samples.
-If a block's group calls show that they do not, it runs on as many samples as the real micro-batch has.
+[Note: trials] No formula knows what a user's layer keeps. So one block of each kind runs forward and backward alone, on
+two samples and again on three. (Not on one: an array of one sample may be contiguous where one of several is not.)
+Blocks that differ only in the ``site`` of their dropouts are of one kind. Parameters are zeros, in memory that is freed
+afterwards; matrix products with them are not computed. Memory and messages are assumed to grow linearly with the number
+of samples. If a block's group calls show that they do not, the blocks run on as many samples as the real micro-batch
+has.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ class KeptMemory(NamedTuple):
     own : int
         Bytes of the arrays in the cache that are neither the block's input nor its output nor parameters.
     deferred : int
-        The same between the two halves of the backward pass, for inputs and for weights.
+        Bytes of such arrays that the block keeps from the backward pass for inputs to that for weights.
     input, output : bool
-        Whether the cache keeps the block's input and its output.
+        Whether the cache keeps the block's input, and whether it keeps its output.
     """
 
     own: int
@@ -69,9 +70,16 @@ class KeptMemory(NamedTuple):
 
 
 class PassPeaks(NamedTuple):
-    """Hold the most bytes that each pass of a block allocates at once, counted from the start of the pass.
+    """Hold, for each pass of a block, the most bytes in use at once that were allocated since the pass began.
 
-    They include a forward pass's output, and in the backward pass for inputs the gradients of output and input.
+    Attributes
+    ----------
+    forward : int
+        In the forward pass, including the output.
+    input : int
+        In the backward pass for inputs, including the gradients of output and input.
+    weights : int
+        In the backward pass for weights.
     """
 
     forward: int
@@ -85,15 +93,15 @@ class BlockTrial(NamedTuple):
     Attributes
     ----------
     output, gradient : ArrayForm or None
-        Shape and type of the output, and of the input's gradient; None if there is no such gradient.
+        Shape and dtype of the output and of the input's gradient; ``gradient`` is None if the block computes none.
     passes : bool
         Whether the output is the input, or a view of it.
     kept : KeptMemory
         The arrays that the block keeps between its passes.
     peaks : PassPeaks
-        The memory that each pass allocates while it runs.
+        The most memory that each pass allocates while it runs.
     calls : tuple of GroupCall
-        The block's calls of its tensor or context group, forward and backward.
+        The block's calls of its tensor or context group in the forward and backward pass.
     """
 
     output: ArrayForm
@@ -105,7 +113,7 @@ class BlockTrial(NamedTuple):
 
     @property
     def is_loss(self) -> bool:
-        """Tell whether this is the loss: only the loss returns one number instead of samples."""
+        """Tell whether this is the trial of the loss, which alone returns one number instead of an array of samples."""
         return not self.output.shape
 
     @property
@@ -117,14 +125,14 @@ class BlockTrial(NamedTuple):
 
 @dataclass(frozen=True)
 class TrialSample:
-    """Hold one sample of the data, and the ``Run`` for a batch of copies of it.
+    """Hold one sample of the data, and the ``Run`` that blocks are given with it.
 
     Attributes
     ----------
     x, y : array
-        Input and target of one sample, with a first axis of length 1 or more.
+        Inputs and targets, of which only the first sample is used.
     run : Run
-        The ``Run`` that blocks are given.
+        The argument ``run`` of the blocks' forward passes.
     """
 
     x: Array
@@ -132,25 +140,25 @@ class TrialSample:
     run: Run
 
     def batch(self, samples: int) -> tuple[Array, Array]:
-        """Return input and target of a batch that has the sample ``samples`` times. Not collective."""
+        """Return input and target of a batch that repeats the first sample ``samples`` times. Not collective."""
         return np.repeat(self.x[:1], samples, axis=0), np.repeat(self.y[:1], samples, axis=0)
 
 
 class BlockTrials:
-    """Try the blocks of a model as one rank has them, each kind of block once ([Note: trials]).
+    """Run the blocks of a model as one rank has them, one block of each kind ([Note: trials]).
 
     Parameters
     ----------
     blocks : mapping of str to Layer
         All blocks of the model, split over ``group``.
     loss : Loss
-        The model's loss, split likewise.
+        The model's loss, split over ``group``.
     sample : TrialSample
         The sample that the first block is given.
     group : RecordingGroup
-        The group that split layers call.
+        The group that the split layers and loss call.
     dtype : numpy dtype
-        The type of the parameters.
+        The dtype of the parameters.
     """
 
     def __init__(
@@ -162,7 +170,10 @@ class BlockTrials:
         self._found: dict[int, dict[str, BlockTrial]] = {}
 
     def of(self, samples: int) -> dict[str, BlockTrial]:
-        """Return the trial of every block, and of the loss as "", on ``samples`` samples. Not collective."""
+        """Return the trial of each block by name, and of the loss under the name "", for ``samples`` samples.
+
+        For more than three samples, trials of two and three samples are extrapolated if possible. Not collective.
+        """
         if samples not in self._found:
             if samples <= FEW + 1:
                 self._found[samples] = self._run(samples)
@@ -180,7 +191,7 @@ class BlockTrials:
         return self.sample.x.shape, self.sample.y.shape, parameters
 
     def _run(self, samples: int) -> dict[str, BlockTrial]:
-        """Try every kind of block on ``samples`` samples, each on the output of the block before."""
+        """Run one block of each kind on ``samples`` samples, on an array like the output of the block before."""
         x, y = self.sample.batch(samples)
         value: Any = x
         found: dict[str, BlockTrial] = {}
@@ -205,7 +216,10 @@ class BlockTrials:
         return found
 
     def _warm(self, kind: str, attempt: Callable[[], Any]) -> None:
-        """Run ``attempt`` once, uncounted: imports and compilation on first use allocate memory that stays."""
+        """Call ``attempt`` before the first trial of blocks of this kind, without measuring it.
+
+        In a first call, imports and compilation allocate memory that stays.
+        """
         if kind not in self._warmed:
             self._warmed.add(kind)
             attempt()
@@ -247,7 +261,10 @@ class BlockTrials:
         )
 
     def _parameters(self, layer: Layer) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return zeroed parameters, which occupy no memory while they are only read, and uninitialized gradients."""
+        """Return a layer's parameters and gradients, nested by name.
+
+        Parameters are zeros that occupy no memory while they are only read; gradients are uninitialized.
+        """
         specs = [(spec.name, spec.shape, spec.size) for spec in layer.specs()]
         size = sum(count for _, _, count in specs)
         starts = np.concatenate([[0], np.cumsum([count for _, _, count in specs])]).tolist()
@@ -262,7 +279,7 @@ def _kind(layer: Layer) -> str:
 
 
 def _grown(few: BlockTrial, more: BlockTrial, samples: int) -> BlockTrial | None:
-    """Extrapolate two trials, on ``FEW`` and on one more sample, to ``samples``; None if calls do not grow linearly."""
+    """Extrapolate trials on ``FEW`` and on ``FEW + 1`` samples to ``samples``; None if calls do not grow linearly."""
     calls = _calls(few.calls, more.calls, samples)
     if calls is None:
         return None
@@ -293,7 +310,7 @@ def _calls(few: Sequence[GroupCall], more: Sequence[GroupCall], samples: int) ->
 
 
 class _PeakMemory:
-    """Measure the peak of the memory that Python and NumPy allocate from a moment on, in bytes."""
+    """Measure the largest number of bytes that Python and NumPy allocate from a moment on."""
 
     def __init__(self) -> None:
         self.begin()
@@ -304,7 +321,7 @@ class _PeakMemory:
         self._start = tracemalloc.get_traced_memory()[0]
 
     def peak(self) -> int:
-        """Return the peak since the start of the measurement. Not collective."""
+        """Return the largest number of bytes allocated since the start of the measurement. Not collective."""
         return tracemalloc.get_traced_memory()[1] - self._start
 
 
@@ -328,7 +345,7 @@ def _owner(array: Array) -> Array:
 
 
 def _held(tree: Any, others: frozenset[int]) -> int:
-    """Return the bytes of the arrays in ``tree``, except those whose memory is owned by ``others`` (ids of arrays)."""
+    """Return the bytes of the arrays in ``tree``, without memory that belongs to arrays with an id in ``others``."""
     return sum(owner.nbytes for owner in map(_owner, _arrays(tree)) if id(owner) not in others)
 
 
@@ -337,7 +354,7 @@ def _owners(tree: Any) -> frozenset[int]:
 
 
 def _arrays(value: Any) -> list[Array]:
-    """List the arrays in nested containers; of views of the same memory only one."""
+    """List the arrays in nested containers; of several views of the same memory only one."""
     found: dict[int, Array] = {}
     seen: set[int] = set()
     left = [value]

@@ -1,7 +1,8 @@
-"""Compute the bytes that collectives send, by formula, and record the group calls of split layers on one rank.
+"""Compute the bytes that collectives send, by formula, and record a split layer's group calls on one rank.
 
-The formulas follow the code of ``comm/``: what its counters count ([Note: bytes on the wire] in ``comm/transport.py``),
-the pieces of ``comm/reduce/exact.py``, and the messages or windows of ``comm/group/model_group.py``.
+The formulas follow the code of ``comm/``. They count what its counters count ([Note: bytes on the wire] in
+``comm/transport.py``). They cut messages as ``comm/reduce/exact.py`` does, and use messages or windows as
+``comm/group/model_group.py`` does.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from mpizero.types import Array
 
 
 class Sent(NamedTuple):
-    """Hold the bytes that one rank sends to others, and the number of calls that send any."""
+    """Hold the bytes that one rank sends to others, and the number of calls in which it sends any (``messages``)."""
 
     bytes: int = 0
     messages: int = 0
 
     def __add__(self, other: object) -> Sent:
-        """Add bytes and messages."""
+        """Add bytes and messages of both."""
         if not isinstance(other, Sent):
             return NotImplemented
         return Sent(self.bytes + other.bytes, self.messages + other.messages)
 
     def times(self, count: int) -> Sent:
-        """Return bytes and messages multiplied by ``count``. Not collective."""
+        """Return ``count`` times the bytes and the messages. Not collective."""
         return Sent(self.bytes * count, self.messages * count)
 
 
@@ -46,12 +47,22 @@ def total_sent(parts: Iterable[Sent]) -> Sent:
 
 
 def one_call(nbytes: int) -> Sent:
-    """Return the cost of one call that sends ``nbytes``; nothing for 0 bytes. Not collective."""
+    """Return ``nbytes`` sent in one call; no call if ``nbytes`` is 0. Not collective."""
     return Sent(nbytes, 1) if nbytes else Sent()
 
 
 class ExchangeCost(NamedTuple):
-    """Hold what a rank sends in a sum or all-gather between peers, and the bytes of the buffers it needs."""
+    """Hold what a rank sends in a sum or an all-gather between peers, and the sizes of its buffers.
+
+    Attributes
+    ----------
+    sent : Sent
+        The bytes and messages that the rank sends.
+    send_buffer, receive_buffer : int
+        Bytes of the buffers for elements that are sent and received.
+    packed_send, packed_receive : int
+        Bytes of the buffers for compressed messages that are sent and received; 0 without compression.
+    """
 
     sent: Sent
     send_buffer: int
@@ -68,24 +79,24 @@ def exchange_cost(
     codec: Codec | None = None,
     elements: int | None = None,
 ) -> ExchangeCost:
-    """Return the cost of one :class:`mpizero.comm.reduce.exact.ExactExchange`: partial sums sent to their owners.
+    """Return the cost of one :class:`mpizero.comm.reduce.exact.ExactExchange`.
 
-    Not collective.
+    It sends partial sums of gradients to the peers that own the elements. Not collective.
 
     Parameters
     ----------
     totals : sequence of int
-        Elements of the ranges of each peer.
+        For each peer, the number of elements that it owns.
     peer : int
         The peer whose cost is computed.
     counts : sequence of int
-        Number of partial sums that each peer's node sends.
+        For each peer, the number of partial sums that its node sends.
     itemsize : int
         Bytes of an element.
     codec : Codec or None
-        Compresses the messages; None: they are not compressed.
+        The codec that compresses the messages; None leaves them uncompressed.
     elements : int or None
-        Elements of a bucket; None is the default.
+        Number of elements in a bucket; None is the default.
     """
     if len(totals) == 1:
         return ExchangeCost(Sent(), 0, 0)
@@ -106,14 +117,18 @@ def exchange_cost(
 
 
 def segment_cost(widths: Sequence[int], peer: int, counts: Sequence[int], itemsize: int) -> ExchangeCost:
-    """Return the cost of one uncompressed segment, in which peer i sums ``widths[i]`` elements. Not collective."""
+    """Return the cost of one uncompressed segment of an exchange, in which peer i owns ``widths[i]`` elements.
+
+    ``peer`` is the peer whose cost is computed, and ``counts[i]`` the number of partial sums that the node of peer i
+    sends. Not collective.
+    """
     mine, others = counts[peer], sum(widths) - widths[peer]
     sent = one_call(mine * others * itemsize)
     return ExchangeCost(sent, mine * sum(widths) * itemsize, sum(counts) * widths[peer] * itemsize)
 
 
 def _packed(elements: int, step: int, codec: Codec) -> int:
-    """Return the compressed bytes of ``elements`` elements that are sent in steps of ``step``."""
+    """Return the compressed bytes of ``elements`` elements that are sent in messages of at most ``step`` elements."""
     full, rest = divmod(elements, step)
     return full * codec.packed(step) + codec.packed(rest)
 
@@ -121,9 +136,10 @@ def _packed(elements: int, step: int, codec: Codec) -> int:
 def gather_cost(
     totals: Sequence[int], peer: int, itemsize: int, codec: Codec | None = None, elements: int | None = None
 ) -> ExchangeCost:
-    """Return the cost of an all-gather in which peer i sends ``totals[i]`` elements.
+    """Return the cost of an all-gather in which peer i sends ``totals[i]`` elements to every other peer.
 
-    Not collective. It is :func:`mpizero.comm.reduce.exact.gather_spans`, with a codec ``gather_packed``.
+    ``peer`` is the peer whose cost is computed; the other parameters are those of :func:`exchange_cost`. The all-gather
+    is :func:`mpizero.comm.reduce.exact.gather_spans`, or ``gather_packed`` with a codec. Not collective.
     """
     if len(totals) == 1 or not max(totals):
         return ExchangeCost(Sent(), 0, 0)
@@ -142,21 +158,22 @@ def gather_cost(
 def direct_gather_cost(columns: Iterable[Sequence[int]], peer: int, itemsize: int) -> ExchangeCost:
     """Return the cost of :func:`mpizero.comm.reduce.exact.begin_gather`, which needs no buffers. Not collective.
 
-    ``columns[j][i]`` is the number of elements in span j of peer i.
+    It gathers several spans at once: ``columns[j][i]`` is the number of elements in span j of peer i. ``peer`` is the
+    peer whose cost is computed.
     """
     own = [(sizes[peer], len(sizes) - 1) for sizes in columns]
     return ExchangeCost(total_sent(one_call(size * itemsize * others) for size, others in own), 0, 0)
 
 
 class WindowCopies(NamedTuple):
-    """Hold the copies that one call of a group makes, if its ranks share a window.
+    """Hold the copies that a rank makes in one call of its group, if the group's ranks share a window.
 
     Attributes
     ----------
     passes : tuple of (int, int)
-        For each pass over memory the bytes that it reads and those that it writes.
+        For each pass over memory, the bytes that it reads and the bytes that it writes.
     barriers : int
-        Number of barriers of the group.
+        Number of barriers of the group in the call.
     """
 
     passes: tuple[tuple[int, int], ...]
@@ -171,11 +188,12 @@ class GroupCall(NamedTuple):
     kind : str
         "reduce", "gather", "scatter" or "shift".
     unit : int
-        Elements of the array; for "gather" and "scatter" those at one index of the axis along which it is cut.
+        Number of elements of the array; for "gather" and "scatter" the number at one index of the axis along which the
+        array is cut.
     sizes : tuple of int
-        Length of each rank's block along that axis; empty for "reduce" and "shift".
+        For "gather" and "scatter", the length of each rank's part along that axis; otherwise empty.
     outer : int
-        Product of the lengths of the axes before that axis; otherwise 1.
+        For "gather" and "scatter", the product of the lengths of the axes before that axis; otherwise 1.
     itemsize : int
         Bytes of an element.
     """
@@ -187,7 +205,10 @@ class GroupCall(NamedTuple):
     itemsize: int
 
     def sent(self, rank: int, size: int, *, in_window: bool) -> Sent:
-        """Return what rank ``rank`` of ``size`` sends; through a window only shifts send messages. Not collective."""
+        """Return what rank ``rank`` of a group of ``size`` ranks sends. Not collective.
+
+        If the ranks share a window (``in_window``), only shifts send messages.
+        """
         if self.kind == "shift":
             return one_call(self.unit * self.itemsize)
         if in_window:
@@ -202,7 +223,7 @@ class GroupCall(NamedTuple):
         return one_call((self.unit - own) * self.itemsize) + one_call(own * self.itemsize * (size - 1))
 
     def copies(self, rank: int, size: int) -> WindowCopies:
-        """Return the copies that the call makes through a window of ``size`` ranks, as in ``comm/group/window.py``.
+        """Return the copies that rank ``rank`` makes in a window of ``size`` ranks, as in ``comm/group/window.py``.
 
         Not collective.
         """
@@ -220,11 +241,14 @@ class GroupCall(NamedTuple):
         return WindowCopies(((whole, whole), (size * whole, whole)), 1)
 
     def _sums_parts(self, size: int) -> bool:
-        """Tell whether every rank sums one part in the window, and all ranks then copy the whole sum."""
+        """Tell whether each rank sums one part of the array in the window, before all ranks copy the whole sum."""
         return size >= window.SHARED_SUM_RANKS and self.unit * self.itemsize >= window.SHARED_SUM_BYTES
 
     def rooms(self, rank: int, size: int) -> dict[str, int]:
-        """Return the bytes of the message buffers that a rank keeps, by name. Not collective."""
+        """Return the bytes of the message buffers that rank ``rank`` of ``size`` keeps, by the buffer's name.
+
+        Not collective.
+        """
         if self.kind == "gather":
             return {"arrived": self.unit * sum(self.sizes) * self.itemsize} if self.outer > 1 else {}
         if self.kind == "scatter":
@@ -238,7 +262,7 @@ class GroupCall(NamedTuple):
         return {"arrived": size * own, "total": own}
 
     def half(self, size: int) -> int:
-        """Return the bytes that the call needs in each half of a window. Not collective."""
+        """Return the bytes that the call needs in each half of a window of ``size`` ranks. Not collective."""
         if self.kind == "shift":
             return 0
         nbytes = self.unit * (sum(self.sizes) if self.sizes else 1) * self.itemsize
@@ -257,9 +281,10 @@ def window_bytes(calls: Iterable[GroupCall], size: int) -> int:
 
 
 class RecordingGroup:
-    """Stand in for the group of split layers, on one rank: record the calls, return arrays of the right shapes.
+    """Replace the group of split layers on one rank: record their calls, and return arrays of the right shapes.
 
-    It implements :class:`mpizero.types.Group`, but no method is collective, and returned values are meaningless.
+    It implements :class:`mpizero.types.Group`. But no method is collective, and the values of returned arrays mean
+    nothing.
 
     Attributes
     ----------
@@ -272,20 +297,20 @@ class RecordingGroup:
         self.calls: list[GroupCall] = []
 
     def __repr__(self) -> str:
-        """Return a text with the size only, because layers are compared by their texts."""
+        """Return a text that names the size but not the rank, because layers are compared by their texts."""
         return f"group of {self.size}"
 
     def all_reduce(self, x: Array, tag: str = "") -> Array:
-        """Record the call; return a copy of ``x``."""
+        """Record the call, and return a copy of ``x``."""
         self.calls.append(GroupCall("reduce", x.size, (), 1, x.itemsize))
         return np.array(x, order="C")
 
     def all_max(self, x: Array, tag: str = "") -> Array:
-        """Record the call; return a copy of ``x``."""
+        """Record the call, and return a copy of ``x``."""
         return self.all_reduce(x, tag)
 
     def all_gather(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
-        """Record the call; return zeros with this rank's block in its place."""
+        """Record the call, and return an array of zeros in which this rank's part is ``x``."""
         call = self._along("gather", x, axis, sizes)
         shape = list(x.shape)
         shape[axis] = sum(call.sizes)
@@ -295,14 +320,14 @@ class RecordingGroup:
         return whole
 
     def reduce_scatter(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
-        """Record the call; return a copy of this rank's block of ``x``."""
+        """Record the call, and return a copy of this rank's part of ``x``."""
         call = self._along("scatter", x, axis, sizes)
         start = sum(call.sizes[: self.rank])
         block = np.moveaxis(x, axis, 0)[start : start + call.sizes[self.rank]]
         return np.array(np.moveaxis(block, 0, axis), order="C")
 
     def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> _Shifted:
-        """Record the call; return a finished request with copies of ``arrays``."""
+        """Record the call, and return a finished request with copies of ``arrays``."""
         if by % self.size:
             self.calls += [GroupCall("shift", x.size, (), 1, x.itemsize) for x in arrays]
         return _Shifted(tuple(np.array(x, order="C") for x in arrays))
@@ -321,9 +346,9 @@ class _Shifted(NamedTuple):
     arrays: tuple[Array, ...]
 
     def wait(self) -> tuple[Array, ...]:
-        """Return the arrays."""
+        """Return the arrays at once."""
         return self.arrays
 
     def test(self) -> bool:
-        """Return True."""
+        """Return True, because the arrays have arrived."""
         return True

@@ -12,12 +12,12 @@ from mpizero.types import Array
 class FakeArray(np.ndarray):
     """Represent an array of zeros, or one that is never read: matrix products with it return zeros at once.
 
-    All other operations are those of a plain array, and return plain arrays. A product whose ``out`` is such an array
-    writes nothing, so that the array's memory is never touched.
+    All other operations work as on a plain array, and return plain arrays. A product whose ``out`` is a FakeArray
+    writes nothing, so that the memory of ``out`` is never touched.
     """
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = (), **options: Any) -> Any:
-        """Skip matrix products, and compute all other operations as NumPy does. Not collective."""
+        """Return zeros for a matrix product, and compute all other operations as NumPy does. Not collective."""
         given = tuple(_plain(value) for value in inputs)
         if ufunc is np.matmul and method == "__call__" and not options and (shape := _shape(*given)) is not None:
             return _stored(shape, np.result_type(*given), *out)
@@ -32,7 +32,7 @@ def _plain(value: Any) -> Any:
 
 
 def _shape(a: Any, b: Any) -> tuple[int, ...] | None:
-    """Return the shape of a product of two matrices; None if NumPy is to compute it, or to raise an error."""
+    """Return the shape of the matrix product ``a @ b``; None if NumPy is to compute it or to raise an error."""
     matrices = isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and min(a.ndim, b.ndim) >= 2
     if not matrices or a.shape[-1] != b.shape[-2]:
         return None

@@ -25,22 +25,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class MemoryPass:
-    """Hold the seconds of a pass over memory: a plain one, and the library's kernel with the same reads and writes.
+    """Hold the seconds of a plain pass over memory, and of mpizero's kernel with the same reads and writes.
 
     Attributes
     ----------
     name : str
         For example "sum + AdamW".
     reads, writes : int
-        Arrays that a pass reads and writes.
+        Number of arrays that a pass reads, and number that it writes.
     elements, itemsize : int
-        Elements of each array, and bytes of an element.
+        Number of elements of each array, and bytes of an element.
     one, every : Measurement
         Seconds of the plain pass: of one rank alone, and of the slowest of all ranks at once.
     own_one, own_every : Measurement
-        Seconds of the library's kernel.
+        Seconds of mpizero's kernel: of one rank alone, and of the slowest of all ranks at once.
     ratio_one, ratio_every : Measurement
-        Seconds of the kernel divided by those of the plain pass, in each repetition.
+        Seconds of the kernel divided by those of the plain pass in the same repetition: of one rank alone, and of the
+        slowest of all ranks at once.
     """
 
     name: str
@@ -57,22 +58,22 @@ class MemoryPass:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a pass of one rank moves."""
+        """Bytes that one rank reads and writes in a pass."""
         return (self.reads + self.writes) * self.elements * self.itemsize
 
 
 @dataclass(frozen=True)
 class MatrixProduct:
-    """Hold the seconds of a matrix product at a shape of the model, in one of the forms that a step needs.
+    """Hold the seconds of a matrix product with shapes of the measured model, in one of a step's forms.
 
     Attributes
     ----------
     name, form : str
-        For example "expand" and "weights".
+        The layer, "expand" for example, and the form: "weights", for example, for the product of a weight's gradient.
     batch, rows, inner, columns : int
-        ``batch`` products of (rows, inner) and (inner, columns).
+        The measured work is ``batch`` products of matrices (rows, inner) and (inner, columns).
     linear : bool
-        Whether it is a product with a parameter, as in a block's linear layers. :meth:`Machine.rate` uses only these.
+        Whether it is a product of a block's linear layers. :meth:`Machine.rate` uses only those.
     one, every : Measurement
         Seconds of one rank alone, and of the slowest of all ranks at once.
     """
@@ -89,7 +90,7 @@ class MatrixProduct:
 
     @property
     def operations(self) -> int:
-        """Floating-point operations of all ``batch`` products."""
+        """Floating-point operations of all ``batch`` products together."""
         return 2 * self.batch * self.rows * self.inner * self.columns
 
 
@@ -102,11 +103,11 @@ class MessageSpeed:
     operation : str
         "exchange", "gather", "allreduce", "one to one" or "barrier".
     where : str
-        "all ranks"; for messages from one to one "inside a node" or "between nodes".
+        "all ranks"; for operation "one to one", "inside a node" or "between nodes".
     nbytes : int
-        Bytes of a rank's input: the whole vector of an exchange or allreduce, its own block of a gather.
+        Bytes of a rank's input: the whole vector of an exchange or allreduce, the rank's own part of a gather.
     sent : int
-        Bytes that a rank sends to others, all copies counted.
+        Bytes that a rank sends to all others together.
     seconds : Measurement
         Seconds of the slowest rank.
     """
@@ -127,7 +128,7 @@ class FileSpeed:
     operation : str
         "write with fsync", "read" (from the disk again) or "read from memory" (from the page cache).
     nbytes : int
-        Bytes of all ranks together.
+        Bytes that all ranks write or read together.
     seconds : Measurement
         Seconds of the slowest rank.
     """
@@ -139,22 +140,24 @@ class FileSpeed:
 
 @dataclass(frozen=True)
 class Machine:
-    """Hold the measurements of a machine, with their place, date and software.
+    """Hold the measurements of a machine, and where, when and with which software they were made.
 
     Attributes
     ----------
     host, date, cpu, blas : str
-        Name of the first rank's node, when the measurement ended (UTC), kind of core, BLAS of NumPy.
+        Name of the first rank's node, time at which the measurement ended (UTC), type of the CPU, and BLAS that NumPy
+        uses.
     libraries : dict of str to str
-        Versions of Python, mpizero and the libraries they use, MPI among them.
+        Versions of Python, mpizero and the libraries that they use, MPI among them.
     ranks, nodes, ranks_per_node, threads : int
-        Ranks and nodes that measured together, the most ranks on a node, and BLAS threads of a rank.
+        Number of ranks and of nodes that measured together, largest number of ranks on a node, and BLAS threads of a
+        rank.
     dtype : str
-        Type of the matrix products.
+        The dtype of the matrix products.
     repeat : int
-        Number of repetitions; measurements take turns.
+        Number of repetitions of each measurement.
     streams, products, messages, files : tuple
-        The measurements.
+        The measurements of memory passes, matrix products, messages and files.
     """
 
     host: str
@@ -176,9 +179,10 @@ class Machine:
     def rate(self, ranks_per_node: int) -> float:
         """Return the floating-point operations per second of one rank on a node of ``ranks_per_node``. Not collective.
 
-        It is the rate of all linear products of a block together, each form of each product once.
+        It is the number of operations of all measured linear products, divided by the sum of their seconds.
 
-        [Note: limits] The fastest repetition counts, because in slower ones something else used the machine as well.
+        [Note: limits] Of each measurement only the fastest repetition is used, because in slower ones something else
+        used the machine as well.
 
         [Note: other numbers of ranks] One rank alone and all ranks at once were measured. For another number of ranks
         on a node, a rank gets an equal part of the rate that all measured ranks had together, but at most the rate of
@@ -191,18 +195,20 @@ class Machine:
         return _shared(one, every, self.ranks_per_node, ranks_per_node)
 
     def bandwidth(self, name: str, ranks_per_node: int) -> float:
-        """Return the bytes per second that the plain pass ``name`` moves, for one rank on a node of ``ranks_per_node``.
+        """Return the bytes per second that one rank moves in the plain memory pass ``name``.
 
-        Not collective. See [Note: limits] and [Note: other numbers of ranks].
+        The rank is on a node of ``ranks_per_node`` ranks. Not collective. See [Note: limits] and [Note: other numbers
+        of ranks] at :meth:`rate`.
         """
         stream = next(stream for stream in self.streams if stream.name == name)
         one, every = stream.nbytes / stream.one.least, stream.nbytes / stream.every.least
         return _shared(one, every, self.ranks_per_node, ranks_per_node)
 
     def pass_seconds(self, read: int, written: int, ranks_per_node: int) -> float:
-        """Return the seconds in which a rank, one of ``ranks_per_node`` on its node, reads and writes so many bytes.
+        """Return the seconds in which one rank reads ``read`` bytes and writes ``written`` bytes of memory.
 
-        Not collective. The bandwidth is that of the measured pass whose share of writes is nearest.
+        The rank is on a node of ``ranks_per_node`` ranks. Not collective. The bandwidth is that of the measured pass
+        whose share of writes is nearest.
         """
         if not read + written:
             return 0.0
@@ -215,17 +221,19 @@ class Machine:
         return stream.writes / (stream.reads + stream.writes)
 
     def longest_way(self, ranks: int, ranks_per_node: int) -> str:
-        """Return the slowest measured kind of path between two ranks: "between nodes" or "inside a node".
+        """Return the slowest kind of path between two ranks of a job that was measured.
 
-        Not collective.
+        The job has ``ranks`` ranks, ``ranks_per_node`` on a node. Returns "between nodes" or "inside a node". Not
+        collective.
         """
         return "between nodes" if self.nodes > 1 and ranks > ranks_per_node else "inside a node"
 
     def seconds(self, operation: str, sent: float, where: str = "all ranks") -> float:
         """Return the seconds of a collective in which a rank sends ``sent`` bytes, by interpolation.
 
-        Not collective. Times are linear between the measured sizes, and follow the bandwidth of the largest size beyond
-        it. 0 if nothing was measured, as on one rank. See [Note: limits].
+        ``operation`` and ``where`` are those of :class:`MessageSpeed`. Between measured sizes the time is linear. Above
+        the largest measured size, the time grows in proportion to the bytes. Returns 0 if the operation was not
+        measured, as on one rank. Not collective. See [Note: limits] at :meth:`rate`.
         """
         known = sorted((m.sent, m.seconds.least) for m in self.messages if (m.operation, m.where) == (operation, where))
         if not known:
@@ -242,9 +250,9 @@ class Machine:
 
 
 def _shared(one: float, every: float, measured: int, wanted: int) -> float:
-    """Return one rank's rate on a node of ``wanted`` ranks: see [Note: other numbers of ranks].
+    """Return one rank's rate on a node of ``wanted`` ranks: see [Note: other numbers of ranks] at :meth:`Machine.rate`.
 
-    ``one`` is the rate of a rank alone, ``every`` that of each of ``measured`` ranks at once.
+    ``one`` is the rate of one rank alone, ``every`` the rate of each rank when ``measured`` ranks run at once.
     """
     return min(one, every * measured / wanted)
 
@@ -264,8 +272,8 @@ def read_machine(path: str) -> Machine:
     Raises
     ------
     DataError
-        If the file is missing, damaged, of another kind or of another version. It names the file, the place and the
-        reason.
+        The file is missing, damaged, of another kind or of another version. The message names the file, the entry and
+        the reason.
     """
     try:
         with Path(path).open("rb") as file:
@@ -309,7 +317,10 @@ NEEDED = ("read", "copy", "sum of 2", "sum of 4", "AdamW", "sum + AdamW")
 
 
 def _parsed(kind: Any, value: Any, where: str) -> Any:
-    """Convert ``value`` to the type ``kind``; otherwise raise ``ValueError`` that names the place in the file."""
+    """Convert the JSON value ``value`` to the type ``kind``, or raise ``ValueError``.
+
+    ``where`` is the path of the value in the file, for the message.
+    """
     origin = get_origin(kind)
     if origin is tuple:
         items = _of(list, value, where, "a list")

@@ -1,7 +1,8 @@
-"""Count the bytes that sums, updates and checks of one rank read and write in a step.
+"""Count the bytes that one rank reads and writes in a step to sum, check and update.
 
-[Note: least passes] Every row of a sum is read once and every result is written once. A sum that a fused update uses at
-once is not written. Copies into and out of message buffers are not counted here; they belong to the messages.
+[Note: least passes] A row is an array that holds a gradient or a partial sum. Every row of a sum is counted as read
+once, and every result as written once. A sum that a fused update uses at once is not written. Copies into and out of
+message buffers are not counted here; they are part of the time of the messages.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from mpizero.planning.traffic import RankTraffic
 
 
 class PassBytes(NamedTuple):
-    """Hold the bytes that a pass over memory reads, and those that it writes."""
+    """Hold the bytes that one pass over memory reads, and the bytes that it writes."""
 
     read: int = 0
     written: int = 0
@@ -48,23 +49,26 @@ class StepPasses:
 
     @property
     def _held(self) -> int:
-        """Number of gradient elements on this rank's stage."""
+        """Number of gradient elements that this rank's stage has."""
         return sum(unit.gradients for unit in self.traffic.part.layout.units)
 
     @property
     def _owned(self) -> int:
-        """Number of gradient elements that this rank owns, and so sums."""
+        """Number of gradient elements that this rank owns: those of which it computes the sum over all ranks."""
         return sum(self.traffic.part.shards.gradients[self.traffic.grid.data.rank])
 
     @property
     def _group(self) -> int:
-        """Number of gradient elements of which this rank computes its node's partial sums, for itself and its peers."""
+        """Number of gradient elements that this rank and its peers own: those of which it sums its node's gradients."""
         gradients = self.traffic.part.shards.gradients
         return sum(sum(gradients[rank]) for rank in self.traffic.grid.peer_ranks)
 
     @property
     def fused(self) -> bool:
-        """Tell whether sum and update are one pass; in waves the update reads the final row of the stack."""
+        """Tell whether the last sum of gradients and the update are one pass.
+
+        In waves, the update reads the sum of all grains from the stack of partial sums.
+        """
         training, partitioned = self.traffic.training, self.traffic.part.partitioned
         return fuses_update(
             training.optimizer,
@@ -77,7 +81,7 @@ class StepPasses:
     # ------------------------------------------------------------------ by phase
 
     def local_sums(self) -> list[PassBytes]:
-        """Return the passes that check every micro-batch's gradients, and those that add gradients within the rank.
+        """Return the passes that check each micro-batch's gradients, and those that add gradients within the rank.
 
         Not collective.
         """
@@ -94,7 +98,10 @@ class StepPasses:
         return found
 
     def reduction(self) -> list[PassBytes]:
-        """Return the passes that sum over ranks, except the final sum of a fused update. Not collective."""
+        """Return the passes that sum over ranks. Not collective.
+
+        The last sum is left out if the update is fused with it.
+        """
         return list(self._waves() if self.traffic.training.step.waves else self._rows())
 
     def _rows(self) -> Iterator[PassBytes]:
@@ -118,7 +125,10 @@ class StepPasses:
             yield self._pass(elements, _rows_read(program), 1)
 
     def optimizer(self) -> list[PassBytes]:
-        """Return the bytes of norm and update, with the final sum if the update is fused. Not collective."""
+        """Return one entry: the bytes of norm and update together, and of the last sum if it is fused.
+
+        Not collective.
+        """
         training = self.traffic.training
         arrays = 1 + len(training.optimizer.slots)
         rows = 1
@@ -132,5 +142,5 @@ class StepPasses:
 
 
 def _rows_read(program: Program) -> int:
-    """Return how many rows a tree program reads."""
+    """Return how many rows the instructions of a tree sum read."""
     return sum(code != -1 for code in program)

@@ -1,4 +1,4 @@
-"""Describe the part of a model on one pipeline stage, tensor rank and context rank: size, work and output."""
+"""Describe the part of a model that one pipeline stage, tensor rank and context rank holds: size, work and output."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelPart:
-    """Describe one rank's part of a model, the same for all ranks of its data group.
+    """Describe one rank's part of a model; it is the same for all ranks of a data group with the same context rank.
 
     Attributes
     ----------
     partitioned : PartitionedModel
-        The rank's blocks.
+        The blocks on the rank's stage, and the cut of the whole model.
     trials : BlockTrials
         Trial runs of the blocks of all stages.
     asked : tuple of GroupCall
-        The group calls before a chunk's forward pass, in which ranks learn how long sequences are.
+        The calls of the tensor or context group before a chunk's forward pass, in which ranks find the length of
+        sequences.
     shape : tuple of int
         Shape of one whole sample.
     layouts : mapping of int to FlatLayout
-        The layout of the parameters of every stage, on this tensor rank.
+        For every stage, the layout of the parameters that this tensor rank would hold there.
     parts : int
-        Ranks of the data group.
+        Number of ranks of the data group.
     """
 
     partitioned: PartitionedModel
@@ -60,12 +61,12 @@ class ModelPart:
         row: Placement,
         minimum_unit: int,
     ) -> ModelPart:
-        """Split the model as the rank of ``grid`` would. Not collective.
+        """Return the part of the model that the rank of ``grid`` would hold in a run. Not collective.
 
         Raises
         ------
         ConfigError
-            If the model cannot be split or cut like this.
+            The model cannot be split over the tensor or context group, or cannot be cut into stages.
         """
         partitioned = partition_model(model, cast("ProcessGrid", grid), parallel_layout)
         layouts = {
@@ -79,12 +80,12 @@ class ModelPart:
 
     @cached_property
     def layout(self) -> FlatLayout:
-        """The layout of this stage's parameters."""
+        """The layout of the parameters on this part's stage."""
         return self.layouts[self.partitioned.stage]
 
     @cached_property
     def shards(self) -> ShardSizes:
-        """The sizes of the shards of all ranks of the data group."""
+        """The sizes of the shards of all ranks of this part's data group."""
         return ShardSizes(self.layout, self.parts)
 
     def blocks(self, chunk: int) -> tuple[str, ...]:
@@ -93,31 +94,40 @@ class ModelPart:
 
     @property
     def last_chunk(self) -> int:
-        """The number of the chunk with the model's last block."""
+        """The number of the chunk that has the model's last block."""
         return len(self.partitioned.cuts) - 1
 
     def tried(self, chunk: int, samples: int) -> list[BlockTrial]:
-        """Return the trials of a chunk's blocks, and of the loss if it is the last chunk. Not collective."""
+        """Return the trial runs of a chunk's blocks, and of the loss if it is the last chunk. Not collective.
+
+        ``samples`` is the number of samples of the micro-batch.
+        """
         found = self.trials.of(samples)
         names = [*self.blocks(chunk), *([""] if chunk == self.last_chunk else [])]
         return [found[name] for name in names]
 
     def calls(self, chunk: int, samples: int) -> list[GroupCall]:
-        """Return the group calls of a chunk's layers for one micro-batch. Not collective."""
+        """Return the calls of the tensor or context group for one micro-batch of ``samples`` samples on a chunk.
+
+        Not collective.
+        """
         return [*self.asked, *(call for trial in self.tried(chunk, samples) for call in trial.calls)]
 
     def output(self, chunk: int, samples: int) -> int:
-        """Return the bytes of a chunk's output for one micro-batch. Not collective."""
+        """Return the bytes of a chunk's output for one micro-batch of ``samples`` samples. Not collective."""
         return self.trials.of(samples)[self.blocks(chunk)[-1]].output.nbytes
 
     def gradient(self, chunk: int, samples: int) -> int:
-        """Return the bytes of the gradient of a chunk's input for one micro-batch. Not collective."""
+        """Return the bytes of the gradient of a chunk's input for one micro-batch of ``samples`` samples.
+
+        They are 0 if the chunk's first block computes no such gradient. Not collective.
+        """
         form = self.trials.of(samples)[self.blocks(chunk)[0]].gradient
         return 0 if form is None else form.nbytes
 
     @cached_property
     def operations(self) -> dict[str, Operations] | None:
-        """The floating-point work of every block for one sample; None if a block does not count it."""
+        """For each block, the floating-point operations for one sample; None if a block does not count them."""
         shape: tuple[int, ...] = self.shape
         found: dict[str, Operations] = {}
         for name, layer in self.partitioned.split.blocks.items():
@@ -131,7 +141,10 @@ class ModelPart:
         return found
 
     def work(self, chunk: int) -> Operations:
-        """Return the floating-point work of a chunk for one sample. Not collective."""
+        """Return the floating-point operations of a chunk for one sample; 0 if blocks do not count them.
+
+        Not collective.
+        """
         counted = self.operations or {}
         total = Operations()
         for name in self.blocks(chunk):
@@ -139,24 +152,24 @@ class ModelPart:
         return total
 
     def like(self, other: ModelPart, samples: int) -> ModelPart:
-        """Return this part with the trials of ``other``, if these must be equal; else this part. Not collective.
+        """Return this part with the trial runs of ``other``, if its own would give the same results; else this part.
 
-        They are taken to be equal if inputs and parameters have the same shapes, and if all group calls, with at most
-        ``samples`` samples, cut arrays into blocks of equal size.
+        The results are taken to be the same on two conditions: inputs and parameters have the same shapes, and no group
+        call, with at most ``samples`` samples, cuts an array into unequal parts. Not collective.
         """
         mine, theirs = (part.trials for part in (self, other))
         even = all(len(set(call.sizes)) <= 1 for trial in theirs.of(min(FEW, samples)).values() for call in trial.calls)
         return replace(self, trials=theirs) if even and mine.shapes == theirs.shapes else self
 
     def on(self, stage: int) -> ModelPart:
-        """Return the part on another stage, for the same tensor and context rank. Not collective."""
+        """Return the part that the same tensor and context rank holds on another stage. Not collective."""
         return replace(self, partitioned=replace(self.partitioned, stage=stage))
 
 
 def _local(
     sample: TrialSample, partitioned: PartitionedModel, group: RecordingGroup
 ) -> tuple[TrialSample, tuple[GroupCall, ...]]:
-    """Return the part of a sample that a rank's blocks are given, and the group calls made before they run.
+    """Return the part of a sample that a rank's first block is given, and the group calls made before the blocks run.
 
     Not collective.
     """

@@ -1,4 +1,4 @@
-"""Compute the groups of every rank of a planned job, equal to those of :class:`mpizero.comm.ProcessGrid` in a run."""
+"""Compute the groups of every rank of a planned job, the same that :class:`mpizero.comm.ProcessGrid` finds in a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PlannedGroup(NamedTuple):
     rank, size : int
         The rank's number in the group, and the size of the group.
     shares_memory : bool
-        Whether the members may allocate windows together.
+        Whether the members may share memory in a window.
     """
 
     rank: int
@@ -29,7 +29,7 @@ class PlannedGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class PlannedGrid(NodeOrder):
-    """Hold the groups of one rank of a planned job, with the names of :class:`mpizero.comm.ProcessGrid`."""
+    """Hold the groups of one rank of a planned job, under the names that :class:`mpizero.comm.ProcessGrid` uses."""
 
     axes: Axes
     here: Coordinates
@@ -47,23 +47,23 @@ class PlannedGrid(NodeOrder):
 
     @cached_property
     def tensor_group(self) -> RecordingGroup:
-        """The recorder that split layers call instead of a tensor group."""
+        """An object that takes the place of the tensor group and records the calls of split layers."""
         return RecordingGroup(self.tensor.rank, self.tensor.size)
 
     @cached_property
     def context_group(self) -> RecordingGroup:
-        """The recorder that layers on parts of sequences call instead of a context group."""
+        """An object that takes the place of the context group and records the calls of context-parallel layers."""
         return RecordingGroup(self.context.rank, self.context.size)
 
 
 @dataclass(frozen=True)
 class PlannedRanks:
-    """Assign all ranks of a planned job to nodes.
+    """Hold the nodes of all ranks of a planned job, and compute each rank's groups.
 
     Parameters
     ----------
     axes : Axes
-        Sizes and order of the axes.
+        Sizes and order of the axes of parallelism.
     hosts : tuple of int
         For every rank, the first rank of its node.
     share : bool
@@ -78,16 +78,16 @@ class PlannedRanks:
     def build(
         cls, axes: Axes, *, ranks_per_node: int | None = None, simulated: int | None = None, share: bool = True
     ) -> PlannedRanks:
-        """Assign consecutive ranks to each node. Not collective.
+        """Return the ranks of a job in which consecutive ranks are on the same node. Not collective.
 
         Parameters
         ----------
         axes : Axes
-            Sizes and order of the axes.
+            Sizes and order of the axes of parallelism.
         ranks_per_node : int or None
-            Ranks of a real node; None puts all of them on one.
+            Number of ranks of a real node; None puts all ranks on one node.
         simulated : int or None
-            Ranks of a simulated node (``ShardingConfig.ranks_per_node``), into which each real node is cut.
+            Number of ranks of a simulated node (``ShardingConfig.ranks_per_node``), into which each real node is cut.
         share : bool
             Whether ranks of a node share memory.
         """
@@ -98,9 +98,10 @@ class PlannedRanks:
         return ranks if share and axes.context == 1 else ranks._in_waves()
 
     def _in_waves(self) -> PlannedRanks:
-        """Return ranks that share no memory if, as in the engine, context groups need that.
+        """Return these ranks, without shared memory if waves with context groups rule it out, as in a run.
 
-        The parts of a grain must have successive places in a wave; shared memory may order ranks differently.
+        The context ranks that share a grain must follow one another in the order in which a wave assigns grains. With
+        shared memory that order goes node by node, and may separate them.
         """
         grid = self.grid(0)
         return self.private() if self.share and grid.order != tuple(range(grid.data.size)) else self
@@ -111,20 +112,20 @@ class PlannedRanks:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks of the job."""
         return self.axes.size
 
     @cached_property
     def uneven(self) -> bool:
-        """Tell whether the nodes of a data group have unequal numbers of its ranks, so that no memory is shared."""
+        """Tell whether memory cannot be shared because a data group has unequal numbers of ranks on its nodes."""
         return self.share and bool(uneven_counts(self.axes, self.hosts))
 
     def inside_nodes(self, group: str) -> bool:
-        """Tell whether each group of this name is inside one node. Not collective."""
+        """Tell whether each group of the kind ``group`` ("tensor", for example) is inside one node. Not collective."""
         return inside_nodes(self.axes, group, self.hosts)
 
     def grid(self, rank: int) -> PlannedGrid:
-        """Compute the groups of one rank. Not collective."""
+        """Return the groups of one rank. Not collective."""
         here = self.axes.coordinates(rank)
         members = {name: self.axes.group(rank, differing) for name, differing in GROUPS.items()}
         data = PlannedGroup(members["data"].index(rank), len(members["data"]))

@@ -1,14 +1,16 @@
-"""Predict the memory of one rank, by part: the engine's allocations, and the arrays of a step.
+"""Predict the memory of one rank, part by part: what the engine allocates, and the arrays of a step.
 
 [Note: held bytes] The parts up to "exchange buffers" are those that
-:class:`mpizero.parallel.parameters.allocator.Memory` counts, and agree with it to the byte: private arrays, and shared
-windows in whole pages. "group buffers" are the message buffers or the window of a tensor or context group. The other
-parts exist only during a step. "activations" are the most bytes that blocks keep for their backward passes. "working
-arrays" are what is needed in addition at the moment of most memory, while a block runs. "messages" are the additional
-bytes of a pipeline stage's messages in flight. If layers compute on GPUs, activations and working arrays are there. The
-GPU then also has copies of the parameters and of one unit's gradients (of all gradients, if a rank is alone in its data
-group), and the optimizer state with its buffers if the update runs there. The host's only working array is then the
-buffer for copies.
+:class:`mpizero.parallel.parameters.allocator.Memory` counts in a run, and agree with its counts to the byte. They are
+private arrays, and shared windows in whole pages. "group buffers" are the message buffers or the window of a tensor or
+context group. The other parts exist only during a step. "activations" are the most bytes that blocks keep for their
+backward passes. "working arrays" are the bytes needed in addition while a block runs, at the moment of most memory.
+"messages" are the additional bytes of a pipeline stage's messages in flight.
+
+If layers compute on GPUs, activations and working arrays are on the GPU. The GPU then also has copies of the parameters
+and of one unit's gradients (of all gradients, if a rank is alone in its data group). If the update runs on the GPU, it
+also has the optimizer state and the update's buffers. The host's working arrays are then only the buffer for copies
+between host and GPU and, if gradients stay on the GPU but the update runs on the host, the reduced gradient.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class MemoryBytes(NamedTuple):
     Attributes
     ----------
     private : int
-        Bytes of this rank alone.
+        Bytes of arrays that only this rank has.
     shared : int
         Bytes of a window that ``sharers`` ranks share.
     sharers : int
@@ -63,7 +65,7 @@ class MemoryBytes(NamedTuple):
 
     @property
     def mine(self) -> int:
-        """The private bytes, and this rank's equal part of the window."""
+        """The private bytes, and this rank's equal share of the window."""
         return self.private + self.shared // self.sharers
 
 
@@ -76,7 +78,7 @@ class RankMemory:
     traffic : RankTraffic
         The rank's part of the model, and its messages.
     flow : StageActivations
-        The memory of its micro-batches.
+        The memory that the rank's micro-batches need.
     """
 
     traffic: RankTraffic
@@ -100,7 +102,7 @@ class RankMemory:
         return {part: held for part, held in found.items() if held.private or held.shared}
 
     def device(self) -> dict[str, int]:
-        """Return the bytes that the rank holds on its GPU, by part; empty without a GPU. Not collective."""
+        """Return the bytes that the rank holds on its GPU, by part; an empty dict without a GPU. Not collective."""
         if not self._on_device:
             return {}
         layout, figures = self.traffic.part.layout, self.flow.figures
@@ -124,12 +126,15 @@ class RankMemory:
 
     @property
     def _keeps_gradients(self) -> bool:
-        """Tell whether gradients stay on the GPU."""
+        """Tell whether the gradients of all units stay on the GPU until the update."""
         return keeps_gradients_on_device(self.traffic.training.config, self.traffic.grid.data.size)
 
     @property
     def _host_work(self) -> int:
-        """The bytes of the buffer for copies, and of the reduced gradient if an optimizer on the host needs it."""
+        """The host bytes of the buffer for copies to the GPU, and of the reduced gradient.
+
+        The latter is 0 unless gradients stay on the GPU while the optimizer runs on the host.
+        """
         fetched = self._keeps_gradients and not self._updates_on_device
         return STAGING + (self.traffic.part.layout.gradient_size * self._item if fetched else 0)
 
@@ -148,7 +153,10 @@ class RankMemory:
         return self.traffic.training.itemsize
 
     def _shared(self, *sizes: int) -> MemoryBytes:
-        """Return the memory of arrays that the node's ranks share: one window, each array in whole pages."""
+        """Return the memory of arrays that the node's ranks share: one window, each array in whole pages.
+
+        ``sizes`` are the arrays' bytes. If the node has one rank, the arrays are private.
+        """
         sharers = self.traffic.grid.node.size
         if sharers == 1:
             return MemoryBytes(sum(sizes))
@@ -161,7 +169,11 @@ class RankMemory:
         return self._shared(sum(shards.shares[rank].size for rank in grid.node_ranks) * self._item)
 
     def _gradients(self) -> MemoryBytes:
-        """Return the memory of gradients: rows, or a wave buffer with its stack; and the sum of micro-batches."""
+        """Return the memory of gradients: rows, or in waves a wave buffer and a stack.
+
+        A row is an array that holds a gradient or a partial sum. The stack keeps partial sums from wave to wave. In
+        both cases the buffer in which micro-batches are added is included.
+        """
         traffic, shards = self.traffic, self.traffic.part.shards
         step, grid = traffic.training.step, traffic.grid
         if not step.waves:
@@ -176,7 +188,7 @@ class RankMemory:
 
     @property
     def _folded(self) -> int:
-        """The bytes of the buffer in which a grain's micro-batches are added."""
+        """The bytes of the buffer in which the gradients of a grain's micro-batches are added; 0 if there is none."""
         several = self.traffic.training.step.accumulate > 1 and any(self.traffic.jobs)
         return self.traffic.part.layout.gradient_size * self._item if several else 0
 
@@ -185,7 +197,10 @@ class RankMemory:
         return len(self.traffic.training.optimizer.slots) * self.traffic.updated
 
     def _residuals(self) -> MemoryBytes:
-        """Return the memory of compression's residuals: those of the last step, and those of the current step."""
+        """Return the memory of the residuals of gradient compression, of the last step and of the current one.
+
+        A residual is what compression left out of a message.
+        """
         traffic = self.traffic
         totals = [sum(traffic.part.shards.gradients[rank]) for rank in traffic.grid.peer_ranks]
         replicated = not traffic.training.row.shard_optimizer
@@ -193,7 +208,7 @@ class RankMemory:
         return MemoryBytes(2 * sum(sizes) * self._item)
 
     def _buffers(self) -> MemoryBytes:
-        """Return the memory of gathered units, and of the buffer for gradients of frozen parameters."""
+        """Return the memory of gathered units, and of the buffer that takes the gradients of frozen parameters."""
         units = MemoryBytes()
         if self.traffic.sharded:
             units = self._shared(*[self.traffic.part.layout.largest_gathered * self._item] * SLOTS)
@@ -204,7 +219,7 @@ class RankMemory:
         return self.traffic.part.layout.largest_frozen * self._item
 
     def _exchange_buffers(self) -> int:
-        """Return the bytes of the largest buffers that messages of gradients need."""
+        """Return the bytes of the largest buffers that the messages of gradients need."""
         traffic = self.traffic
         every = [*traffic.reductions(), *traffic.replications()]  # parameters go straight to their places
         found = max((e.send_buffer for e in every), default=0) + max((e.receive_buffer for e in every), default=0)

@@ -1,4 +1,4 @@
-"""Compute the sizes of the shards of all data ranks of a stage."""
+"""Compute the sizes of the shards of all ranks of a stage's data group."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mpizero.parallel.parameters.shards import Share
 
 @dataclass(frozen=True)
 class ShardSizes:
-    """Compute the sizes of the shards into which ``parts`` data ranks divide a layout.
+    """Compute the sizes of the shards into which a data group of ``parts`` ranks divides a layout.
 
     Attributes
     ----------
     layout : FlatLayout
-        The parameters on one pipeline stage and tensor rank.
+        The parameters that one pipeline stage and tensor rank holds.
     parts : int
-        Ranks of the data group.
+        Number of ranks of the data group.
     """
 
     layout: FlatLayout
@@ -26,35 +26,35 @@ class ShardSizes:
 
     @cached_property
     def shares(self) -> tuple[Share, ...]:
-        """The shards of all data ranks."""
+        """The shards of each data rank."""
         return tuple(Share(self.layout, rank, self.parts) for rank in range(self.parts))
 
     @cached_property
     def gradients(self) -> tuple[tuple[int, ...], ...]:
-        """For each data rank, the number of gradient elements that it owns in each unit."""
+        """The number of gradient elements that a data rank owns in a unit, as ``gradients[rank][unit]``."""
         return tuple(tuple(sum(s.size for s in spans) for spans in share.gradient_spans) for share in self.shares)
 
     @cached_property
     def trained(self) -> tuple[int, ...]:
-        """For each data rank, the number of elements with optimizer state, which tied uses do not have."""
+        """For each data rank, the number of its elements that have optimizer state; tied uses have none."""
         return tuple(sum(spans[0].size for spans in share.gradient_spans) for share in self.shares)
 
     def parameters(self, rank: int, unit: int, region: Span) -> int:
-        """Return how many elements of a region of a unit a data rank owns. Not collective."""
+        """Return how many elements data rank ``rank`` owns in the range ``region`` of unit ``unit``. Not collective."""
         return self.shares[rank].spans[unit].intersect(region).size
 
     def gathered(self, rank: int, unit: Unit) -> tuple[int, ...]:
-        """Return how many elements a data rank sends when a unit is gathered, message by message. Not collective.
+        """Return how many elements data rank ``rank`` sends in each message when ``unit`` is gathered. Not collective.
 
-        The first message carries the unit's own parameters. Each further one carries a parameter that the unit uses
-        and another unit owns, such as a token table that is both embedding and head.
+        The first message carries the unit's own parameters. Each further message carries a parameter that the unit uses
+        but another unit owns, such as a token table that is both embedding and head.
         """
         spans = self.shares[rank].spans
         homes = [(entry, self.layout.by_name[str(entry.spec.tied)].unit) for entry in unit.aliases]
         return (spans[unit.index].size, *(entry.span.intersect(spans[home]).size for entry, home in homes))
 
     def squares(self, rank: int) -> int:
-        """Return how many partial sums of squares a data rank sends for norms. Not collective."""
+        """Return how many partial sums of squares data rank ``rank`` sends for norms. Not collective."""
         found = 0
         for unit, span in zip(self.layout.units, self.shares[rank].spans, strict=True):
             for entry in unit.entries:

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepBatches:
-    """Assign a global batch to the ranks of a data group.
+    """Assign the grains of a global batch to the ranks of a data group.
 
     Attributes
     ----------
     grains : Grains
         The grains of the global batch.
     accumulate : int
-        Micro-batches in a full grain.
+        Number of micro-batches in a full grain.
     waves : bool
         Whether grains are computed in waves.
     """
@@ -34,7 +34,11 @@ class StepBatches:
     waves: bool
 
     def rows_plan(self, grid: PlannedGrid) -> RowsPlan:
-        """Return the plan by which rows of gradients are added. Not collective."""
+        """Return the plan of the sum of gradients, if grains are not computed in waves. Not collective.
+
+        ``grid`` is that of any rank whose groups have the same sizes. Each context rank's part of a grain counts as a
+        grain.
+        """
         count, key = self.grains.count * grid.context.size, _kind(grid)
         if key not in self._rows_plans:
             shares = contiguous_shares(grid, count)
@@ -42,7 +46,11 @@ class StepBatches:
         return self._rows_plans[key]
 
     def wave_plan(self, grid: PlannedGrid) -> WavePlan:
-        """Return the plan by which gradients are added wave by wave. Not collective."""
+        """Return the plan of the sum of gradients, if grains are computed in waves. Not collective.
+
+        ``grid`` is that of any rank whose groups have the same sizes. Each context rank's part of a grain counts as a
+        grain.
+        """
         if (key := _kind(grid)) not in self._wave_plans:
             self._wave_plans[key] = layout.wave_plan(self.grains.count * grid.context.size, grid.group_sizes)
         return self._wave_plans[key]
@@ -56,9 +64,10 @@ class StepBatches:
         return {}
 
     def jobs(self, grid: PlannedGrid) -> tuple[int, ...]:
-        """Return the number of samples in each micro-batch of a rank; 0 if it only joins the others' collectives.
+        """Return the number of samples in each micro-batch of the rank of ``grid``, in the order in which it runs.
 
-        Not collective.
+        For a micro-batch that only other ranks have the number is 0; this rank then only joins their collectives. Not
+        collective.
         """
         contexts, count = grid.context.size, self.grains.count
         found: list[int] = []
@@ -78,13 +87,14 @@ class StepBatches:
         return tuple(part.stop - part.start for part in self.grains.micro_batches(grain, self.accumulate))
 
     def owners(self, grid: PlannedGrid) -> Sequence[int]:
-        """Return the rank of ``grid.batch`` that computes each grain. Not collective."""
+        """Return, for each grain, the rank of ``grid.batch`` that computes it. Not collective."""
         return (wave_owners if self.waves else contiguous_owners)(grid, self.grains.count)
 
     def samples_moved(self, grid: PlannedGrid) -> int:
-        """Return how many samples a rank sends to the ranks that compute their grains.
+        """Return how many samples the rank of ``grid`` sends to the ranks that compute them.
 
-        Not collective. Each rank is assumed to bring a contiguous run of whole grains, as equal as possible.
+        Not collective. Before, each rank is assumed to have a contiguous run of whole grains; the runs are as equal as
+        possible.
         """
         ranks, mine = grid.batch.size, grid.batch.rank
         own = self.grains.samples_of(mine, ranks)
@@ -106,5 +116,5 @@ class StepBatches:
 
 
 def _kind(grid: PlannedGrid) -> tuple[int, ...]:
-    """Return a key that is equal for ranks whose data groups assign and add grains in the same way."""
+    """Return a key that is equal for ranks for which grains are assigned, and gradients summed, in the same way."""
     return grid.data.size, grid.batch.size, grid.context.size, *grid.group_sizes

@@ -1,4 +1,7 @@
-"""Compute the least time of each phase of a step on a measured machine: work over rate, bytes over bandwidth."""
+"""Compute the least time of each phase of a step on a measured machine.
+
+It is the phase's operations divided by their measured rate, or its bytes divided by the measured bandwidth.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ _OPERATIONS = {"tensor": "allreduce", "context": "one to one", "ties": "one to o
 
 @dataclass(frozen=True)
 class TimeFloors:
-    """Compute the least seconds of every phase of a planned training.
+    """Compute the least seconds of every phase of a step of a planned training.
 
     Attributes
     ----------
@@ -49,9 +52,9 @@ class TimeFloors:
     ranks_per_node: int
 
     def of(self, rank: int) -> dict[str, float]:
-        """Return the least seconds of each phase on one rank. Not collective.
+        """Return the least seconds of each phase on one rank, by phase. Not collective.
 
-        The work of layers that do not count their operations is missing.
+        The work of layers that do not count their operations is not included.
         """
         traffic = self.plan.traffic(rank)
         passes, sent = StepPasses(traffic), traffic.sent()
@@ -73,12 +76,12 @@ class TimeFloors:
 
     @cached_property
     def by_rank(self) -> tuple[dict[str, float], ...]:
-        """The least seconds of each phase, for every rank."""
+        """For every rank, the least seconds of each phase."""
         return tuple(self.of(rank) for rank in range(self.plan.ranks))
 
     @property
     def slowest(self) -> int:
-        """The rank whose phases together take longest."""
+        """The rank whose phases take longest in total."""
         return max(range(self.plan.ranks), key=lambda rank: sum(self.by_rank[rank].values()))
 
     # ------------------------------------------------------------------ parts
@@ -102,7 +105,7 @@ class TimeFloors:
         return sent.messages * self.machine.seconds(operation, sent.bytes / sent.messages, where)
 
     def _windows(self, traffic: RankTraffic) -> float:
-        """Return the seconds in which a tensor or context group copies, sums and waits in its window."""
+        """Return the seconds in which a tensor or context group copies, sums and waits at barriers in its window."""
         group, found = traffic.group, 0.0
         for call, times in traffic.calls.items() if group.shares_memory else ():
             copies = call.copies(group.rank, group.size)
@@ -118,7 +121,7 @@ class TimeFloors:
         return sum(count * self._messages(operation, sent) for sent, count in alike)
 
     def _reduction(self, traffic: RankTraffic, sent: dict[str, Sent]) -> float:
-        """Return the seconds of a reduction's messages, and of the barriers before ranks read each other's rows."""
+        """Return the seconds of the messages that sum gradients over ranks, and of a node's barriers before sums."""
         ties = self._purpose("ties", sent["ties"]) if "ties" in sent else 0.0
         rows = self._exchanges("exchange", traffic.reductions()) + self._exchanges("gather", traffic.replications())
         times = 1
@@ -128,7 +131,7 @@ class TimeFloors:
         return rows + ties + times * self._barrier(traffic)
 
     def _publication(self, traffic: RankTraffic) -> float:
-        """Return the seconds of publishing updated parameters and gathering units."""
+        """Return the seconds of the messages that publish parameters and gather units, and of a node's barrier."""
         found = self._exchanges("gather", traffic.publications()) if traffic.training.row.shard_optimizer else 0.0
         return found + self._exchanges("gather", traffic.gathers()) + self._barrier(traffic)
 
@@ -136,7 +139,7 @@ class TimeFloors:
         return self.machine.seconds("barrier", 0) if traffic.grid.node.size > 1 else 0.0
 
     def _bubble(self, traffic: RankTraffic) -> float:
-        """Return the seconds in which a stage is idle in the simulated pipeline."""
+        """Return the seconds in which this rank's stage is idle in the simulated pipeline."""
         simulation = self.plan.simulation
         if simulation is None:
             return 0.0

@@ -1,4 +1,4 @@
-"""Compute the bytes that one rank sends in a training step, by purpose, with formulas for each collective."""
+"""Compute the bytes that one rank sends in a training step, by purpose, with a formula for each collective."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class PlannedTraining:
     optimizer : optimizer
         As :func:`mpizero.optim.adapt` returns it.
     step : StepBatches
-        The global batch and how it is assigned to ranks.
+        The grains of a global batch, and how they are assigned to ranks.
     itemsize : int
         Bytes of a parameter.
     sample_bytes : tuple of int
@@ -71,12 +71,15 @@ class PlannedTraining:
 
     @property
     def codec(self) -> Codec | None:
-        """The codec of gradient messages between nodes; None without compression."""
+        """The codec that compresses gradient messages between peers; None without compression."""
         return gradient_codec(self.config.gradient_compression, self.itemsize)
 
     @property
     def bucket(self) -> int | None:
-        """Elements of a bucket of gradients; None is the default size, also assumed if the size is tuned."""
+        """Number of elements in a bucket of gradients; None is the default size.
+
+        The default is also assumed if the size is tuned in a run.
+        """
         return self.config.bucket_elements(self.itemsize)
 
     @property
@@ -114,7 +117,7 @@ class RankTraffic:
 
     @cached_property
     def sharded(self) -> bool:
-        """Tell whether parameters are sharded, and so gathered unit by unit."""
+        """Tell whether parameters are sharded over this rank's peers, so that units are gathered before use."""
         return gathers_units(self.training.row, self.grid.peers.size)
 
     @cached_property
@@ -124,12 +127,15 @@ class RankTraffic:
 
     @cached_property
     def jobs(self) -> tuple[int, ...]:
-        """The number of samples in each micro-batch of this rank; 0 if only other ranks have it."""
+        """The number of samples in each micro-batch of this rank; 0 for a micro-batch that only other ranks have."""
         return self.training.step.jobs(self.grid)
 
     @cached_property
     def program(self) -> tuple[Instruction, ...]:
-        """The instructions of this rank's stage for all its micro-batches, without those that only pad the schedule."""
+        """The instructions of this rank's stage in a step, in order: forward and backward passes of its micro-batches.
+
+        A schedule may have more micro-batches than the step. The instructions for the additional ones are left out.
+        """
         axes, jobs = self.part.partitioned.parallel_layout, len(self.jobs)
         if self.grid.pipeline.size == 1 or not jobs:
             every = range(jobs)
@@ -140,7 +146,7 @@ class RankTraffic:
     # ------------------------------------------------------------------ gradients and parameters
 
     def reductions(self) -> list[ExchangeCost]:
-        """Return the exchanges of partial sums of gradients in a step. Not collective."""
+        """Return the cost of each exchange of partial sums of gradients between peers in a step. Not collective."""
         return list(self._reductions)
 
     @cached_property
@@ -166,17 +172,17 @@ class RankTraffic:
 
     @property
     def _row_counts(self) -> list[int]:
-        """The number of partial sums that each peer's node computes from its rows."""
+        """For each peer, the number of partial sums that its node sends."""
         return [len(sums) for sums in self.training.step.rows_plan(self.grid).group_programs]
 
     @property
     def _overlaps(self) -> bool:
-        """Tell whether the reduction overlaps the backward pass."""
+        """Tell whether gradients are summed over peers during the backward pass."""
         return overlaps_reduction(self.training.row, self.grid.peers.size, self.grid.pipeline.size, self.training.codec)
 
     @cached_property
     def _buckets(self) -> list[Bucket]:
-        """The buckets of a reduction that overlaps the backward pass."""
+        """The buckets in which gradients are summed over peers during the backward pass."""
         layout, shares = self.part.layout, self.part.shards.shares
         spans = [
             [span for unit in layout.units for span in shares[rank].row_spans(unit.index)]
@@ -185,7 +191,10 @@ class RankTraffic:
         return cut_buckets(spans, layout.gradient_size, self._row_counts, self.training.bucket)
 
     def replications(self) -> list[ExchangeCost]:
-        """Return the all-gathers of reduced gradients, if every node keeps all optimizer state. Not collective."""
+        """Return the costs of the all-gathers of summed gradients, if every node keeps all optimizer state.
+
+        Not collective.
+        """
         if self.training.row.shard_optimizer:
             return []
         if self._overlaps:
@@ -196,7 +205,7 @@ class RankTraffic:
         return [gather_cost(totals, self.grid.peers.rank, training.itemsize, training.codec, training.bucket)]
 
     def publications(self) -> list[ExchangeCost]:
-        """Return the all-gathers that bring updated parameters to the copies on all nodes. Not collective."""
+        """Return the costs of the all-gathers that send updated parameters to the peers' copies. Not collective."""
         if self.sharded:
             return []
         shards, peers = self.part.shards, self.grid.peer_ranks
@@ -210,7 +219,7 @@ class RankTraffic:
         ]
 
     def gathers(self) -> list[ExchangeCost]:
-        """Return the all-gathers of units in all passes of a step. Not collective."""
+        """Return the costs of the all-gathers of units in all passes of a step. Not collective."""
         if not self.sharded:
             return []
         units = {chunk: self.part.layout.units_of(self.part.blocks(chunk)) for chunk in self.part.partitioned.chunks}
@@ -244,7 +253,7 @@ class RankTraffic:
 
     @cached_property
     def calls(self) -> Counter[GroupCall]:
-        """The calls of the rank's tensor or context group in a step, and how often each is made."""
+        """The calls of this rank's tensor or context group in a step, and how often each is made."""
         found = Counter[GroupCall]()
         if self.group.size > 1:
             for samples, micro_batches in sorted(Counter(job for job in self.jobs if job).items()):
@@ -255,7 +264,10 @@ class RankTraffic:
 
     @property
     def group(self) -> PlannedGroup:
-        """The tensor or the context group: the one of more than one rank, since at most one has."""
+        """The tensor group or the context group: the one that has more than one rank.
+
+        At most one of them has. If both have one rank, it is the context group.
+        """
         return self.grid.tensor if self.grid.tensor.size > 1 else self.grid.context
 
     def _activations(self) -> Sent:
@@ -301,7 +313,7 @@ class RankTraffic:
         return squares.times(times)
 
     def _counted(self) -> int:
-        """Return for how many parameters this rank sends a sum of squares to the ranks of its replica."""
+        """Return for how many parameters this rank sends a sum of squares to the other ranks of its replica."""
         if self.grid.here.context:
             return 0
         specs = [e.spec for e in self.part.layout.parameters if e.spec.trainable and e.spec.guest is None]

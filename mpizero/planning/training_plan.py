@@ -27,7 +27,7 @@ from mpizero.types import Array, Run
 
 
 def _at_once(nbytes: int) -> float:
-    """Return 0 seconds, as the time of any message."""
+    """Return 0 seconds as the time of a message of any size."""
     return 0.0
 
 
@@ -40,21 +40,21 @@ class RankPlan:
     rank : int
         The rank's number in the world.
     here : Coordinates
-        Its coordinates on the axes of parallelism.
+        The rank's coordinates on the axes of parallelism.
     node : int
-        Number of its node.
+        The number of the rank's node.
     memory : dict of str to MemoryBytes
-        Memory on the host by part ([Note: held bytes] in ``planning/rank_memory.py``).
+        Memory on the host, by part ([Note: held bytes] in ``planning/rank_memory.py``).
     device_memory : dict of str to int
-        Bytes on its GPU by part; empty without a GPU.
+        Bytes on the rank's GPU, by part; empty without a GPU.
     sent : dict of str to Sent
-        Bytes and messages that it sends, by purpose.
+        Bytes and messages that the rank sends in a step, by purpose.
     samples, micro_batches : int
-        Number of samples and micro-batches that it computes.
+        Number of samples and of micro-batches that the rank computes in a step.
     operations : int or None
-        Its floating-point operations; None if a layer does not count its own.
+        The rank's floating-point operations in a step; None if a layer does not count its operations.
     caches : int
-        The most caches, each of one chunk and one micro-batch, that it holds at once.
+        The most caches that the rank holds at once, each for one chunk and one micro-batch.
     """
 
     rank: int
@@ -70,25 +70,25 @@ class RankPlan:
 
     @property
     def bytes(self) -> int:
-        """All bytes of its host memory, an equal part of shared windows included."""
+        """All bytes of the rank's host memory, including an equal share of each shared window."""
         return sum(held.mine for held in self.memory.values())
 
     @property
     def bytes_sent(self) -> int:
-        """All bytes that it sends in a step."""
+        """All bytes that the rank sends in a step."""
         return sum(sent.bytes for sent in self.sent.values())
 
     @property
     def messages(self) -> int:
-        """Number of all messages that it sends in a step."""
+        """Number of all messages that the rank sends in a step."""
         return sum(sent.messages for sent in self.sent.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """Predict memory, messages and work of a training.
+    """Predict memory, messages and work of every rank of a training.
 
-    Only single blocks run, each kind once ([Note: trials] in ``planning/block_trial.py``).
+    To do so, only single blocks of the model run, one of each kind ([Note: trials] in ``planning/block_trial.py``).
 
     Parameters
     ----------
@@ -105,9 +105,9 @@ class TrainingPlan:
     ranks : int
         Number of ranks in the job.
     ranks_per_node : int or None
-        Ranks on a real node; None puts all ranks on one node.
+        Number of ranks on a real node; None puts all ranks on one node.
     global_batch : int
-        Samples in a step. Each rank is assumed to bring those that :func:`mpizero.data.batches` gives it.
+        Samples in a step. Each rank is assumed to start with those that :func:`mpizero.data.batches` gives it.
     x, y : array
         Inputs and targets of at least one sample.
     loss_scale : bool
@@ -115,12 +115,13 @@ class TrainingPlan:
     rate : float
         Floating-point operations per second of a rank, for the simulated pipeline.
     message : callable
-        Returns the seconds that a message of the given number of bytes takes from one stage to the next.
+        Function that returns the seconds that a message of the given number of bytes takes from one stage to the next.
 
     Raises
     ------
     GridError, ConfigError
-        The errors that the training itself would raise; they are raised when a figure is first read.
+        The errors that the training itself would raise. They are raised when an attribute is first read that depends on
+        the wrong setting.
     """
 
     model: Any
@@ -139,12 +140,12 @@ class TrainingPlan:
 
     @cached_property
     def axes(self) -> Axes:
-        """Sizes and order of the axes."""
+        """Sizes and order of the axes of parallelism."""
         return self.parallel_layout.axes(self.ranks)
 
     @cached_property
     def places(self) -> PlannedRanks:
-        """The groups and nodes of all ranks."""
+        """The nodes of all ranks, which also give each rank's groups."""
         return PlannedRanks.build(
             self.axes,
             ranks_per_node=self.ranks_per_node,
@@ -211,7 +212,7 @@ class TrainingPlan:
         return {}
 
     def _flow(self, traffic: RankTraffic) -> StageActivations:
-        """Return the memory of a rank's micro-batches, computed once for all ranks that need the same."""
+        """Return the memory of a rank's micro-batches, computed once for all ranks in the same situation."""
         _, tensor, _, context = traffic.grid.here
         key = (traffic.part.partitioned.stage, tensor, context, traffic.jobs)
         if key not in self._flows:
@@ -223,7 +224,10 @@ class TrainingPlan:
         return {}
 
     def part(self, grid: PlannedGrid) -> ModelPart:
-        """Return the part of the model on a rank's stage, tensor and context rank, computed once. Not collective."""
+        """Return the part of the model on the stage, tensor rank and context rank of ``grid``. Not collective.
+
+        It is computed once for all ranks that have the same part.
+        """
         stage, tensor, _, context = grid.here
         if (tensor, context) not in self._parts:
             sample = TrialSample(self.x, self.y, Run(training=True, seed=getattr(self.model, "seed", 0)))
@@ -243,8 +247,8 @@ class TrainingPlan:
     def simulation(self) -> Simulation | None:
         """The simulated pipeline of the first replica; None without a pipeline.
 
-        If layers do not count their operations, each parameter counts as one operation per sample, in the forward pass
-        and in each half of the backward pass.
+        If a layer does not count its operations, work is estimated from the sizes of blocks instead: one operation for
+        each element of a parameter and each sample, in the forward pass and in each half of the backward pass.
         """
         if self.axes.pipeline == 1:
             return None
@@ -276,7 +280,7 @@ class TrainingPlan:
 
     @cached_property
     def node_bytes(self) -> dict[int, int]:
-        """The bytes of host memory on every node: private arrays of its ranks, and each shared window once."""
+        """For each node, the bytes of host memory: the private arrays of its ranks, and each shared window once."""
         found: dict[int, float] = {}
         for plan in self.by_rank:
             own = sum(held.private + held.shared / held.sharers for held in plan.memory.values())
@@ -285,7 +289,7 @@ class TrainingPlan:
 
     @cached_property
     def node_windows(self) -> dict[int, int]:
-        """The bytes of shared windows on every node, which must fit /dev/shm."""
+        """For each node, the bytes of shared windows, for which /dev/shm must have room."""
         found: dict[int, float] = {}
         for plan in self.by_rank:
             found[plan.node] = found.get(plan.node, 0.0) + sum(h.shared / h.sharers for h in plan.memory.values())
@@ -293,5 +297,5 @@ class TrainingPlan:
 
     @property
     def idle(self) -> tuple[int, ...]:
-        """The ranks that compute no samples."""
+        """The ranks that compute no samples in a step."""
         return tuple(plan.rank for plan in self.by_rank if not plan.samples)
