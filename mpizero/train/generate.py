@@ -1,4 +1,4 @@
-"""Generate text from a language model's checkpoint, byte by byte."""
+"""Generate text with a language model from a checkpoint, byte by byte."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ START = b"\n"
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Hold the settings for choosing the next byte by the model's probabilities.
+    """Hold the settings for choosing the next byte from the model's logits.
 
     Parameters
     ----------
     temperature : float
         Divides the logits; 0 always takes the likeliest byte.
     top_k : int
-        Choose only among the ``top_k`` likeliest bytes; 0: among all.
+        Choose only among the ``top_k`` likeliest bytes; 0 means among all.
     seed : int
         Seed of the random choices; the same seed gives the same text.
     """
@@ -56,7 +56,7 @@ class Sampling:
         check_option("--seed", self.seed, whole())
 
     def choose(self, logits: Array, random: np.random.Generator) -> int:
-        """Choose the next byte by its ``logits`` (1-D) and return its index. Not collective."""
+        """Choose the next byte at random by ``logits``, one number for each byte, and return it. Not collective."""
         if self.temperature == 0:
             return int(np.argmax(logits))
         scaled = logits.astype(np.float64) / self.temperature
@@ -76,7 +76,7 @@ class LanguageModel(Protocol):
         """Length of the longest context that the model takes."""
 
     def logits(self, context: Array) -> Array:
-        """Return the logits of the byte after ``context`` (1-D ids); only the last ``sequence`` ids are used."""
+        """Return the logits of the byte after ``context`` (1-D ids); only its last ``sequence`` ids are used."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,9 @@ class ShardedLanguageModel:
 
 
 class FirstRankWriter:
-    """Write generated text on rank 0 and send its chosen bytes to all ranks; all ranks stop if it cannot write.
+    """Write generated text on rank 0, and send the bytes that rank 0 chooses to all ranks.
+
+    If rank 0 cannot write, all ranks stop.
 
     Parameters
     ----------
@@ -131,7 +133,7 @@ class FirstRankWriter:
         self.failure: OSError | None = None
 
     def agree(self, index: int) -> int:
-        """Return the ``index`` of rank 0 on all ranks; -1 once rank 0 cannot write. Collective over the ranks."""
+        """Return on all ranks rank 0's ``index``, the byte chosen; -1 once rank 0 cannot write. Collective."""
         told = np.array([-1 if self.failure is not None else index], np.int64)
         self.comm.broadcast(told, 0, "generate")
         return int(told[0])
@@ -139,8 +141,8 @@ class FirstRankWriter:
     def say(self, text: str, end: str = "") -> None:
         """Write a text to standard output on rank 0; do nothing on other ranks. Not collective.
 
-        On a terminal, control sequences are escaped, because a model may have learnt to write them. A file or a pipe
-        gets exactly the text of the model.
+        On a terminal, control characters are escaped, because a model may have learnt to write them. A file or a pipe
+        gets the text unchanged.
         """
         if self.comm.rank or self.failure is not None:
             return
@@ -156,7 +158,7 @@ def generate(
     """Generate ``length`` bytes after the prompt, and yield them one by one.
 
     ``agree`` is called with each byte that this rank has chosen, and returns the byte that all ranks use; a negative
-    number ends the text. Collective if the model or ``agree`` is.
+    number ends the text. Collective if ``model.logits`` or ``agree`` is.
     """
     random = np.random.Generator(np.random.Philox(sampling.seed))
     text = np.frombuffer(prompt or START, np.uint8).astype(np.int64)
@@ -199,15 +201,16 @@ def characters(stream: Iterator[bytes]) -> Iterator[str]:
 def open_language_model(
     path: str | Path, comm: Communicator, layout: ParallelSection, threads: int = 1
 ) -> Iterator[LanguageModel]:
-    """Load the model of a run's folder, of its checkpoint folder (the newest good one), or of one checkpoint.
+    """Load a language model, yield it, and free it after the ``with`` block.
 
-    Collective over ``comm``. A single rank loads the whole model. Several ranks split it by ``layout``, which need not
-    be the layout that wrote the checkpoint.
+    ``path`` is a checkpoint, or the folder of a run or of its checkpoints, whose newest undamaged checkpoint is loaded.
+    Collective over ``comm``. A single rank loads the whole model. Several ranks split it by ``layout``, which may be
+    another layout than the checkpoint was written with.
 
     Raises
     ------
     CheckpointError
-        If there is no checkpoint, it is damaged, or its model is not a language model.
+        If there is no checkpoint, or it is damaged, or its model is not a language model.
     SettingError
         If the layout does not fit the ranks or the model.
     """

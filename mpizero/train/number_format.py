@@ -11,24 +11,24 @@ _AGES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 def amount(value: float) -> str:
-    """Format a number with four digits and a prefix such as "k" or "M", for example "1.5 G"; a unit can be appended."""
+    """Format a number with four digits and a prefix such as "k" or "M", for example "1.5 G"; append the unit to it."""
     scale, prefix = next(((s, p) for s, p in PREFIXES if value >= s), PREFIXES[-1])
     return f"{value / scale:.4g} {prefix}"
 
 
 def age(seconds: float) -> str:
-    """Format an age, for example "3 h ago", in the largest unit of which it has at least two."""
+    """Format an age such as "3 h ago", in the largest unit (s, min, h, d) of which it has at least two."""
     scale, unit = next(((s, u) for s, u in _AGES if seconds >= 2 * s), _AGES[-1])
     return f"{max(0, seconds) / scale:.0f} {unit} ago"
 
 
 def columns(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Format rows of cells as a table; columns are right-aligned, except those whose numbers are in ``left``."""
+    """Format rows of cells as a table; the columns with the indices ``left`` are left-aligned, others right-aligned."""
     return joined(aligned(rows, left))
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
-    """Format rows of cells as the lines of a table; as :func:`columns`, without joining the lines."""
+    """Format rows of cells as the lines of a table, aligned as by :func:`columns`; the lines are not joined."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -41,5 +41,5 @@ def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[s
 
 
 def joined(lines: Iterable[str]) -> str:
-    """Join lines to the text of a report; control characters and line breaks inside a line are escaped."""
+    """Join lines to one text; control characters and line breaks inside a line are escaped."""
     return "\n".join(map(printable, lines))

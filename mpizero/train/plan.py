@@ -60,13 +60,13 @@ class PlanRequest:
     ranks : int
         Number of ranks that the training would have.
     ranks_per_node : int or None
-        Ranks on each node; None puts all on one node.
+        Number of ranks on each node; None puts all ranks on one node.
     memory_per_node : int or None
-        Memory of a node in bytes.
+        Memory of a node in bytes; None sets no limit.
     rate : float
-        Floating-point operations per second of one rank; ignored if there is a ``machine``, which has its own.
+        Floating-point operations per second of one rank; ignored if ``machine`` is given, which has a measured rate.
     machine : Machine or None
-        Measured speeds of a machine, by which the plan predicts seconds.
+        Measured speeds of a machine, from which the plan predicts seconds; None predicts none.
     """
 
     ranks: int
@@ -96,7 +96,7 @@ class PlanRequest:
 def plan(config: Config, request: PlanRequest) -> PlannedRun:
     """Plan the training that a configuration describes, in this process alone.
 
-    The data are opened only if the model takes its width from them.
+    The data are opened only for a multi-layer perceptron, whose numbers of inputs and outputs are taken from them.
 
     Raises
     ------
@@ -139,7 +139,7 @@ def _model_and_sample(config: Config) -> tuple[Any, Any, Any]:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """Hold a planned training, with its warnings.
+    """Hold a planned training, and derive from it warnings, seconds and whether it fits into memory.
 
     Attributes
     ----------
@@ -168,14 +168,14 @@ class PlannedRun:
 
     @cached_property
     def floors(self) -> TimeFloors | None:
-        """The predicted seconds of every rank; None without a machine, or if a layer does not count its operations."""
+        """The predicted seconds of every rank; None without ``machine``, or if a layer's operations are not known."""
         machine = self.request.machine
         counted = all(rank.operations is not None for rank in self.training.by_rank)
         return None if machine is None or not counted else TimeFloors(self.training, machine, self.request.together)
 
     @cached_property
     def missing(self) -> int:
-        """Bytes by which the fullest node exceeds ``memory_per_node``; 0 if everything fits or no limit is given."""
+        """Number of bytes by which the fullest node exceeds ``memory_per_node``; 0 if it fits or there is no limit."""
         limit = self.request.memory_per_node
         return 0 if limit is None else max(0, max(self.training.node_bytes.values()) - limit)
 

@@ -18,7 +18,7 @@ _COLUMNS = 150
 
 
 def report(plan: PlannedRun, *, with_timetable: bool = False) -> str:
-    """Format the plan as text for people, with the pipeline's timetable if asked for."""
+    """Format the plan as text for people; add the pipeline's timetable if ``with_timetable``."""
     parts = [_head(plan), _memory(plan), _messages(plan), _work(plan)]
     if plan.floors is not None:
         parts.append(_seconds(plan, plan.floors))
@@ -30,7 +30,7 @@ def report(plan: PlannedRun, *, with_timetable: bool = False) -> str:
 
 
 def _short(plan: PlannedRun) -> bool:
-    """Tell whether the timetable fits a line if the shortest instruction is one column wide."""
+    """Tell whether the timetable is short enough for one line if its shortest instruction is one column wide."""
     simulation = plan.simulation
     assert simulation is not None
     shortest = min(end - start for events in simulation.events for _, start, end in events if end > start)
@@ -51,7 +51,10 @@ def _head(plan: PlannedRun) -> str:
 
 
 class _Row(NamedTuple):
-    """Hold one line of a table: the largest rank of a stage and of one or several equal parts, with its figures."""
+    """Hold one line of a table: the rank with the largest figures among the ranks of a stage and of some parts.
+
+    ``parts`` has the first and the last number of neighbouring tensor or context parts that have the same ``figures``.
+    """
 
     stage: int
     parts: tuple[int, int]
@@ -60,7 +63,7 @@ class _Row(NamedTuple):
 
 
 def _rows(plan: PlannedRun, figures: Callable[[RankPlan], Mapping[str, int]]) -> list[_Row]:
-    """Find, for each stage and part, the rank with the largest sum of ``figures``.
+    """Find, for each stage and each tensor or context part, the rank with the largest sum of ``figures``.
 
     Neighbouring parts of a stage with equal figures become one line of the table.
     """
@@ -164,7 +167,10 @@ def _table(
     columns: Sequence[str],
     last: Callable[[RankPlan], tuple[str, str]] | None = None,
 ) -> str:
-    """Format a table of bytes, in the unit that suits the largest; ``last`` gives title and cell of a last column."""
+    """Format a table of bytes, in a unit that suits the largest number.
+
+    ``last``, called with the plan of a line's rank, returns the title and the cell of a last column.
+    """
     present = [column for column in columns if any(column in row.figures for row in rows)]
     largest = max(sum(row.figures.values()) for row in rows)
     scale, prefix = next(((s, p) for s, p in PREFIXES if largest >= 10 * s), PREFIXES[-1])

@@ -37,11 +37,11 @@ class ReplayedStep:
     Attributes
     ----------
     step : BadStep
-        The bad step that was replayed.
+        The bad step that was replayed, with its samples.
     parameters : str
-        Origin of the parameters, as text for people.
+        Text that says where the parameters came from.
     replays : list of Replay
-        Result of each micro-batch that was kept.
+        Results for the samples that were kept, one for each micro-batch.
     """
 
     step: BadStep
@@ -50,18 +50,18 @@ class ReplayedStep:
 
 
 def replay(path: str, chosen: str | None, tell: Callable[[str], object]) -> ReplayedStep:
-    """Replay the bad step in the folder ``path``. Not collective.
+    """Evaluate the samples of the bad step in the folder ``path`` again. Not collective.
 
-    The parameters come from the checkpoint ``chosen``; without it, from the newest sound checkpoint of the run that is
-    older than the step; without such a checkpoint, they are the initial values. ``tell`` is called with a line of text
-    for each checkpoint that is not sound.
+    The parameters come from the checkpoint ``chosen``. If it is None, they come from the run's newest undamaged
+    checkpoint of an earlier step; if there is none, they are the initial values. ``tell`` is called with a line of text
+    for each damaged checkpoint.
 
     Raises
     ------
     DataError
-        If the folder is not a bad step of `mpizero train`, or is damaged.
+        If the folder is not a bad step written by ``mpizero train``, or is damaged.
     CheckpointError
-        If the checkpoint cannot be read, or is of another model.
+        If the checkpoint cannot be read, or belongs to another model.
     """
     step = read_bad_step(path)
     config = _config_of(step, path)
@@ -90,7 +90,10 @@ def _config_of(step: BadStep, path: str) -> Config:
 
 
 def _model_of(step: BadStep, config: Config, path: str) -> Any:
-    """Build the model of a bad step, without arrays; raise :class:`DataError` if it or its samples are impossible."""
+    """Build the model of a bad step, without parameter arrays.
+
+    Raise :class:`DataError` if the model is too large for this machine, or the samples do not fit it.
+    """
     widths, section = step.about.get("widths"), config.model
     if widths is not None and not (isinstance(widths, list) and all(is_count(width, 1) for width in widths)):
         raise DataError(f"{path}: about.widths is {widths!r:.80}: expected two whole numbers > 0")
@@ -115,7 +118,10 @@ def _model_of(step: BadStep, config: Config, path: str) -> Any:
 
 
 def _newest_before(path: Path, step: int, tell: Callable[[str], object]) -> str | None:
-    """Return the run's newest sound checkpoint of a step before ``step``; None if there is none."""
+    """Return the path of the run's newest undamaged checkpoint of a step before ``step``; None if there is none.
+
+    ``path`` is the folder of the bad step, inside the run's folder.
+    """
     root = path.absolute().parent.parent
     for folder in (root / "checkpoints", root):
         for found in checkpoint.sound(folder, report=tell):

@@ -29,8 +29,8 @@ class Rounding:
     terms : float
         Number of terms of the longest sums.
     tolerance : float or None
-        Difference that the layout may cause, relative to the largest element of the compared arrays. None: the layout
-        must not change a bit.
+        Difference that the parallel layout may cause, relative to the largest element of the compared arrays. None: the
+        layout must not change a bit.
     """
 
     dtype: str
@@ -56,7 +56,7 @@ class Rounding:
         return abs(factor - counts) <= max(self.of_sums, 8 * (self.tolerance or 0.0)) * counts
 
     def same(self, found: float, expected: float) -> bool:
-        """Tell whether two numbers are as equal as the layout requires: in all bits, or within the tolerance."""
+        """Tell whether two numbers are equal in all bits or, if there is a tolerance, within the tolerance."""
         if np.float64(found).tobytes() == np.float64(expected).tobytes():
             return True
         return self.tolerance is not None and abs(found - expected) <= self.tolerance * abs(expected)
@@ -71,9 +71,9 @@ class Rounding:
     ) -> float | None:
         """Return the factor f with ``found = f * expected`` for all elements; None if there is no such factor.
 
-        The equation must hold for every element within its rounding, and ``expected`` must have at least two elements
-        other than zero. A factor within a few epsilon of 1 counts as none, unless ``keep_one``. ``summed`` allows also
-        for sums in another order.
+        The equation must hold for every element within rounding, and ``expected`` must have at least two elements that
+        are not zero. A factor within a few epsilon of 1 is returned only with ``keep_one``. With ``summed``, the
+        elements may also differ as sums in another order do.
         """
         a, b = (np.concatenate([np.ravel(v) for v in arrays]).astype(np.float64) for arrays in (found, expected))
         scale = np.concatenate([np.full(v.size, largest(v)) for v in expected])  # sums of tied uses cancel

@@ -31,9 +31,11 @@ Progress = Callable[[str, int], None]
 
 
 class ReferenceTrace(NamedTuple):
-    """Hold the training of one process: loss, gradient norm and hashes of each step, hash of the last parameters.
+    """Hold what a training in one process computed.
 
-    ``rounding`` says how much rounding may change, for the training's dtype and length of sums.
+    ``steps`` has the loss, the gradient norm and the hashes of all tensors for the start and for each step (loss and
+    norm are None for the start). ``sha256`` is the hash of the last parameters. ``rounding`` bounds rounding errors,
+    for the training's dtype and length of sums.
     """
 
     rounding: Rounding
@@ -54,19 +56,19 @@ def compare_layouts(
     progress: Progress | None = None,
     **settings: Any,
 ) -> Report:
-    """Run the same training on several layouts, and name the first number of each that differs from one process.
+    """Run the same training on several layouts, and name the first number in each that differs from one process.
 
     Collective over ``comm``. The loss, the gradient norm and a hash of every tensor are compared after every step; the
-    tensors are the parameters, as each rank sees them, and the optimizer's arrays. Where something differs, the
-    training is run once more up to that step. Then everything that the step computes is compared, in this order: loss,
-    gradient, norm, clipped gradient, optimizer arrays, parameters. A layout with tensor or context groups agrees only
-    within a tolerance; for it all of this is compared in every step.
+    tensors are the parameters, as each rank sees them, and the optimizer's arrays. If something differs, the training
+    is run once more up to that step. Then everything that the step computes is compared, in this order: loss, gradient,
+    norm, clipped gradient, optimizer arrays, parameters. A layout with tensor or context groups agrees only within a
+    tolerance; with such a layout everything that a step computes is compared in every step.
 
     Parameters
     ----------
     make_model : callable
-        ``make_model(comm)`` returns a new model. Only a model that communicates itself needs ``comm``, the layout's
-        ranks.
+        ``make_model(comm)`` returns a new model; ``comm`` are the layout's ranks, for models that communicate
+        themselves.
     batches : sequence of (x, y), or callable
         Global batches, the same on every rank; or a function ``batches(config, group)`` that yields this rank's part of
         each global batch, for its rank in ``group``.
@@ -75,8 +77,8 @@ def compare_layouts(
     make_optimizer : callable
         Returns a new optimizer; the default is plain SGD.
     comm : mpi4py communicator, Communicator, "self" or None
-        Each layout runs on its first ranks. With "self" the ranks of a layout are threads of this process, without MPI;
-        so they are with None where no launcher has started several ranks.
+        Each layout runs on the first ranks of ``comm``. With "self" the ranks of a layout are threads of this process,
+        without MPI. None means the world, or "self" if no launcher has started several ranks.
     steps : int or None
         Number of steps to compare; None for all of a sequence of batches.
     tolerance : float or None
@@ -150,7 +152,7 @@ def _compare(
 
 
 def _silent(layout: str, step: int) -> None:
-    """Ignore a step: the progress function of ranks that report none."""
+    """Do nothing; used in place of a progress function on ranks other than 0, and if there is none."""
 
 
 def _on_first(world: Communicator | None, function: Callable[[], Any]) -> Any:
@@ -200,7 +202,7 @@ def _seen(training: ObservedTraining) -> tuple[float | None, float | None, dict[
 
 
 class LayoutComparison(NamedTuple):
-    """Compare one layout with one process: in bits if ``rounding`` has no tolerance, else within it."""
+    """Compare one layout with one process: bit by bit, or within the tolerance of ``rounding`` if it has one."""
 
     task: TrainingTask
     layout: Layout
@@ -222,7 +224,11 @@ class LayoutComparison(NamedTuple):
             self.tell(str(self.layout), step)
 
     def _exact(self, comm: Communicator) -> tuple[int, str, float, Finding | None]:
-        """Train as users do and compare hashes; after a difference, run again up to that step and search it."""
+        """Train as users do and compare hashes; at the first difference, train again up to that step to explain it.
+
+        Return the number of steps that agreed, the hash of the last parameters, 0 (the largest difference allowed),
+        and the first difference or None.
+        """
         wrong = None
         with placed(self.task, comm, self.layout) as training:
             for number in range(self.task.steps + 1):
@@ -237,7 +243,7 @@ class LayoutComparison(NamedTuple):
         return max(0, wrong.step - 1), sha256, 0.0, self._look(comm, wrong.step) or wrong
 
     def _unlike(self, training: ObservedTraining, number: int) -> Finding | None:
-        """Return the first difference after a step, found on any rank; None if there is none. Collective."""
+        """Return the first difference after step ``number``, found on any rank; None if there is none. Collective."""
         loss, norm, digests = self.trace.steps[number]
         seen = _seen(training)
         mine: Finding | None = None
@@ -254,7 +260,10 @@ class LayoutComparison(NamedTuple):
         return replace(everyone[different[0]], ranks=tuple(different)) if different else None
 
     def _look(self, comm: Communicator, step: int) -> Finding | None:
-        """Train anew up to a step, and compare everything that the step computes. Collective."""
+        """Train again from the start to step ``step``, and compare everything that this step computes. Collective.
+
+        Return the first difference; None if nothing differs this time.
+        """
         with self._pair(comm) as pair:
             if not step:
                 return pair.start()
@@ -262,7 +271,12 @@ class LayoutComparison(NamedTuple):
             return pair.step(step)
 
     def _rounded(self, comm: Communicator) -> tuple[int, str, float, Finding | None]:
-        """Compare all that every step computes with one process, which takes the layout's state before each step."""
+        """Compare all that every step computes, within the tolerance, with one process.
+
+        Before each step, that process takes over the layout's parameters and optimizer arrays. Return the number of
+        steps that agreed, the hash of the last parameters, the largest difference, and the first difference that is
+        too large or None.
+        """
         finding, done = None, 0
         with self._pair(comm) as pair:
             for number in range(self.task.steps + 1):

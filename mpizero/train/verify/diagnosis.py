@@ -1,7 +1,7 @@
-"""Find the probable cause of a difference from its pattern; computes on arrays and numbers only, without ranks.
+"""Find the probable cause of a difference from the pattern in the numbers; nothing here communicates.
 
-[Note: cause and pattern] A cause is named only where no other cause known here would leave the same numbers. The
-pattern that is seen in the numbers is told in any case.
+[Note: cause and pattern] A cause is named only if no other cause known to this module would leave the same numbers.
+The pattern that the numbers show is named in any case.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DEPENDS = "something depends on the rank: random numbers keyed by it, data of i
 
 
 class Diagnosis(NamedTuple):
-    """Hold the cause of a difference, where the numbers show one, and the pattern that is seen in them."""
+    """Hold the probable cause of a difference, and the pattern in the numbers, as texts; None if there is none."""
 
     cause: str | None = None
     seen: str | None = None
@@ -34,11 +34,11 @@ class LossEvidence:
     Attributes
     ----------
     first, again : float
-        Loss in the layout, of two evaluations in training mode.
+        Loss in the layout, from two evaluations in training mode.
     expected : float
-        Loss in one process.
+        Loss in one process, in training mode.
     quiet, quiet_expected : float
-        Loss without dropout, not in training mode, in the layout and in one process.
+        Loss outside of training mode, so without dropout, in the layout and in one process.
     weight, weight_expected : float
         What the sum of losses was divided by, in the layout and in one process.
     grains : mapping of int to (float, int)
@@ -68,17 +68,19 @@ class LossEvidence:
 
     @property
     def wrong_ranks(self) -> set[int]:
-        """Return the ranks that computed a grain whose loss differs."""
+        """Return the ranks that computed a grain whose loss differs from one process."""
         return {self.grains[grain][1] for grain in self.wrong_grains}
 
     @property
     def right_ranks(self) -> set[int]:
-        """Return the ranks that computed only grains whose loss is right."""
+        """Return the ranks that computed only grains whose loss is the same as in one process."""
         return {rank for _, rank in self.grains.values()} - self.wrong_ranks
 
 
 class RankGradients(NamedTuple):
-    """Compare the gradients of one tensor that one rank computed, by micro-batch, with those of one process.
+    """Hold how the gradients that one rank computed for one tensor differ from the gradients in one process.
+
+    The gradients of each micro-batch are compared.
 
     Attributes
     ----------
@@ -87,9 +89,9 @@ class RankGradients(NamedTuple):
     grains : tuple of int
         The grains of this rank whose gradients differ.
     factor : float or None
-        The one factor by which all these gradients differ; None if there is no such factor.
+        The factor f with gradient = f * gradient in one process for all these gradients; None if there is none.
     largest : float
-        The largest difference, relative to the largest element.
+        The largest difference of an element, relative to the largest element of these gradients in one process.
     """
 
     rank: int
@@ -102,20 +104,21 @@ class RankGradients(NamedTuple):
 class GradientEvidence:
     """Hold the gradients of the parameters whose gradients differ, computed from equal parameters.
 
-    Each mapping goes from a parameter's name to values of its gradient.
+    Each mapping has the name of a parameter as key, and values of its gradient.
 
     Attributes
     ----------
     found, again : mapping of str to array
-        Averaged gradient in the layout, of two evaluations.
+        Averaged gradient in the layout, from two evaluations.
     expected : mapping of str to array
         Averaged gradient in one process.
     own : mapping of str to array
-        Gradient sum over the samples of one rank only: for each element, of the rank that updates it.
+        For each element, the gradient sum over the samples of the rank that updates this element only.
     uses : mapping of str to mapping of str to array
-        For tied parameters the part of each use in the gradient, by the name of the use.
+        By parameter and by name of the use, the part of each use in the parameter's averaged gradient; a parameter
+        that is not tied has one use.
     computed : sequence of RankGradients
-        The comparison of each rank's gradients before they are added up; empty where they cannot be compared.
+        The comparison of each rank's gradients before they are added up; empty if they cannot be compared.
     tensors : int
         Number of trainable tensors of the model.
     rounding : Rounding
@@ -133,12 +136,12 @@ class GradientEvidence:
 
     @property
     def wrong_ranks(self) -> list[int]:
-        """Return the ranks that computed gradients other than those of one process."""
+        """Return the ranks that computed gradients that differ from one process."""
         return [one.rank for one in self.computed if one.grains]
 
     @property
     def right_again(self) -> bool:
-        """Tell whether the second evaluation gave the gradients of one process."""
+        """Tell whether the second evaluation in the layout gave the same gradients as one process."""
         if self.rounding.tolerance is None:
             return _same_bits(self.again, self.expected)
         return all(self.rounding.close(self.again[name], self.expected[name]) for name in self.expected)
@@ -147,7 +150,7 @@ class GradientEvidence:
 def of_loss(seen: LossEvidence, counts: Mapping[str, int]) -> Diagnosis:
     """Find the probable cause of a loss that differs.
 
-    ``counts`` are the numbers by which a sum may have been divided: from the name of what is counted to its number.
+    ``counts`` has the numbers by which a sum may have been divided, by the name of what they count.
     """
     rounding, wrong, right = seen.rounding, seen.wrong_ranks, seen.right_ranks
     if repeated := _repeated(rounding.same(seen.again, seen.expected), seen.again == seen.first):
@@ -175,7 +178,7 @@ def of_loss(seen: LossEvidence, counts: Mapping[str, int]) -> Diagnosis:
 
 
 def of_gradient(seen: GradientEvidence, counts: Mapping[str, int]) -> Diagnosis:
-    """Find the probable cause of a gradient that differs although the loss is the same."""
+    """Find the probable cause of a gradient that differs although the loss is the same; see :func:`of_loss`."""
     found, expected, rounding = seen.found, seen.expected, seen.rounding
     if repeated := _repeated(seen.right_again, _same_bits(seen.again, found)):
         return Diagnosis(repeated, _computed(seen))
@@ -202,7 +205,10 @@ def of_gradient(seen: GradientEvidence, counts: Mapping[str, int]) -> Diagnosis:
 
 
 def of_norm(found: float | None, expected: float | None, rounding: Rounding, counts: Mapping[str, int]) -> Diagnosis:
-    """Find the probable cause of a gradient norm that differs although the gradient is the same."""
+    """Find the probable cause of a gradient norm that differs although the gradient is the same; see :func:`of_loss`.
+
+    ``found`` is the norm in the layout, ``expected`` in one process; None if no norm was computed.
+    """
     if found is None or not expected:
         return Diagnosis("a missed clip: this layout never asked for the norm" if expected else None)
     if rounding.near(found, expected):
@@ -217,7 +223,10 @@ def of_norm(found: float | None, expected: float | None, rounding: Rounding, cou
 
 
 def of_clipped(found: Array, before: Array, expected: Array, rounding: Rounding) -> Diagnosis:
-    """Find the probable cause of a clipped gradient that differs although gradient and norm are the same."""
+    """Find the probable cause of a clipped gradient that differs although gradient and norm are the same.
+
+    The arrays have the differing elements: clipped in the layout, before clipping, and clipped in one process.
+    """
     if np.array_equal(found, before):
         return Diagnosis("a missed clip: these elements are as they were before clipping")
     factor = rounding.factor([found], [expected])
@@ -225,7 +234,10 @@ def of_clipped(found: Array, before: Array, expected: Array, rounding: Rounding)
 
 
 def of_update(found: Array, before: Array, quantity: str) -> str | None:
-    """Find the probable cause of values that differ after an update with the same gradient; None if unknown."""
+    """Find the probable cause of values that differ after an update with the same gradient; None if unknown.
+
+    ``found`` and ``before`` have the differing elements in the layout, after and before the update.
+    """
     if np.array_equal(found, before):
         if quantity == "parameter":
             return "stale parameters: these elements have the values of the step before, the new ones never came"
@@ -248,7 +260,7 @@ def _repeated(right_again: bool, same_again: bool) -> str | None:
 
 
 def _computed(seen: GradientEvidence) -> str | None:
-    """Describe which ranks' gradients differ before they are added up."""
+    """Describe which ranks computed gradients that differ before the ranks' gradients are added up."""
     rounding, wrong = seen.rounding, [one for one in seen.computed if one.grains]
     if not seen.computed:
         return "gradients of single ranks cannot be compared here: the owner of the elements is named"
@@ -272,7 +284,7 @@ def _computed(seen: GradientEvidence) -> str | None:
 
 
 def _tied(seen: GradientEvidence) -> str | None:
-    """Describe which use of a tied parameter was added twice or left out; None if that explains nothing."""
+    """Say which use of a tied parameter was added twice or left out; None if that does not explain the differences."""
     if not set(seen.found) <= set(seen.uses):
         return None
     told: set[str] = set()
@@ -306,7 +318,11 @@ def _skipped(seen: GradientEvidence) -> bool:
 
 
 def _wrong_count(what: str, factor: float, counts: Mapping[str, int], rounding: Rounding) -> Diagnosis:
-    """Name the wrong count by which a sum was divided, if ``factor`` is a ratio of counts; else tell the factor."""
+    """Name the wrong count by which a sum was divided, if ``factor`` is one of ``counts`` or a ratio of two.
+
+    Otherwise return the factor as the pattern. ``factor`` is the found value divided by the right value; ``what`` is
+    the value's name, such as "the loss".
+    """
     shown = f"{what} is {_times(factor)} what it must be"
     for size in sorted(set(counts.values()) - {1}):
         for times in (float(size), 1 / size):
@@ -325,12 +341,12 @@ def _wrong_count(what: str, factor: float, counts: Mapping[str, int], rounding: 
 
 
 def _with(told: Diagnosis, seen: str | None) -> Diagnosis:
-    """Return a diagnosis with ``seen`` appended to the pattern that it has."""
+    """Return the diagnosis ``told`` with ``seen`` appended to its pattern."""
     return told._replace(seen="; ".join(filter(None, (told.seen, seen))) or None)
 
 
 def _times(factor: float) -> str:
-    """Format a factor so that a small distance from 1 can be read."""
+    """Format a factor as text, one near 1 by its distance from 1, such as "1 + 0.0002 times"."""
     apart = factor - 1
     return f"1 {'+' if apart > 0 else '-'} {abs(apart):.3g} times" if 0 < abs(apart) < 1e-3 else f"{factor:.6g} times"
 

@@ -72,7 +72,7 @@ class Layout:
 
     @property
     def rounds(self) -> bool:
-        """Tell whether the layout splits sums inside products, so that it agrees with one process within rounding."""
+        """Tell whether the layout splits the sums inside matrix products, so that its results differ by rounding."""
         return self.parallel.tensor * self.parallel.context > 1
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ class Layout:
         return ", ".join([head, *words])
 
     def group_sizes(self) -> dict[str, int]:
-        """Return the sizes above 1, by what they count: ranks, replicas, ranks of a tensor or context group, stages."""
+        """Return the sizes of the layout that are above 1, by what they count, such as "replicas"."""
         parallel = self.parallel
         sizes = {
             "ranks": self.ranks,
@@ -117,7 +117,7 @@ def _named(word: str) -> dict[str, Any] | None:
 
 
 def parse_layouts(text: str, strategy: str) -> list[Layout]:
-    """Read layouts separated by semicolons."""
+    """Read layouts separated by semicolons; ``strategy`` is used for layouts without a strategy."""
     return [Layout.parse(part, strategy) for part in text.split(";") if part.strip()]
 
 
@@ -131,9 +131,9 @@ def default_layouts(ranks: int, *, blocks: int, heads: int = 1, sequence: int = 
     ranks : int
         Number of ranks.
     blocks : int
-        Blocks of the model, the most stages of a pipeline.
+        Number of blocks of the model; a pipeline has at most as many chunks.
     heads : int
-        Attention heads, which the size of a tensor group must divide; 1 leaves tensor groups out.
+        Number of attention heads, which the size of a tensor group must divide; 1 leaves tensor groups out.
     sequence : int
         Length of a sequence, which a context group cuts; 0 leaves context groups out.
     """
@@ -154,7 +154,7 @@ def default_layouts(ranks: int, *, blocks: int, heads: int = 1, sequence: int = 
 
 
 def _pipelines(ranks: int, blocks: int) -> Iterator[ParallelSection]:
-    """Yield a pipeline for every divisor of the ranks, each with the next schedule and strategy."""
+    """Yield a layout with a pipeline for every possible number of stages; schedules and strategies alternate."""
     place = 0
     for stages in (n for n in range(2, ranks + 1) if ranks % n == 0):
         for schedule in _turned(("1f1b", *(name for name in SCHEDULES if name != "1f1b")), place):

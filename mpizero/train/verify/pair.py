@@ -1,8 +1,9 @@
 """Compare one layout with one process step by step, and explain the first difference.
 
 [Note: following] Layouts with tensor or context groups add in another order than one process, and an optimizer such as
-Adam amplifies such rounding from step to step. For these layouts the one process takes the layout's parameters and
-optimizer arrays before every step, and updates them with the layout's gradient. So rounding does not pile up.
+Adam amplifies the rounding differences from step to step. For these layouts the one process takes over the layout's
+parameters and optimizer arrays before every step, and updates them with the layout's gradient. So rounding differences
+do not accumulate.
 """
 
 from __future__ import annotations
@@ -44,7 +45,11 @@ UNREPEATED = (
 
 @dataclass(frozen=True)
 class _Vectors:
-    """Hold one quantity of all tensors, in the layout and in one process; ``bound`` is the allowed difference."""
+    """Hold the values of one quantity, such as the gradient, in the layout and in one process.
+
+    ``found`` and ``expected`` are flat vectors of the whole model. ``bound`` is the absolute difference allowed; None
+    if the bits must be equal.
+    """
 
     quantity: str
     found: Array
@@ -52,7 +57,7 @@ class _Vectors:
     bound: float | None
 
     def mask(self, entry: ParameterUse) -> Array:
-        """Return a mask of the elements of a tensor that differ: by more than the bound, or in a bit without bound."""
+        """Return a mask of the elements of a tensor that differ by more than ``bound``, or in a bit if it is None."""
         a, b = (values[entry.span.start : entry.span.stop] for values in (self.found, self.expected))
         bits = f"u{a.dtype.itemsize}"
         different: Array = a.view(bits) != b.view(bits)
@@ -63,7 +68,7 @@ class _Vectors:
 
 
 class LocatedDifference(NamedTuple):
-    """Hold a finding, and the indices of the elements that differ in the flat vector of the whole model."""
+    """Hold a finding, and ``places``, the indices of the differing elements in the flat vector of the whole model."""
 
     finding: Finding
     places: Array = np.empty(0, np.int64)
@@ -87,9 +92,9 @@ class TrainingPair:
     training : ObservedTraining
         The training on the layout.
     reference : ObservedTraining or None
-        The training in one process; None on all ranks but the first.
+        The training in one process on rank 0; None on other ranks.
     rounding : Rounding
-        How much rounding may change.
+        How much rounding may change the numbers.
     """
 
     def __init__(
@@ -112,18 +117,18 @@ class TrainingPair:
         self._update: StepUpdate | None = None
 
     def replay(self, steps: int) -> None:
-        """Train some steps on the layout and in one process, without comparing them."""
+        """Train ``steps`` steps on the layout and in one process, without comparing them."""
         self.training.train(steps)
         with all_ranks(self.comm, "one process"):
             if self.reference is not None:
                 self.reference.train(steps)
 
     def start(self) -> Finding | None:
-        """Compare the start values, and return the first difference."""
+        """Compare the start values, and return the first difference; None if there is none."""
         return self._compare_states(self.training.state(), 0)
 
     def step(self, number: int) -> Finding | None:
-        """Train one step on both sides, compare all that it computes, and return the first difference."""
+        """Train one step on the layout and in one process; return the first difference in what it computes, or None."""
         state = self.training.state()
         if self.tolerance is None and (unlike := self._compare_states(state, number - 1)):
             return unlike
@@ -143,7 +148,7 @@ class TrainingPair:
     # ------------------------------------------------------------------ comparing
 
     def _on_first(self, function: Callable[[ObservedTraining], T]) -> T:
-        """Return on every rank what ``function(reference)`` returns on the first."""
+        """Call ``function(reference)`` on rank 0, and return its result on every rank."""
         value: Any = None
         with all_ranks(self.comm, "one process"):
             if self.reference is not None:
@@ -152,7 +157,7 @@ class TrainingPair:
         return result
 
     def _compare_states(self, mine: TrainingState, number: int) -> Finding | None:
-        """Compare parameters and optimizer arrays before a step; the first run found them equal, if it came so far."""
+        """Compare parameters and optimizer arrays after step ``number``, or the start values for 0."""
         quantity = PARAMETER if number else "start value"
         reason = UNREPEATED if number else "start values that depend on the rank: key them by seed, name and element"
         theirs = self._on_first(lambda one: one.state())
@@ -213,7 +218,7 @@ class TrainingPair:
         return self.rounding.same(found, expected)
 
     def _first(self, pairs: Sequence[_Vectors], *, backward: bool = False) -> LocatedDifference | None:
-        """Return the first tensor that differs; ``backward`` takes the last one, whose gradient is computed first."""
+        """Return the first tensor that differs; with ``backward`` the last one, whose gradient is computed first."""
         for vectors in pairs:
             masks = [(entry, mask) for entry in self.entries if (mask := vectors.mask(entry)).any()]
             if masks:
@@ -224,7 +229,7 @@ class TrainingPair:
         return None if self.tolerance is None else self.tolerance * size
 
     def _bound_of_change(self, after: Array, before: Array) -> float | None:
-        """Return by how much updated values may differ: the tolerance of their change, and the rounding of storing."""
+        """Return by how much updated values may differ, from the size of their change; None if bits must be equal."""
         if self.tolerance is None:
             return None
         change = largest(after - before)
@@ -232,7 +237,7 @@ class TrainingPair:
         return self.tolerance * change + rounding
 
     def _views(self, number: int, vectors: _Vectors, before: Array | None) -> Finding | None:
-        """Compare the parameters that each rank sees, and the rank's own copies, with those of one process."""
+        """Compare the parameters that each rank sees, and its own copies of them, with one process."""
         mine = self._first([vectors])
         if mine is not None and before is not None:
             reason = diagnosis.of_update(vectors.found[mine.places], before[mine.places], PARAMETER)
@@ -252,13 +257,13 @@ class TrainingPair:
     # ------------------------------------------------------------------ explaining
 
     def _owned(self, found: LocatedDifference) -> Finding:
-        """Return the finding with the ranks that own the differing elements, if it names no ranks yet."""
+        """Return the finding; if it names no ranks yet, add the ranks that update the differing elements."""
         owners = self.training.owners()
         ranks = sorted({int(owner) for owner in owners[found.places]} - {-1})
         return found.finding if found.finding.ranks else replace(found.finding, ranks=tuple(ranks))
 
     def _explain_gradient(self, found: LocatedDifference, mine: BatchGradient, batch: Any) -> Finding:
-        """Evaluate the batch once more, part by part, and return the finding with ranks and probable cause."""
+        """Evaluate the batch again, and add ranks and probable cause to the finding ``found``."""
         training, finding = self.training, found.finding
         looked = training.look(batch, finding.tensor)
         if finding.quantity == "loss":
@@ -298,7 +303,7 @@ class TrainingPair:
         return _explained(LocatedDifference(finding), diagnosis.of_loss(found, self._counts())).finding
 
     def _compare_parts(self, looked: TensorParts, theirs: TensorParts) -> RankGradients | None:
-        """Compare this rank's gradients of a tensor, before they are added up, with those of one process."""
+        """Compare this rank's gradients of a tensor, before ranks add them up, with one process; None if impossible."""
         parts = looked.parts if self.layout.parallel.context == 1 else {}
         shared = sorted(parts.keys() & theirs.parts.keys())
         if not shared:
@@ -345,7 +350,7 @@ class TrainingPair:
         return diagnosis.of_gradient(seen, self._counts())
 
     def _counts(self) -> dict[str, int]:
-        """Return the numbers by which a sum may have been divided, by the name of what they count. Not collective."""
+        """Return the numbers by which a sum may have been divided, by name of what they count. Not collective."""
         scalars, accumulate = self.training.engine.scalars, self.training.model.config.accumulate
         counts = {"grains": scalars.count, "samples": scalars.samples, "micro-batches of a grain": accumulate}
         return self.layout.group_sizes() | {name: count for name, count in counts.items() if count > 1}

@@ -1,4 +1,4 @@
-"""Run one of the compared trainings, and return what its steps compute."""
+"""Run one of the trainings that ``mpizero verify`` compares, and return what its steps compute."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TrainingTask:
     make_optimizer : callable
         Returns a new optimizer.
     feed : callable
-        Yields the batches, see :data:`Feed`.
+        ``feed(config, group)`` yields this rank's part of each global batch, for its rank in ``group``.
     steps : int
         Number of steps to compare.
     settings : mapping
@@ -62,7 +62,10 @@ class TrainingTask:
 
 
 class TrainingState(NamedTuple):
-    """Hold the parameters, as this rank sees them, and the optimizer's arrays, as flat vectors of the whole model."""
+    """Hold the parameters, as this rank sees them, and the optimizer's arrays, as flat vectors of the whole model.
+
+    ``slots`` has the optimizer's arrays by name, such as "exp_avg"; ``step_count`` is the optimizer's step number.
+    """
 
     parameters: Array
     slots: dict[str, Array]
@@ -72,8 +75,9 @@ class TrainingState(NamedTuple):
 class BatchGradient(NamedTuple):
     """Hold the loss and the averaged gradient of one batch, before the update.
 
-    ``values`` is the gradient of the whole model; ``reduced`` is the form in which ``Engine.step`` takes it. ``grains``
-    has the losses of this rank's grains.
+    ``values`` is the gradient of the whole model as a flat vector; ``reduced`` is this rank's part of it, as the
+    argument of ``Engine.step``. ``totals`` has the sums of losses and weights, ``grains`` the loss sum of each grain of
+    this rank by its number.
     """
 
     totals: Totals
@@ -92,18 +96,21 @@ PartKey = tuple[int, int, str]
 
 
 class TensorParts(NamedTuple):
-    """Hold the gradient of a batch, and the parts of it that single ranks computed.
+    """Hold the gradient of a batch, and what single ranks contributed to it.
 
     Attributes
     ----------
     gradient : BatchGradient
         The gradient of the global batch.
     own : Array
-        Flat vector of the whole model: for every element, the gradient sum over its owner's samples only.
+        Flat vector of the whole model: for every element, the gradient sum over the samples of the rank that updates
+        this element only.
     uses : dict of str to Array
-        For every use of a parameter, its gradient sum over this rank's samples; in a tensor group, of this rank's part.
+        By name of the use of a parameter, the gradient sum over this rank's samples; in a tensor group, for this rank's
+        part of the parameter.
     parts : dict of PartKey to Array
-        For one tensor, the gradient sum of every micro-batch of this rank.
+        For one tensor, the gradient sum of every micro-batch of this rank, by number of the grain, number of the
+        micro-batch in it, and name of the use.
     """
 
     gradient: BatchGradient
@@ -113,7 +120,10 @@ class TensorParts(NamedTuple):
 
 
 class StepUpdate(NamedTuple):
-    """Hold the result of one training step; ``clipped`` is the gradient given to the optimizer, None if not seen."""
+    """Hold the result of one training step.
+
+    ``clipped`` is the gradient that the optimizer got, after clipping; None if it was not recorded on all ranks.
+    """
 
     report: StepReport
     clipped: Array | None
@@ -148,7 +158,7 @@ class ObservedTraining:
         return next(self._batches)
 
     def train(self, steps: int) -> None:
-        """Train some steps as a user does."""
+        """Train ``steps`` steps by ``model.train``, as a user does."""
         for _ in range(steps):
             self.model.train(*self.batch())
 
@@ -162,14 +172,14 @@ class ObservedTraining:
         return TrainingState(self.engine.whole.vector(), slots, updater.step_count)
 
     def gradient(self, batch: tuple[Any, Any]) -> BatchGradient:
-        """Compute loss and averaged gradient of a batch, without an update."""
+        """Compute the loss and the averaged gradient of a batch, without updating the parameters."""
         self._make_room(batch)
         totals, reduced = self.engine.gradients(*batch)
         values = gather_pieces(self.engine, self.engine.dtype, partial(_of, reduced))
         return BatchGradient(totals, values, self.engine.scalars.losses(), reduced)
 
     def _make_room(self, batch: tuple[Any, Any]) -> None:
-        """Allocate the memory that a step on these samples needs, as a training does before its first step."""
+        """Allocate the memory that a step on ``batch`` needs, as a training does before its first step."""
         tree = SampleTree.of(**dict(zip("xy", batch, strict=True)))
         counts = self.model.batch_group.allgather_object(None if tree.uncut else tree.count(), "samples")
         if None not in counts and sum(counts):
@@ -191,17 +201,20 @@ class ObservedTraining:
         return StepUpdate(report, clipped, self.state())
 
     def _watched(self, here: bool) -> bool:
-        """Tell whether ``here`` is true on all ranks: whether each recorded the gradient that its optimizer got."""
+        """Tell whether ``here`` is true on all ranks: whether every rank recorded the gradient its optimizer got."""
         answers = np.array([here], np.int8)
         self.engine.grid.world.allreduce(answers, "min", "watched")
         return bool(answers[0])
 
     def owners(self) -> Array:
-        """Return for each element of the whole model the rank that updates it; -1 for frozen elements."""
+        """Return, for each element of the flat vector of the model, the rank that updates it; -1 if it is frozen."""
         return gather_pieces(self.engine, np.int32, lambda piece: self.model.rank + 1) - 1
 
     def look(self, batch: tuple[Any, Any], tensor: str | None) -> TensorParts:
-        """Compute a batch's gradient and keep this rank's parts of it; for ``tensor``, those of each micro-batch."""
+        """Compute the gradient of a batch, and record what each rank contributes to it.
+
+        For the parameter ``tensor``, record also the gradient of each micro-batch.
+        """
         engine = self.engine
         homes = {entry.spec.name: entry.spec.tied or entry.spec.name for entry in self.layout.entries}
         entries = {entry.spec.name: entry for entry in engine.layout.entries if entry.gradient >= 0}
@@ -229,7 +242,7 @@ class ObservedTraining:
         return TensorParts(gradient, own, sums, parts)
 
     def part_of(self, use: str, whole: Array) -> Array:
-        """Return this rank's part of ``whole``, the values of a parameter of the whole model. Not collective."""
+        """Return the part that this rank holds of ``whole``, all values of the parameter ``use``. Not collective."""
         spec = next(entry.spec for entry in self.engine.layout.entries if entry.spec.name == use)
         held = np.empty(spec.size, whole.dtype)
         take(spec, whole, 0, held)
@@ -240,7 +253,11 @@ class ObservedTraining:
         return self.engine.grid.axes.group(rank, ("pipeline", "tensor", "context"))
 
     def unlike_copy(self, parameters: Array) -> str | None:
-        """Return the first parameter whose values on this rank are not those in ``parameters``. Not collective."""
+        """Compare this rank's copy of the parameters with ``parameters``, the flat vector of the whole model.
+
+        Return the name of the first parameter that differs; None if none differs or parameters are sharded. Not
+        collective.
+        """
         store, whole = self.engine.store, self.engine.whole
         for entry in store.layout.parameters if not store.sharded else ():
             home = whole.home(entry.spec)
@@ -263,7 +280,7 @@ class ObservedTraining:
     # ------------------------------------------------------------------ in one process (not collective)
 
     def take_state(self, state: TrainingState) -> None:
-        """Set the parameters and the optimizer's arrays to those of another layout."""
+        """Set the parameters and the optimizer's arrays to ``state``, which another layout's :meth:`state` returned."""
         self.model.set_parameters(state.parameters)
         held = self.updater.host_state()
         for slot, values in state.slots.items():
@@ -273,7 +290,10 @@ class ObservedTraining:
         self.updater.step_count = state.step_count
 
     def update_from(self, gradient: BatchGradient, values: Array) -> StepUpdate:
-        """Train one step with ``values``, the averaged gradient of another layout, in place of the own gradient."""
+        """Train one step with ``values``, the averaged gradient of another layout, in place of ``gradient``.
+
+        ``gradient`` is the gradient that this training computed; its arrays are overwritten.
+        """
         seen = list[Array]()
         for piece in self.engine.pieces():
             _of(gradient.reduced, piece)[:] = values[piece.span.start : piece.span.stop]
@@ -288,7 +308,7 @@ class ObservedTraining:
 
 
 def slot_name(slot: str) -> str:
-    """Return the name of an optimizer's array in findings. Not collective."""
+    """Return how findings name the optimizer's array ``slot``. Not collective."""
     return f"optimizer slot {slot!r}"
 
 
@@ -305,7 +325,7 @@ def _in_order(reduced: Array, pieces: tuple[UpdatePiece, ...], like: Array) -> A
 
 @contextmanager
 def placed(task: TrainingTask, comm: Communicator | str, layout: Layout) -> Iterator[ObservedTraining]:
-    """Build a training on a layout over the ranks of ``comm``, and free it at the end of the block.
+    """Build the training ``task`` on a layout over the ranks of ``comm``, and free it after the ``with`` block.
 
     Collective over ``comm``.
     """

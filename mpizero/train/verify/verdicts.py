@@ -19,25 +19,25 @@ class Finding:
         What differs: "start value", "loss", "gradient", "gradient before clipping", "gradient norm", "clip factor",
         "gradient after clipping", "optimizer slot 'exp_avg'", "parameter", "copy of a parameter".
     tensor : str or None
-        Name of the parameter; None where the quantity belongs to no parameter.
+        Name of the parameter; None if the quantity belongs to no single parameter.
     ranks : tuple of int
-        The layout's ranks that are concerned, see ``role``; empty where no rank can be named.
+        The layout's ranks that ``role`` describes; empty if no rank can be named.
     role : str
         What ``ranks`` are. "computed by": the ranks that computed a wrong value. "computed by one of": the ranks of a
-        replica, one of which did. "owned by": the ranks that add up and update the elements, which need not be at
-        fault. "on": the ranks that hold or see other values.
+        replica, one of which computed a wrong value. "owned by": the ranks that add up and update the differing
+        elements, which need not be at fault. "on": the ranks on which the values differ.
     index : tuple of int or None
-        Index of the first element that differs, in the whole tensor.
+        Index of the first element that differs, in the whole tensor; None for a number such as the loss.
     found, expected : float or None
         The value in this layout and in one process.
     differing, size : int
-        How many of the tensor's elements differ, and how many it has.
+        Number of elements of the tensor that differ, and number of all its elements.
     tensors : int
-        How many tensors differ.
+        Number of tensors that differ.
     seen : str or None
-        The pattern that the differences show.
+        The pattern that the differences show; None if they show none.
     diagnosis : str or None
-        The probable cause, where the numbers show one.
+        The probable cause; None if it is not known.
     """
 
     step: int
@@ -83,7 +83,7 @@ class Verdict:
     layout : str
         Name of the layout.
     ranks, steps : int
-        Number of its ranks, and of the steps that agreed.
+        Number of the layout's ranks, and number of steps that agreed.
     sha256 : str
         Hash of the parameters after the last step.
     seconds : float
@@ -91,7 +91,7 @@ class Verdict:
     tolerance : float or None
         The relative difference allowed; None if the bits must be equal.
     largest : float
-        The largest relative difference that was seen and allowed.
+        The largest relative difference that was found and is within the tolerance.
     finding : Finding or None
         The first difference; None if there is none.
     """
@@ -107,7 +107,7 @@ class Verdict:
 
     @property
     def verdict(self) -> str:
-        """Return the verdict in words."""
+        """Return the verdict in words, such as "same bits" or "differs at step 3"."""
         if self.finding is not None:
             return f"differs at step {self.finding.step}"
         return "same bits" if self.tolerance is None else f"within {self.largest:.0e}"
@@ -121,7 +121,7 @@ class Report:
 
     @property
     def agrees(self) -> bool:
-        """Tell whether no layout differs."""
+        """Tell whether all layouts agree with one process."""
         return not self.findings
 
     @property
@@ -138,12 +138,12 @@ class Report:
         return "\n".join([table(self.verdicts), *(f"{v.layout}: {v.finding}" for v in self.verdicts if v.finding)])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values, for JSON."""
+        """Return the report as dicts, lists, strings and numbers, for JSON."""
         return {"agrees": self.agrees, "layouts": [asdict(v) | {"verdict": v.verdict} for v in self.verdicts]}
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
-    """Return a table of the verdicts with one line a layout."""
+    """Format the verdicts as a table with one line for each layout."""
     width = max(len("layout"), *(len(v.layout) for v in verdicts))
     lines = [f"{'layout':{width}s}  {'ranks':>5s}  {'steps':>5s}  {'sha256':16s}  {'seconds':>7s}  verdict"]
     for v in verdicts:

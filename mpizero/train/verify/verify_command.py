@@ -36,7 +36,7 @@ SAMPLES = 2
 def verify(config: Config, comm: Communicator, options: argparse.Namespace) -> int:
     """Compare the layouts that the options name, print the verdicts on rank 0, and return the exit status.
 
-    Collective over ``comm``.
+    The status is 0 if all layouts agree with one process, else 1. Collective over ``comm``.
     """
     check_option("--steps", options.steps, whole(1))
     if options.tolerance is not None and not 0 <= options.tolerance < 1:
@@ -82,14 +82,15 @@ def verify(config: Config, comm: Communicator, options: argparse.Namespace) -> i
 
 
 def choose(config: Config, comm: Communicator, named: str | None, ranks: int | None) -> list[Layout]:
-    """Return the layouts named on the command line, or the default ones for the ranks; check that the model fits them.
+    """Return the layouts to compare, and check that the model fits them.
 
-    Not collective.
+    Not collective. ``named`` is the option ``--layouts``; without it, the default layouts for the number of ``ranks``
+    are compared. ``ranks`` is the option ``--ranks``; None means the ranks of the job, or 2 threads.
 
     Raises
     ------
     ConfigError
-        If a layout does not fit; the message names it and the reason.
+        If a layout does not fit the model or the job. The message names the layout and the reason.
     """
     model, launched = config.model, comm.size
     if ranks is not None and launched > 1 and ranks > launched:
@@ -116,7 +117,7 @@ def choose(config: Config, comm: Communicator, named: str | None, ranks: int | N
 
 
 def _own(config: Config, ranks: int) -> Layout | None:
-    """Return the configuration's own layout on ``ranks`` ranks; None if it does not fit them."""
+    """Return the layout in the configuration, for ``ranks`` ranks; None if it does not fit that number of ranks."""
     try:
         return Layout(replace(config.parallel, data=config.parallel.axes(ranks).data))
     except ConfigError:
