@@ -14,11 +14,11 @@ def keep_freed_memory() -> bool:
     """Tell the C library to keep freed blocks of up to 32 MiB for the next allocation.
 
     A training step allocates its activations anew. By default glibc returns their memory to the system when the step
-    ends, and the next step has a page fault for every page, which the system fills with zeros. A GPT of dim 256 with
-    4 layers and 8 x 128 tokens had 18,000 page faults a step, 30 of 234 ms on a virtual machine; with this setting it
-    had none. The price is that the process keeps the memory of its peak of activations between steps. The setting
-    holds for the whole process, cannot be undone, and changes no result. Call this function at the start of a program
-    that does little but train.
+    ends, and the next step has a page fault for every page, which the system fills with zeros. A GPT of dim 256 with 4
+    layers and 8 x 128 tokens had 18,000 page faults a step, which took 30 of its 234 ms on a virtual machine; with this
+    setting it had none. The price is that the process keeps the memory of its peak of activations between steps. The
+    setting holds for the whole process, cannot be undone, and changes no result. Call this function at the start of a
+    program that does little but train.
 
     Returns
     -------

@@ -25,7 +25,7 @@ class ChunkActivations:
     Attributes
     ----------
     trials : tuple of BlockTrial
-        The results of the trial runs of the chunk's blocks. In the last chunk, that of the loss follows.
+        The results of the trial runs of the chunk's blocks. For the model's last chunk, the result of the loss follows.
     entry : int
         Bytes of the chunk's input.
     """

@@ -172,7 +172,8 @@ class BlockTrials:
     def of(self, samples: int) -> dict[str, BlockTrial]:
         """Return the trial of each block by name, and of the loss under the name "", for ``samples`` samples.
 
-        For more than three samples, trials of two and three samples are extrapolated if possible. Not collective.
+        For more than three samples, trials on two and three samples are extrapolated if group calls grow linearly. Not
+        collective.
         """
         if samples not in self._found:
             if samples <= FEW + 1:
@@ -191,7 +192,10 @@ class BlockTrials:
         return self.sample.x.shape, self.sample.y.shape, parameters
 
     def _run(self, samples: int) -> dict[str, BlockTrial]:
-        """Run one block of each kind on ``samples`` samples, on an array like the output of the block before."""
+        """Run one block of each kind on ``samples`` samples, on zeros of the shape that the block before returned.
+
+        Returns the trials by block name, with the loss under the name "". The first block runs on the sample itself.
+        """
         x, y = self.sample.batch(samples)
         value: Any = x
         found: dict[str, BlockTrial] = {}
@@ -274,7 +278,7 @@ class BlockTrials:
 
 
 def _kind(layer: Layer) -> str:
-    """Return a text that is equal for blocks which differ only in the numbers of their dropouts."""
+    """Return a text that is equal for blocks which differ only in the ``site`` of their dropouts."""
     return _SITE.sub("site", repr(layer))
 
 
@@ -310,7 +314,7 @@ def _calls(few: Sequence[GroupCall], more: Sequence[GroupCall], samples: int) ->
 
 
 class _PeakMemory:
-    """Measure the largest number of bytes that Python and NumPy allocate from a moment on."""
+    """Measure by how many bytes, at most, the memory that Python and NumPy have allocated grows from a moment on."""
 
     def __init__(self) -> None:
         self.begin()
@@ -321,7 +325,7 @@ class _PeakMemory:
         self._start = tracemalloc.get_traced_memory()[0]
 
     def peak(self) -> int:
-        """Return the largest number of bytes allocated since the start of the measurement. Not collective."""
+        """Return the largest growth in bytes since the start of the measurement. Not collective."""
         return tracemalloc.get_traced_memory()[1] - self._start
 
 

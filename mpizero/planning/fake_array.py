@@ -10,7 +10,7 @@ from mpizero.types import Array
 
 
 class FakeArray(np.ndarray):
-    """Represent an array of zeros, or one that is never read: matrix products with it return zeros at once.
+    """Represent an array that holds zeros or is never read: matrix products with it return zeros at once.
 
     All other operations work as on a plain array, and return plain arrays. A product whose ``out`` is a FakeArray
     writes nothing, so that the memory of ``out`` is never touched.

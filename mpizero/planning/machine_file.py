@@ -185,8 +185,8 @@ class Machine:
         used the machine as well.
 
         [Note: other numbers of ranks] One rank alone and all ranks at once were measured. For another number of ranks
-        on a node, a rank gets an equal part of the rate that all measured ranks had together, but at most the rate of
-        one rank alone.
+        on a node, a rank gets an equal part of the rate that a node's measured ranks had together, but at most the rate
+        of one rank alone.
         """
         chosen = [product for product in self.products if product.linear]
         work = sum(product.operations for product in chosen)
@@ -208,7 +208,7 @@ class Machine:
         """Return the seconds in which one rank reads ``read`` bytes and writes ``written`` bytes of memory.
 
         The rank is on a node of ``ranks_per_node`` ranks. Not collective. The bandwidth is that of the measured pass
-        whose share of writes is nearest.
+        whose share of writes among all its bytes is nearest.
         """
         if not read + written:
             return 0.0
@@ -221,10 +221,9 @@ class Machine:
         return stream.writes / (stream.reads + stream.writes)
 
     def longest_way(self, ranks: int, ranks_per_node: int) -> str:
-        """Return the slowest kind of path between two ranks of a job that was measured.
+        """Return the slowest measured kind of path between two ranks of a job: "between nodes" or "inside a node".
 
-        The job has ``ranks`` ranks, ``ranks_per_node`` on a node. Returns "between nodes" or "inside a node". Not
-        collective.
+        The job has ``ranks`` ranks, ``ranks_per_node`` on a node. Not collective.
         """
         return "between nodes" if self.nodes > 1 and ranks > ranks_per_node else "inside a node"
 

@@ -1,6 +1,6 @@
 """Predict the memory of one rank, part by part: what the engine allocates, and the arrays of a step.
 
-[Note: held bytes] The parts up to "exchange buffers" are those that
+[Note: held bytes] The parts in :data:`PARTS` up to "exchange buffers" are those that
 :class:`mpizero.parallel.parameters.allocator.Memory` counts in a run, and agree with its counts to the byte. They are
 private arrays, and shared windows in whole pages. "group buffers" are the message buffers or the window of a tensor or
 context group. The other parts exist only during a step. "activations" are the most bytes that blocks keep for their

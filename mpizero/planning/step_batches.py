@@ -34,10 +34,10 @@ class StepBatches:
     waves: bool
 
     def rows_plan(self, grid: PlannedGrid) -> RowsPlan:
-        """Return the plan of the sum of gradients, if grains are not computed in waves. Not collective.
+        """Return the plan by which gradients are summed, if grains are not computed in waves. Not collective.
 
-        ``grid`` is that of any rank whose groups have the same sizes. Each context rank's part of a grain counts as a
-        grain.
+        All ranks whose groups have the sizes in ``grid`` have the same plan. Each context rank's part of a grain counts
+        as a grain.
         """
         count, key = self.grains.count * grid.context.size, _kind(grid)
         if key not in self._rows_plans:
@@ -46,10 +46,10 @@ class StepBatches:
         return self._rows_plans[key]
 
     def wave_plan(self, grid: PlannedGrid) -> WavePlan:
-        """Return the plan of the sum of gradients, if grains are computed in waves. Not collective.
+        """Return the plan by which gradients are summed, if grains are computed in waves. Not collective.
 
-        ``grid`` is that of any rank whose groups have the same sizes. Each context rank's part of a grain counts as a
-        grain.
+        All ranks whose groups have the sizes in ``grid`` have the same plan. Each context rank's part of a grain counts
+        as a grain.
         """
         if (key := _kind(grid)) not in self._wave_plans:
             self._wave_plans[key] = layout.wave_plan(self.grains.count * grid.context.size, grid.group_sizes)
@@ -64,7 +64,7 @@ class StepBatches:
         return {}
 
     def jobs(self, grid: PlannedGrid) -> tuple[int, ...]:
-        """Return the number of samples in each micro-batch of the rank of ``grid``, in the order in which it runs.
+        """Return the number of samples in each micro-batch of the rank of ``grid``, in the order of computation.
 
         For a micro-batch that only other ranks have the number is 0; this rank then only joins their collectives. Not
         collective.
@@ -93,7 +93,7 @@ class StepBatches:
     def samples_moved(self, grid: PlannedGrid) -> int:
         """Return how many samples the rank of ``grid`` sends to the ranks that compute them.
 
-        Not collective. Before, each rank is assumed to have a contiguous run of whole grains; the runs are as equal as
+        Not collective. At first each rank is assumed to have a contiguous run of whole grains; the runs are as equal as
         possible.
         """
         ranks, mine = grid.batch.size, grid.batch.rank

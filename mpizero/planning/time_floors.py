@@ -52,7 +52,7 @@ class TimeFloors:
     ranks_per_node: int
 
     def of(self, rank: int) -> dict[str, float]:
-        """Return the least seconds of each phase on one rank, by phase. Not collective.
+        """Return the least seconds of each phase in :data:`PHASES` on one rank, by phase. Not collective.
 
         The work of layers that do not count their operations is not included.
         """
@@ -131,7 +131,7 @@ class TimeFloors:
         return rows + ties + times * self._barrier(traffic)
 
     def _publication(self, traffic: RankTraffic) -> float:
-        """Return the seconds of the messages that publish parameters and gather units, and of a node's barrier."""
+        """Return the seconds of the messages that send updated parameters and gather units, and of a node's barrier."""
         found = self._exchanges("gather", traffic.publications()) if traffic.training.row.shard_optimizer else 0.0
         return found + self._exchanges("gather", traffic.gathers()) + self._barrier(traffic)
 

@@ -84,7 +84,7 @@ class PlannedTraining:
 
     @property
     def needs_norm(self) -> bool:
-        """Tell whether the norm of the summed gradient is needed before the update."""
+        """Tell whether the norm of the summed gradient must be known before the update."""
         return needs_norm(self.config, self.codec, loss_scale=self.loss_scale)
 
 
@@ -122,7 +122,7 @@ class RankTraffic:
 
     @cached_property
     def updated(self) -> int:
-        """The number of elements that this rank updates."""
+        """Number of parameter elements that this rank updates in a step."""
         return sum(self.part.shards.trained[rank] for rank in updated_by(self.training.row, self.grid))
 
     @cached_property

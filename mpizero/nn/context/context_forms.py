@@ -42,7 +42,7 @@ from mpizero.types import Array, BlockModel, Group, Loss, Run
 class ContextModel:
     """Hold the context-parallel form of a model, which computes on this rank's part of each sequence.
 
-    Made by :func:`context_model`. Parameters have the same names and shapes as in ``model``. The gradients, loss sum
+    :func:`context_model` makes it. Parameters have the same names and shapes as in ``model``. The gradients, loss sum
     and weight that a rank computes are those of its part of the sequences. Their sums over ``group`` are those of the
     whole model.
     """
@@ -79,7 +79,7 @@ class ContextModel:
         raise _not_both(group, self.group)
 
     def whole_prediction(self, y: Array) -> Array:
-        """Join the ranks' parts of the predictions in the order of the sequence, and return the whole on every rank.
+        """Join the ranks' parts of the predictions in the order of the sequence, and return the result on every rank.
 
         ``y`` (samples, positions, ...) is this rank's part. Collective over ``group``.
         """

@@ -42,7 +42,7 @@ class Zigzag:
     """Cut a sequence into 2 * ranks chunks by the shard rule; rank r holds chunks r and 2 * ranks - 1 - r.
 
     With this cut every rank computes about the same number of scores that the causal mask does not hide, in total and
-    also with the keys of each single rank. The numbers of positions on two ranks differ by one at most.
+    also with the keys of any one rank. The numbers of positions on two ranks differ by one at most.
 
     Parameters
     ----------
@@ -169,10 +169,10 @@ def gather_lengths(x: Array, group: Group) -> tuple[int, ...]:
 def ring_pass(group: Group, array: Array, tag: str) -> Iterator[tuple[int, Array, ShiftRequest | None]]:
     """Pass arrays around a ring of ranks; yield (rank, that rank's array, request for the next array).
 
-    The first array is this rank's own ``array``, with its own number; then come those of the other ranks. While the
-    caller works with an array, it is also being sent to the next rank, so it must not be written to. The last request
-    is None. All ranks' arrays have the same shape. Collective over ``group``: each rank sends size - 1 messages, where
-    size is the number of ranks.
+    The first array is this rank's own ``array``; then come those of the other ranks. While the caller works with an
+    array, it is also being sent to the next rank, so it must not be written to. The last request is None. All ranks'
+    arrays have the same shape. Collective over ``group``: each rank sends size - 1 messages, where size is the number
+    of ranks.
     """
     for hop in range(group.size):
         request = group.shift([array], 1, tag) if hop < group.size - 1 else None

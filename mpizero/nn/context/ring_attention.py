@@ -106,10 +106,10 @@ class RingSelfAttention(CausalSelfAttention):
         return into_qkv.operations(own) + projection.operations(own) + self.attend_operations(shape[0])
 
     def attend_operations(self, length: int) -> Operations:
-        """Count the operations of attention on this rank for one sample of ``length`` positions in all.
+        """Count the operations of attention on this rank for one sample.
 
-        For each tile of scores there are two products in the forward pass, and five in the backward pass. Not
-        collective.
+        ``length`` is the number of the sample's positions on all ranks together. For each tile of scores there are two
+        products in the forward pass, and five in the backward pass. Not collective.
         """
         product = 2 * self.dim * Zigzag(length, self.group.size).scores(self.group.rank)
         return Operations(2 * product, 5 * product)
@@ -117,7 +117,7 @@ class RingSelfAttention(CausalSelfAttention):
     def _packed(self, qkv: Array, zigzag: Zigzag) -> Array:
         """Copy this rank's keys and values to (samples, longest, 2 dim), padded with zeros.
 
-        ``longest`` is the number of positions of the rank with the most.
+        ``longest`` is the largest number of positions that a rank holds.
         """
         xp = namespace(qkv)
         pair: Array = xp.empty((qkv.shape[0], zigzag.longest, 2 * self.dim), qkv.dtype)
@@ -142,7 +142,7 @@ class _Saved(NamedTuple):
     maxima, shares : Array
         For each query and head the greatest score, and the inverse of the sum of the exponentials.
     run : Run
-        The run of the forward pass.
+        The argument ``run`` of the forward pass.
     first_head : int
         Number of the first head in the whole layer.
     """

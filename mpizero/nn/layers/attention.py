@@ -208,7 +208,8 @@ class CausalSelfAttention(AttentionBase):
     def attend_backward(self, seen: Any, dmixed: Array) -> Array:
         """Return the gradient of ``qkv``, (samples, length, 3 dim).
 
-        ``seen`` is the cache that :meth:`attend` returned, and ``dmixed`` is the gradient of its first result.
+        ``seen`` is the cache that :meth:`attend` returned, and ``dmixed`` the gradient of the first result of
+        :meth:`attend`.
         """
         apart, stored, run, first_head = seen
         xp, work = namespace(apart), _Heads(self, apart, run, first_head)
@@ -315,7 +316,7 @@ class _Heads:
         return _blocks(self.apart.shape[3], BLOCK if isinstance(self.apart, np.ndarray) else BLOCK_ON_DEVICE)
 
     def take(self, qkv: Array, bias: Array | None, some: slice) -> None:
-        """Store queries, keys and values of the samples ``some``, taken from ``qkv + bias``, head by head."""
+        """Copy queries, keys and values of the samples ``some`` of ``qkv + bias`` to ``apart``, head by head."""
         rows = _rows(qkv[some])
         self._kernels.split_heads(rows, rows[:0].reshape(-1) if bias is None else bias, 0, some.start, self.apart)
 

@@ -115,7 +115,7 @@ class FeedForward(FeedForwardBase):
         )
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
-        """Add nodes for the three layers, one after the other, to the exported computation graph."""
+        """Add nodes for the three layers, one after the other, to the exported computation graph; return the output."""
         expand, act, projection = self._layers
         node = expand.trace(graph, f"{name}.expand", source)
         node = act.trace(graph, f"{name}.activation", node)

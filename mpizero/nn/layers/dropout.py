@@ -36,8 +36,8 @@ class Dropout(Layer):
 
     The mask is drawn by Philox with key (``run.seed``, ``site``, ``run.step``) and counter (index of the sample in the
     global batch, element within the sample). So the mask is the same however a batch is cut over ranks or
-    micro-batches, and when a forward pass is repeated. ``site`` must be unique within a model, or two dropouts use the
-    same mask.
+    micro-batches, and when a forward pass is repeated. ``site`` must be unique within a model; otherwise two dropouts
+    use the same mask.
     """
 
     rate: float

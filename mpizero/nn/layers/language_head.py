@@ -87,6 +87,6 @@ class LanguageHead(LanguageHeadBase):
         return (*shape[:-1], self.vocabulary)
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
-        """Add nodes for the norm and the projection to the exported computation graph."""
+        """Add nodes for the norm and the projection to the exported computation graph; return the output."""
         norm, projection = self._layers
         return projection.trace(graph, f"{name}.projection", norm.trace(graph, f"{name}.norm", source))

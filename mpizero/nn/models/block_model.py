@@ -213,7 +213,8 @@ def export_computation_graph(model: BlockModel, input_shape: tuple[int, ...]) ->
     dict
         ``nodes`` lists the nodes in the order of evaluation. Each has its name, its operation, the names of its inputs,
         the shape of its output, its parameters (for each the global name, the shape and whether it is a tied use) and
-        its settings. ``inputs`` and ``outputs`` name the model's inputs and outputs.
+        its settings. ``inputs`` and ``outputs`` name the model's inputs and outputs. ``format``, ``model``, ``dtype``
+        and ``loss`` are the version of this description, the model's class, its dtype and the class of its loss.
     """
     graph, node = Graph(), NodeOutput("x", input_shape)
     for block, layer in model.blocks.items():

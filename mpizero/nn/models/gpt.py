@@ -159,7 +159,7 @@ class GPT:
         return export_computation_graph(self, self.sample_shape)
 
     def compile_predictor(self, params: Mapping[str, Params]) -> Callable[[Array], Array]:
-        """Compile a function that computes logits from ids, with a copy of the parameters.
+        """Compile a function that computes logits from ids, and keeps a copy of the parameters.
 
         Its results equal those of :func:`mpizero.nn.evaluate` within rounding. It takes ids of any length up to
         ``sequence`` and needs no BLAS. It is meant for small batches, where one call costs less than the many calls of

@@ -71,7 +71,7 @@ class MLP:
     hidden : sequence of int
         Widths of the hidden layers; empty gives a linear model.
     outputs : int
-        Number of classes, or for regression of predicted numbers.
+        Number of classes; for regression, number of predicted values.
     activation : str
         "gelu", "silu", "relu" or "tanh".
     task : str
@@ -204,7 +204,7 @@ class MLP:
         return export_computation_graph(self, self.sample_shape)
 
     def compile_predictor(self, params: Mapping[str, Params]) -> Callable[[Array], Array]:
-        """Compile a function that computes outputs from samples, with a copy of the parameters.
+        """Compile a function that computes outputs from samples, and keeps a copy of the parameters.
 
         Its results equal those of :func:`mpizero.nn.evaluate` within rounding, and it needs no BLAS. It is meant for
         small batches, where one call costs less than the many calls of the layers.

@@ -86,7 +86,7 @@ def from_torch(model: GPT, state: Mapping[str, Any]) -> dict[str, Array]:
     Raises
     ------
     LayoutError
-        An entry is missing or of another shape; the message names it.
+        An entry of the state dict is missing or has another shape; the message names it.
     """
     prefix = "" if "wte.weight" in state else _PREFIX
     turned = _stores_outputs_first(model, state, prefix)
@@ -112,7 +112,7 @@ def to_torch(model: GPT, named: Mapping[str, Array]) -> dict[str, Array]:
     Returns
     -------
     dict of str to Array
-        NumPy arrays by PyTorch's names; :func:`torch.from_numpy` of each value makes it a state dict.
+        NumPy arrays by PyTorch's names. Apply :func:`torch.from_numpy` to each value to get a state dict.
         ``lm_head.weight`` is always included; if the model is tied, it is the same array as ``transformer.wte.weight``.
     """
     state = {}

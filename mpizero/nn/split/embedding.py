@@ -69,7 +69,7 @@ class SplitEmbedding(Layer):
         return None, dy
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradient of this rank's rows of the table. Collective over the group if sequences are split."""
+        """Overwrite the gradient of this rank's rows of the table. Collective over the group with ``sequence``."""
         self.add_rows(cache[0], cache[1].backward(pending), grads["weight"])
 
     def add_rows(self, ids: Array, dy: Array, gradient: Array) -> None:
@@ -141,7 +141,7 @@ class SplitTokenEmbedding(Layer):
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Overwrite the gradients of this rank's rows of the token table, and of the whole position table.
 
-        Collective if sequences are split.
+        Collective over the group with ``sequence``.
         """
         token, position, _ = self._layers
         ids, leave = cache[0]

@@ -23,7 +23,7 @@ from mpizero.types import EVALUATE, Array, Group, Params, Run
 class SplitHead(LanguageHeadBase):
     """Apply the final norm to this rank's positions, then compute its vocabulary items' logits at all positions.
 
-    Each pass sends messages: :meth:`forward` an all-gather, ``backward_input`` a reduce-scatter, and
+    The messages are: in :meth:`forward` an all-gather, in ``backward_input`` a reduce-scatter, and in
     :meth:`backward_weights` an all-gather and an all-reduce of the norm's gradients.
 
     Parameters
@@ -58,7 +58,7 @@ class SplitHead(LanguageHeadBase):
         complete_shared(self, self.group, grads, "head: shared gradients")
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the unsplit layer's output shape. Not collective."""
+        """Return the unsplit layer's output shape for one sample of ``shape``. Not collective."""
         return self.whole.output_shape(shape)
 
 

@@ -77,7 +77,7 @@ class ColumnLinear(SplitLinearBase):
     def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Map ``x`` (..., inputs) to this rank's outputs (..., columns of this rank), without the bias.
 
-        Returns them and the cache. Collective if sequences are split.
+        Returns them and the cache. Collective over the group with ``sequence``.
         """
         weight = params["weight"]
         x = as_rows(x, self.whole.inputs, weight.dtype, "Linear").reshape(x.shape)
@@ -89,8 +89,8 @@ class ColumnLinear(SplitLinearBase):
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Return the sum over the ranks of ``dy @ weight.T``, and ``dy`` as a matrix for :meth:`backward_weights`.
 
-        If sequences are split, the sum holds this rank's positions only. If the unsplit layer computes no input
-        gradient, the first result is None and nothing is sent. Collective over the group.
+        With ``sequence`` the sum holds this rank's positions only. If the unsplit layer computes no input gradient, the
+        first result is None and nothing is sent. Collective over the group.
         """
         rows = dy.reshape(prod(dy.shape[:-1]), self.held)
         if not self.whole.input_gradient:
@@ -101,7 +101,7 @@ class ColumnLinear(SplitLinearBase):
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Overwrite the gradients of this rank's columns of weight and bias.
 
-        Collective over the group if sequences are split.
+        Collective over the group with ``sequence``.
         """
         x, entry = cache
         inputs = entry.forward(x).reshape(pending.shape[0], self.whole.inputs)
@@ -152,8 +152,8 @@ class RowLinear(SplitLinearBase):
     def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Map this rank's inputs (..., rows of this rank) to the outputs (..., outputs), without the bias.
 
-        Returns the outputs and the cache. If sequences are split, the outputs are those of this rank's positions.
-        Collective over the group.
+        Returns the outputs and the cache. With ``sequence`` the outputs are those of this rank's positions. Collective
+        over the group.
         """
         weight = params["weight"]
         rows = as_rows(x, self.held, weight.dtype, "Linear")
@@ -164,7 +164,7 @@ class RowLinear(SplitLinearBase):
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Return ``dy @ weight.T`` (..., rows of this rank), and what :meth:`backward_weights` needs.
 
-        Collective over the group if sequences are split.
+        Collective over the group with ``sequence``.
         """
         rows, leave = cache
         terms = leave.backward(dy)
@@ -174,7 +174,7 @@ class RowLinear(SplitLinearBase):
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Overwrite the gradients of this rank's rows of the weight and of the bias.
 
-        If sequences are split, the bias's gradient is that of this rank's positions only. Not collective.
+        With ``sequence`` the bias's gradient is computed from this rank's positions only. Not collective.
         """
         above, dy = pending
         matmul(cache[0].T, above, out=grads["weight"])
@@ -258,7 +258,7 @@ class SplitProjection(Layer):
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Return the sum over the ranks of ``dy @ weight``, and what :meth:`backward_weights` needs.
 
-        If sequences are split, the sum holds this rank's positions only. Collective over the group.
+        With ``sequence`` the sum holds this rank's positions only. Collective over the group.
         """
         _, entry, join = cache
         dy = join.backward(dy) if self.joined else dy
@@ -269,7 +269,7 @@ class SplitProjection(Layer):
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Overwrite the gradients of this rank's rows of the weight.
 
-        Collective over the group if sequences are split.
+        Collective over the group with ``sequence``.
         """
         x, entry, _ = cache
         inputs = entry.forward(x).reshape(pending.shape[0], self.whole.features)

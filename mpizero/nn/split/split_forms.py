@@ -1,7 +1,8 @@
 """Register the tensor-parallel (split) form of every layer that has one.
 
 [Note: split forms] A layer does not know how it is split. :meth:`mpizero.nn.Layer.split` looks the layer's class up in
-one table, which this module fills when :mod:`mpizero.nn` is imported. A user's own layer overrides ``split`` instead.
+the table ``SPLIT_FORMS``, which this module fills when :mod:`mpizero.nn` is imported. A user's own layer overrides
+``split`` instead.
 """
 
 from __future__ import annotations
