@@ -1,9 +1,10 @@
 """ZeRO, tensor, pipeline and hybrid parallel training over MPI, with the same bits on any number of ranks.
 
-Names are loaded on first use, so ``import mpizero`` takes milliseconds and needs no MPI. It changes nothing in the
-process, unless a launcher such as mpiexec has started the process as a rank. In a rank it installs hooks that end all
-ranks when one fails and, where there are several ranks, a thread that tells the other ranks what this one is doing
-(``install_in_job`` in ``comm/supervision/guard.py``). ``MPIZERO_EMBEDDED=1`` prevents both; see docs/embedding.md.
+Names are loaded on first use, so ``import mpizero`` takes milliseconds and needs no MPI. Outside of an MPI job the
+import changes nothing in the process. In a process that a launcher such as mpiexec has started as a rank it installs
+hooks that end all ranks when one fails. If the job has several ranks, it also starts a thread that tells the other
+ranks what this one is doing (``install_in_job`` in ``comm/supervision/guard.py``). The environment variable
+``MPIZERO_EMBEDDED=1`` prevents both; see docs/embedding.md.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ __all__ = [*_MODULES, *_HOME]
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name on first use."""
+    """Import and return a public name when it is first used."""
     if name == "__version__":
         return _version()
     if name not in _MODULES and name not in _HOME:
@@ -132,12 +133,12 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the public names."""
+    """Return the public names, sorted."""
     return sorted(__all__)
 
 
 def _version() -> str:
-    """Return the version of the installed package. Reading it is slow, so it is read on first use only."""
+    """Return the version of the installed package. It is read on first use only, because reading it is slow."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -1,4 +1,4 @@
-"""Run ``python -m mpizero``."""
+"""Run the command line of mpizero: ``python -m mpizero`` does the same as ``mpizero``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Compute CRC32 checksums, equal to those of zlib, about as fast as memory can be read."""
+"""Compute CRC32 checksums with the values of ``zlib.crc32``, about as fast as memory can be read."""
 
 from __future__ import annotations
 

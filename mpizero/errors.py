@@ -1,4 +1,4 @@
-"""Define every exception that mpizero raises on purpose, with its exit status."""
+"""Define every exception that mpizero raises on purpose, and the exit status of a job that ends with it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpizero.text import printable
 
 
 class ExitStatus(IntEnum):
-    """Name the exit statuses of the command line. Values are those of ``sysexits.h`` where it has a fitting name."""
+    """Name the exit statuses of the command line, with the values of ``sysexits.h`` where it has a fitting name."""
 
     OK = 0
     DATA = 65
@@ -22,12 +22,12 @@ class ExitStatus(IntEnum):
 
 
 class MpizeroError(Exception):
-    """Base class of all deliberate errors; the command line prints them as one line, without a traceback.
+    """Base class of all errors that mpizero raises on purpose; the command line prints one line, without a traceback.
 
-    When such an error ends a job, the printed line also names the line of the user's code that led to it, and
-    ``MPIZERO_TRACEBACK=1`` prints the whole traceback. The message is safe to print on a terminal: control characters
-    in names, keys and values that it quotes are escaped (:func:`mpizero.text.printable`) by :meth:`__str__`, so the
-    code that raises an error need not do it.
+    When such an error ends a job, the printed line also names the line of the user's code that led to the error. With
+    ``MPIZERO_TRACEBACK=1`` the whole traceback is printed. The message is safe to print on a terminal: :meth:`__str__`
+    escapes control characters in the names, keys and values that the message quotes (:func:`mpizero.text.printable`),
+    so the code that raises an error need not do it.
     """
 
     status: ExitStatus = ExitStatus.RANK_FAILED
@@ -36,22 +36,22 @@ class MpizeroError(Exception):
     place: str = ""
 
     def __str__(self) -> str:
-        """Return the message with control characters escaped; it begins with the place in the model, if any."""
+        """Return :attr:`place`, if there is one, and the message, with control characters escaped."""
         return printable(", ".join(filter(None, [self.place, super().__str__()])), keep="\n")
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that IPython and Jupyter print for this error: the line of the user's code comes first."""
+        """Return the lines that IPython and Jupyter print for this error: the user's line of code, then the message."""
         return rendered(self)
 
 
 class ConfigError(MpizeroError, ValueError):
-    """Raised for a setting that cannot be used: the message names the key, the value and what is allowed."""
+    """Raised for a setting that cannot be used; the message names the setting, its value and what is allowed."""
 
     status = ExitStatus.CONFIG
 
 
 class ArgumentError(MpizeroError, TypeError):
-    """Raised for arguments that a class or function does not take; names the wrong ones and those that it takes."""
+    """Raised for arguments that a class or function does not take; the message names the wrong and the right ones."""
 
     status = ExitStatus.CONFIG
 
@@ -61,27 +61,27 @@ class StateError(MpizeroError, RuntimeError):
 
 
 class UnsupportedError(MpizeroError, NotImplementedError):
-    """Raised for an operation that this kind of model, layer or function does not support; says what to use or add."""
+    """Raised for an operation that a model, layer or function does not support; the message says what to use or add."""
 
     status = ExitStatus.CONFIG
 
 
 class UnknownNameError(MpizeroError, AttributeError):
-    """Raised for a name that a module of this package does not have."""
+    """Raised when a name is read from a module of mpizero that does not define it."""
 
     status = ExitStatus.CONFIG
 
 
 class GridError(ConfigError):
-    """Raised for group sizes that do not fit the number of ranks."""
+    """Raised for sizes of the data, tensor, pipeline or context groups that do not fit the number of ranks."""
 
 
 class ScheduleError(ConfigError):
-    """Raised for a pipeline schedule that cannot be run; names the stage and the instruction."""
+    """Raised for a pipeline schedule that cannot be run; the message names the stage and the instruction."""
 
 
 class LayoutError(MpizeroError, ValueError):
-    """Raised for a parameter, range or shape that does not fit the layout it is used with."""
+    """Raised for a parameter, range of elements or shape that does not fit the parameters of the model."""
 
 
 class DataError(MpizeroError, ValueError):
@@ -91,20 +91,23 @@ class DataError(MpizeroError, ValueError):
 
 
 class CheckpointError(MpizeroError):
-    """Raised for a checkpoint that is damaged, foreign, or of another model; names file, array and reason."""
+    """Raised for a checkpoint that cannot be used; the message names the file, the array and the reason.
+
+    The checkpoint may be damaged, written by another program, or belong to another model.
+    """
 
     status = ExitStatus.DATA
 
 
 class CheckpointDamagedError(CheckpointError):
-    """Raised for a checkpoint whose checksums or sizes are not those that were written.
+    """Raised for a checkpoint whose checksums or sizes are not the ones that were written.
 
     Only this error means that the checkpoint is useless. After any other error the files may still be intact.
     """
 
 
 class CheckpointVersionError(CheckpointError):
-    """Raised for a checkpoint of a format version that this mpizero does not know."""
+    """Raised for a checkpoint in a version of the file format that the installed mpizero does not know."""
 
 
 class CheckpointMissingError(CheckpointError, FileNotFoundError):
@@ -118,18 +121,23 @@ class CheckpointIOError(CheckpointError, OSError):
 
 
 class CollectiveError(MpizeroError):
-    """Raised for an MPI call that failed or did not match; names rank, operation, tag, element type and count."""
+    """Raised for an MPI call that failed, or that differs from the calls of other ranks.
+
+    The message names the rank, the operation, the tag, the element type and the number of elements.
+    """
 
     status = ExitStatus.HANG
 
 
 class CollectiveMismatch(CollectiveError):  # noqa: N818 - says what is wrong
-    """Raised when ranks have called different collectives; names the first that differs, and each rank's source line.
+    """Raised when ranks have called different collectives.
+
+    The message names the first collective that differs, and the source line from which each rank called it.
 
     Attributes
     ----------
     details : tuple of str
-        Further lines of the report: the calls before and after.
+        Further lines of the report: the collectives that ranks called before and after.
     """
 
     def __init__(self, message: str, details: Sequence[str] = ()) -> None:
@@ -138,11 +146,14 @@ class CollectiveMismatch(CollectiveError):  # noqa: N818 - says what is wrong
 
 
 class RemoteError(MpizeroError):
-    """Raised on a rank because another has failed in a section that all must pass (``all_ranks``); names its error."""
+    """Raised on a rank because another rank has failed in a step that all ranks must complete (``all_ranks``).
+
+    The message contains the error of that other rank.
+    """
 
 
 class PeerFailure(MpizeroError):
-    """Raised when another thread of an in-process communicator has failed or ended, so this one cannot continue."""
+    """Raised on one thread of an in-process communicator when another of its threads has failed or ended."""
 
 
 class SharedMemoryError(MpizeroError):
@@ -152,7 +163,7 @@ class SharedMemoryError(MpizeroError):
 
 
 class OutOfMemoryError(MpizeroError, MemoryError):
-    """Raised when the system refuses memory that a rank needs; says what the memory was for and how to need less."""
+    """Raised when the system refuses memory; the message says what the memory was for and how to need less."""
 
 
 class NonFiniteError(MpizeroError, ArithmeticError):
@@ -160,11 +171,14 @@ class NonFiniteError(MpizeroError, ArithmeticError):
 
 
 class IntegrityError(MpizeroError):
-    """Raised when state in memory has changed though no code wrote it; names tensor, elements and rank."""
+    """Raised when parameters or optimizer state in memory have changed although no code wrote them.
+
+    The message names the tensor, the elements and the rank.
+    """
 
 
 class ModelCheckError(MpizeroError, AssertionError):
-    """Raised for a model that breaks the rules of training; names all that is wrong with it.
+    """Raised for a model that breaks the rules of training; the message names all the rules that it breaks.
 
     Attributes
     ----------

@@ -1,8 +1,10 @@
 """Inject faults for tests: make a rank fail, hang or compute NaN at a chosen point of a save, a load or a step.
 
+A site is a point of the code at which a fault can be injected; :data:`SITES` lists them.
+
 The environment variable ``MPIZERO_FAULT=site:rank:k:action`` chooses one fault. The library calls :func:`inject` at
-each site. At the ``k``-th call with that ``site`` (counted from 1; ``*`` for every call), on the rank with that number
-(``*`` for every rank), the process
+each site. At the ``k``-th call of a process for that ``site`` (counted from 1; ``*`` means every call), on the rank
+with that number (``*`` means every rank), the process
 
 =================  =======================================================================
 ``raise``          raises :class:`InjectedError`
@@ -14,7 +16,7 @@ each site. At the ``k``-th call with that ``site`` (counted from 1; ``*`` for ev
 ``truncate``       loses the second half of the file that the site passes
 =================  =======================================================================
 
-Without the variable :func:`inject` does nothing. The variable is read once, when this module is imported.
+If the variable is not set, :func:`inject` does nothing. The variable is read once, when this module is imported.
 """
 
 from __future__ import annotations
@@ -44,12 +46,16 @@ ACTIONS = ("raise", "kill", "stop", "sleep", "exit", "nan", "truncate")
 
 
 class InjectedError(RuntimeError):
-    """Raised by the action ``raise``. It is not one of the library's own errors, so it acts like an unexpected bug."""
+    """Raised by the action ``raise``. It is no :class:`MpizeroError`, so it is handled like an unexpected bug."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Hold the fault that ``MPIZERO_FAULT`` chose for this process, and count the calls of its site."""
+    """Hold the fault that ``MPIZERO_FAULT`` chose for this process, and count the calls of :func:`inject` for its site.
+
+    ``occurrence`` is the number of the call, from 1, that performs ``action``. ``value`` is the text after ``=`` in the
+    action.
+    """
 
     site: str
     occurrence: int  # 0 for every call
@@ -59,12 +65,12 @@ class Fault:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Fault | None:
-        """Parse ``MPIZERO_FAULT`` and return its fault, or None if it is not set or meant for another rank.
+        """Parse ``MPIZERO_FAULT`` and return its fault, or None if it is not set or chooses another rank.
 
         Raises
         ------
         ValueError
-            For a text that names no known site and action.
+            If the value is not of the form ``site:rank:k:action``, or its site or action is unknown.
         """
         if not (text := environment.get("MPIZERO_FAULT")):
             return None
@@ -115,7 +121,7 @@ _FAULT = Fault.from_environment(os.environ)
 
 
 def inject(site: str, target: Any = None) -> None:
-    """Perform the fault of ``MPIZERO_FAULT`` if it is for this site, this rank and this call; else do nothing.
+    """Perform the fault of ``MPIZERO_FAULT`` if it was chosen for this site, this rank and this call; else do nothing.
 
     Parameters
     ----------

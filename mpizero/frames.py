@@ -35,15 +35,15 @@ class Line(NamedTuple):
 
 
 def is_users(file: str) -> bool:
-    """Tell whether a file is the user's: not part of this package, of Python or of an installed package."""
+    """Tell whether a source file is the user's: outside of Python, of mpizero and of all installed packages."""
     return not file.startswith((*_PACKAGE, *_PYTHON, "<frozen")) and not any(part in file for part in _INSTALLED)
 
 
 def users_line(trace: TracebackType | None) -> Line | None:
-    """Return the innermost line of a traceback that is in the user's own code, or None.
+    """Return the innermost frame of a traceback that is in the user's own code, or None.
 
-    If there is none because the user's program is itself an installed package, the line of it that calls this package
-    is returned. Under a command of this package, such as ``mpizero train``, there is no such line: None.
+    If all frames are in installed packages, because the user's program is one itself, the frame that calls mpizero is
+    returned. The result is None if no such frame exists, for example inside a command such as ``mpizero train``.
     """
     lines = list(_lines(trace))
     if own := [line for line in lines if is_users(line.file)]:
@@ -62,12 +62,15 @@ def _lines(trace: TracebackType | None) -> Iterator[Line]:
 
 
 def shows_all() -> bool:
-    """Tell whether the environment variable :data:`TRACEBACK` asks for whole tracebacks."""
+    """Tell whether the environment variable ``MPIZERO_TRACEBACK`` asks for whole tracebacks."""
     return os.environ.get(TRACEBACK, "0") not in ("", "0")
 
 
 def rendered(error: BaseException) -> list[str]:
-    """Return the lines that IPython and Jupyter print for an error: the user's line, then the message."""
+    """Return the lines that IPython and Jupyter print for an error: the line of the user's code, then the message.
+
+    If no line of the user's code is found, or ``MPIZERO_TRACEBACK`` is set, they are the whole traceback.
+    """
     line = users_line(error.__traceback__)
     if line is None or shows_all():
         return "".join(traceback.format_exception(error)).splitlines()

@@ -21,16 +21,17 @@ RANK_PROCESS = "MPIZERO_RANK_PROCESS"
 
 
 class Launch(NamedTuple):
-    """Describe the launcher of this process, as the environment variables tell it.
+    """Describe the launcher of this process, as found in its environment variables.
 
     Attributes
     ----------
     name : str
-        For example "srun --mpi=pmix"; "" without a launcher.
+        The launcher, for example "srun --mpi=pmix"; "" if no launcher started this process.
     size, rank : int or None
-        The number of processes that the launcher has started, and the number of this process among them.
+        The number of processes that the launcher has started, and the number (from 0) of this process among them. None
+        if the environment does not tell it.
     remedy : str
-        Advice for the error message when MPI finds another number of ranks.
+        Advice for the error message that is raised if MPI finds a number of ranks other than ``size``.
     """
 
     name: str = ""
@@ -42,8 +43,8 @@ class Launch(NamedTuple):
     def of(cls, environment: Mapping[str, str]) -> Launch:
         """Find the launcher in environment variables.
 
-        The variables of mpiexec come before those of Slurm, because mpiexec may run inside a Slurm job. The process of
-        a batch script itself has no launcher.
+        The variables of mpiexec are preferred to the variables of Slurm, because mpiexec may run inside a Slurm job.
+        The process of a batch script itself has no launcher, although Slurm has started it.
         """
         kind = environment.get("SLURM_MPI_TYPE", "")
         srun = f"srun --mpi={kind}" if kind else "srun"
@@ -61,33 +62,39 @@ class Launch(NamedTuple):
 
 
 def launched_rank(environment: Mapping[str, str]) -> int:
-    """Return the rank that the launcher has given this process, 0 without a launcher."""
+    """Return the rank that the launcher has given this process; 0 if there is no launcher."""
     return _first(environment, BY_ANY, 0)
 
 
 def launched_place(environment: Mapping[str, str]) -> int:
-    """Return the number of this process among those of its node, or its rank if the launcher does not tell it."""
+    """Return the number of this process among the processes of its node; its rank if the launcher does not tell it."""
     return _first(environment, BY_NODE, launched_rank(environment))
 
 
 def is_several(environment: Mapping[str, str]) -> bool:
-    """Tell whether this process is one of several ranks; yes if MPI's launcher does not tell how many there are."""
+    """Tell whether this process is one of several ranks of a job.
+
+    The result is also True for a rank whose launcher does not tell how many ranks there are.
+    """
     size = Launch.of(environment).size
     several = any(name in environment for name in BY_MPI) if size is None else size > 1
     return several and is_rank(environment)
 
 
 def is_rank(environment: Mapping[str, str]) -> bool:
-    """Tell whether this process is itself a rank, not a program that a rank has started.
+    """Tell whether this process is itself a rank: False if it is a program that a rank has started.
 
-    [Note: programs of a rank] A program that a rank starts inherits the launcher's variables. If it initialized MPI
-    with them, it would pretend to be that rank, and MPI would end it. Three signs show that a process is such a one:
+    [Note: programs of a rank] A program that a rank starts inherits the launcher's variables. If the program
+    initialized MPI with these variables, it would pretend to be that rank, and MPI would end it. Any of three signs
+    shows that a process is such a program:
 
-    - :data:`RANK_PROCESS`, set by a supervised rank, holds another process number and the same launcher;
-    - the socket that MPICH's launcher opened for the rank is not open here, since most children do not inherit it;
-    - a parent process under the same launcher has loaded mpi4py. This finds the programs of unsupervised ranks.
+    - :data:`RANK_PROCESS`, which a supervised rank sets, holds another process number and the same launcher;
+    - the socket that MPICH's launcher opened for the rank is not open in this process, since most children do not
+      inherit it;
+    - an ancestor process under the same launcher has loaded mpi4py. This sign finds programs that unsupervised ranks
+      have started.
 
-    A program that a rank starts by an mpiexec of its own has another launcher, so it counts as a rank.
+    A program that a rank starts through another mpiexec has another launcher, so it counts as a rank.
     """
     process, _, way = environment.get(RANK_PROCESS, "").partition(" ")
     own, _, here = mark(environment).partition(" ")
@@ -109,7 +116,10 @@ def _has_socket(environment: Mapping[str, str]) -> bool:
 
 
 def _socket(environment: Mapping[str, str], process: int | None = None) -> int | None:
-    """Return the inode of a process's socket to MPICH's launcher (default: this process); None if it is not open."""
+    """Return the inode of the socket between a process and MPICH's launcher; None if the process has none open.
+
+    ``process`` is a process number; None means this process.
+    """
     text = environment.get("PMI_FD", "")
     if not text.isdecimal():
         return None
@@ -130,10 +140,11 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
 
 
 def job_name(environment: Mapping[str, str]) -> str:
-    """Return a name that all ranks of this job on this node compute alike, and no other job; "" if there is none.
+    """Return a name that identifies this job on this node, the same on all of the job's ranks; "" if there is none.
 
-    It is the namespace of PMIx where that is set. Otherwise it is made of the number and the start time of the launcher
-    process: the nearest parent process that does not belong to this rank (a rank may be started through shells).
+    The name is the namespace of PMIx if one is set. Otherwise it consists of the process number and the start time of
+    the launcher process. That is the nearest ancestor process that does not belong to this rank (a rank may be started
+    through shells).
     """
     if namespace := environment.get("PMIX_NAMESPACE"):
         return "".join(c if c.isalnum() else "-" for c in namespace)
@@ -146,7 +157,10 @@ def job_name(environment: Mapping[str, str]) -> str:
 
 
 def _above(environment: Mapping[str, str]) -> Iterator[int]:
-    """Yield the parent processes of the same rank, nearest first: shells, or the rank that started this program."""
+    """Yield the numbers of the ancestor processes that belong to the same rank, nearest first.
+
+    They are shells, or the rank that started this program.
+    """
     process, way = os.getpid(), _way(environment)
     try:
         while (process := int(_stat(process)[1])) > 1 and _leads(process, way):
@@ -156,7 +170,7 @@ def _above(environment: Mapping[str, str]) -> Iterator[int]:
 
 
 def _below_mpi(environment: Mapping[str, str]) -> bool:
-    """Tell whether a parent process that belongs to the same rank has loaded mpi4py."""
+    """Tell whether an ancestor process that belongs to the same rank has loaded mpi4py."""
     try:
         for process in _above(environment):
             with open(f"/proc/{process}/maps", "rb") as file:
@@ -173,9 +187,10 @@ def _stat(process: int) -> list[str]:
 
 
 def _leads(process: int, way: str) -> bool:
-    """Tell whether a process has the launcher variables of a rank, and the same launcher ``way`` as this one.
+    """Tell whether a process has the launcher variables of a rank, and the launcher that ``way`` identifies.
 
-    False for a process of another user, whose environment cannot be read: Slurm's own processes belong to root.
+    The result is False for a process of another user, whose environment cannot be read. Slurm's own processes, for
+    example, belong to root.
     """
     try:
         with open(f"/proc/{process}/environ", "rb") as file:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Measurement:
-    """Hold the median, the least and the greatest of some measured numbers."""
+    """Hold the median, the smallest (``least``) and the largest (``most``) of some measured numbers."""
 
     median: float
     least: float
@@ -22,7 +22,7 @@ class Measurement:
 
     @classmethod
     def of_ratios(cls, above: Sequence[float], below: Sequence[float]) -> Measurement:
-        """Summarize the ratios ``above[k] / below[k]``, one for each round ``k`` in which both were measured."""
+        """Summarize the ratios ``above[k] / below[k]`` of two equally long sequences."""
         return cls.of([a / b for a, b in zip(above, below, strict=True)])
 
     def __str__(self) -> str:
@@ -30,10 +30,13 @@ class Measurement:
         return self.text(2)
 
     def text(self, digits: int, factor: float = 1.0, unit: str = "") -> str:
-        """Return the median and, in parentheses, the range, each multiplied by ``factor``, with ``digits`` decimals."""
+        """Return the median and, in parentheses, the range as text.
+
+        Each number is multiplied by ``factor``, rounded to ``digits`` decimals and followed by ``unit``.
+        """
         middle, least, most = (f"{value * factor:.{digits}f}{unit}" for value in (self.median, self.least, self.most))
         return f"{middle} ({least} to {most})"
 
     def rounded(self, digits: int) -> dict[str, float]:
-        """Return median, least and most by name, rounded, as plain numbers for JSON."""
+        """Return a dictionary of ``median``, ``least`` and ``most``, rounded to ``digits`` decimals, for JSON."""
         return {name: round(value, digits) for name, value in asdict(self).items()}

@@ -1,4 +1,4 @@
-"""Check names of parameters, which checkpoints must be able to store, and suggest known names for unknown ones."""
+"""Check that checkpoints can store the names of parameters, and suggest a known name for an unknown one."""
 
 from __future__ import annotations
 
@@ -118,7 +118,10 @@ RULE = (
 
 
 def fault_of(name: object, characters: int = NAME_LIMIT, parts: int = NAME_PARTS) -> str:
-    """Return what is wrong with a name, for an error message; "" if nothing is wrong."""
+    """Return what is wrong with a name, for an error message; "" if nothing is wrong.
+
+    A name may have at most ``characters`` characters, and at most ``parts`` parts between slashes.
+    """
     if not isinstance(name, str):
         return f"is of type {type(name).__name__}, not a string"
     if not name or len(name) > characters:
@@ -142,9 +145,9 @@ def fault_of(name: object, characters: int = NAME_LIMIT, parts: int = NAME_PARTS
 
 
 def nested_in(names: Iterable[str]) -> tuple[str, str] | None:
-    """Return two names that one file cannot hold, such as ``a`` and ``a/b``: the first is also a folder. None if none.
+    """Return two names that one HDF5 file cannot both store, such as ``a`` and ``a/b``; None if there are none.
 
-    In an HDF5 file ``a`` would have to be both an array and a group.
+    In the file ``a`` would have to be both an array and a group.
     """
     before = ""
     for name in sorted(name.replace("/", "\0") for name in names):  # what lies in a folder then follows its name
@@ -180,13 +183,19 @@ def check_slots(optimizer: str, slots: Iterable[str]) -> None:
 
 
 def shown(name: object) -> str:
-    """Return a name as messages show it: quoted, on one line, at most about 80 characters."""
+    """Return a name as error messages show it: quoted, on one line, and cut after 80 characters."""
     text = repr(name)  # which escapes what cannot be shown
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def real_array(values: Any, what: str) -> np.ndarray[Any, Any]:
-    """Convert ``values`` to an array of real numbers, or raise :class:`LayoutError`, which calls them ``what``."""
+    """Convert ``values`` to an array of booleans, integers or floats.
+
+    Raises
+    ------
+    LayoutError
+        If the values are no such numbers; the message begins with ``what``, the name of the values.
+    """
     if isinstance(values, Mapping):
         inner = ", ".join(repr(str(key)) for key in list(values)[:3])
         raise LayoutError(
@@ -203,9 +212,10 @@ def real_array(values: Any, what: str) -> np.ndarray[Any, Any]:
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """Return ``" (did you mean 'weight'?)"`` with the known name most similar to ``name``, or "" if none is similar.
+    """Return the text ``" (did you mean 'weight'?)"`` with the most similar known name; "" if no known name is similar.
 
-    The text is appended to a message about an unknown name. Upper and lower case count as equal.
+    Callers append the text to a message about the unknown name. Upper and lower case count as equal. A name that other
+    libraries use for the same thing counts as similar (:data:`ELSEWHERE`).
     """
     import difflib  # wanted only when something is wrong already
 
@@ -221,8 +231,8 @@ def nearest(name: object, known: Iterable[str]) -> str:
 def explains(target: T) -> T:
     """Decorate a public class or function so that wrong arguments raise an error that lists the right ones.
 
-    Unlike Python's own TypeError, the :class:`ArgumentError` suggests a name: that ``learning_rate`` is called ``lr``
-    here, for example. Signature and docstring stay as they are.
+    The error is an :class:`ArgumentError`. Unlike Python's own TypeError, it suggests the most similar argument: ``lr``
+    for ``learning_rate``, for example. Signature and docstring stay as they are.
     """
     if isinstance(target, type):
         init = target.__init__  # type: ignore[misc]
@@ -246,9 +256,9 @@ def _explained(function: Callable[..., Any], bound: int = 0) -> Callable[..., An
 
 
 def _fault_of_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], bound: int) -> str:
-    """Return why a function does not take these arguments; "" if it does.
+    """Return why a function does not accept these arguments; "" if it accepts them.
 
-    The first ``bound`` arguments (``self``) are not given by the caller and are not counted in the message.
+    The first ``bound`` arguments (``self``) do not come from the caller, and the message does not count them.
     """
     given = signature(function)
     try:
@@ -268,7 +278,10 @@ def _fault_of_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Ma
 
 
 def unknown_names(module: str, known: Sequence[str]) -> Callable[[str], Any]:
-    """Return a function for a module's ``__getattr__`` that raises an error with the most similar known name."""
+    """Return a function to use as the ``__getattr__`` of ``module``.
+
+    The function raises :class:`UnknownNameError` for every name, and suggests the most similar name of ``known``.
+    """
 
     def missing(name: str) -> Any:
         raise UnknownNameError(f"module {module!r} has no attribute {name!r}{nearest(name, known)}")

@@ -1,11 +1,11 @@
-"""Cut and join samples of a batch: arrays with samples on the first axis, alone or nested in other objects.
+"""Cut batches into samples and join them; a batch is an array with samples on its first axis, or a tree of them.
 
 [Note: trees of arrays] ``x`` and ``y`` of a batch may be trees: arrays inside of tuples (named or not), lists,
 dictionaries, dataclasses and SimpleNamespaces. Those containers are nodes, and so is None, which holds nothing.
 Everything else is a leaf. A leaf is an array of samples if it is a NumPy array with at least one axis, or if its
-``__array__`` returns one (tensors of PyTorch and JAX on the host, datasets of h5py); functions and layers then receive
-the NumPy array instead. Any other leaf (an array of objects, a number, a string) cannot be cut into samples. A tree
-with such a leaf cannot be cut either.
+``__array__`` returns one (tensors of PyTorch and JAX on the host, datasets of h5py). In the second case functions and
+layers receive the NumPy array in place of the leaf. Any other leaf (an array of objects, a number, a string) cannot be
+cut into samples. A tree with such a leaf cannot be cut either.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ _DEPTH = 64
 
 
 class _Uncut(Exception):
-    """Raised for a leaf that cannot be cut into samples; names the leaf."""
+    """Raised for a leaf that cannot be cut into samples; the message names the leaf."""
 
 
 class _Node(NamedTuple):
-    """Hold a node's children, their labels (``[0]``, ``.weight``) and a function that makes a like node of others."""
+    """Hold a node's type name, its children, their labels (``[0]``, ``.weight``) and a function to rebuild it.
+
+    ``make(children)`` returns a node of the same type with the given children.
+    """
 
     kind: str
     labels: list[str]
@@ -45,21 +48,22 @@ class _Node(NamedTuple):
 
 @dataclass(frozen=True)
 class SampleTree:
-    """Hold the arrays of a tree of samples, and a function that builds the tree again.
+    """Hold the arrays of a tree of samples, and a function that builds a tree of the same structure from other arrays.
 
     Attributes
     ----------
     leaves : tuple of Array
-        The arrays, in the order of the tree; empty if the tree cannot be cut into samples.
+        The arrays, in the order in which a depth-first walk meets them; empty if the tree cannot be cut into samples.
     paths : tuple of str
-        The names of the arrays: ``x``, ``x['mask']``, ``y[0].weight``.
+        The names of the arrays, such as ``x``, ``x['mask']`` or ``y[0].weight``.
     form : str
         The structure, and the type and shape of one sample of each array, as text for messages. Trees with equal forms
         can be joined.
     uncut : str
-        Why the tree cannot be cut into samples: names the first wrong leaf and its type. Empty if it can be cut.
+        The reason why the tree cannot be cut into samples, with the name and type of the first wrong leaf; "" if it can
+        be cut.
     build : callable
-        Takes an iterator over other leaves, and returns a tree of the same structure with them.
+        Function that takes an iterator over other leaves and returns a tree of the same structure with these leaves.
     """
 
     leaves: tuple[Array, ...]
@@ -70,12 +74,15 @@ class SampleTree:
 
     @classmethod
     def of(cls, **values: Any) -> SampleTree:
-        """Take apart one tree for each keyword (``x``, ``y``); :attr:`build` returns a tuple of as many trees.
+        """Collect the arrays of one tree for each keyword (``x``, ``y``).
+
+        :attr:`build` returns a tuple with one tree for each keyword.
 
         Raises
         ------
         DataError
-            If a leaf is an array that cannot be used (masked, not on the host); names it and says what to do.
+            If a leaf is an array that cannot be used (it is masked, or not on the host). The message names the leaf and
+            says what to do.
         """
         walk = _Walk()
         try:
@@ -95,16 +102,16 @@ class SampleTree:
 
     @property
     def named(self) -> Iterator[tuple[str, Array]]:
-        """Pairs of a path and its array."""
+        """Iterator over pairs of a path and its array."""
         return zip(self.paths, self.leaves, strict=True)
 
     def count(self) -> int:
-        """Return the number of samples, the length of every array; 1 if the tree has no arrays or cannot be cut.
+        """Return the number of samples: the length of each array. It is 1 if the tree has no arrays or cannot be cut.
 
         Raises
         ------
         DataError
-            If the arrays have different lengths; names them and their lengths.
+            If the arrays have different lengths. The message names arrays and their lengths.
         """
         found: dict[int, str] = {}
         for path, leaf in self.named:
@@ -116,21 +123,22 @@ class SampleTree:
         return next(iter(found), 1)
 
     def cut(self, part: slice) -> Any:
-        """Return the tree with only the samples of a slice, built by :attr:`build`."""
+        """Return a tuple of the trees (:attr:`build`) with only the samples of the slice ``part`` of every array."""
         return self.build(iter([leaf[part] for leaf in self.leaves]))
 
 
 class _Walk:
-    """Walk through a tree and collect its arrays and their paths."""
+    """Walk through trees and collect their arrays and the paths of the arrays."""
 
     def __init__(self) -> None:
         self.leaves: list[Array] = []
         self.paths: list[str] = []
 
     def look(self, value: Any, path: str, depth: int) -> tuple[_Build, str]:
-        """Collect the leaves of ``value``; return the function that rebuilds it, and its form for messages.
+        """Append the leaves of ``value`` to the collected arrays; return the function that rebuilds it, and its form.
 
-        ``path`` is the name of ``value``; the names of its leaves begin with it.
+        The form is the text of :attr:`SampleTree.form`. ``path`` is the name of ``value``; the paths of its leaves
+        begin with it. ``depth`` counts the nodes around it.
         """
         if (node := None if type(value) is np.ndarray else _node(value)) is None:
             leaf = _samples(value, path)
@@ -187,7 +195,15 @@ def _record(like: Any, names: list[str], children: list[Any]) -> Any:
 
 
 def _samples(value: Any, path: str) -> Array:
-    """Convert a leaf to a NumPy array with samples on its first axis, or raise."""
+    """Convert the leaf named ``path`` to a NumPy array with samples on its first axis.
+
+    Raises
+    ------
+    _Uncut
+        If the leaf cannot be cut into samples.
+    DataError
+        If the leaf is an array that cannot be used (it is masked, or not on the host).
+    """
     if isinstance(value, np.ma.MaskedArray):
         raise DataError(
             f"{path} is a masked array, whose mask would be lost: give the values and the mask as two arrays, for "
@@ -218,7 +234,7 @@ def _class(value: Any) -> str:
 
 
 def _called(value: Any) -> str:
-    """Describe a leaf that is not an array, for a message, with advice if it is a number."""
+    """Return the description, for an error message, of a leaf that is no array; for a number it includes advice."""
     if isinstance(value, bool | int | float | complex):
         return f"a number ({_class(value)}), not an array: numpy.asarray makes one of lists of numbers"
     return f"a {_class(value)}, not an array"
@@ -228,14 +244,14 @@ def _called(value: Any) -> str:
 
 
 def as_arrays(value: Any) -> Any:
-    """Return a tree of samples with its leaves converted to NumPy arrays; a tree that cannot be cut stays as it is."""
+    """Convert the leaves of a tree to NumPy arrays; return a tree that cannot be cut into samples unchanged."""
     return map_arrays(lambda array: array, value)
 
 
 def map_arrays(function: Callable[[Array], Any], value: Any) -> Any:
     """Apply ``function`` to each array of a tree; return the tree of the results.
 
-    A tree that cannot be cut into samples is returned as it is.
+    A tree that cannot be cut into samples is returned itself, and ``function`` is not called.
     """
     if type(value) is np.ndarray and value.ndim and not value.dtype.hasobject:
         return function(value)
@@ -244,12 +260,13 @@ def map_arrays(function: Callable[[Array], Any], value: Any) -> Any:
 
 
 def join(trees: Sequence[Any]) -> Any:
-    """Concatenate the samples of several trees with the same structure, in order, into one tree.
+    """Concatenate several trees with the same structure, array by array along the sample axis, into one tree.
 
     Raises
     ------
     DataError
-        If there are several trees and their structures, types or shapes differ, or one cannot be cut into samples.
+        If there are several trees, and their structures, types or shapes of a sample differ or one cannot be cut into
+        samples.
     """
     if len(trees) == 1:
         return trees[0]
@@ -260,13 +277,13 @@ def join(trees: Sequence[Any]) -> Any:
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """Return all leaves of a tree, whether they are arrays or not, without conversion."""
+    """Return all leaves of a tree without conversion, both arrays and other leaves."""
     node = _node(value)
     return [value] if node is None else [leaf for child in node.children for leaf in leaves_of(child)]
 
 
 def paths_of(**values: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the path and the value of every leaf of some trees, whether it is an array or not, without conversion."""
+    """Yield the path and the value, without conversion, of every leaf of the tree of each keyword, array or not."""
     for path, value in values.items():
         node = _node(value)
         if node is None:
@@ -276,13 +293,19 @@ def paths_of(**values: Any) -> Iterator[tuple[str, Any]]:
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """Apply ``function`` to every leaf, whether it is an array or not; return the tree of the results."""
+    """Apply ``function`` to every leaf of a tree, array or not; return the tree of the results."""
     node = _node(value)
     return function(value) if node is None else node.make([map_leaves(function, child) for child in node.children])
 
 
 def count_samples(*values: Any) -> int:
-    """Return the number of samples of one or two trees (``x``, ``y``), which must be the same in both."""
+    """Return the number of samples of one or two trees (``x``, ``y``); it is 1 if they cannot be cut into samples.
+
+    Raises
+    ------
+    DataError
+        If arrays of the trees have different lengths.
+    """
     return SampleTree.of(**dict(zip("xy", values, strict=False))).count()
 
 
@@ -290,14 +313,17 @@ def count_samples(*values: Any) -> int:
 
 
 def outline(value: Any, path: str = "x") -> Any:
-    """Return the structure of a tree, without its arrays, as a value for JSON; :func:`of_outline` reads it.
+    """Return the structure of a tree, without its arrays, as a value for JSON.
 
-    A leaf becomes ``"*"``, None stays None, and another node becomes ``{kind: children}``.
+    :func:`of_outline` builds a tree from that value.
+
+    A leaf becomes ``"*"`` and None stays None. Any other node becomes ``{kind: children}``, where the kind is "dict",
+    "list", "tuple", "named" (a named tuple) or "record". ``path`` is the name of the tree for messages.
 
     Raises
     ------
     DataError
-        A key of a dictionary that is neither a string nor a whole number.
+        If a dictionary has a key that is neither a string nor an integer.
     """
     node = _node(value)
     if node is None:
@@ -318,13 +344,14 @@ def outline(value: Any, path: str = "x") -> Any:
 def of_outline(told: Any, leaves: Iterator[Any], depth: int = 0) -> Any:
     """Build a tree from a structure that :func:`outline` has returned, with the given leaves.
 
-    Classes are not stored. So a dictionary, list or tuple becomes a plain one, a named tuple becomes a new named tuple
-    with the same fields, and a dataclass becomes a :class:`types.SimpleNamespace`.
+    The structure does not name classes. So instances of subclasses of dict, list or tuple become plain dictionaries,
+    lists or tuples. A named tuple becomes a new named tuple with the same fields, and a dataclass becomes a
+    :class:`types.SimpleNamespace`. ``depth`` counts the nodes around ``told``.
 
     Raises
     ------
     ValueError
-        If ``told`` is not such a structure, or there are too few leaves.
+        If ``told`` is no value of :func:`outline`, or there are too few leaves.
     """
     if told is None:
         return None

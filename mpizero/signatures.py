@@ -1,4 +1,4 @@
-"""Find out whether a user's function takes the argument ``run`` (a :class:`mpizero.types.Run`)."""
+"""Find out whether a user's function accepts the argument ``run`` (a :class:`mpizero.types.Run`)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def takes_run(function: Callable[..., Any], name: str, *given: str) -> bool:
-    """Tell whether a function that is called with the arguments ``given`` also takes the keyword ``run``.
+    """Tell whether a function called with positional arguments named ``given`` also accepts the keyword ``run``.
 
-    A function without a readable signature (compiled code) is assumed not to take it. A decorated function takes
-    ``run`` only if both the decorated function and the decorator's wrapper accept it.
+    ``name`` is the name of the function in error messages. The result is False for a function without a readable
+    signature (compiled code). For a decorated function it is True only if both the function itself and the decorator's
+    wrapper accept ``run``.
 
     Raises
     ------
     ConfigError
-        If the function cannot be called with the arguments ``given``.
+        If the function cannot be called with as many positional arguments as ``given`` names.
     """
     try:
         signature = inspect.signature(function)

@@ -17,15 +17,16 @@ _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 def printable(text: str, keep: str = "") -> str:
     r"""Return ``text`` with control characters and invisible characters escaped.
 
-    Letters, marks, symbols and spaces of all scripts stay. The escapes are those of JSON and TOML (``\n``, ``\u001b``,
-    ``\U000e0001``), so a JSON document keeps its meaning. Backslashes are not escaped, so escapes in the text stay.
+    Letters, marks, symbols and spaces of all scripts stay. The escapes have the syntax of JSON and TOML (``\n``,
+    ``\u001b``, ``\U000e0001``). Backslashes are not escaped, so a text that already contains escapes, such as a JSON
+    document, keeps its meaning.
 
     Parameters
     ----------
     text : str
         Anything: names, keys, values, messages of other libraries.
     keep : str
-        Characters that are not escaped: ``"\n"`` for a report of several lines.
+        Characters that are not escaped, such as ``"\n"`` in a report of several lines.
     """
     return _UNUSUAL.sub(lambda found: found[0] if found[0] in keep else _escaped(found[0]), text)
 
@@ -38,5 +39,5 @@ def _escaped(character: str) -> str:
 
 
 def notice(text: str) -> None:
-    """Write one line to standard error: "mpizero: " and the text, with control characters escaped."""
+    """Write one line to standard error: "mpizero: " and ``text`` with its control characters escaped."""
     print(f"mpizero: {printable(text)}", file=sys.stderr, flush=True)

@@ -1,4 +1,7 @@
-"""Define the protocols and plain values that all packages share; import nothing above :mod:`mpizero.errors`."""
+"""Define the protocols and dataclasses that all packages share.
+
+This module imports nothing of mpizero, so every module can import it.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,8 @@ LearningRate = float | Callable[[int], float]
 class Init:
     """Describe the initial values of a parameter.
 
-    ``kind`` is "zeros", "ones", "normal" (``scale`` = standard deviation) or "uniform" (on [-scale, scale)).
-    Random values are keyed by seed, parameter name and element index.
+    ``kind`` is "zeros", "ones", "normal" (``scale`` = standard deviation) or "uniform" (on [-scale, scale)). Each
+    random value is a function of the seed, the name of the parameter and the index of the element.
     """
 
     kind: str = "zeros"
@@ -40,7 +43,8 @@ class Part:
     axis : int
         The axis that is split.
     ranges : tuple of (int, int)
-        Ascending, disjoint, half-open ranges of that axis. The local array is their concatenation.
+        Half-open ranges of indices along that axis, ascending and disjoint. The local array is the concatenation of the
+        ranges.
     """
 
     shape: tuple[int, ...]
@@ -55,22 +59,23 @@ class ParameterSpec:
     Attributes
     ----------
     name : str
-        Dotted name; relative to the block in :meth:`Layer.specs`, global in a layout.
+        Dotted name. :meth:`Layer.specs` gives it relative to the block; elsewhere it begins with the name of the block.
     shape : tuple of int
-        May have zero elements.
+        Shape of the local array. The array may have zero elements.
     init : Init
         Initial values.
     decay : bool
         Whether weight decay applies (false for biases, norms and embeddings).
     trainable : bool
-        A frozen parameter has no gradient and no optimizer state.
+        False for a frozen parameter, which has no gradient and no optimizer state.
     tied : str or None
         Global name of the earlier parameter whose storage this one shares. Each use has its own gradient.
     part : Part or None
-        The slice of the whole parameter that ``shape`` describes; None if it is the whole.
+        The slice of the whole parameter that the local array holds; None if it holds the whole parameter.
     guest : str or None
-        Set where a parameter is tied to one of another pipeline stage: the global name of that other parameter. This
-        storage is then a copy. It has the same values at every step, and is neither saved nor counted.
+        Global name of the parameter of another pipeline stage to which this one is tied; None for all other parameters.
+        The array is then a copy of that parameter. It has the same values at every step, and it is neither saved nor
+        counted.
     """
 
     name: str
@@ -90,24 +95,27 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Run:
-    """Hold what a forward pass gets besides its input. Nothing in it depends on the number of ranks.
+    """Hold what a forward pass is given besides its input ``x`` and the parameters.
+
+    Nothing in it depends on the number of ranks.
 
     Attributes
     ----------
     training : bool
         Whether dropout is active.
     seed, step : int
-        Keys of random numbers. Further keys are the place in the model and the sample.
+        Random seed, and number of the training step from 0. Random numbers are computed from these two, the name of the
+        layer and the index of the sample.
     first_sample : int
         The index, within the global batch, of the first sample of ``x``.
     count : int
-        Number of samples of ``x``; 0 is unknown.
+        Number of samples of ``x``; 0 if unknown.
     epoch : int
         The epoch that the caller passed to ``train``.
     length : int
-        Length of the whole sequences; 0 is unknown. Where a context group splits sequences, a rank cannot compute it
-        from its own part, because parts may differ by one place. If it is 0, each layer that needs it asks the other
-        ranks with one small message.
+        Length of the whole sequences; 0 if unknown. Where a context group splits sequences, a rank cannot compute the
+        length from the positions that it holds, because numbers of positions differ by one between ranks. If ``length``
+        is 0, each layer that needs it asks the other ranks with one small message.
     """
 
     training: bool = False
@@ -128,20 +136,21 @@ EVALUATE = Run()
 
 
 class ShiftRequest(Protocol):
-    """Represent the messages of a :meth:`Group.shift` in flight."""
+    """Represent the messages that :meth:`Group.shift` has started and that are still in flight."""
 
     def wait(self) -> tuple[Array, ...]:
-        """Wait for the arrays from the other rank and return them. Not collective."""
+        """Wait for the arrays that the other rank sends, and return them. Not collective."""
 
     def test(self) -> bool:
-        """Make progress and tell whether :meth:`wait` would return at once. Not collective."""
+        """Let MPI make progress, and tell whether :meth:`wait` would now return without waiting. Not collective."""
 
 
 class Group(Protocol):
-    """Describe the collectives of the group of ranks, tensor or context, that layers are split over.
+    """Describe the collectives of a tensor group or context group: the ranks over which layers are split.
 
-    Every method is collective over the group. An axis is split by the shard rule: ``sizes`` has one length for each
-    rank, and they may differ by one. Sums are added in the order of the ranks, and all ranks get the same bits.
+    Every method is collective over the group. ``sizes`` holds, for each rank, the length of its part of the split axis;
+    by the shard rule the lengths differ by at most one. Sums are added in the order of the ranks, and all ranks get the
+    same bits. ``tag`` names the call in traces and error messages.
     """
 
     @property
@@ -157,21 +166,24 @@ class Group(Protocol):
         """Return the elementwise maximum over the ranks as a new array."""
 
     def all_gather(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
-        """Return the arrays of all ranks, concatenated along ``axis``; rank r's has length ``sizes[r]`` there."""
+        """Concatenate the arrays of all ranks along ``axis``; the array of rank r has length ``sizes[r]`` there."""
 
     def reduce_scatter(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
-        """Return this rank's block of the sum: ``sizes[rank]`` along ``axis``."""
+        """Return this rank's part, of length ``sizes[rank]`` along ``axis``, of the sum over the ranks."""
 
     def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> ShiftRequest:
-        """Start to send ``arrays`` to rank + ``by`` and to receive such arrays from rank - ``by``, modulo the size."""
+        """Start to send ``arrays`` to rank + ``by`` and to receive as many from rank - ``by``, modulo :attr:`size`."""
 
 
 @runtime_checkable
 class Layer(Protocol):
-    """Describe a layer: a differentiable function without state; it is given its parameters and returns its cache.
+    """Describe a layer: a differentiable function that keeps no state between calls.
 
-    ``backward`` does ``backward_input`` and then ``backward_weights``; zero-bubble pipelines call the two separately.
-    ``grads`` holds views nested like ``params``. A backward pass *overwrites* them and never adds to them.
+    ``forward`` is given the parameters and returns the output and a cache, which the backward methods are given.
+    ``backward`` does ``backward_input`` and then ``backward_weights``; zero-bubble pipelines call these separately.
+    ``backward_input`` returns the gradient of the input and a value that ``backward_weights`` is given as ``pending``.
+    ``grads`` holds the arrays for the gradients, nested like ``params``. A backward pass *overwrites* them and never
+    adds to them.
     """
 
     def specs(self) -> tuple[ParameterSpec, ...]: ...
@@ -187,7 +199,10 @@ class Layer(Protocol):
 
 @runtime_checkable
 class Loss(Protocol):
-    """Compute the sum of the losses over a batch, and its weight: the mean loss is the sum divided by the weight."""
+    """Compute the sum of the losses over a batch, and its weight; the mean loss is the sum divided by the weight.
+
+    ``forward`` returns the sum, the weight and a cache; ``backward`` returns the gradient of the sum times ``scale``.
+    """
 
     def forward(self, prediction: Array, target: Array) -> tuple[float, float, Any]: ...
 
@@ -196,7 +211,7 @@ class Loss(Protocol):
 
 @runtime_checkable
 class BlockModel(Protocol):
-    """Describe a model as a sequence of named blocks and a loss; ZeRO-3, tensor and pipeline parallelism need this."""
+    """Describe a model as a sequence of named blocks and a loss, as ZeRO-3, tensor and pipeline parallelism need it."""
 
     @property
     def blocks(self) -> Mapping[str, Layer]: ...
@@ -213,7 +228,11 @@ class BlockModel(Protocol):
 
 @runtime_checkable
 class BlackBoxModel(Protocol):
-    """Describe a model as one function that computes loss and gradients from named arrays."""
+    """Describe a model as one function that computes loss and gradients from named arrays.
+
+    ``loss_and_grad`` returns the sum of the losses over the batch, the gradients of that sum by name, and the weight of
+    the batch.
+    """
 
     @property
     def parameters(self) -> Mapping[str, Array]: ...
@@ -225,9 +244,10 @@ class BlackBoxModel(Protocol):
 
 @runtime_checkable
 class Optimizer(Protocol):
-    """Update flat arrays elementwise; an optimizer never sees a model, a rank or a communicator.
+    """Update flat arrays in place, elementwise; an optimizer never sees a model, a rank or a communicator.
 
-    ``slots`` names its state arrays, each as long as the parameters it updates.
+    ``slots`` names the state arrays, such as moments. Each is as long as the array of parameters that ``update`` is
+    given.
     """
 
     slots: Sequence[str]

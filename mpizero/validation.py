@@ -1,8 +1,8 @@
-"""Check numbers and flags that users pass: every error names the argument, its value and what is expected.
+"""Check numbers and flags that users pass; every error names the argument, its value and what is expected.
 
 A check is a function that returns the value to use, or raises :class:`Unexpected` with a text of what is expected.
-:func:`require` turns that into the error that users see. Configuration files and command line options use the same
-checks, with messages of their own.
+:func:`require` turns that exception into the error that users see. Configuration files and command line options use the
+same checks, but word their messages themselves.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Check = Callable[[Any], Any]
 
 
 class Unexpected(ValueError):  # noqa: N818 - becomes an error of the package
-    """Raised for a wrong value; its text says what is expected, such as "a whole number >= 1"."""
+    """Raised by a check for a wrong value; the message says what is expected, such as "a whole number >= 1"."""
 
 
 def require(name: str, value: object, check: Callable[[Any], T], error: type[MpizeroError] = ConfigError) -> T:
-    """Check the value of the argument ``name``; return the value to use, or raise ``error``.
+    """Apply ``check`` to the value of the argument ``name``; return the value to use, or raise ``error``.
 
     Raises
     ------
     error
-        If the check fails; names the argument, its value and what is expected.
+        If the check fails. The message names the argument, its value and what is expected.
     """
     try:
         return check(value)
@@ -40,14 +40,14 @@ def require(name: str, value: object, check: Callable[[Any], T], error: type[Mpi
 
 
 def is_whole(value: object, least: int = 0, most: int = 2**63 - 1) -> TypeGuard[int]:
-    """Tell whether a value is an integer (of Python or NumPy, not a bool) from ``least`` to ``most``."""
+    """Tell whether a value is an integer of Python or NumPy, but no bool, from ``least`` to ``most`` inclusive."""
     return isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most
 
 
 def whole(least: int = 0, most: int | None = None, of: str = "") -> Callable[[Any], int]:
-    """Make a check for integers from ``least`` to ``most`` (default 2**63 - 1).
+    """Return a check for integers from ``least`` to ``most`` (default 2**63 - 1), inclusive.
 
-    ``of`` completes the message "a whole number of samples >= 1"; for this it is " of samples".
+    ``of`` is inserted into the message: " of samples" gives "a whole number of samples >= 1".
     """
     limit = 2**63 - 1 if most is None else most
 
@@ -62,7 +62,7 @@ def whole(least: int = 0, most: int | None = None, of: str = "") -> Callable[[An
 
 
 def seed(value: Any) -> int:
-    """Check for an unsigned integer of 64 bits."""
+    """Check that a value is an integer from 0 to 2**64 - 1, and return it as an int."""
     if not is_whole(value, most=2**64 - 1):
         raise Unexpected("a whole number from 0 to 2**64 - 1")
     return int(value)
@@ -71,9 +71,9 @@ def seed(value: Any) -> int:
 def number(
     least: float = 0.0, below: float = math.inf, *, above: bool = False, what: str = "a finite number"
 ) -> Callable[[Any], float]:
-    """Make a check for finite numbers in [least, below), or in (least, below) with ``above``.
+    """Return a check for finite numbers in [least, below), or in (least, below) if ``above`` is True.
 
-    ``what`` names the number in the message.
+    ``what`` describes the number in the message.
     """
     bounds = ((least, ">" if above else ">="), (below, "<"))
     ranges = " and ".join(f"{sign} {bound:g}" for bound, sign in bounds if math.isfinite(bound))
@@ -100,7 +100,7 @@ fraction = number(below=1.0)
 
 
 def flag(value: Any) -> bool:
-    """Check for True or False."""
+    """Check that a value is True or False, and return it as a bool."""
     if not isinstance(value, bool | np.bool):
         raise Unexpected("True or False")
     return bool(value)

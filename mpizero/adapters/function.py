@@ -1,4 +1,4 @@
-"""Wrap a function as a model: named arrays in, loss and gradients out."""
+"""Wrap a user's function, which computes loss and gradients from named arrays, as a model."""
 
 from __future__ import annotations
 
@@ -22,43 +22,43 @@ LossAndGrad = Callable[..., tuple[float, Mapping[str, Array], float]]
 class FunctionModel:
     """Wrap any code that computes a loss and its gradient, so that every strategy (DDP, ZeRO) can train it.
 
-    The function gets all parameters at once. ZeRO-3 therefore gathers the whole model for each call and frees it
-    afterwards, so its peak memory is that of a full copy of parameters and gradients.
+    ``loss_and_grad`` is called with all parameters at once. ZeRO-3 therefore gathers the whole model for each call and
+    frees it afterwards, so each rank needs memory for a full copy of parameters and gradients.
 
     Parameters
     ----------
     parameters : mapping of str to array
-        Start values, all float32 or all float64. They are copied when a sharded model is made. Names are printable
-        strings of any language, such as ``"layers.0.weight"``, ``"['a'][0]"`` or ``"dense/kernel:0"``. The sharded
-        model raises an error for names that a checkpoint cannot hold.
+        Initial values by name, all float32 or all float64. They are copied when a sharded model is made. Names are
+        printable strings of any language, such as ``"layers.0.weight"``, ``"['a'][0]"`` or ``"dense/kernel:0"``. The
+        sharded model raises an error for names that a checkpoint cannot hold.
     loss_and_grad : callable
-        ``loss_and_grad(parameters, (x, y)) -> (loss_sum, gradients, weight)``: the sum of the losses over the batch's
-        samples, the gradient of that sum for every trainable parameter, and the weight of the batch (for a plain
-        mean: the number of samples, where samples that only pad count 0). Loss and weight are one real number each,
-        gradients are float32 or float64 arrays. ``x`` and ``y`` are NumPy arrays of some consecutive samples of the
-        global batch, alone or in tuples, lists, dictionaries and dataclasses. If the function has a parameter ``run``,
-        it is called with that keyword, which says what it computes: ``run.samples`` (indices in the global batch),
-        ``run.step``, ``run.epoch`` (the argument of ``train``), ``run.seed``, and ``run.training``, False in
-        ``evaluate``. Random numbers keyed by these are the same on any number of ranks, for example
-        ``numpy.random.default_rng((run.seed, run.step, run.first_sample))``. The function must not change its
-        arguments: parameters and samples are read-only views, and NumPy raises an error for code that writes to them.
-        Copy an array before changing it (``x = x.copy()``), and also before passing on its bare pointer
-        (``x.ctypes.data``), which no flag protects.
+        ``loss_and_grad(parameters, (x, y)) -> (loss_sum, gradients, weight)``. It returns the sum of the losses over
+        the samples, the gradient of that sum by name for every trainable parameter, and the weight of the samples. For
+        a plain mean the weight is the number of samples without padding samples. Loss and weight are one real number
+        each, and gradients are float32 or float64 arrays. ``x`` and ``y`` are NumPy arrays of some consecutive samples
+        of the global batch, alone or in tuples, lists, dictionaries and dataclasses. If the function has a parameter
+        ``run``, it is called with a :class:`~mpizero.types.Run` as this keyword. Its attributes are ``run.samples``
+        (indices of the samples in the global batch), ``run.step``, ``run.epoch`` (the argument of ``train``),
+        ``run.seed``, and ``run.training``, which is False in ``evaluate``. Random numbers computed from these
+        attributes are the same on any number of ranks, for example with ``numpy.random.default_rng((run.seed, run.step,
+        run.first_sample))``. The function must not change its arguments: parameters and samples are read-only views,
+        and NumPy raises an error for code that writes to them. Copy an array before changing it (``x = x.copy()``), and
+        also before passing on its bare pointer (``x.ctypes.data``), which no flag protects.
     loss : callable or None
-        ``loss(parameters, (x, y)) -> (loss_sum, weight)``, the same without a gradient. ``evaluate`` calls this
-        function, or ``loss_and_grad`` if it is None. It may take ``run``, too.
+        ``loss(parameters, (x, y)) -> (loss_sum, weight)``: the same loss and weight, without gradients. ``evaluate``
+        calls this function, or ``loss_and_grad`` if ``loss`` is None. The function may have a parameter ``run``, too.
     predict : callable or None
         ``predict(parameters, x)`` returns predictions. Its arguments are read-only, too.
     frozen : collection of str
-        Names that are not trained.
+        Names of the parameters that are not trained.
     seed : int
         The value of ``run.seed``.
 
     Raises
     ------
     ConfigError
-        If there is no parameter, dtypes differ, ``frozen`` names an unknown parameter, or a function takes other
-        arguments.
+        If there is no parameter, parameters have different or other dtypes, ``frozen`` names an unknown parameter, or a
+        function cannot be called with the arguments above.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class FunctionModel:
             self.predict = predict
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copy the model and everything it holds; needed because ``deepcopy`` cannot copy a ``MappingProxyType``."""
+        """Return a deep copy of the model; ``deepcopy`` alone cannot copy the ``MappingProxyType`` it contains."""
         twin = copy(self)
         vars(twin).update({name: deepcopy(v, memo) for name, v in vars(self).items() if name != "parameters"})
         twin.parameters = MappingProxyType(deepcopy(dict(self.parameters), memo))

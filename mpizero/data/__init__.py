@@ -1,4 +1,7 @@
-"""Provide training data: sources of samples, the validation split, and batches that depend on no number of ranks."""
+"""Provide sources of samples, their split into training and validation data, and global batches.
+
+The samples of a global batch do not depend on the number of ranks.
+"""
 
 from typing import TYPE_CHECKING
 

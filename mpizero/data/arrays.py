@@ -1,4 +1,4 @@
-"""Read samples from arrays: in memory, in ``.npy`` files, or scikit-learn's digits."""
+"""Read samples from arrays in memory, from ``.npy`` files, or from scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ DIGITS = ("datasets", "data", "digits.csv.gz")
 
 @explains
 class ArraySource(Source):
-    """Read samples from arrays in memory, the same on every rank.
+    """Read samples from arrays in memory; every rank must be given equal arrays.
 
     Parameters
     ----------
-    x, y : array_like, or dictionary of such
+    x, y : array_like, or dictionary of array_like
         Inputs and targets, with samples on the first axis. If they are dictionaries of arrays (nested or not), samples
         are dictionaries too.
 
     Raises
     ------
     DataError
-        There are no samples, the arrays have different numbers of samples, or elements are not numbers.
+        If there are no samples, the arrays have different numbers of samples, or elements are not numbers.
     """
 
     def __init__(self, x: ArrayLike | Mapping[Any, Any], y: ArrayLike | Mapping[Any, Any]) -> None:
@@ -51,7 +51,7 @@ class ArraySource(Source):
         return map_arrays(lambda a: a[indices], self.x), map_arrays(lambda a: a[indices], self.y)
 
     def describe(self) -> dict[str, Any]:
-        """Return shapes, dtypes and checksums of the arrays."""
+        """Return the shape, dtype and CRC32 of each array, by its path such as ``x['mask']``."""
         found: dict[str, Any] = {"kind": "arrays"}
         for path, values in SampleTree.of(x=self.x, y=self.y).named:
             found[path] = (values.shape, values.dtype.str, crc32(values.data if values.size else b""))
@@ -60,7 +60,7 @@ class ArraySource(Source):
 
 @explains
 class NpySource(Source):
-    """Read samples from two ``.npy`` files, which are mapped into memory.
+    """Read samples from two ``.npy`` files, which are memory-mapped.
 
     Parameters
     ----------
@@ -70,7 +70,8 @@ class NpySource(Source):
     Raises
     ------
     DataError
-        A file is missing, damaged, empty or not made of numbers, or the files have different numbers of samples.
+        If a file is missing, damaged or empty, its array does not hold numbers, or the files have different numbers of
+        samples.
     """
 
     def __init__(self, x_path: str | os.PathLike[str], y_path: str | os.PathLike[str]) -> None:
@@ -86,7 +87,7 @@ class NpySource(Source):
         return native(self.x[indices]), native(self.y[indices])
 
     def describe(self) -> dict[str, Any]:
-        """Return the files' names without folders, and the shapes and dtypes of their arrays."""
+        """Return the names of the files without their folders, and the shapes and dtypes of their arrays."""
         found: dict[str, Any] = {"kind": "npy"}
         for name, path, values in zip(("x", "y"), self.paths, (self.x, self.y), strict=True):
             found[name] = (os.path.basename(path), values.shape, values.dtype.str)
@@ -94,15 +95,15 @@ class NpySource(Source):
 
 
 def digits() -> ArraySource:
-    """Return scikit-learn's 1797 images of digits: x (samples, 64) float32 in [0, 1], y int64 from 0 to 9.
+    """Return scikit-learn's 1797 images of digits: x is float32 of shape (1797, 64) in [0, 1], y is int64 from 0 to 9.
 
-    Importing scikit-learn takes more than a second on every rank, so this function reads the file of the package
-    instead.
+    This function reads the data file of the scikit-learn package, because importing the package takes more than a
+    second on every rank.
 
     Raises
     ------
     DataError
-        scikit-learn is not installed.
+        If scikit-learn is not installed.
     """
     try:
         images, targets = _digits()
@@ -112,7 +113,7 @@ def digits() -> ArraySource:
 
 
 def _digits() -> tuple[Array, Array]:
-    """Read images and labels from scikit-learn's file; import scikit-learn only if the file is not found."""
+    """Return the images and labels of scikit-learn's data file; import scikit-learn only if the file is not found."""
     package = find_spec("sklearn")
     for folder in (package.submodule_search_locations if package is not None else None) or ():
         path = os.path.join(folder, *DIGITS)
@@ -126,7 +127,10 @@ def _digits() -> tuple[Array, Array]:
 
 
 def _taken(values: ArrayLike | Mapping[Any, Any], name: str) -> Any:
-    """Check samples, an array or dictionaries of arrays; return them contiguous and in this machine's byte order."""
+    """Check an array, or a dictionary of arrays; return it with contiguous arrays in this machine's byte order.
+
+    ``name`` names the array in error messages.
+    """
     if not isinstance(values, Mapping):
         return native(check_samples(_as_array(values, name), name))
     if not values:
@@ -142,7 +146,7 @@ def _as_array(values: ArrayLike, name: str) -> Array:
 
 
 def _map(path: str) -> Array:
-    """Map a ``.npy`` file into memory; raise an error for pickled objects."""
+    """Return the array of a ``.npy`` file, memory-mapped and read-only; raise DataError if it is no file of numbers."""
     if not os.path.isfile(path):
         raise DataError(f"{path}: {'not a regular file' if os.path.lexists(path) else 'does not exist'}")
     try:

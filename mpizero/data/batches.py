@@ -1,4 +1,4 @@
-"""Choose the samples of each global batch, and this rank's part of them."""
+"""Choose the samples of each global batch, and the samples of it that this rank trains on."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from mpizero.validation import require, whole
 
 
 class BatchConfig(Protocol):
-    """Define what :func:`batches` needs of its configuration; see :class:`~mpizero.parallel.config.ShardingConfig`."""
+    """Define what :func:`batches` needs of a :class:`~mpizero.parallel.config.ShardingConfig`."""
 
     @property
     def communicator(self) -> Communicator:
-        """The ranks that share a global batch."""
+        """The communicator of all ranks, over which :func:`batches` is collective."""
 
     def grain_size(self, global_batch: int) -> int:
-        """Return the number of samples of one grain."""
+        """Return the number of samples of one grain, for a global batch of ``global_batch`` samples."""
 
 
 def sample_order(start: int, stop: int, length: int, seed: int) -> Indices:
-    """Return the samples' indices at positions ``start:stop`` of the endless shuffled order of ``length`` samples.
+    """Return the sample indices at positions ``start:stop`` of the endless shuffled order of ``length`` samples.
 
-    The order is one epoch after the other. Epoch e is a permutation of all samples with the key (seed, e), so every
-    sample occurs exactly once in each epoch. The result depends on seed and position alone. No array of the data's
-    length is made. Not collective.
+    Positions ``e * length`` to ``(e + 1) * length - 1`` are epoch e: a random permutation of all samples, computed from
+    the seed and e. So every sample occurs exactly once in each epoch. The index at a position depends on the position,
+    ``length`` and ``seed`` alone. The function allocates no array of ``length`` elements. Not collective.
     """
     order = np.arange(start, stop, dtype=np.int64)
     done = 0
@@ -50,13 +50,13 @@ def sample_order(start: int, stop: int, length: int, seed: int) -> Indices:
 
 
 class Batches:
-    """Iterate over this rank's parts of successive global batches; made by :func:`batches`.
+    """Iterate over this rank's samples ``(x, y)`` of successive global batches; made by :func:`batches`.
 
     Attributes
     ----------
     consumed : int
-        Number of samples of all global batches so far. It is the whole state of the iterator:
-        ``batches(..., consumed=this)`` on any number of ranks goes on with the same global batches.
+        Number of samples of all global batches that the iterator has passed, over all ranks. It is the whole state of
+        the iterator: ``batches(..., consumed=consumed)`` on any number of ranks continues with the next global batch.
     """
 
     def __init__(
@@ -82,7 +82,10 @@ class Batches:
 
     @property
     def epoch(self) -> int:
-        """The epoch (0 is the first) in which the last global batch began; for ``model.train(x, y, epoch=...)``."""
+        """The epoch (from 0) to which the first sample of the last returned global batch belongs.
+
+        Pass it to ``model.train(x, y, epoch=...)``.
+        """
         return max(0, self.consumed - self._batch) // len(self._source)
 
     def __next__(self) -> tuple[Any, Any]:
@@ -97,7 +100,11 @@ class Batches:
         return samples
 
     def _samples_with_run(self, order: Indices, start: int) -> tuple[Any, Any]:
-        """Read samples from a source that takes ``run``, with one call for each epoch that they belong to."""
+        """Read the samples ``order`` of a global batch from a source whose ``read`` has a parameter ``run``.
+
+        Samples of different epochs are read by separate calls. ``start`` is the number of samples consumed before the
+        global batch.
+        """
         length, done, parts = len(self._source), 0, list[Any]()
         while done < order.size or not parts:
             first = self._own.start + done
@@ -123,36 +130,37 @@ def batches(
 ) -> Batches:
     """Return an iterator over this rank's samples ``(x, y)`` of successive global batches.
 
-    A global batch is the next ``global_batch`` samples of :func:`sample_order`; it may reach over the end of an epoch.
-    It is cut into grains, which are assigned to the ranks contiguously: rank r's samples follow those of rank r-1. A
-    rank may get no samples. This call is collective over ``config.communicator``; the iteration is not.
+    A global batch is the next ``global_batch`` samples of :func:`sample_order`; it may contain the end of one epoch and
+    the start of the next. It is cut into grains. Each rank is assigned a contiguous range of grains, in the order of
+    the ranks. A rank may be assigned no samples. This call is collective over ``config.communicator``; the iteration is
+    not.
 
     Parameters
     ----------
     source : Source
         The data, the same on every rank.
     config : ShardingConfig
-        Its communicator and grain size are used.
+        Its ``communicator`` and ``grain_size`` are used.
     global_batch : int
-        Number of samples of one step, over all ranks.
+        Number of samples of one training step, over all ranks.
     seed : int
-        Key of the sample order, 0 to 2**64 - 1.
+        Seed of the random sample order, from 0 to 2**63 - 1.
     steps : int or None
-        Number of global batches to return; those before ``consumed`` are not counted. None never ends.
+        Number of global batches to return, counted from ``consumed`` on. With None the iteration never ends.
     consumed : int
-        Number of samples already used: the attribute ``consumed`` of an earlier iterator.
+        Number of samples already used, over all ranks: the attribute ``consumed`` of an earlier iterator.
     group : Communicator or None
-        The ranks that a global batch is divided among, a model's ``batch_group``. None takes all ranks of
+        The ranks among which a global batch is divided: the ``batch_group`` of a model. None means all ranks of
         ``config.communicator``.
 
     Raises
     ------
     ConfigError
-        A number is not allowed.
+        If ``global_batch``, ``seed``, ``steps`` or ``consumed`` is out of range.
     DataError
-        The source has no samples.
+        If ``source`` is no :class:`Source`, or has no samples.
     MpizeroError
-        The ranks have different data or arguments.
+        If ranks have different data or arguments.
     """
     if not hasattr(config, "communicator"):
         raise ArgumentError(f"batches: config is a ShardingConfig, got {config!r:.80}")
@@ -173,6 +181,6 @@ def batches(
 
 
 def _arguments(source: Source, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return what must be the same on all ranks."""
+    """Return the description of the source and the arguments, which must be equal on all ranks, for error messages."""
     described = {"class": type(source).__name__, "samples": len(source), **source.describe()}
     return {"the arguments of batches": {"source": described, **settings}}

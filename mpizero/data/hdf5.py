@@ -15,10 +15,10 @@ from mpizero.types import Array
 
 @explains
 class Hdf5Source(Source):
-    """Read samples from two datasets of an HDF5 file, when they are requested.
+    """Read samples from two datasets of an HDF5 file; each sample is read when it is requested.
 
-    Contiguous datasets are mapped into memory, so reading shuffled samples needs no HDF5 call. In chunked datasets,
-    each call of :meth:`read` reads every chunk that holds a requested sample once, in file order.
+    Contiguous datasets are memory-mapped, so reading shuffled samples needs no HDF5 call. From a chunked dataset, each
+    call of :meth:`read` reads every chunk along the sample axis that holds a requested sample once, in ascending order.
 
     Parameters
     ----------
@@ -30,8 +30,8 @@ class Hdf5Source(Source):
     Raises
     ------
     DataError
-        The file or a dataset is missing, damaged, empty or not made of numbers, or the datasets have different numbers
-        of samples.
+        If the file or a dataset is missing, damaged or empty, a dataset does not hold numbers, or the datasets have
+        different numbers of samples.
     """
 
     def __init__(self, path: str | os.PathLike[str], x: str, y: str) -> None:
@@ -80,19 +80,19 @@ class Hdf5Source(Source):
         return x, y
 
     def describe(self) -> dict[str, Any]:
-        """Return the file's name without folders, and names, shapes and dtypes of the datasets."""
+        """Return the name of the file without its folder, and the names, shapes and dtypes of the datasets."""
         found: dict[str, Any] = {"kind": "hdf5", "file": os.path.basename(self.path)}
         for role, name, dataset in zip(("x", "y"), self.names, (self._x, self._y), strict=True):
             found[role] = (name, dataset.shape, dataset.dtype.str)
         return found
 
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
+        """Close the HDF5 file; a second call does nothing."""
         self._file.close()
 
 
 def _map(path: str, dataset: Any) -> Array | None:
-    """Map a dataset into memory if its bytes are contiguous in the file; return None for any other dataset."""
+    """Return a dataset as a memory-mapped array; None if its bytes are not contiguous in the file."""
     if dataset.chunks is not None or dataset.is_virtual or dataset.external is not None or dataset.dtype.kind == "b":
         return None
     offset, size = dataset.id.get_offset(), os.path.getsize(path)
@@ -103,7 +103,11 @@ def _map(path: str, dataset: Any) -> Array | None:
 
 
 def _rows(dataset: Any, indices: Indices, path: str) -> Array:
-    """Read samples in any order through HDF5: chunk by chunk, from the first to the last requested sample of each."""
+    """Return the samples ``indices``, in that order, read through HDF5.
+
+    The samples of each chunk are read with one call, from the first to the last one requested. ``path`` is the file's
+    path for error messages.
+    """
     out = np.empty((indices.size, *dataset.shape[1:]), dataset.dtype.newbyteorder("="))
     order = np.argsort(indices, kind="stable")
     wanted = indices[order]

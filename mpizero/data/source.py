@@ -1,4 +1,4 @@
-"""Define the base class of data sources, and the split into training and validation samples."""
+"""Define the base class of data sources, and split a source into training and validation samples."""
 
 from __future__ import annotations
 
@@ -26,19 +26,21 @@ Indices = NDArray[np.int64]
 
 
 class Source(ABC):
-    """Provide numbered samples ``(x, y)``, the same on every rank; they are read when they are requested.
+    """Provide samples ``(x, y)`` by index, the same on every rank; each sample is read when it is requested.
 
     ``x`` and ``y`` are arrays with samples on the first axis, or trees of such arrays: tuples, lists, dictionaries and
     dataclasses, nested or not, of the same structure in every call.
 
-    A source may change samples at random (augmentation). For that its :meth:`read` has a parameter ``run``, which says
-    what the samples are read for: ``run.epoch``, ``run.step`` (the number of the global batch), ``run.samples`` (the
-    samples' indices in the global batch), ``run.seed`` (the seed of the sample order), and ``run.training``. Key random
-    numbers by sample, for example by ``(run.seed, run.epoch, index)``, not by call, because which samples one call
-    reads depends on the number of ranks. Outside of :func:`~mpizero.data.batches`, ``run.training`` is False.
+    A source may change samples at random (augmentation). Then its :meth:`read` must have a parameter ``run``, a
+    :class:`~mpizero.types.Run` with the attributes ``run.epoch``, ``run.step`` (the number of the global batch, from
+    0), ``run.samples`` (the indices of the samples in the global batch), ``run.seed`` (the seed of the sample order),
+    and ``run.training``. Compute the random numbers of each sample separately, for example from ``(run.seed, run.epoch,
+    index)``, because the number of ranks determines which samples one call reads. Outside of
+    :func:`~mpizero.data.batches`, ``run.training`` is False.
 
-    ``default_validation`` is the share that :meth:`split` takes for validation without an argument. ``in_order`` says
-    that neighbouring samples belong together (text), so that a split takes the last samples and not a random choice.
+    ``default_validation`` is the share of the samples that :meth:`split` takes for validation by default. ``in_order``
+    is True if neighbouring samples belong together, as in text: :meth:`split` then takes the last samples for
+    validation. Otherwise it takes random samples.
     """
 
     default_validation: float = VALIDATION

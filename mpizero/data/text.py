@@ -32,29 +32,30 @@ Path = str | os.PathLike[str]
 
 @explains
 class TextSource(Source):
-    """Provide text for next-byte prediction: inputs are sequences of bytes, targets the same moved by one byte.
+    """Provide text for next-byte prediction: the target of each byte of an input sequence is the next byte of the text.
 
-    Sample i is bytes ``i * sequence`` to ``(i + 1) * sequence``, both included. ``x`` is its first ``sequence`` bytes
-    and ``y`` its last ``sequence`` bytes. Both are int64 of shape (samples, sequence), with values below 256. The files
-    are read as one string, in the order given. A sample may begin in one file and end in the next. The text is not held
-    in memory: files are mapped when they are read.
+    Sample i consists of the bytes from ``i * sequence`` to ``(i + 1) * sequence`` of the text, both included. ``x``
+    holds its first ``sequence`` bytes and ``y`` its last ``sequence`` bytes. Both are int64 of shape (samples,
+    sequence), with values below 256. The text is the concatenation of all files, in the order given. A sample may begin
+    in one file and end in the next. The text is not copied into memory: each file is memory-mapped when it is first
+    read.
 
     Parameters
     ----------
     paths : path, sequence of paths, or "stdlib"
         A file; a folder (all files below it, sorted by path, without hidden ones); or a glob pattern (sorted; ``**``
         goes through folders). "stdlib" is this Python's own standard library: its ``.py`` files without tests, in the
-        order of the SHA-256 of their names, so that the files at the end, which validation takes, are a random choice.
+        order of the SHA-256 of their paths. So the last files, which are taken for validation, are a random choice.
     sequence : int
         Number of bytes of one sample.
     validation : float
-        Share of the samples, the last ones, that :meth:`split` takes for validation without an argument.
+        Share of the samples that :meth:`split` takes for validation by default. It takes the last samples.
 
     Raises
     ------
     DataError
-        A path matches nothing or cannot be read, a file given by its own name is empty, or there is less text than one
-        sequence.
+        If a path matches nothing or cannot be read, a file given by its own name is empty, or the text has fewer than
+        ``sequence + 1`` bytes.
     """
 
     in_order = True
@@ -93,7 +94,7 @@ class TextSource(Source):
         return text[:, :-1].astype(np.int64), text[:, 1:].astype(np.int64)
 
     def _fill(self, row: Array, start: int) -> None:
-        """Fill ``row`` with the bytes of the text from position ``start`` on, from as many files as needed."""
+        """Fill ``row`` with the bytes of the text from byte ``start`` on, from as many files as needed."""
         done, file = 0, bisect_right(self._ends, start)
         while done < row.size:
             begin = self._ends[file - 1] if file else 0
@@ -103,7 +104,7 @@ class TextSource(Source):
             done, file = done + count, file + 1
 
     def describe(self) -> dict[str, Any]:
-        """Return the files' names without folders (the files may be moved) and where each file ends in the text."""
+        """Return the names of the files without their folders, and the byte of the text at which each file ends."""
         names = [os.path.basename(name) for name in self.files]
         return {"kind": "text", "sequence": self.sequence, "files": names, "ends": self._ends}
 
@@ -120,7 +121,7 @@ def _map_file(path: str, size: int) -> Array:
 
 
 def _expand(path: str) -> list[tuple[str, int]]:
-    """Return the files that a path stands for, with their sizes."""
+    """Return the path and the size in bytes of each file that ``path`` stands for: a file, folder, glob or "stdlib"."""
     if path == "stdlib":
         return [(name, _size(name)) for name in _standard_library()]
     if os.path.isdir(path):
@@ -141,7 +142,7 @@ def _expand(path: str) -> list[tuple[str, int]]:
 
 
 def _size(path: str) -> int:
-    """Return the size of a file; raise an error unless it is a regular file that can be read."""
+    """Return the size of a file in bytes; raise DataError if it is no regular file or cannot be read."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -156,7 +157,7 @@ def _size(path: str) -> int:
 
 
 def _below(folder: str) -> Iterator[str]:
-    """Yield the files below a folder, sorted, without hidden files and folders."""
+    """Yield the paths of all files below a folder, sorted, without hidden files and folders."""
     with os.scandir(folder) as scanned:
         entries = sorted((entry for entry in scanned if not entry.name.startswith(".")), key=lambda entry: entry.name)
     for entry in entries:

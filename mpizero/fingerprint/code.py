@@ -1,4 +1,4 @@
-"""Inspect code objects: whose they are, which global variables they read, and which fields they change."""
+"""Inspect code objects: whether they are the user's, which variables they read, and which fields they change."""
 
 from __future__ import annotations
 
@@ -20,22 +20,25 @@ _CALLED = ("__call__", "backward", "forward", "loss", "loss_and_grad", "predict"
 
 
 def is_standard(file: str) -> bool:
-    """Tell whether a file belongs to Python's standard library."""
+    """Tell whether a source file belongs to Python's standard library."""
     return file.startswith(_STANDARD) and "-packages" + os.sep not in file
 
 
 def is_users(file: str | None, module: str) -> bool:
-    """Tell whether code is the user's: not of an installed package, or typed into an interactive session."""
+    """Tell whether code is the user's own: in a file outside of Python and installed packages, or typed interactively.
+
+    ``file`` is the path of the source file, or None; ``module`` is the name of the module.
+    """
     if file is None or file.startswith("<"):
         return module == "__main__"
     return not (file.startswith((_OWN, _STANDARD)) or "-packages" + os.sep in file)
 
 
 def variables(code: types.CodeType) -> tuple[set[str], set[str]]:
-    """Return two sets of names: global variables that a code object reads, and variables that it changes.
+    """Return two sets of names: the global variables that a code object reads, and the variables that it changes.
 
-    Functions defined inside of it are included. A change counts if it is an assignment or a call of a method in
-    :data:`_CHANGES`; other changes are not seen.
+    Functions defined inside of the code are included. Only assignments and calls of the methods in :data:`_CHANGES` are
+    recognized as changes.
     """
     read, changed = set[str](), set[str]()
     for inner in code.co_consts:
@@ -55,10 +58,10 @@ def variables(code: types.CodeType) -> tuple[set[str], set[str]]:
 
 
 def kept_by(kind: type) -> set[str]:
-    """Return the fields that the methods of a class change when the library calls them.
+    """Return the names of the fields that methods of a class change when mpizero calls these methods.
 
-    The methods of :data:`_CALLED` are read, and the methods that these call in turn. Only the kinds of changes that
-    :func:`variables` sees are found, and assignments to attributes.
+    The methods that are inspected are the ones in :data:`_CALLED`, and the methods that they call in turn. Only the
+    changes that :func:`variables` recognizes, and assignments to attributes, are found.
     """
     changed, left, seen = set[str](), list(_CALLED), set[str]()
     while left:
@@ -73,10 +76,10 @@ def kept_by(kind: type) -> set[str]:
 
 
 def _stored(code: types.CodeType) -> set[str]:
-    """Return the attributes of its first argument (``self``) that a function assigns, by = or += and the like.
+    """Return the attributes of its first argument (``self``) that a function assigns, for example by ``=`` or ``+=``.
 
-    Attributes that it multiplies or divides are left out: they are settings, such as a decaying learning rate, and must
-    be compared between ranks. Counters need not be.
+    Attributes that the function multiplies or divides in place (``*=``, ``/=``) are left out. They are taken for
+    settings, such as a decaying learning rate, which must be compared between ranks. Counters need not be compared.
     """
     steps = [(each.opname, each.argval, each.argrepr) for each in dis.get_instructions(code)]
     read, first = {name for operation, name, _ in steps if operation == "LOAD_ATTR"}, code.co_varnames[:1]

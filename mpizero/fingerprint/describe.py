@@ -1,4 +1,4 @@
-"""Describe a value, and where it was found in another value, for error messages."""
+"""Describe, for error messages, a value and the path to it inside another value."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHOWN = 120
 
 
 def words(subject: str, steps: Iterable[str]) -> str:
-    """Return the name of a part for a message, such as "dropout of block 'encoder.2'".
+    """Return the name of a part of a value for a message, such as "dropout of block 'encoder.2'".
 
     ``subject`` is the name of the whole value ("block 'encoder.2'"); ``steps`` lead to the part (".dropout").
     """
@@ -39,7 +39,7 @@ def words(subject: str, steps: Iterable[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a short text of a value for a message; unlike ``repr`` it never contains an address."""
+    """Return a short text that describes a value in a message; unlike ``repr`` it never contains a memory address."""
     if isinstance(value, np.ndarray):
         first = ", ".join(f"{v:.7g}" if isinstance(v, float) else str(v) for v in value.flat[:3].tolist())
         return f"{value.dtype} array of shape {value.shape} [{first}{', ...' if value.size > 3 else ''}]"
@@ -67,5 +67,5 @@ def shown(value: Any) -> str:
 
 
 def all_plain(value: Any) -> bool:
-    """Tell whether a value is a list, tuple or deque of nothing but numbers, strings and other simple constants."""
+    """Tell whether a value is a list, tuple or deque that contains only numbers, strings and other simple constants."""
     return isinstance(value, list | tuple | deque) and PLAIN.issuperset(map(type, value))

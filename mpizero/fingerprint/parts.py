@@ -1,22 +1,21 @@
-"""Compute a digest of any Python object, which is equal on all ranks that hold an equal object.
+"""Compute a digest of any Python object; the digest is equal on all ranks that hold an equal object.
 
 [Note: what counts] The digest of an object covers its class and its fields. The digest of a function covers its name,
 its code, its defaults, and the global and enclosing variables that it reads and does not change. The digest does not
 depend on the process: addresses, string hashes, lines and paths of source files, and the order of sets and dictionaries
-do not count. Values stored by a ``cached_property`` do not count, nor do fields of a user's object that its methods
-change when the library calls them. For modules, and for classes and functions of installed packages, only the name
-counts.
-Three kinds of things are left out:
+do not count. Values stored by a ``cached_property`` do not count. For an object of a user's class, fields that its
+methods change when mpizero calls them do not count either. For modules, and for classes and functions of installed
+packages, only the name counts. Three kinds of things are left out:
 
 - fields and variables whose name says that they may differ between ranks: names that begin with an underscore, are
   ``rank``, ``myrank`` or ``device``, or end in ``_rank`` or ``_device``, in small or capital letters. This does not
   apply to keys of dictionaries;
-- communicators, and the library's own sharded models;
+- communicators, and mpizero's own sharded models;
 - objects whose content cannot be read: open files, locks, random generators, progress bars, objects of compiled code,
   and arrays of more than 64 MiB. These are listed in :attr:`Fingerprint.left_out`.
 
-If a class has a property ``fingerprint``, or a method of that name without arguments, its objects are compared by the
-value which that returns, not by their fields.
+If a class has a property ``fingerprint``, or a method ``fingerprint`` without arguments, the value of that property or
+method is compared instead of the fields of an object.
 """
 
 from __future__ import annotations
@@ -54,18 +53,19 @@ _COMMUNICATORS = ("mpi4py", "mpizero.comm", "mpizero.parallel")
 
 
 class Parts(NamedTuple):
-    """Hold a value taken apart by one level: its kind, and either its parts or its content as bytes.
+    """Hold the decomposition of a value by one level: its kind, and either its parts or its content as bytes.
 
     Attributes
     ----------
     kind : str
-        The class of the value, and whatever else must be equal before parts can be compared (a shape, a length).
+        The class of the value, and properties such as shape or length that must be equal before parts can be compared.
     items : mapping of str to object
         The parts, by the expression that leads to them: ``.name``, ``[0]``, ``['key']``.
     content : bytes
-        The content of a value without parts.
+        The content of a value that has no parts.
     left_out : str or None
-        Why the value is not compared; None if it is compared, "" if nobody needs to be told.
+        The reason why the value is not compared. None if it is compared; "" if it is not compared and the user need not
+        know.
     """
 
     kind: str
@@ -80,7 +80,7 @@ class Fingerprint:
     Attributes
     ----------
     left_out : dict of str to str
-        The values that were not compared: where each is found (``sampler of model``), and what it is.
+        The values that were not compared: from the place of each value (``sampler of model``) to a description of it.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Fingerprint:
         self._subject, self._steps = "", list[str]()
 
     def digest(self, value: Any) -> bytes:
-        """Return bytes that are equal for equal values, in every process."""
+        """Return bytes that are equal, in every process, for values that count as equal; see [Note: what counts]."""
         value = _python(value)
         if type(value) in PLAIN:
             return _plain(value)
@@ -117,7 +117,7 @@ class Fingerprint:
         return self._known[key][1]
 
     def digest_named(self, values: Mapping[str, Any]) -> bytes:
-        """Return one digest of several values; entries of :attr:`left_out` contain their names."""
+        """Return one digest of several named values; the keys of :attr:`left_out` contain the names."""
         found = hashlib.sha256()
         for self._subject, value in values.items():
             found.update(_sized(self._subject.encode()))
@@ -125,7 +125,7 @@ class Fingerprint:
         return found.digest()
 
     def parts(self, value: Any) -> Parts:
-        """Take a value apart by one level, into its kind and its parts or content."""
+        """Decompose a value by one level into its kind and its parts or content."""
         value = _python(value)
         if type(value) in PLAIN:
             return Parts(type(value).__name__, content=_plain(value))
@@ -138,7 +138,10 @@ class Fingerprint:
         return _object(self, value)
 
     def members(self, kind: type) -> dict[str, Any]:
-        """Return the members of a class that count: those defined by the user's classes among it and its bases."""
+        """Return the members of a class that are compared: members that the user's own classes define.
+
+        The class itself and all its base classes are searched. Keys are ``.name``.
+        """
         if kind not in self._classes:
             found: dict[str, Any] = {}
             for base in reversed(kind.__mro__):
@@ -148,7 +151,7 @@ class Fingerprint:
         return self._classes[kind]
 
     def kept(self, kind: type) -> frozenset[str]:
-        """Return the fields of a class that do not count: caches, and fields that its methods change in training."""
+        """Return the names of the fields that are not compared: caches, and fields that methods change in training."""
         if kind not in self._kept:
             cached = {name for base in kind.__mro__ for name, item in vars(base).items() if _is_cache(item)}
             users = is_users(getattr(sys.modules.get(kind.__module__), "__file__", None), kind.__module__)
@@ -235,7 +238,10 @@ def _function(_: Fingerprint, value: Any) -> Parts:
 
 
 def _object(fingerprint: Fingerprint, value: Any) -> Parts:
-    """Take an object of any other class apart into its fields, or leave it out if Python cannot see its fields."""
+    """Decompose an object for which :data:`_RULES` has no rule into its fields.
+
+    The object is left out of the comparison if Python cannot see its fields.
+    """
     kind = type(value)
     name, package = _name(kind), kind.__module__.split(".")[0]
     if kind.__module__.startswith(_COMMUNICATORS) and not is_dataclass(value):
@@ -285,7 +291,7 @@ _RULES: tuple[tuple[Any, Callable[[Fingerprint, Any], Parts]], ...] = (
 
 
 def _bare(value: Any) -> bytes:
-    """Return the ``repr`` of a value by the built-in type it derives from, not by its subclass, as bytes."""
+    """Return, as bytes, the ``repr`` that the built-in base class of a value's type gives."""
     for kind in (str, bytes, int, float, complex):
         if isinstance(value, kind):
             return kind.__repr__(value).encode(errors="backslashreplace")
@@ -310,7 +316,7 @@ def _named(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _has(value: Any, name: str) -> bool:
-    """Tell whether an object has an attribute, without running a user's ``__getattr__``."""
+    """Tell whether an object has an attribute, without calling ``__getattr__``."""
     return inspect.getattr_static(value, name, None) is not None
 
 
@@ -327,14 +333,14 @@ def _offers(kind: type) -> bool:
 
 
 def _is_member(name: str, item: Any) -> bool:
-    """Tell whether an attribute of a class counts: not a slot, and not private by its name, except ``__call__``."""
+    """Tell whether an attribute of a class is compared: its name is ``__call__`` or is not left out; it is no slot."""
     if isinstance(item, types.MemberDescriptorType | types.GetSetDescriptorType):
         return False
     return name == "__call__" or _is_compared(name)
 
 
 def _fields(value: Any, kept: Set[str]) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of the fields of an object that count; those named in ``kept`` do not."""
+    """Yield the name and value of each field of an object that is compared; fields named in ``kept`` are not."""
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:

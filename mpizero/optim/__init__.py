@@ -1,4 +1,4 @@
-"""Provide optimizers that update flat arrays, learning-rate schedules, clipping and loss scaling; no MPI, no models."""
+"""Provide optimizers that update flat arrays, learning-rate schedules, clipping and loss scaling, all without MPI."""
 
 from __future__ import annotations
 

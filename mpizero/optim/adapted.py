@@ -20,12 +20,13 @@ _STEP = "step"
 
 
 class AdaptedOptimizer:
-    """Run a user's optimizer, any object with ``update(params, grads, state)``, on the shards that a rank owns.
+    """Apply a user's optimizer, any object with ``update(params, grads, state)``, to the shards that a rank owns.
 
-    ``update`` works in place on 1-D arrays and must be elementwise. ``state["step"]`` is the number of the step (1 is
-    the first). The other entries of ``state`` are the optimizer's own arrays, as long as ``params``. If the optimizer
-    has an attribute ``slots``, the arrays named there start at zero. If it has a method
-    ``init_state(size, dtype) -> dict``, the arrays start as returned. With neither, the first update makes them.
+    ``update`` must change the 1-D arrays ``params`` in place and be elementwise. ``state["step"]`` is the number of the
+    step, from 1. The other entries of ``state`` are the optimizer's state arrays, each as long as ``params``. If the
+    optimizer has an attribute ``slots``, it names the state arrays, and they start at zero. Otherwise, if the optimizer
+    has a method ``init_state(size, dtype)``, that returns the dictionary of initial state arrays. Otherwise the first
+    ``update`` must add the arrays to ``state``.
 
     Parameters
     ----------
@@ -48,16 +49,17 @@ class AdaptedOptimizer:
         return 0
 
     def hyper(self, step: int, group: int, dtype: Dtype, lr: float | None = None) -> Array:
-        """Return an array with the number of the step (1 is the first); the learning rate is the user's own matter."""
+        """Return an array that holds only ``step`` (from 1); the user's optimizer has its own learning rate."""
         return np.array([step], np.int64)
 
     def apply(self, w: Array, g: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
-        """Update ``w`` and ``state`` in place.
+        """Update parameters ``w`` and ``state`` in place by the user's ``update`` with the gradient ``g``.
 
         Raises
         ------
         TypeError
-            A value in the optimizer's state is not an array as long as the parameters.
+            If a value in the optimizer's state is not an array as long as ``w``, or a new entry appears after the first
+            update.
         """
         step = int(hyper[0])
         given: dict[str, Any] = {_STEP: step}
@@ -72,7 +74,7 @@ class AdaptedOptimizer:
                 state[slot][:] = given[slot]
 
     def apply_tree(self, rows: RowSum, w: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
-        """Sum rows of gradients in tree order, divide the sum, and update ``w`` with it, in two passes over memory."""
+        """Compute the averaged gradient that ``rows`` describes, then update ``w`` and ``state`` by :meth:`apply`."""
         g = np.empty_like(w)
         values, first, program, divisor = rows
         kernels.backend(w).fused.tree_sum(values, first, values, 0, program, divisor, g, 0, w.size)
@@ -98,7 +100,7 @@ class AdaptedOptimizer:
                 )
 
     def _discover(self) -> tuple[str, ...]:
-        """Find the names of the optimizer's state arrays by one update of a copy on small arrays."""
+        """Return the names of the state arrays, found by ``init_state`` or one update by a copy of the optimizer."""
         if hasattr(self.optimizer, "init_state"):
             return tuple(self.optimizer.init_state(0, np.dtype(np.float64)))
         state: dict[str, Any] = {_STEP: 1}
@@ -116,10 +118,15 @@ class AdaptedOptimizer:
             ) from error
 
     def _verify_elementwise(self) -> None:
-        """Raise an error unless updating an array in parts gives the same bits as updating it whole, over three steps.
+        """Check over three steps that updating an array slice by slice gives the same bits as updating it whole.
 
-        A rank updates its shards one by one. An ``update`` that mixes elements, or counts its own calls, would give
-        other results there.
+        The check is needed because a rank updates its shards one by one. An ``update`` that mixes elements, or counts
+        its own calls, would give results that depend on the shards.
+
+        Raises
+        ------
+        ArgumentError
+            If the bits differ.
         """
         rng = np.random.default_rng(0)
         whole, parts = AdaptedOptimizer.__new__(AdaptedOptimizer), AdaptedOptimizer.__new__(AdaptedOptimizer)
@@ -145,14 +152,15 @@ class AdaptedOptimizer:
 def adapt(optimizer: Any) -> Any:
     """Return an optimizer with the interface of :class:`mpizero.optim.FlatOptimizer`.
 
-    mpizero's own optimizers are returned as they are. Any other object needs ``update(params, grads, state)``.
+    An optimizer of mpizero is returned itself. Any other object must have ``update(params, grads, state)`` and is
+    wrapped in an :class:`AdaptedOptimizer`.
 
     Raises
     ------
     TypeError
-        The object has no method ``update``, or its ``update`` is not elementwise; the message says which.
+        If the object has no method ``update``, or its ``update`` is not elementwise. The message says which.
     ConfigError
-        One of its state arrays has a name that a checkpoint cannot hold.
+        If a state array of the optimizer has a name that a checkpoint cannot store.
     """
     adapted = _adapted(optimizer)
     check_slots(type(optimizer).__name__, adapted.slots)
@@ -173,7 +181,7 @@ def _adapted(optimizer: Any) -> Any:
 
 
 def learning_rate(optimizer: Any, step: int) -> float:
-    """Return the learning rate of ``step`` (0 is the first); NaN for a user's optimizer without ``lr``."""
+    """Return the learning rate of ``step`` (from 0); NaN for a user's optimizer that has no attribute ``lr``."""
     source = optimizer.optimizer if isinstance(optimizer, AdaptedOptimizer) else optimizer
     lr = getattr(source, "lr", None)
     return math.nan if lr is None else rate_at(type(source).__name__, lr, step)

@@ -1,4 +1,4 @@
-"""Define the base class of mpizero's optimizers: parameter groups, the scalars of a step, and the update kernels."""
+"""Define the base class of mpizero's optimizers, and its parameter groups."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ from mpizero.validation import number, require
 @explains
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Hold settings for the parameters whose dotted name matches a pattern; the first group that matches is used.
+    """Hold settings for the parameters whose dotted name matches a pattern.
+
+    If several groups match a parameter, the first one is used.
 
     Attributes
     ----------
     pattern : str
-        Shell pattern, such as ``"blocks.*.norm.*"``, or a whole name.
+        Shell pattern, such as ``"blocks.*.norm.*"``, or the whole name of a parameter.
     lr_scale : float
-        Factor on the learning rate.
+        Factor by which the learning rate of the optimizer is multiplied.
     weight_decay : float or None
-        Weight decay of all matching parameters, biases too. None takes the optimizer's, and only for parameters whose
-        spec takes decay.
+        Weight decay of all matching parameters, including biases. None means the weight decay of the optimizer, for
+        matching parameters with ``spec.decay`` only.
     """
 
     pattern: str
@@ -52,21 +54,21 @@ class ParameterGroup:
 
 
 class RowSum(NamedTuple):
-    """Describe an averaged gradient that is not computed yet: a sum of rows in tree order, and its divisor.
+    """Describe an averaged gradient that has not been computed yet: rows to add in tree order, and the divisor.
 
-    A row is one copy of the gradient vector. The kernels of :mod:`mpizero.kernels.cpu.fused` sum, divide and update in
-    one pass.
+    A row is one partial sum of the gradient. The kernels of :mod:`mpizero.kernels.cpu.fused` add the rows, divide the
+    sum and update the parameters in one pass over memory.
 
     Attributes
     ----------
     rows : Array
-        The rows, (number, columns).
+        The rows to add, of shape (number of rows, columns).
     first : int
-        Column of the rows that belongs to the first element of the parameters.
+        Index of the column that belongs to the first element of the parameters to update.
     program : Array
-        Tree program of the sum, int32 (:mod:`mpizero.layout.tree`).
+        The order of the additions, an int32 array of instructions (:mod:`mpizero.layout.tree`).
     divisor : Array
-        The number by which the sum is divided, an array of 1 element.
+        Array of one element, the number by which the sum is divided.
     """
 
     rows: Array
@@ -76,7 +78,10 @@ class RowSum(NamedTuple):
 
 
 def _require_schedule(owner: str, lr: Callable[..., Any]) -> None:
-    """Raise :class:`ConfigError` if a learning-rate schedule cannot be called with one argument, the step's number."""
+    """Raise :class:`ConfigError` if a learning-rate schedule cannot be called with one argument, the step number.
+
+    ``owner`` names the optimizer in the message.
+    """
     try:
         inspect.signature(lr).bind(0)
     except TypeError as error:
@@ -86,12 +91,14 @@ def _require_schedule(owner: str, lr: Callable[..., Any]) -> None:
 
 
 def rate_at(owner: str, lr: LearningRate, step: int) -> float:
-    """Return the learning rate of ``step`` (0 is the first).
+    """Return the learning rate ``lr``, or the value of the schedule ``lr`` for ``step`` (from 0).
+
+    ``owner`` names the optimizer in error messages.
 
     Raises
     ------
     ConfigError
-        A schedule returned a value that is not a learning rate; the message names the step.
+        If the schedule returned a value that is no finite number >= 0. The message names the step.
     """
     return require(f"{owner}: lr({step})", lr(step), number()) if callable(lr) else float(lr)
 
@@ -99,18 +106,18 @@ def rate_at(owner: str, lr: LearningRate, step: int) -> float:
 @explains
 @dataclass(frozen=True, kw_only=True)
 class FlatOptimizer:
-    """Update flat arrays element by element; the base class of mpizero's optimizers.
+    """Base class of mpizero's optimizers, which update flat arrays element by element.
 
     An optimizer knows no model, rank or communicator.
 
     Attributes
     ----------
     lr : float or callable
-        Learning rate, or ``schedule(step) -> float`` with 0 for the first step.
+        Learning rate, or a schedule: a function that returns the learning rate of a step, counted from 0.
     weight_decay : float
-        Weight decay of the parameters whose spec takes decay. Those of biases, norms and embeddings do not.
+        Weight decay of the parameters with ``spec.decay``, which is False for biases, norms and embeddings.
     groups : sequence of ParameterGroup
-        Other settings for parameters whose names match.
+        Other settings for the parameters whose names match the pattern of a group.
     """
 
     lr: LearningRate = field(default=1e-3, kw_only=False)
@@ -136,11 +143,11 @@ class FlatOptimizer:
         self._check(owner)
 
     def _check(self, owner: str) -> None:
-        """Check the settings that a subclass adds."""
+        """Check the settings that a subclass adds; raise :class:`ConfigError` if one is wrong."""
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Names of the state arrays. Each is as long as the parameters, and zero before the first step."""
+        """Names of the state arrays, which are as long as the parameters and zero before the first step."""
         return ()
 
     @property
@@ -156,7 +163,10 @@ class FlatOptimizer:
         raise NotImplementedError(type(self).__name__)
 
     def group_of(self, spec: ParameterSpec) -> int:
-        """Return a parameter's group number; parameters with the same number use the same scalars (:meth:`hyper`)."""
+        """Return the number of a parameter's group, for :meth:`hyper`.
+
+        Parameters have the same number if the same entry of :attr:`groups` and the same ``spec.decay`` apply to them.
+        """
         matches = (i for i, group in enumerate(self.groups) if group.matches(spec.name))
         return 2 * next(matches, len(self.groups)) + int(spec.decay)
 
@@ -178,15 +188,15 @@ class FlatOptimizer:
                 )
 
     def hyper(self, step: int, group: int, dtype: Dtype, lr: float | None = None) -> Array:
-        """Return the scalars that the update kernel takes in ``step`` (1 is the first) for one group of parameters.
+        """Return the array of scalars that the update kernel needs in ``step`` (from 1) for one group of parameters.
 
-        They are computed in float64 and rounded to ``dtype`` once. ``lr`` is the learning rate of the step if the
-        caller knows it; otherwise it comes from the schedule.
+        The scalars, such as learning rate and weight decay, are computed in float64 and rounded to ``dtype`` once.
+        ``group`` is a number from :meth:`group_of`. ``lr`` is the learning rate of the step; None means :attr:`lr`.
 
         Raises
         ------
         ConfigError
-            The schedule returned a value that is not a learning rate.
+            If the schedule returned a value that is no finite number >= 0.
         """
         place, decays = divmod(group, 2)
         lr = rate_at(type(self).__name__, self.lr, step - 1) if lr is None else lr
@@ -206,7 +216,7 @@ class FlatOptimizer:
         pool.run(kernel, (w, g, *(state[slot] for slot in self.slots), hyper), 0, w.size, threads)
 
     def apply_tree(self, rows: RowSum, w: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
-        """Sum rows of gradients, divide the sum, and update ``w`` with it, in one pass over memory.
+        """Compute the averaged gradient that ``rows`` describes; update ``w`` and ``state`` with it in the same pass.
 
         The result has the same bits as ``fused.tree_sum`` followed by :meth:`apply`.
         """

@@ -1,4 +1,4 @@
-"""Implement SGD, Adam, AdamW, RMSprop, Lion and LAMB; the first four with PyTorch's definitions."""
+"""Implement SGD, Adam, AdamW, RMSprop, Lion and LAMB; SGD, Adam, AdamW and RMSprop are defined as in PyTorch."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ def _decay_rates(owner: str, betas: Any) -> tuple[float, float]:
 @explains
 @dataclass(frozen=True, kw_only=True)
 class SGD(FlatOptimizer):
-    """Implement gradient descent, with momentum and Nesterov's variant (Sutskever et al. 2013).
+    """Implement gradient descent, optionally with momentum or Nesterov momentum (Sutskever et al. 2013).
 
     Attributes
     ----------
     momentum, dampening : float
-        ``m = momentum * m + (1 - dampening) * g``; in the first step ``m = g``. With momentum 0 there is no state.
+        The momentum array m is updated with the gradient g: ``m = momentum * m + (1 - dampening) * g``, and ``m = g``
+        in the first step. With ``momentum = 0`` there is no momentum array.
     nesterov : bool
-        Step along ``g + momentum * m``; needs momentum and no dampening.
+        Whether to step along ``g + momentum * m`` instead of ``m``. It requires ``momentum > 0`` and ``dampening = 0``.
     """
 
     momentum: float = 0.0
@@ -52,7 +53,7 @@ class SGD(FlatOptimizer):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Name of the momentum array; no name where momentum is 0."""
+        """Name of the momentum array; empty if :attr:`momentum` is 0."""
         return ("momentum_buffer",) if self.momentum else ()
 
     @property
@@ -74,7 +75,7 @@ class Adam(FlatOptimizer):
     Attributes
     ----------
     betas : pair of float
-        Decay rates of the averages of gradient and squared gradient, in [0, 1).
+        Decay rates, in [0, 1), of the moving averages of the gradient and of the squared gradient.
     eps : float
         Number > 0 that is added to the square root in the denominator.
     """
@@ -88,11 +89,15 @@ class Adam(FlatOptimizer):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Names of the arrays that hold the averages of the gradient and of the squared gradient."""
+        """Names of the arrays that hold the moving averages of the gradient and of the squared gradient."""
         return ("exp_avg", "exp_avg_sq")
 
     def _averages(self, step: int) -> tuple[tuple[float, ...], float, float]:
-        """Return the rates of both averages, then the factors that correct their start at zero (paper, section 3)."""
+        """Return the weights ``(beta1, 1 - beta1, beta2, 1 - beta2)`` and the factors of the bias correction.
+
+        The factors are ``1 / (1 - beta1**step)``, for the average of the gradient, and ``1 / sqrt(1 - beta2**step)``,
+        for the root of the average of the squared gradient (paper, section 3).
+        """
         beta1, beta2 = self.betas
         rates = (beta1, 1.0 - beta1, beta2, 1.0 - beta2)
         return rates, 1.0 / (1.0 - beta1**step), 1.0 / math.sqrt(1.0 - beta2**step)
@@ -122,7 +127,7 @@ class RMSprop(FlatOptimizer):
     Attributes
     ----------
     alpha : float
-        Decay rate of the average of the squared gradient, in [0, 1).
+        Decay rate, in [0, 1), of the moving average of the squared gradient.
     eps : float
         Number > 0 that is added to the square root in the denominator.
     """
@@ -137,7 +142,7 @@ class RMSprop(FlatOptimizer):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Name of the array that holds the average of the squared gradient."""
+        """Name of the array that holds the moving average of the squared gradient."""
         return ("square_avg",)
 
     def _scalars(self, step: int, lr: float, decay: float) -> Sequence[float]:
@@ -152,8 +157,8 @@ class Lion(FlatOptimizer):
     Attributes
     ----------
     betas : pair of float
-        Weights of the gradient's average, in [0, 1): the first in the direction of the step, the second in the update
-        of the average itself.
+        Weights, in [0, 1), of the moving average m of the gradient g. The step goes along the sign of ``betas[0] * m +
+        (1 - betas[0]) * g``; then m becomes ``betas[1] * m + (1 - betas[1]) * g``.
     """
 
     lr: LearningRate = field(default=1e-4, kw_only=False)
@@ -164,7 +169,7 @@ class Lion(FlatOptimizer):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Name of the array that holds the average of the gradient."""
+        """Name of the array that holds the moving average of the gradient."""
         return ("exp_avg",)
 
     def _scalars(self, step: int, lr: float, decay: float) -> Sequence[float]:
@@ -175,10 +180,11 @@ class Lion(FlatOptimizer):
 @explains
 @dataclass(frozen=True, kw_only=True)
 class LAMB(Adam):
-    """Implement LAMB (You et al. 2020): Adam's direction, scaled so that the step of a tensor is ``lr`` times its norm.
+    """Implement LAMB (You et al. 2020): Adam's direction, scaled so that a tensor's step has ``lr`` times its norm.
 
-    LAMB needs the norm of every tensor and of its direction. So a step takes two passes over memory: the first computes
-    the directions, the second applies them. LAMB takes the arguments of :class:`Adam`.
+    LAMB needs the norm of every tensor and the norm of the direction in which it is updated. So a step takes two passes
+    over memory: the first computes the directions, the second updates the parameters. LAMB takes the arguments of
+    :class:`Adam`.
     """
 
     eps: float = 1e-6
@@ -191,30 +197,31 @@ class LAMB(Adam):
         return decay, *rates, first, second, self.eps, lr
 
     def direction(self, w: Array, g: Array, state: Mapping[str, Array], hyper: Array) -> None:
-        """Update the averages, and overwrite ``g`` with the direction of the step."""
+        """Update the moving averages in ``state`` with the gradient ``g``; overwrite ``g`` with the direction."""
         slots = (state[slot] for slot in self.slots)
         kernels.backend(w).optimizer.lamb_direction(w, g, *slots, hyper, 0, w.size)
 
     def direction_tree(self, rows: RowSum, w: Array, u: Array, state: Mapping[str, Array], hyper: Array) -> None:
-        """Sum rows of gradients, divide the sum, and write the direction of the step to ``u``, in one pass over memory.
+        """Compute the averaged gradient that ``rows`` describes; update ``state``, and write the direction to ``u``.
 
-        ``u`` may be a part of one of the rows, if it has the same columns.
+        All this takes one pass over memory. ``u`` may be a slice of a row of ``rows``, if it starts at column
+        ``rows.first``.
         """
         slots = (state[slot] for slot in self.slots)
         kernels.backend(w).fused.lamb_direction_tree(*rows, w, u, *slots, hyper, 0, w.size)
 
     @staticmethod
     def trust_ratio(weight_norm: float, direction_norm: float) -> float:
-        """Compute the factor on a tensor's learning rate, its norm over its direction's norm; 1 where either is 0."""
+        """Return the factor on a tensor's learning rate: ``weight_norm / direction_norm``, or 1 if one of them is 0."""
         return weight_norm / direction_norm if weight_norm > 0.0 and direction_norm > 0.0 else 1.0
 
     def apply_direction(self, w: Array, u: Array, hyper: Array, ratio: float) -> None:
-        """Update a tensor along its direction: ``w -= lr * ratio * u``."""
+        """Update a tensor along its direction: ``w -= lr * ratio * u``, with the learning rate ``lr`` of ``hyper``."""
         rate = np.array([float(hyper[-1]) * ratio], hyper.dtype)
         kernels.backend(w).optimizer.lamb_apply(w, u, rate, 0, w.size)
 
     def apply(self, w: Array, g: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
-        """Raise an error, because the norm of a tensor cannot be computed from a part of it.
+        """Raise an error, because LAMB needs the norm of a whole tensor.
 
         Raises
         ------

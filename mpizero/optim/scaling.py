@@ -1,4 +1,4 @@
-"""Compute factors that gradients are multiplied by: for clipping by the global norm, and for loss scaling."""
+"""Compute the factors by which gradients are multiplied for clipping by the global norm and for loss scaling."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def clip_factor(norm: float, limit: float) -> float:
     Raises
     ------
     ConfigError
-        ``limit`` is not a finite number > 0.
+        If ``limit`` is not a finite number > 0.
     NonFiniteError
-        The norm is infinite or NaN.
+        If ``norm`` is infinite or NaN.
     """
     require("clip: limit", limit, positive)
     if not math.isfinite(norm):
@@ -31,16 +31,20 @@ def clip_factor(norm: float, limit: float) -> float:
 @explains
 @dataclass(frozen=True, kw_only=True)
 class DynamicLossScale:
-    """Hold the rules by which the loss scale changes after overflows and good steps (Micikevicius et al. 2018).
+    """Hold the rules by which the loss scale changes (Micikevicius et al. 2018).
+
+    A step is good if all its gradients are finite; otherwise it has overflowed.
 
     Attributes
     ----------
     initial, smallest, largest : float
-        The scale of the first step, and the range that the scale stays in. With powers of two scaling is exact.
+        The scale of the first step, and the smallest and the largest scale allowed. Scaling is exact if the scale is a
+        power of two.
     growth, backoff : float
-        Factors on the scale: ``growth`` after ``interval`` good steps in a row, ``backoff`` after an overflow.
+        The scale is multiplied by ``growth`` after ``interval`` good steps in a row, and by ``backoff`` after an
+        overflow.
     interval : int
-        Number of good steps before the scale grows.
+        Number of good steps in a row after which the scale grows.
     """
 
     initial: float = 2.0**16
@@ -62,7 +66,7 @@ class DynamicLossScale:
         require(f"{owner}: interval", self.interval, whole(1))
 
     def start(self) -> LossScaleState:
-        """Make the state before the first step."""
+        """Return the state before the first step."""
         return LossScaleState(self, self.initial)
 
 
@@ -75,7 +79,7 @@ class LossScaleState:
     good_steps: int = 0
 
     def after(self, *, finite: bool) -> LossScaleState:
-        """Return the state after a step; ``finite`` tells whether all its gradients were finite."""
+        """Return the state after one more step; ``finite`` says whether all gradients of that step were finite."""
         policy = self.policy
         if not finite:
             return replace(self, scale=max(self.scale * policy.backoff, policy.smallest), good_steps=0)

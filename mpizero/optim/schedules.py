@@ -12,17 +12,18 @@ from mpizero.validation import number, require, whole
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Compute the learning rate of every step; ``schedule(0)`` is the rate of the first step.
+    """Compute the learning rate of every step; ``schedule(0)`` is the learning rate of the first step.
 
-    Step s of the warm-up has the rate ``lr * (s + 1) / warmup``. After the warm-up the rate goes from ``lr`` at step
-    ``warmup`` to ``end`` at step ``steps``, and stays there.
+    Step s (from 0) of the warm-up has the learning rate ``lr * (s + 1) / warmup``. Then the learning rate goes from
+    ``lr`` at step ``warmup`` to ``end`` at step ``steps``, and stays at ``end``. With the constant shape it stays at
+    ``lr``.
 
     Attributes
     ----------
     shape : str
         "constant", "linear" or "cosine" (Loshchilov & Hutter 2017).
     lr, end : float
-        Learning rates right after the warm-up and at the end.
+        Learning rates right after the warm-up, and from step ``steps`` on.
     steps, warmup : int
         The step at which ``end`` is reached (0 for the constant shape), and the number of steps of the warm-up.
     """
@@ -43,7 +44,7 @@ class Schedule:
                 raise ConfigError(f"{self.shape}: warmup={self.warmup!r}: expected at most steps={self.steps}")
 
     def __call__(self, step: int) -> float:
-        """Return the learning rate of ``step``."""
+        """Return the learning rate of ``step`` (from 0)."""
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
         if self.shape == "constant":
@@ -55,17 +56,17 @@ class Schedule:
 
 @explains
 def constant(lr: float, warmup: int = 0) -> Schedule:
-    """Make a schedule that stays at ``lr`` after the warm-up."""
+    """Return a schedule that stays at ``lr`` after ``warmup`` steps of linear warm-up."""
     return Schedule(shape="constant", lr=lr, warmup=warmup)
 
 
 @explains
 def linear(lr: float, steps: int, warmup: int = 0, end: float = 0.0) -> Schedule:
-    """Make a schedule that goes from ``lr`` to ``end`` in a straight line."""
+    """Return a schedule that goes linearly from ``lr``, at step ``warmup``, to ``end``, at step ``steps``."""
     return Schedule(shape="linear", lr=lr, steps=steps, warmup=warmup, end=end)
 
 
 @explains
 def cosine(lr: float, steps: int, warmup: int = 0, end: float = 0.0) -> Schedule:
-    """Make a schedule that goes from ``lr`` to ``end`` along half a cosine."""
+    """Return a schedule that follows half a cosine from ``lr``, at step ``warmup``, to ``end``, at step ``steps``."""
     return Schedule(shape="cosine", lr=lr, steps=steps, warmup=warmup, end=end)

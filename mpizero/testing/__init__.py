@@ -1,4 +1,6 @@
-"""Provide helpers for tests of code that uses mpizero: check models, compare layouts, run ranks as threads.
+"""Provide helpers for tests of code that uses mpizero.
+
+They check models, compare parallel layouts of a model, and run ranks as threads of one process.
 
 The line ``pytest_plugins = ["mpizero.testing.plugin"]`` in a top-level ``conftest.py`` adds the fixtures ``world`` and
 ``rng``. Run the tests with ``mpiexec -n 4 python -m mpi4py -m pytest --with-mpi``.
@@ -33,7 +35,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load names that need the whole library on first use, because pytest imports this package when it starts."""
+    """Import and return a public name that needs the whole library when it is first used.
+
+    So importing this package, which pytest does when it starts, stays fast.
+    """
     if name in ("ModelFinding", "ModelReport", "check_model"):
         from mpizero.train import modelcheck
 

@@ -1,4 +1,4 @@
-"""Prove gradients by their Taylor remainder, and communication by its adjoint."""
+"""Test gradients by their Taylor remainder, and communication by its adjoint."""
 
 from __future__ import annotations
 
@@ -36,38 +36,39 @@ def taylor_test(
     seed: int = 0,
     tolerance: float = 0.05,
 ) -> float:
-    """Prove that ``gradient`` is the gradient of ``f`` at ``x``: the Taylor remainder falls with slope 2.
+    """Check that ``gradient`` is the gradient of ``f`` at ``x``: the Taylor remainder must fall with the step squared.
 
-    Collective if ``f`` is collective; every rank uses the same direction. The remainder
-    ``|f(x + h p) - f(x) - h <g, p>|`` is computed for nine values of ``h``, each half the one before. A wrong gradient,
-    be it only by a factor 1/n, gives slope 1.
+    The remainder ``|f(x + h p) - f(x) - h <g, p>|``, with the gradient ``g`` and a random direction ``p``, is computed
+    for nine values of ``h``, each half of the one before. The slope is the exponent with which it falls: 2 for the
+    right gradient, 1 for a wrong gradient, even if it is wrong only by a factor 1/n. Collective if ``f`` is collective;
+    every rank uses the same direction.
 
     Parameters
     ----------
     f : callable
-        Maps a value like ``x`` to a number; must be smooth near ``x``.
+        Function of a value like ``x`` that returns a number. It must be smooth near ``x``.
     gradient : array, mapping or callable
-        Gradient at ``x``, or a function that returns it.
+        Gradient at ``x``, or a function that is called with ``x`` and returns it.
     x : array or mapping of arrays
         The point at which the gradient is tested, in float64.
     step : float
-        First ``h``, along a random direction of unit length times the length of ``x`` (at least 1).
+        The first, largest ``h``. The length of ``p`` is the norm of ``x``, but at least 1.
     seed : int
-        Seed of the direction.
+        Seed of the random direction.
     tolerance : float
         Largest allowed distance of the slope from 2.
 
     Returns
     -------
     float
-        The slope; ``inf`` where ``f`` is linear along the direction, so that only rounding remains.
+        The slope; ``inf`` if all remainders are rounding errors, as they are where ``f`` is linear along ``p``.
 
     Raises
     ------
     AssertionError
-        If the slope is not 2; the message has all slopes.
+        If the slope differs from 2 by more than ``tolerance``. The message contains the slopes between all steps.
     TypeError
-        If ``x`` is not float64: rounding would hide the slope.
+        If ``x`` is not float64, because rounding would hide the slope.
     """
     start = _flat(x)
     if start.dtype != np.float64:
@@ -90,7 +91,10 @@ def taylor_test(
 def _remainders(
     f: Callable[[Any], float], gradient: Array, x: Point, step: float, seed: int
 ) -> tuple[list[float], list[float] | None]:
-    """Return the remainders for all steps, and the slopes between those above rounding (None if all are below it)."""
+    """Return the Taylor remainders for nine steps, and the slopes between the remainders above rounding error.
+
+    Instead of the slopes None is returned if no remainder is above rounding error.
+    """
     start = _flat(x)
     direction = np.random.default_rng(seed).standard_normal(start.size)
     direction *= max(1.0, float(np.linalg.norm(start))) / max(float(np.linalg.norm(direction)), 1e-300)
@@ -112,21 +116,24 @@ def adjoint_test(
     *,
     rtol: float = 1e-12,
 ) -> float:
-    """Prove that ``adjoint`` is the adjoint of a linear ``forward``: <F x, y> = <x, F* y>, summed over the ranks.
+    """Check that ``adjoint`` is the adjoint of the linear function ``forward``.
 
-    Collective over ``comm``, which is given as to :class:`~mpizero.ShardingConfig`. ``x`` and ``y`` are this rank's
-    parts, ``y`` shaped like ``forward(x)``; parts may be empty. Every linear communication has an adjoint: scatter is
-    the adjoint of gather, and a sum is the adjoint of a broadcast.
+    With F for ``forward`` and F* for ``adjoint``, this means that ``<F x, y> = <x, F* y>``, where both scalar products
+    are summed over the ranks.
+
+    Collective over ``comm``, which may be anything that :class:`~mpizero.ShardingConfig` accepts as ``comm``. ``x`` and
+    ``y`` are this rank's parts of two vectors; ``y`` has the shape of ``forward(x)``, and both may be empty. Every
+    linear communication has an adjoint: scatter is the adjoint of gather, and a sum is the adjoint of a broadcast.
 
     Returns
     -------
     float
-        Relative difference of the two products.
+        Relative difference of the two scalar products.
 
     Raises
     ------
     AssertionError
-        On every rank, if the products differ; the message has both.
+        On every rank, if the relative difference is greater than ``rtol``. The message contains both scalar products.
     """
     fx, fy = np.asarray(forward(x)), np.asarray(adjoint(y))
     if fx.shape != np.shape(y) or fy.shape != np.shape(x):

@@ -1,8 +1,8 @@
-"""Give every test a new communicator, and end all ranks when one fails: a pytest plugin.
+"""Pytest plugin that gives every test a new communicator, and ends all ranks when a test fails on one of them.
 
-It works with pytest-mpi (the marker ``mpi`` and the option ``--with-mpi``). If it is registered as an entry point of
-pytest, the entry point must have the module's name, so that ``pytest_plugins`` in a conftest does not register it
-twice.
+The plugin works together with pytest-mpi (the marker ``mpi`` and the option ``--with-mpi``). If it is registered as an
+entry point of pytest, the entry point must have the name of this module. Otherwise ``pytest_plugins`` in a conftest
+would register the plugin a second time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _new_world(name: str) -> Communicator:
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> Iterator[Communicator]:
-    """Provide a communicator of all ranks that no other test has used. Collective over all ranks."""
+    """Provide a new communicator of all ranks, and close it after the test. Collective over all ranks."""
     communicator = _new_world(request.node.name)
     yield communicator
     communicator.close()
@@ -43,25 +43,25 @@ def world(request: pytest.FixtureRequest) -> Iterator[Communicator]:
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    """Provide a random number generator, the same from run to run, another on every rank. Not collective."""
+    """Provide a random number generator, seeded by rank and test but equally in every run. Not collective."""
     control = request.config.stash.get(_CONTROL, None)
     return np.random.default_rng([len(request.node.name), 0 if control is None else control.rank])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the setting ``mpi_patience``, the seconds that a failed rank waits for the others. Not collective."""
+    """Add the setting ``mpi_patience``, the seconds that a rank whose test failed waits for others. Not collective."""
     text = "seconds that a rank whose test failed waits for the others, who may be blocked in that test for ever"
     parser.addini("mpi_patience", text, default="10")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the communicator over which ranks compare outcomes of tests. Collective over all ranks under --with-mpi."""
+    """Make the communicator over which ranks compare test outcomes. Collective over all ranks with ``--with-mpi``."""
     if _uses_mpi(config):
         config.stash[_CONTROL] = _new_world("test outcomes")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Free the communicator that pytest_configure made. Collective over all ranks under --with-mpi."""
+    """Close the communicator that :func:`pytest_configure` made. Collective over all ranks with ``--with-mpi``."""
     if _CONTROL in config.stash:
         config.stash[_CONTROL].close()
         del config.stash[_CONTROL]
@@ -79,7 +79,10 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests without the marker ``mpi`` on several ranks: each rank would repeat them. Not collective."""
+    """Deselect tests without the marker ``mpi`` if there are several ranks. Not collective.
+
+    Otherwise every rank would run them.
+    """
     control = config.stash.get(_CONTROL, None)
     if control is None or control.size == 1:
         return
@@ -90,7 +93,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """End the job if the ranks have collected different tests. Collective over all ranks under --with-mpi."""
+    """End the job if the ranks have collected different tests. Collective over all ranks with ``--with-mpi``."""
     control = session.config.stash.get(_CONTROL, None)
     if control is None:
         return
@@ -105,9 +108,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Compare the outcome of a test marked ``mpi`` on all ranks before its teardown; end the job if it differs.
+    """Compare the outcome of a test marked ``mpi`` between ranks, before its teardown; end the job if it differs.
 
-    Collective over all ranks under --with-mpi: once per test, after its call or after a set-up that did not pass.
+    Collective over all ranks with ``--with-mpi``: once per test, after the test function or after a set-up that did not
+    pass.
     """
     report = yield
     control = item.config.stash.get(_CONTROL, None)
@@ -136,7 +140,10 @@ def _agree(item: pytest.Item, report: pytest.TestReport, control: Communicator) 
 
 
 def _end(config: pytest.Config, control: Communicator, text: str, speaks: bool) -> None:
-    """End the job; ranks with ``speaks`` print ``text`` first, and the others give them time. Never returns in MPI."""
+    """End the MPI job, so this call does not return; ranks with ``speaks`` print ``text`` before.
+
+    The other ranks wait two seconds, so that the text is printed before the job ends.
+    """
     if speaks:
         capture: Any = config.pluginmanager.getplugin("capturemanager")
         if capture is not None:

@@ -1,4 +1,4 @@
-"""Assert on all ranks together, so that no rank is left waiting for one that failed."""
+"""Define assertions that fail on all ranks together, so that no rank is left waiting for one that failed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from mpizero.comm.startup.launch import one_process
 
 
 def parallel_assert(comm: Communicator, condition: object, message: str = "") -> None:
-    """Assert that ``condition`` is true on every rank; otherwise raise on all ranks.
+    """Assert that ``condition`` is true on every rank; otherwise raise the same error on all ranks.
 
     Collective over ``comm``.
 
     Raises
     ------
     AssertionError
-        On every rank, naming the ranks where ``condition`` is false and their messages.
+        On every rank, if ``condition`` is false on any rank. The message names these ranks and contains their
+        ``message``.
     """
     answers = comm.allgather_object((bool(condition), message), tag="parallel_assert")
     if wrong := [f"rank {rank}: {text or 'false'}" for rank, (right, text) in enumerate(answers) if not right]:
@@ -27,15 +28,15 @@ def parallel_assert(comm: Communicator, condition: object, message: str = "") ->
 
 
 def assert_same_as_serial(function: Callable[[Any], Any], comm: Communicator) -> None:
-    """Assert that ``function(comm)`` returns on every rank the same bits as on a communicator of one process.
+    """Assert that ``function(comm)`` returns, on every rank, the bits that it returns for a communicator of one rank.
 
-    Collective over ``comm``. The function returns numbers, strings, arrays, or nested mappings and sequences of them.
-    Arrays are compared by dtype, shape and bytes, so that NaN equals itself and 0.0 differs from -0.0.
+    Collective over ``comm``. The function must return numbers, strings, arrays, or nested mappings, lists and tuples of
+    them. Arrays are compared by dtype, shape and bytes, so that NaN equals itself and 0.0 differs from -0.0.
 
     Raises
     ------
     AssertionError
-        On every rank, if a rank differs; the message names these ranks and the first difference.
+        On every rank, if the bits differ on any rank. The message names these ranks and the first difference on each.
     """
     try:
         difference = first_difference(function(comm), function(one_process()))
@@ -45,7 +46,10 @@ def assert_same_as_serial(function: Callable[[Any], Any], comm: Communicator) ->
 
 
 def first_difference(found: Any, expected: Any, place: str = "result") -> str:
-    """Describe the first place where two nested values differ in a bit, or return "". Not collective."""
+    """Return a description of the first difference in bits between two nested values; "" if equal. Not collective.
+
+    ``place`` names the values in the description.
+    """
     if isinstance(found, Mapping) and isinstance(expected, Mapping):
         if list(found) != list(expected):
             return f"{place} has keys {list(found)}, expected {list(expected)}"
