@@ -1,4 +1,4 @@
-"""Save and load named arrays on any number of ranks: one HDF5 file of whole arrays, and a manifest beside it."""
+"""Save and load named arrays on any number of ranks; a checkpoint is one HDF5 file of whole arrays and a manifest."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Write a folder atomically: fill it under a temporary name, make it durable, rename it."""
+"""Write a checkpoint folder atomically: fill it under a temporary name, sync it to disk, and rename it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ _SYNCED, _SYNC_AND_WAIT = 32 * 1024 * 1024, 1 | 2 | 4
 
 @dataclass(frozen=True)
 class LockedFolder:
-    """Describe a locked temporary folder that a commit will rename to ``target``; the lock keeps other runs away."""
+    """Describe a temporary folder that :func:`commit` renames to ``target``; its lock keeps other runs away.
+
+    ``path`` is the temporary folder, ``lock`` its open descriptor, which holds the lock, and ``replace`` says whether
+    an existing checkpoint may be replaced.
+    """
 
     target: str
     path: str
@@ -46,12 +50,12 @@ class LockedFolder:
 
     @property
     def state(self) -> str:
-        """Path of the state file."""
+        """Path of the state file ``state.h5`` in the temporary folder."""
         return os.path.join(self.path, STATE_NAME)
 
 
 def create_locked_folder(target: str, replace: bool) -> LockedFolder:
-    """Check that ``target`` may be written, remove leftovers of killed saves, and make an empty locked folder.
+    """Check that ``target`` may be written, remove leftovers of killed saves, and make a locked, empty temporary folder.
 
     Not collective: rank 0 only.
 
@@ -83,7 +87,7 @@ def _here() -> str:
 
 
 def _make_temporary(path: str) -> str:
-    """Make an empty folder at ``path``, or at ``path-2``, ``path-3``, ... where it exists; return its path.
+    """Make an empty folder, at the first of ``path``, ``path-2``, ``path-3``, ... that does not exist; return its path.
 
     Two containers can have the same host name and process number, so the first path may be taken.
     """
@@ -112,10 +116,11 @@ def _check_target(target: str, replace: bool) -> None:
 
 
 def fill_file(path: str, skeleton: Skeleton) -> None:
-    """Make the state file at its final size, with HDF5's structure in it and no values yet.
+    """Make the state file at its final size, with the structure of the HDF5 file but without the values of arrays.
 
-    Raises ``OSError`` at once if the disk has too little free space. The space is not reserved: on file systems in
-    memory that would hold up all ranks. A disk that fills up later makes the writes fail. Not collective: rank 0 only.
+    Raises ``OSError`` at once if the disk has too little free space. The space is not reserved, because reserving it on
+    a file system in memory would make all ranks wait. If the disk fills up later, the writes of the values fail. Not
+    collective: rank 0 only.
     """
     space = os.statvfs(os.path.dirname(path))
     if space.f_bavail * space.f_frsize < skeleton.nbytes:
@@ -134,10 +139,10 @@ def fill_file(path: str, skeleton: Skeleton) -> None:
 
 
 def commit(folder: LockedFolder, manifest: bytes, state: int) -> None:
-    """Write the manifest into the temporary folder, make everything durable, and rename the folder to its target.
+    """Write the manifest into the temporary folder, sync it to disk, and rename the folder to its target.
 
-    ``state`` is the descriptor of the open state file. If this raises, the target is as it was before. Not collective:
-    rank 0 only.
+    ``state`` is the descriptor of the open state file, which has been synced already. If this function raises, the
+    target is as it was before. Not collective: rank 0 only.
     """
     inject("save.manifest")
     path = os.path.join(folder.path, MANIFEST_NAME)
@@ -157,9 +162,9 @@ def commit(folder: LockedFolder, manifest: bytes, state: int) -> None:
 
 
 def _give_name(folder: LockedFolder, written: Mapping[str, os.stat_result]) -> None:
-    """Rename the temporary folder to its target durably, and check its files; on an error undo the renames.
+    """Rename the temporary folder to its target, check its files, and sync the parent folder; on an error undo this.
 
-    ``written`` holds the stat of each file that was written, by name.
+    ``written`` holds the ``os.fstat`` result of each file that was written, by file name.
     """
     target, old_path = folder.target, _path_of_replaced(folder.target)
     with ExitStack() as undo:
@@ -180,9 +185,9 @@ def _give_name(folder: LockedFolder, written: Mapping[str, os.stat_result]) -> N
 
 
 def _check_in_place(path: str, written: os.stat_result) -> None:
-    """Raise unless the file at ``path`` is the one that was written.
+    """Raise CheckpointError unless the file at ``path`` is the file with the ``os.fstat`` result ``written``.
 
-    Another host may have removed it, because it took the temporary folder for that of a killed save.
+    Another host may have removed the file, because it took the temporary folder for a leftover of a killed save.
     """
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -202,7 +207,10 @@ def _path_of_replaced(target: str) -> str:
 
 
 def standing(target: str) -> str:
-    """Return where the checkpoint ``target`` really is: its hidden path, if a save was killed between two renames.
+    """Return the path at which the checkpoint ``target`` really is.
+
+    The path is ``target``, or the hidden path ``.old-<name>`` if a save that replaced the checkpoint was killed between
+    two renames.
 
     Raises :class:`CheckpointError` if the hidden path is a link, because no save makes links.
     """
@@ -215,7 +223,7 @@ def standing(target: str) -> str:
 
 
 def discard(folder: LockedFolder) -> None:
-    """Remove the temporary folder, if it still exists, and release its lock. Not collective: rank 0 only."""
+    """Remove the temporary folder, if it was not renamed, and release its lock. Not collective: rank 0 only."""
     with suppress(OSError):
         # After an exchange of names, this path may hold the checkpoint that was to be replaced.
         if os.path.samestat(os.lstat(folder.path), os.fstat(folder.lock)):
@@ -224,11 +232,13 @@ def discard(folder: LockedFolder) -> None:
 
 
 def remove_leftovers(parent: str | os.PathLike[str], name: str = "") -> None:
-    """Remove the hidden folders that killed saves and removals left in ``parent``: those of ``name`` and of all steps.
+    """Remove the hidden folders of the checkpoint ``name`` and of all steps that killed processes left in ``parent``.
 
-    No checkpoint is touched. If ``parent`` does not exist, nothing is done. A save in progress holds a lock, and its
-    folder stays. On some file systems other hosts do not see locks: therefore the folder of another host stays for
-    :data:`SPARED` seconds after the last change in it. Not collective: rank 0 only.
+    The folders are left by saves and removals that were killed. No checkpoint is removed: a checkpoint ``name`` that a
+    killed save has hidden to replace it is renamed back, unless its replacement is complete. If ``parent`` does not
+    exist, nothing is done. The folder of a save in progress is locked and stays. On some file systems locks are not
+    visible on other hosts. Therefore a folder of another host stays for :data:`SPARED` seconds after the last change in
+    it. Not collective: rank 0 only.
 
     Raises
     ------
@@ -254,9 +264,9 @@ def remove_leftovers(parent: str | os.PathLike[str], name: str = "") -> None:
 
 
 def _remove_if_unused(path: str, ours: bool) -> bool:
-    """Remove the hidden folder ``path`` unless another run may be using it; return False if it is locked.
+    """Remove the hidden folder ``path``, unless another run may be using it; return False if it is locked, else True.
 
-    ``ours`` says that its lock would be visible here, so that an unlocked folder is unused.
+    ``ours`` says that a lock on the folder would be visible to this process, so an unlocked folder is not in use.
     """
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -284,7 +294,7 @@ def _is_recent(path: str) -> bool:
 
 
 def _time_in(parent: str) -> float:
-    """Return the present time by the clock that dates the files in ``parent``: a file server has a clock of its own."""
+    """Return the current time in seconds by the clock that dates files in ``parent``, which a file server may have."""
     probe = os.path.join(parent, f"{DELETED}step_00000000.{_here()}")
     os.mkdir(probe)
     try:
@@ -294,7 +304,11 @@ def _time_in(parent: str) -> float:
 
 
 def try_lock(folder: int) -> bool | None:
-    """Lock an open folder until it is closed; return False if it is locked already, None if locks do not work here."""
+    """Lock an open folder until it is closed, and tell whether this succeeded.
+
+    ``folder`` is a file descriptor. Returns False if the folder is locked already, and None if the file system does not
+    support locks.
+    """
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -305,12 +319,13 @@ def try_lock(folder: int) -> bool | None:
 
 
 def remove_folder(path: str) -> bool:
-    """Remove a step folder: hide it by one rename, then delete it; return False if it did not exist.
+    """Remove a step folder: rename it to a hidden name, then delete it; return False if it did not exist, else True.
 
     Raises
     ------
     OSError
-        If the folder, or a part of it, could not be removed. The next :func:`remove_leftovers` tries the part again.
+        If the folder, or something in it, could not be removed. The next :func:`remove_leftovers` tries to remove the
+        rest.
     """
     inject("save.prune")
     parent, name = os.path.split(path)
@@ -332,7 +347,7 @@ def remove_folder(path: str) -> bool:
 
 
 def make_folders(path: str) -> None:
-    """Make a folder and its missing parent folders, and sync each to disk."""
+    """Make a folder and its missing parent folders, and sync them to disk, so that they survive a power failure."""
     if os.path.isdir(path):
         return
     parent = os.path.dirname(path)
@@ -355,7 +370,7 @@ def sync_folder(path: str) -> None:
 
 
 def write_at(file: int, data: memoryview, offset: int, path: str) -> None:
-    """Write all of ``data`` (bytes) at ``offset`` of an open file; errors name ``path``."""
+    """Write all bytes of ``data`` at byte ``offset`` of the file descriptor ``file``; errors name ``path``."""
     done = 0
     while done < len(data):
         try:
@@ -365,10 +380,11 @@ def write_at(file: int, data: memoryview, offset: int, path: str) -> None:
 
 
 def sync_range(file: int, offset: int, nbytes: int, advance: Callable[[int], object]) -> None:
-    """Make the system write a range of a file from its cache to disk, piece by piece (Linux; nothing on others).
+    """Make the system write bytes ``offset:offset + nbytes`` of a file from its cache to disk, 32 MiB at a time.
 
-    ``advance`` is called with the bytes of each piece. ``fsync`` must follow: only that makes the file durable. This
-    function is for showing progress: on a slow disk one ``fsync`` of a large file looks like a hanging call.
+    ``advance`` is called with the number of bytes after each 32 MiB. The purpose is to show progress, because on a slow
+    disk one ``fsync`` of a large file looks like a hanging call. ``fsync`` must follow, because only ``fsync`` makes
+    the file durable. On systems other than Linux this function does nothing.
     """
     function = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if function is None:
@@ -381,7 +397,7 @@ def sync_range(file: int, offset: int, nbytes: int, advance: Callable[[int], obj
 
 
 def _exchange(first: str, second: str) -> bool:
-    """Exchange two paths in one step (Linux); return False where the kernel or file system cannot."""
+    """Exchange the names of two files or folders atomically; return False if the system cannot do this, else True."""
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
         return False

@@ -1,6 +1,6 @@
-"""Read pieces of stored arrays, and verify them by the checksums of the blocks in which they lie.
+"""Read ranges of elements of stored arrays, and verify them by the checksums of the blocks that contain them.
 
-Arrays are checksummed in blocks of a fixed size (``format/checksum.py``).
+Each array has one checksum for each block of 4 MiB (``format/checksum.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpizero.faults import inject
 
 
 class BlockPart(NamedTuple):
-    """Describe the part of one block that a rank has read: bytes ``start:stop`` of the array, and their CRC32."""
+    """Describe what a rank has read of one checksummed block: bytes ``start:stop`` of the array, and their CRC32."""
 
     path: str
     start: int
@@ -28,19 +28,21 @@ class BlockPart(NamedTuple):
 
 
 class BlockReader:
-    """Read pieces of stored arrays, and verify every block, also a block of which several ranks read a part each.
+    """Read ranges of elements of stored arrays, and verify every checksummed block that contains some of them.
 
-    No method communicates: :class:`~mpizero.checkpoint.reader.Reader` gathers the :class:`BlockPart` of all ranks.
+    If several ranks each read a part of one block, the block is verified from the checksums of the parts. No method
+    communicates: :class:`~mpizero.checkpoint.reader.Reader` gathers the :class:`BlockPart` objects of all ranks.
     """
 
     def __init__(self, source: ByteSource, arrays: Mapping[str, StoredArray]) -> None:
         self._source, self._arrays = source, arrays
 
     def fill(self, request: LocalArray, advance: Callable[[int], object]) -> list[BlockPart]:
-        """Read the pieces of one array into the request; verify whole blocks, and return the parts of other blocks.
+        """Read the pieces of one array into ``request.pieces``; verify whole blocks, and return the parts of other blocks.
 
-        The returned parts are verified later, together with the parts of other ranks. ``advance`` is called with the
-        number of bytes after each read.
+        The returned parts of blocks are verified later, together with the parts that other ranks have read. ``advance``
+        is called with the number of bytes after each read. Raises :class:`CheckpointDamagedError` if a checksum is
+        wrong.
         """
         stored, parts = self._arrays[request.path], []
         for first, values in request.pieces:
@@ -56,7 +58,11 @@ class BlockReader:
         return parts
 
     def _read_block(self, offset: int, block: memoryview, advance: Callable[[int], object]) -> int:
-        """Read the file from ``offset`` on into ``block``; return the CRC32, computed while the bytes are in cache."""
+        """Fill ``block`` with the bytes of the file from ``offset`` on; return their CRC32.
+
+        The checksum is computed while the bytes are in the cache. ``advance`` is called with the number of bytes after
+        each read.
+        """
         crc = 0
         for place, piece in in_cache(block):
             self._source.read_into(offset + place, piece)
@@ -65,10 +71,11 @@ class BlockReader:
         return crc
 
     def unproven(self, gathered: Sequence[Sequence[BlockPart]], own_rank: int) -> list[BlockPart]:
-        """Verify blocks by the parts of all ranks; return this rank's parts that cannot be verified in this way.
+        """Verify blocks from the parts that all ranks have read; return this rank's parts that cannot be verified so.
 
-        A block is verified where parts of it follow each other without a gap from its start to its end. ``gathered``
-        holds the parts by rank. Each rank looks only at blocks of which it has a part.
+        A part can be verified if it and other parts follow each other without a gap from the start to the end of the
+        block. ``gathered`` holds the parts that each rank has read, by rank. Each rank verifies only blocks of which it
+        has read a part. Raises :class:`CheckpointDamagedError` if a checksum is wrong.
         """
         own = {(part.path, part.start // BLOCK) for part in gathered[own_rank]}
         blocks: dict[tuple[str, int], list[tuple[int, BlockPart]]] = {key: [] for key in own}
@@ -89,7 +96,10 @@ class BlockReader:
         return alone
 
     def prove_alone(self, part: BlockPart) -> None:
-        """Read the rest of the block that ``part`` lies in, and compare the checksum of the whole block."""
+        """Read the rest of the block that contains ``part``, and compare the block's checksum with the stored one.
+
+        Raises :class:`CheckpointDamagedError` if the checksums differ.
+        """
         stored = self._arrays[part.path]
         origin = part.start // BLOCK * BLOCK
         end = origin + _block_length(stored, origin)
@@ -111,6 +121,6 @@ class BlockReader:
 
 
 def _block_length(stored: StoredArray, start: int) -> int:
-    """Return the length in bytes of the block that contains byte ``start`` of an array."""
+    """Return the length in bytes of the checksummed block that contains byte ``start`` of an array."""
     origin = start // BLOCK * BLOCK
     return min(origin + BLOCK, stored.nbytes) - origin

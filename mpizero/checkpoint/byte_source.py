@@ -11,7 +11,7 @@ from mpizero.errors import CheckpointDamagedError, CheckpointError
 
 
 class ByteSource(ABC):
-    """Define how readers get the bytes of ``state.h5``."""
+    """Define how readers of a checkpoint get the bytes of ``state.h5``."""
 
     @abstractmethod
     def read_into(self, offset: int, view: memoryview) -> None:
@@ -23,7 +23,7 @@ class ByteSource(ABC):
 
 
 class FileByteSource(ByteSource):
-    """Read ``state.h5`` from a regular file, after checking its size."""
+    """Read ``state.h5`` from a regular file; the constructor checks that the file has ``nbytes`` bytes."""
 
     def __init__(self, path: str, nbytes: int) -> None:
         self.path = path
@@ -54,7 +54,7 @@ class FileByteSource(ByteSource):
 
 
 class MemoryByteSource(ByteSource):
-    """Read ``state.h5`` from its bytes in memory."""
+    """Read ``state.h5`` from a copy of the file in memory."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -64,5 +64,5 @@ class MemoryByteSource(ByteSource):
         view[:] = self._data[offset : offset + len(view)]
 
     def close(self) -> None:
-        """Release the memory."""
+        """Release the reference to the copy in memory."""
         self._data = memoryview(b"")

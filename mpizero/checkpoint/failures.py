@@ -1,4 +1,4 @@
-"""Raise the same error about a checkpoint on every rank."""
+"""Raise an error about a checkpoint on every rank when it occurs on one rank."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ _KINDS: dict[str, type[MpizeroError]] = {
 
 
 class PortableError(NamedTuple):
-    """Describe an exception so that it can be sent to other ranks: key of :data:`_KINDS`, errno and message."""
+    """Describe an exception in a form that can be sent to other ranks.
+
+    ``kind`` is the key of :data:`_KINDS` for the error class, ``code`` the errno or 0.
+    """
 
     kind: str
     code: int
@@ -47,7 +50,7 @@ class PortableError(NamedTuple):
 
 
 def portable_error(error: Exception) -> PortableError:
-    """Convert an exception to a form that can be sent to other ranks. Not collective."""
+    """Return the description of an exception that can be sent to other ranks. Not collective."""
     if isinstance(error, CheckpointError):
         kind = next((kind for kind, known in _KINDS.items() if type(error) is known), "checkpoint")
         return PortableError(kind, getattr(error, "errno", 0) or 0, str(error))
@@ -68,9 +71,9 @@ def _raise(portable: PortableError, text: str) -> NoReturn:
 
 
 class CapturedError:
-    """Catch the exception that a ``with`` block raises, so that :func:`raise_first` can raise it on every rank.
+    """Catch the exception that a ``with`` block raises, so that :func:`raise_first` can then raise it on every rank.
 
-    Errors of a broken communicator are not caught: other ranks could not be told about them.
+    Errors of a broken communicator are not caught, because they could not be sent to other ranks.
     """
 
     def __init__(self) -> None:
@@ -89,15 +92,16 @@ class CapturedError:
 
     @property
     def portable(self) -> PortableError | None:
-        """The caught exception in a form that can be sent to other ranks; None if there is none."""
+        """The description of the caught exception, to be sent to other ranks; None if no exception was caught."""
         return None if self.error is None else portable_error(self.error)
 
 
 def raise_first(errors: Sequence[PortableError | None], prefix: str, own: Exception | None = None) -> None:
     """Raise the error of the lowest rank that has one; do nothing if no rank has one.
 
-    ``errors`` holds the gathered errors of all ranks, ``own`` the exception of this rank. If ``own`` is of a foreign
-    type (a bug), this rank raises it itself, with its traceback. Not collective.
+    ``errors`` holds the error of each rank, gathered from all ranks. ``own`` is the exception of this rank. The message
+    begins with ``prefix``. If ``own`` is an unexpected error (neither about files, checkpoints nor configuration), this
+    rank raises ``own`` itself, with its traceback. Not collective.
     """
     for rank, error in enumerate(errors):
         if error is None:
@@ -110,12 +114,13 @@ def raise_first(errors: Sequence[PortableError | None], prefix: str, own: Except
 
 @contextmanager
 def agreed(comm: Communicator, prefix: str) -> Iterator[None]:
-    """Run a block on every rank; if it fails on one, raise the lowest failing rank's error on every rank.
+    """Run the ``with`` block on every rank; if it fails on any, raise the lowest failing rank's error on every rank.
 
     Collective over ``comm``. The message consists of ``prefix``, the failing rank and the reason. The other ranks raise
-    the same class of error, not ``RemoteError`` as with ``comm.agreement.all_ranks``: so a program that loads a missing
-    file can catch ``FileNotFoundError`` on every rank. An error that is neither about files, checkpoints nor
-    configuration (a bug) keeps its traceback on the rank that raised it.
+    the same class of error, whereas ``comm.agreement.all_ranks`` raises ``RemoteError`` there. So a program that loads
+    a missing file can catch ``FileNotFoundError`` on every rank. An unexpected error, which is neither about files,
+    checkpoints nor configuration, is raised with its traceback on the rank where it occurred, and as ``RemoteError`` on
+    other ranks.
     """
     with CapturedError() as own:
         yield
@@ -127,8 +132,8 @@ def on_root(
 ) -> T:
     """Call ``function`` on rank 0 and return its result on every rank, or raise the same error on every rank.
 
-    Collective over ``comm``: one all-gather of pickled objects. Every rank calls ``before`` first, and an error that it
-    raises on any rank is raised on every rank, too.
+    Collective over ``comm``: one all-gather of pickled objects. Every rank calls ``before`` first. An error that
+    ``before`` raises on any rank is raised on every rank, too. The message begins with ``prefix``.
     """
     result: T | None = None
     with CapturedError() as own:

@@ -1,4 +1,4 @@
-"""List, check and remove the checkpoints of a run: one ``step_<number>`` folder each."""
+"""List, check and remove the checkpoints of a run; each is a folder named ``step_<number>``."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _NAME = re.compile(STEP_NAME)
 
 
 def step_folder(folder: str | os.PathLike[str], step: int) -> str:
-    """Return the path of the checkpoint of ``step`` in a folder of checkpoints. Not collective."""
+    """Return the path of the checkpoint of ``step`` in ``folder``, a folder of checkpoints. Not collective."""
     if step < 0:
         raise ConfigError(f"a step is >= 0, got {step}")
     return os.path.join(os.fspath(folder), f"step_{step:08d}")
 
 
 def step_of(path: str | os.PathLike[str]) -> int | None:
-    """Return the step number in the name of a step folder; None if ``path`` is not named like one. Not collective."""
+    """Return the number in the name ``step_<number>`` of a step folder; None if ``path`` has no such name. Not collective."""
     name = os.path.basename(os.fspath(path))
     return int(name.removeprefix("step_")) if _NAME.fullmatch(name) else None
 
 
 def step_folders(folder: str) -> list[str]:
-    """Return the paths of all step folders, the highest step number first. Not collective."""
+    """Return the paths of all step folders in ``folder``, the highest step number first. Not collective."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -42,20 +42,22 @@ def step_folders(folder: str) -> list[str]:
 
 @dataclass(frozen=True)
 class StepFolder:
-    """Describe a step folder, and what is wrong with its manifest, file sizes or HDF5 structure; no array is read.
+    """Describe a step folder and what is wrong with its manifest, file sizes or HDF5 structure.
+
+    The arrays are not checked.
 
     Attributes
     ----------
     path : str
         The folder.
     step : int
-        The step in its name.
+        The step number in the name of the folder.
     problem : str
-        What is wrong, "" if nothing is.
+        What is wrong with the checkpoint; "" if nothing is wrong.
     damaged : bool
         Whether a wrong checksum or size proves that the checkpoint is damaged. A checkpoint with another problem (no
-        permission, a failing disk, a missing file, a newer version of the format) may be whole. Such a checkpoint is
-        never treated as missing.
+        permission, a failing disk, a missing file, a newer version of the format) may be undamaged. It is never treated
+        as if it did not exist.
     """
 
     path: str
@@ -83,7 +85,7 @@ class RemovalFailure:
     path : str
         The folder.
     reason : str
-        Why it was not removed, without the path.
+        Why the folder was not removed; the text does not contain the path.
     """
 
     path: str
@@ -109,7 +111,7 @@ def _look_at(path: str) -> StepFolder:
 
 
 def survey(folder: str | os.PathLike[str], comm: object = None) -> list[StepFolder]:
-    """Return a description of every step folder, newest first, with its problem if it has one.
+    """Return a description of every step folder in ``folder``, newest first; it tells what is wrong with the folder.
 
     Collective over ``comm``; only rank 0 reads the folders.
     """
@@ -125,15 +127,17 @@ def _cannot_look(where: str) -> str:
 def newest(
     folder: str | os.PathLike[str], comm: object = None, report: Callable[[str], object] = warnings.warn
 ) -> str | None:
-    """Return the newest step folder whose manifest, file sizes and HDF5 structure are sound; None if there is none.
+    """Return the path of the newest step folder in ``folder`` that is sound; None if there is none.
 
-    Collective over ``comm``; only rank 0 reads the folders. It calls ``report`` with one line of text for each damaged
-    checkpoint that is newer. Arrays are verified later, when they are read.
+    A step folder is sound if nothing is wrong with its manifest, file sizes and HDF5 structure. Arrays are verified
+    later, when they are read. Collective over ``comm``; only rank 0 reads the folders. It calls ``report`` with one
+    line of text for each damaged checkpoint that is newer than the returned one.
 
     Raises
     ------
     CheckpointError
-        If a newer checkpoint could not be opened, and nothing proves that it is damaged; see :func:`survey`.
+        If a checkpoint newer than the newest sound one cannot be opened, and no checksum or size proves that it is
+        damaged.
     """
     where = os.path.abspath(os.fspath(folder))
 
@@ -166,10 +170,12 @@ def _passed_over(found: StepFolder) -> str:
 def sound(
     folder: str | os.PathLike[str], comm: object = None, report: Callable[[str], object] = warnings.warn
 ) -> list[str]:
-    """Return every sound step folder, newest first: if the newest fails to load, the caller tries the next one.
+    """Return the paths of all sound step folders in ``folder``, newest first.
 
-    Collective over ``comm``; rank 0 calls ``report`` with one line of text for each step folder that is not sound. If
-    the list is empty, :func:`survey` tells whether there are step folders at all.
+    A step folder is sound if nothing is wrong with its manifest, file sizes and HDF5 structure. If the newest one fails
+    to load, the caller can try the next one. Collective over ``comm``; rank 0 calls ``report`` with one line of text
+    for each step folder that is not sound. If the list is empty, :func:`survey` tells whether there are step folders at
+    all.
     """
     paths = []
     with communicator_of(comm) as world:
@@ -189,18 +195,20 @@ def prune(
     keep_every: int = 0,
     report: Callable[[RemovalFailure], object] = _warn,
 ) -> list[str]:
-    """Remove the step folders older than the newest ``keep`` sound ones, and leftovers; return the removed paths.
+    """Remove all step folders older than the newest ``keep`` sound ones; return the paths of the removed folders.
 
-    Steps that are multiples of ``keep_every``, unless that is 0, are kept for ever. Damaged checkpoints are removed,
-    but do not count among the ``keep``. A checkpoint that cannot be opened and may be whole stays, and so does a link.
+    A step folder is sound if nothing is wrong with its manifest, file sizes and HDF5 structure. If there are fewer than
+    ``keep`` sound folders, none is removed. Steps that are multiples of ``keep_every`` are never removed; with 0 there
+    are no such steps. Older damaged checkpoints are removed. A checkpoint that cannot be opened but may be undamaged is
+    not removed, and neither is a link. Hidden folders that killed saves and removals have left are removed, too.
 
-    Collective over ``comm``; rank 0 removes. It hides each folder by one rename before deleting it. It calls ``report``
-    with each folder that it cannot remove, and goes on.
+    Collective over ``comm``; only rank 0 removes. It renames each folder to a hidden name before it deletes the folder.
+    If it cannot remove a folder, it calls ``report`` and continues with the next one.
 
     Raises
     ------
     ConfigError
-        If ``keep < 1``, because the last good checkpoint is never removed, or if ``keep_every < 0``.
+        If ``keep < 1``, because the last sound checkpoint is never removed, or if ``keep_every < 0``.
     """
     if keep < 1:
         raise ConfigError(f"keep must be >= 1, got {keep}")
@@ -226,7 +234,7 @@ def prune(
 
 
 def _beyond(where: str, keep: int) -> list[str]:
-    """Return the step folders older than the newest ``keep`` sound ones, newest first."""
+    """Return the step folders in ``where`` that are older than the newest ``keep`` sound ones, newest first."""
     kept: list[str] = []
     for found in map(_look_at, step_folders(where)):
         if found.sound:
@@ -242,7 +250,7 @@ def _beyond(where: str, keep: int) -> list[str]:
 
 
 def _remove(path: str, removed: list[str]) -> Iterator[RemovalFailure]:
-    """Remove a step folder, and append its path to ``removed``; yield the reason if it, or a part of it, stays."""
+    """Remove a step folder and append its path to ``removed``; yield the reason if something of it remains."""
     if os.path.islink(path):
         yield RemovalFailure(path, "it is a link; remove it by hand")
         return

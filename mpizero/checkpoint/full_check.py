@@ -1,4 +1,4 @@
-"""Verify a whole stored checkpoint in one process: all checksums, and what HDF5 finds in the file."""
+"""Verify a whole stored checkpoint in one process: all checksums, and whether HDF5 finds the arrays in the file."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 def verify(folder: str | os.PathLike[str], report: Callable[[int], object] | None = None) -> int:
-    """Verify every checksum of a checkpoint, then that HDF5 finds its arrays; return the size of its state file.
+    """Verify every checksum of a checkpoint, and that HDF5 finds its arrays; return the bytes of its state file.
 
-    ``report`` is called with the number of bytes of each block that has been verified.
+    ``report`` is called with the number of bytes of each checksummed block after the block has been verified.
 
     Raises
     ------
     CheckpointError
-        If something is wrong; the message names file, array and reason. ``CheckpointMissingError`` if the checkpoint
-        does not exist.
+        If something is wrong. The message names the file, the array and the reason. It is a ``CheckpointMissingError``
+        if the checkpoint does not exist.
     """
     where = os.path.abspath(os.fspath(folder))
     manifest = verify_checksums(where, report)
@@ -36,7 +36,10 @@ def verify(folder: str | os.PathLike[str], report: Callable[[int], object] | Non
 
 
 def verify_checksums(where: str, report: Callable[[int], object] | None = None) -> Manifest:
-    """Read a whole checkpoint and compare every checksum; return its manifest."""
+    """Read the whole checkpoint in the folder ``where`` and compare every checksum; return the manifest.
+
+    ``report`` is called with the number of bytes of each checksummed block after the block has been verified.
+    """
     _, manifest = read_manifest(where)
     state = os.path.join(where, STATE_NAME)
     source = FileByteSource(state, manifest.state_bytes)
@@ -57,7 +60,7 @@ def verify_checksums(where: str, report: Callable[[int], object] | None = None) 
 
 
 class _View(SeekableFile):
-    """Pass the bytes of the open state file to libhdf5, so that HDF5 cannot open other files that it names."""
+    """Pass the bytes of the open state file to libhdf5, which then cannot open other files that this file refers to."""
 
     def __init__(self, source: FileByteSource, nbytes: int) -> None:
         super().__init__(nbytes)
@@ -72,7 +75,10 @@ class _View(SeekableFile):
 
 
 def _compare_with_hdf5(state: str, manifest: Manifest) -> None:
-    """Check that HDF5 finds the arrays that the manifest describes; called after the checksums were verified."""
+    """Check that HDF5 finds the arrays that the manifest describes in the state file ``state``.
+
+    The checksums must have been verified before.
+    """
     import h5py
 
     source = FileByteSource(state, manifest.state_bytes)
@@ -89,8 +95,9 @@ def _compare_with_hdf5(state: str, manifest: Manifest) -> None:
 
 
 def _compare_group(group: Any, prefix: str, arrays: Mapping[str, StoredArray], state: str) -> None:
-    """Compare the members of an HDF5 group with the arrays that the manifest has in this group.
+    """Check that an HDF5 group has exactly the members that ``arrays``, the part of the manifest below it, describes.
 
+    ``prefix`` is the path of the group with a final slash, and ``state`` is the path of the file for error messages.
     Only expected names are followed, so the recursion ends even in a crafted file.
     """
     import h5py

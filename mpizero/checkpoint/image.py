@@ -1,4 +1,7 @@
-"""Convert a checkpoint to one byte string, its *image*, and back: the HDF5 file, followed by its manifest."""
+"""Convert a checkpoint to a byte string and back.
+
+The byte string is the HDF5 file, followed by the manifest.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,11 @@ MAGIC = b"mpizero1"
 
 
 def to_bytes(arrays: Sequence[LocalArray], attributes: Mapping[str, Any], comm: object = None) -> bytes:
-    """Return a checkpoint as bytes on every rank; equal values always give equal bytes.
+    """Return a checkpoint of arrays and attributes as bytes, on every rank; equal values give equal bytes.
 
-    Collective over ``comm``; the arguments are those of :func:`~mpizero.checkpoint.writer.write`. The result starts
-    with the HDF5 file, so h5py can read ``io.BytesIO`` of it. Every rank holds all bytes: meant for small models.
+    Collective over ``comm``; the arguments have the same meaning as for :func:`~mpizero.checkpoint.writer.write`. The
+    result starts with the HDF5 file, so h5py can open ``io.BytesIO(result)``. This is meant for small models, because
+    every rank holds all bytes.
     """
     with communicator_of(comm) as world:
         return _to_bytes(world, arrays, attributes)
@@ -63,14 +67,14 @@ def _to_bytes(world: Communicator, arrays: Sequence[LocalArray], attributes: Map
 
 
 def from_bytes(data: bytes | bytearray | memoryview) -> Reader:
-    """Open the bytes that :func:`to_bytes` returned as a checkpoint; each rank reads by itself.
+    """Open the bytes that :func:`to_bytes` returned as a checkpoint; each rank can read by itself, as a group of one.
 
     Not collective.
 
     Raises
     ------
     CheckpointError
-        If the bytes are damaged, crafted, or something else than a checkpoint.
+        If the bytes are damaged, crafted, or not a checkpoint.
     """
     name = "of serialized bytes"
     view = memoryview(data).cast("B")

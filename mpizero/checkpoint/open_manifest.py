@@ -1,4 +1,4 @@
-"""Find the two files of a checkpoint; check its manifest, and the bytes of ``state.h5`` that lie outside the arrays."""
+"""Find the two files of a checkpoint; check its manifest, and the bytes of ``state.h5`` outside the arrays."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from mpizero.errors import CheckpointDamagedError, CheckpointError, CheckpointMi
 
 
 def read_manifest(folder: str) -> tuple[bytes, Manifest]:
-    """Read and check a checkpoint's manifest and the size and structure of its state file; return bytes and manifest.
+    """Read and check the manifest of a checkpoint; return the bytes of ``manifest.json`` and the parsed manifest.
 
-    libhdf5 never parses the file: the manifest says where the arrays lie, so crafted HDF5 structures (links to other
-    files, external storage, virtual datasets, huge shapes) have no effect.
+    The size of ``state.h5`` and the checksum of its HDF5 structure are checked, too. libhdf5 never parses ``state.h5``,
+    because the manifest says where the arrays are. So crafted HDF5 structures (links to other files, external storage,
+    virtual datasets, huge shapes) have no effect.
 
     Raises
     ------
@@ -28,11 +29,11 @@ def read_manifest(folder: str) -> tuple[bytes, Manifest]:
     CheckpointDamagedError
         If a checksum or a size shows that bytes have changed since they were written.
     CheckpointVersionError
-        If it is of another version of the format.
+        If the checkpoint has a version of the format that this mpizero does not know.
     CheckpointError
-        If anything else is wrong with it; the message names the file.
+        If anything else is wrong with the checkpoint. The message names the file.
     OSError
-        If the system does not allow to look, or fails to read.
+        If the system does not allow access, or reading fails.
     """
     path = os.path.join(folder, MANIFEST_NAME)
     _check_folder(folder)
@@ -52,7 +53,7 @@ def read_manifest(folder: str) -> tuple[bytes, Manifest]:
 
 
 def _check_folder(folder: str) -> None:
-    """Raise unless ``folder`` contains the files of a checkpoint; ``OSError`` where the system does not tell."""
+    """Raise CheckpointError unless ``folder`` has the files of a checkpoint, or OSError if it cannot be inspected."""
     try:
         is_folder = stat.S_ISDIR(os.stat(folder).st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -74,7 +75,7 @@ def _check_folder(folder: str) -> None:
 
 
 def _within(folder: str) -> str:
-    """Return a hint for the error message if ``folder`` is a run's folder or contains checkpoints; else ""."""
+    """Return a hint for the error message if ``folder`` is a run's folder or contains checkpoints; "" otherwise."""
     for deeper in (folder, os.path.join(folder, "checkpoints")):
         if found := glob(os.path.join(escape(deeper), "step_*", MANIFEST_NAME)):
             return f"; {len(found)} checkpoint(s) lie in {deeper}: mpizero.checkpoint.newest(folder) gives the newest"
@@ -82,7 +83,10 @@ def _within(folder: str) -> str:
 
 
 def check_structure(source: ByteSource, manifest: Manifest, where: str) -> None:
-    """Verify the checksum of all bytes of ``state.h5`` outside the arrays; raise if they are damaged."""
+    """Verify the checksum of all bytes of ``state.h5`` outside the arrays; raise CheckpointDamagedError if it is wrong.
+
+    ``where`` names the file in the message.
+    """
     crc = 0
     for start, length in manifest.structure_ranges:
         for begin, end in cut(0, length):
