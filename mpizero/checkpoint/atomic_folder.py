@@ -39,8 +39,7 @@ _SYNCED, _SYNC_AND_WAIT = 32 * 1024 * 1024, 1 | 2 | 4
 class LockedFolder:
     """Describe a temporary folder that :func:`commit` renames to ``target``; its lock keeps other runs away.
 
-    ``path`` is the temporary folder, ``lock`` its open descriptor, which holds the lock, and ``replace`` says whether
-    an existing checkpoint may be replaced.
+    ``path`` is the folder, ``lock`` its descriptor, and ``replace`` says whether ``target`` may be replaced.
     """
 
     target: str
@@ -55,7 +54,7 @@ class LockedFolder:
 
 
 def create_locked_folder(target: str, replace: bool) -> LockedFolder:
-    """Check that ``target`` may be written, remove leftovers of killed saves, and make a locked, empty temporary folder.
+    """Check that ``target`` may be written, remove leftovers of killed saves, and make a locked temporary folder.
 
     Not collective: rank 0 only.
 
@@ -118,9 +117,8 @@ def _check_target(target: str, replace: bool) -> None:
 def fill_file(path: str, skeleton: Skeleton) -> None:
     """Make the state file at its final size, with the structure of the HDF5 file but without the values of arrays.
 
-    Raises ``OSError`` at once if the disk has too little free space. The space is not reserved, because reserving it on
-    a file system in memory would make all ranks wait. If the disk fills up later, the writes of the values fail. Not
-    collective: rank 0 only.
+    Raises ``OSError`` if the disk has too little free space. The space is not reserved, because on a file system in
+    memory that would make all ranks wait. If the disk fills up later, writes fail. Not collective: rank 0 only.
     """
     space = os.statvfs(os.path.dirname(path))
     if space.f_bavail * space.f_frsize < skeleton.nbytes:
@@ -207,10 +205,7 @@ def _path_of_replaced(target: str) -> str:
 
 
 def standing(target: str) -> str:
-    """Return the path at which the checkpoint ``target`` really is.
-
-    The path is ``target``, or the hidden path ``.old-<name>`` if a save that replaced the checkpoint was killed between
-    two renames.
+    """Return where the checkpoint ``target`` is: at ``.old-<name>`` if a save was killed while it was replacing it.
 
     Raises :class:`CheckpointError` if the hidden path is a link, because no save makes links.
     """
@@ -234,11 +229,10 @@ def discard(folder: LockedFolder) -> None:
 def remove_leftovers(parent: str | os.PathLike[str], name: str = "") -> None:
     """Remove the hidden folders of the checkpoint ``name`` and of all steps that killed processes left in ``parent``.
 
-    The folders are left by saves and removals that were killed. No checkpoint is removed: a checkpoint ``name`` that a
-    killed save has hidden to replace it is renamed back, unless its replacement is complete. If ``parent`` does not
-    exist, nothing is done. The folder of a save in progress is locked and stays. On some file systems locks are not
-    visible on other hosts. Therefore a folder of another host stays for :data:`SPARED` seconds after the last change in
-    it. Not collective: rank 0 only.
+    No checkpoint is lost: if a killed save has hidden ``name`` and not replaced it yet, ``name`` is renamed back. The
+    folder of a save in progress is locked and stays. On some file systems locks are not visible on other hosts, so a
+    folder of another host stays for :data:`SPARED` seconds after the last change in it. If ``parent`` does not exist,
+    nothing is done. Not collective: rank 0 only.
 
     Raises
     ------
@@ -304,10 +298,9 @@ def _time_in(parent: str) -> float:
 
 
 def try_lock(folder: int) -> bool | None:
-    """Lock an open folder until it is closed, and tell whether this succeeded.
+    """Lock an open folder, given by its descriptor, until it is closed; tell whether this succeeded.
 
-    ``folder`` is a file descriptor. Returns False if the folder is locked already, and None if the file system does not
-    support locks.
+    Returns False if the folder is locked already, and None if the file system has no locks.
     """
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -324,8 +317,7 @@ def remove_folder(path: str) -> bool:
     Raises
     ------
     OSError
-        If the folder, or something in it, could not be removed. The next :func:`remove_leftovers` tries to remove the
-        rest.
+        If the folder, or something in it, could not be removed. The next :func:`remove_leftovers` removes the rest.
     """
     inject("save.prune")
     parent, name = os.path.split(path)
@@ -382,9 +374,8 @@ def write_at(file: int, data: memoryview, offset: int, path: str) -> None:
 def sync_range(file: int, offset: int, nbytes: int, advance: Callable[[int], object]) -> None:
     """Make the system write bytes ``offset:offset + nbytes`` of a file from its cache to disk, 32 MiB at a time.
 
-    ``advance`` is called with the number of bytes after each 32 MiB. The purpose is to show progress, because on a slow
-    disk one ``fsync`` of a large file looks like a hanging call. ``fsync`` must follow, because only ``fsync`` makes
-    the file durable. On systems other than Linux this function does nothing.
+    ``advance`` is called with each number of bytes, to show progress: on a slow disk one ``fsync`` looks like a hanging
+    call. ``fsync`` must still follow to make the file durable. On systems other than Linux nothing is done.
     """
     function = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if function is None:

@@ -38,7 +38,7 @@ class BlockReader:
         self._source, self._arrays = source, arrays
 
     def fill(self, request: LocalArray, advance: Callable[[int], object]) -> list[BlockPart]:
-        """Read the pieces of one array into ``request.pieces``; verify whole blocks, and return the parts of other blocks.
+        """Fill ``request.pieces`` from the file; verify blocks that were read whole, return the parts of other blocks.
 
         The returned parts of blocks are verified later, together with the parts that other ranks have read. ``advance``
         is called with the number of bytes after each read. Raises :class:`CheckpointDamagedError` if a checksum is

@@ -25,7 +25,7 @@ def step_folder(folder: str | os.PathLike[str], step: int) -> str:
 
 
 def step_of(path: str | os.PathLike[str]) -> int | None:
-    """Return the number in the name ``step_<number>`` of a step folder; None if ``path`` has no such name. Not collective."""
+    """Return the number in the folder name ``step_<number>``; None if ``path`` has another name. Not collective."""
     name = os.path.basename(os.fspath(path))
     return int(name.removeprefix("step_")) if _NAME.fullmatch(name) else None
 

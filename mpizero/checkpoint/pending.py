@@ -1,8 +1,9 @@
-"""Save while training goes on: copy the values, let a thread write the copy, and commit the checkpoint later.
+"""Save while training continues: copy the values, let a thread write the copy, and commit the checkpoint later.
 
-[Note: no MPI in the thread] The writing thread computes checksums, writes them and the values, and syncs the file. It
-never calls MPI. The calling threads communicate: :func:`begin` agrees on the target before writing, and
-:meth:`PendingSave.commit` agrees afterwards that all ranks have succeeded.
+[Note: no MPI in the thread] The writing thread computes checksums, writes the values, and syncs the file to disk. It
+never calls MPI. Only :func:`begin` and :meth:`PendingSave.commit` communicate, in the thread of their caller:
+:func:`begin` lets all ranks agree on the arrays and the target before anything is written, and
+:meth:`PendingSave.commit` lets them agree afterwards whether all have succeeded.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ _NICE = 10
 
 
 def _lower_priority() -> None:
-    """Lower the priority of this thread; only on Linux, where each thread has a priority of its own."""
+    """Lower the scheduling priority of the calling thread; do nothing on systems other than Linux."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 class WriterThread:
-    """Run a thread that writes pieces of arrays into a file and makes them durable.
+    """Run a thread that writes this rank's pieces of arrays into the state file and syncs the file to disk.
 
-    The thread is a daemon: a process that ends does not wait for it. The constructor opens the file before the thread
-    starts: so the thread never writes into a later file of the same path, made after this save was discarded. The
-    thread reports its progress to ``trace``, where other ranks can see it.
+    The thread is a daemon, so a process that ends does not wait for it. The constructor opens the file before the
+    thread starts. So the thread never writes into another file that a later save makes at the same path. The thread
+    reports its progress to ``trace``, where other ranks can see it.
     """
 
     def __init__(
@@ -76,11 +77,11 @@ class WriterThread:
 
     @property
     def finished(self) -> bool:
-        """True once the thread has ended, whether it has succeeded or failed."""
+        """True once the thread has ended, with or without success."""
         return not self._thread.is_alive()
 
     def stop(self) -> None:
-        """Ask the thread to stop at its next block. Not collective."""
+        """Ask the thread to stop before it writes the next block, and return without waiting. Not collective."""
         self._stop.set()
 
     def join(self) -> None:
@@ -89,7 +90,7 @@ class WriterThread:
             self._thread.join()
 
     def result(self) -> list[PieceSums]:
-        """Wait until the thread has ended; return its checksums, or raise its exception. Not collective."""
+        """Wait until the thread has ended; return the checksums of its writes, or raise its error. Not collective."""
         self.join()
         if self._failure is not None:
             raise self._failure
@@ -99,10 +100,10 @@ class WriterThread:
 
 
 class PendingSave:
-    """Represent a save that a thread is writing and whose checkpoint does not exist yet; made by :func:`begin`.
+    """Represent a save in progress: a thread writes it, and its checkpoint does not exist yet; made by :func:`begin`.
 
-    Only :meth:`commit` makes the checkpoint. If the object is deleted without it, or the interpreter exits, everything
-    written is removed.
+    Only :meth:`commit` makes the checkpoint. If the object is deleted or the interpreter exits before :meth:`commit`,
+    everything that was written is removed.
     """
 
     def __init__(
@@ -121,12 +122,12 @@ class PendingSave:
 
     @property
     def target(self) -> str:
-        """Path of the folder that the checkpoint will have."""
+        """Path of the folder that will contain the checkpoint after :meth:`commit`."""
         return self._plan.target
 
     @property
     def finished(self) -> bool:
-        """True once this rank has written its part or has failed; :meth:`commit` then waits only for other ranks."""
+        """True once this rank has written its values or has failed; :meth:`commit` then waits only for other ranks."""
         return self._writing.finished
 
     @property
@@ -135,16 +136,16 @@ class PendingSave:
         return not self._clear.alive
 
     def commit(self) -> None:
-        """Wait until all ranks have written, and publish the checkpoint; a second call does nothing.
+        """Wait until all ranks have written their values, and publish the checkpoint; a second call does nothing.
 
         Collective over the communicator of :func:`begin`.
 
         Raises
         ------
         CheckpointError
-            On every rank, if writing failed on one of them; everything written is removed.
+            On every rank, if writing failed on any rank. Everything that was written is removed.
         RuntimeError
-            If the save was discarded, or has failed before.
+            If the save was discarded, or an earlier :meth:`commit` has failed.
         """
         if self._committed:
             return
@@ -161,9 +162,9 @@ class PendingSave:
                 self._clear()
 
     def discard(self) -> None:
-        """Give up the save and remove what it has written; does nothing after :meth:`commit`.
+        """Cancel the save and remove what it has written; after :meth:`commit` do nothing.
 
-        Not collective: it waits neither for other ranks nor for this rank's thread.
+        Not collective: the call waits neither for other ranks nor for the writing thread of this rank.
         """
         self._clear()
 
@@ -178,23 +179,25 @@ def begin(
     replace: bool = False,
     alignment: int = ALIGNMENT,
 ) -> PendingSave:
-    """Copy the values of arrays and attributes, and start a thread that saves the copy.
+    """Copy the values of arrays and attributes, start a thread that writes the copy, and return the save in progress.
 
-    Collective over ``comm``. After the return, the caller may change the arrays. The thread writes by the direct back
-    end, without MPI; :meth:`PendingSave.commit` makes the checkpoint. The files are the same as those of
-    :func:`~mpizero.checkpoint.writer.write`.
+    Collective over ``comm``. When this function returns, the caller may change the arrays. The thread writes with the
+    back end "direct", without MPI. :meth:`PendingSave.commit` makes the checkpoint. It has the same bytes as a
+    checkpoint that :func:`~mpizero.checkpoint.writer.write` makes.
 
     Parameters
     ----------
     folder, arrays, attributes, comm, replace, alignment
         As for :func:`~mpizero.checkpoint.writer.write`.
     buffer : SnapshotBuffer, optional
-        Memory for the copy. When the next save uses the same buffer, it first waits until this save is written.
+        Memory for the copy; None allocates new memory. A later save that uses the same buffer first waits until this
+        save is written.
 
     Raises
     ------
     CheckpointError, ConfigError
-        On every rank, as for :func:`~mpizero.checkpoint.writer.write`. Errors in the thread are raised by ``commit``.
+        On every rank, as for :func:`~mpizero.checkpoint.writer.write`. Errors in the thread are raised by
+        :meth:`PendingSave.commit`.
     """
     with ExitStack() as comm_stack, ExitStack() as local:
         world = comm_stack.enter_context(communicator_of(comm))

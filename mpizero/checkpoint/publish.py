@@ -1,4 +1,4 @@
-"""Turn a temporary folder into a checkpoint: rank 0 writes the manifest and renames the folder."""
+"""Turn the temporary folder of a save into a checkpoint: rank 0 writes the manifest and renames the folder."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from mpizero.errors import CheckpointDamagedError, CheckpointError
 
 
 class TemporaryFolder:
-    """Hold the temporary folder of one save, made by rank 0, and remove it on exit unless it was committed.
+    """Make the temporary folder of one save, on rank 0, and remove it on exit unless it has become the checkpoint.
 
-    This is a context manager. Leaving it is not collective.
+    This is a context manager. Leaving its ``with`` block is not collective.
 
     Parameters
     ----------
     comm : Communicator
         The ranks that save.
     replace : bool
-        Whether the save may replace an undamaged checkpoint.
+        Whether the save may replace an undamaged checkpoint. A damaged one may always be replaced.
 
     Attributes
     ----------
     state : str
-        Path of the state file; "" until :meth:`agree` has told it to this rank.
+        Path of the state file in the temporary folder; "" before :meth:`agree`.
     folder : LockedFolder or None
-        The temporary folder, on rank 0 while it is open; None on other ranks.
+        The temporary folder, on rank 0 from :meth:`open` to :meth:`close`; otherwise None.
     """
 
     def __init__(self, comm: Communicator, replace: bool) -> None:
@@ -53,7 +53,7 @@ class TemporaryFolder:
         self.close()
 
     def open(self, target: str, skeleton: Skeleton | None) -> str:
-        """Make the folder and the state file in it, still without values; return the path of the file.
+        """Make the temporary folder, and in it the state file without values of arrays; return the path of that file.
 
         Not collective: rank 0 only.
         """
@@ -65,14 +65,14 @@ class TemporaryFolder:
         return self.folder.state
 
     def may_replace(self, target: str) -> bool:
-        """Tell whether the save may replace the checkpoint at ``target``: with ``replace``, or if it is damaged.
+        """Tell whether the save may replace a checkpoint at ``target``: if ``replace`` was True, or if it is damaged.
 
         Not collective.
 
         Raises
         ------
         CheckpointError
-            If the checkpoint cannot be opened, and nothing proves that it is damaged.
+            If the checkpoint cannot be opened, and no checksum or size proves that it is damaged.
         """
         if not os.path.isdir(target) or not (names := set(os.listdir(target))) or names - {MANIFEST_NAME, STATE_NAME}:
             return self._replace  # nothing is there, or what is never replaced
@@ -92,9 +92,10 @@ class TemporaryFolder:
         return self._replace
 
     def agree(self, plan: SavePlan, before: Callable[[], object] | None = None) -> None:
-        """Make the folder on rank 0, unless the plan says that it exists, and tell all ranks the state file's path.
+        """Make the temporary folder on rank 0, and set :attr:`state`, the path of the state file, on all ranks.
 
-        Collective over the ranks that save. Each rank calls ``before`` first, unless the folder exists already.
+        If ``plan.opened`` is a path, rank 0 has made the folder already, and only :attr:`state` is set. Otherwise each
+        rank first calls ``before``. Collective over the ranks that save.
         """
         if plan.opened is None:
             self.state = on_root(self._comm, plan.prefix, lambda: self.open(plan.target, plan.skeleton), before)
@@ -102,16 +103,17 @@ class TemporaryFolder:
             self.state = plan.opened
 
     def close(self) -> None:
-        """Remove the folder, unless it was committed; a second call does nothing. Not collective."""
+        """Remove the temporary folder if it is still there; a second call does nothing. Not collective."""
         folder, self.folder = self.folder, None
         if folder is not None and os.getpid() == self._process:  # a forked child leaves it alone
             discard(folder)
 
 
 def publish(comm: Communicator, plan: SavePlan, temporary: TemporaryFolder, sums: Sequence[PieceSums]) -> None:
-    """Write the manifest after all ranks have written their values, and rename the temporary folder to its target.
+    """Wait until all ranks have written their values, write the manifest, and rename the temporary folder.
 
-    Collective over ``comm``; all ranks raise the same error or none. ``sums`` has the checksums of this rank's pieces.
+    Collective over ``comm``; all ranks raise the same error or none. ``sums`` holds the checksums of the pieces that
+    this rank has written.
     """
     gathered = comm.allgather_object(sums, tag="checkpoint checksums")
 
@@ -132,7 +134,11 @@ def publish(comm: Communicator, plan: SavePlan, temporary: TemporaryFolder, sums
 
 
 def _structure(handle: int, state: str, skeleton: Skeleton) -> int:
-    """Return the CRC32 of the HDF5 structure in the state file; raise if the back end has changed the structure."""
+    """Return the CRC32 of the HDF5 structure (all bytes outside the arrays) in the state file.
+
+    ``handle`` is the open file, and ``state`` its path. Raises :class:`CheckpointError` if the structure differs from
+    the skeleton, because writing the values has changed it.
+    """
     crc = 0
     if (found := os.fstat(handle).st_size) != skeleton.nbytes:
         raise CheckpointError(f"{state}: has {found} bytes instead of {skeleton.nbytes}")
@@ -150,7 +156,10 @@ def describe(
     gathered: Sequence[Sequence[PieceSums]],
     attributes: Mapping[str, Any],
 ) -> Manifest:
-    """Build the manifest from the table of arrays and the gathered checksums of all ranks. Not collective."""
+    """Build the manifest from the table of arrays and the checksums gathered from all ranks. Not collective.
+
+    ``structure`` is the CRC32 of the state file outside the arrays.
+    """
     checksums = direct.join(table, gathered)
     stored = {
         path: StoredArray(shape, dtype, skeleton.offsets[path], checksums[path])

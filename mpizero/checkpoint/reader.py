@@ -1,4 +1,4 @@
-"""Load a checkpoint: every rank reads only the ranges that it needs, and all values are verified by checksums."""
+"""Load a checkpoint: every rank reads only the elements that it needs, and checksums verify all values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Reader:
     attributes : dict
         The attributes that were given to :func:`~mpizero.checkpoint.writer.write`.
     arrays : dict
-        Shape and element type of every array, by path.
+        Shape and element type of every array, by its path in the file.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class Reader:
         self.close()
 
     def close(self) -> None:
-        """Close the file; a second call does nothing.
+        """Close the state file; a second call does nothing.
 
-        Not collective. Exception: if the checkpoint was opened with something else than an mpizero communicator
-        (mpi4py, "self" or None), closing is collective over it.
+        Not collective if the checkpoint was opened with an mpizero communicator. If it was opened with an mpi4py
+        communicator, "self" or None, closing is collective over the same ranks.
         """
         self._source.close()
         if self._owns_comm:
@@ -67,14 +67,15 @@ class Reader:
             self._comm.close()
 
     def checksums(self) -> dict[str, tuple[int, ...]]:
-        """Return the CRC32s of the blocks of every array, by path, from the manifest. Not collective."""
+        """Return, by path, the CRC32s of the 4 MiB blocks of every array, as the manifest has them. Not collective."""
         return {path: stored.checksums for path, stored in self._manifest.arrays.items()}
 
     def check(self, expected: Mapping[str, tuple[tuple[int, ...], Any]], complete: bool = True) -> None:
-        """Compare the arrays of the checkpoint with expected shapes and element types by path.
+        """Compare the arrays of the checkpoint with the ``expected`` shape and element type of each array, by path.
 
-        Raises :class:`CheckpointError` that lists missing and different arrays and, if ``complete``, unexpected ones.
-        Not collective: ranks that expect the same arrays raise the same error.
+        Raises a :class:`CheckpointError` that lists missing arrays, arrays with another shape or type and, if
+        ``complete``, arrays that were not expected. Not collective: ranks that expect the same arrays raise the same
+        error.
         """
         wanted = {path: (tuple(shape), np.dtype(dtype)) for path, (shape, dtype) in expected.items()}
         missing = [path for path in wanted if path not in self.arrays]
@@ -93,16 +94,18 @@ class Reader:
             raise CheckpointError(f"{self.name} belongs to another model: {'; '.join(problems)}")
 
     def read(self, requests: Sequence[LocalArray]) -> None:
-        """Fill the pieces of ``requests`` with values of the checkpoint, and verify them.
+        """Fill the arrays in ``requests[i].pieces`` with values of the checkpoint, and verify them by checksums.
 
-        Collective over the communicator the checkpoint was opened with; each rank requests any pieces, or none. A rank
-        reads only its own ranges. Where several ranks read parts of one checksummed block, the block's checksum is
-        computed from those of the parts. If parts of the block are missing then, the rest is read for the verification.
+        Collective over the communicator with which the checkpoint was opened. Each rank may request any ranges of
+        elements, or none. A rank reads only the elements that it requests. If several ranks read parts of one
+        checksummed block, the checksum of the block is computed from the checksums of the parts. If no rank has read
+        some part of the block, that part is read only to verify the block.
 
         Raises
         ------
         CheckpointError
-            On every rank, with file, array and reason. The contents of the pieces are then undefined.
+            On every rank, if reading or verifying fails on any rank. The message names the file, the array and the
+            reason. The contents of the pieces are then undefined.
         """
         prefix = f"checkpoint {self.name} cannot be loaded"
         with agreed(self._comm, prefix):
@@ -117,7 +120,7 @@ class Reader:
                 advance(part.stop - part.start)
 
     def read_whole(self, path: str) -> Array:
-        """Return one whole array. Collective over the communicator the checkpoint was opened with."""
+        """Return one whole array. Collective over the communicator with which the checkpoint was opened."""
         prefix = f"checkpoint {self.name} cannot be loaded"
         with agreed(self._comm, prefix):
             if path not in self.arrays:
@@ -133,7 +136,7 @@ class Reader:
 
 
 def open_checkpoint(folder: str | os.PathLike[str], comm: object = None) -> Reader:
-    """Open a checkpoint for reading; it may have been written on any number of ranks.
+    """Open a checkpoint, which may have been written on any number of ranks, for reading.
 
     Collective over ``comm``: rank 0 reads and checks the manifest, and the size and HDF5 structure of the state file.
     All ranks raise the same error.
@@ -149,9 +152,9 @@ def open_checkpoint(folder: str | os.PathLike[str], comm: object = None) -> Read
     Raises
     ------
     CheckpointMissingError
-        If there is no such checkpoint; also a ``FileNotFoundError``.
+        If there is no such checkpoint. This error is also a ``FileNotFoundError``.
     CheckpointError
-        If it is damaged, crafted or not a checkpoint; the message names the file and what is wrong.
+        If the folder is damaged, crafted or not a checkpoint. The message names the file and what is wrong.
     """
     world = as_communicator(comm)
     try:

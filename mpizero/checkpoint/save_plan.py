@@ -1,7 +1,8 @@
-"""Plan a save: all ranks agree on the names, shapes and ranges of its arrays before anything is written.
+"""Plan a save: all ranks agree on names and shapes of arrays, and on who writes which elements, before they write.
 
-[Note: words] A *claim* lists the ranges of one array that one rank writes (``format/table.py``). The *table* holds
-shape and element type of every array.
+[Note: words] A *claim* lists the ranges of elements of one array that one rank writes (``format/table.py``). The
+*table* holds the shape and element type of every array. The *pieces* of an array are the ranges of its elements, with
+their values, that one rank writes.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from mpizero.errors import CheckpointError
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Describe one save, after all ranks have agreed on it.
+    """Describe one save on which all ranks have agreed.
 
     Attributes
     ----------
     target : str
         Absolute path of the checkpoint.
     local : list of LocalArray
-        The pieces that this rank writes.
+        The arrays of which this rank writes elements, with these elements as their pieces.
     table : Table
-        Shape and element type of the arrays of all ranks.
+        Shape and element type of every array that any rank writes, by path.
     attributes : dict
         JSON values for the manifest.
     offsets : dict
-        First byte of each array in the state file.
+        Offset in bytes of each array in the state file, by path.
     skeleton : Skeleton or None
-        The state file without its values, on rank 0; None on other ranks.
+        The state file without the values of arrays, on rank 0; None on other ranks.
     opened : str or None
-        As in :class:`Agreement`.
+        Path of the state file, if rank 0 has opened it before the ranks agreed; else None.
     """
 
     target: str
@@ -54,17 +55,17 @@ class SavePlan:
 
     @property
     def prefix(self) -> str:
-        """The text with which error messages about this save begin."""
+        """The text with which all error messages about this save begin."""
         return _prefix(self.target)
 
 
 @dataclass
 class KnownLayout:
-    """Keep the layout of the last save, so that the next save of the same arrays needs fewer messages.
+    """Keep the file layout of the last save, so that the next save of the same arrays needs fewer messages.
 
-    ``claims`` are those of this rank, ``number`` is a checksum of the claims of all ranks, and ``place`` is (rank,
-    number of ranks). If every rank has its former place and claims, and all ranks have the same number, then the layout
-    of the last save is valid again.
+    ``claims`` lists the ranges of elements that this rank wrote. ``number`` is a checksum of the claims of all ranks.
+    ``place`` is (rank, number of ranks). The layout can be used again if every rank has the same place and claims as in
+    the last save, and all ranks have the same ``number``.
     """
 
     claims: list[Claim] | None = None
@@ -77,15 +78,15 @@ class KnownLayout:
 
 
 class RepeatedSave(NamedTuple):
-    """Hold the layout of a rank's last save, and a function that starts another save of the same arrays.
+    """Hold the file layout of the last save on this rank, and a function that starts another save of the same arrays.
 
     Attributes
     ----------
     layout : KnownLayout
-        Filled by every save, for the next save.
+        The layout of the last save. Every save updates it.
     start : function
-        Called before the ranks agree, with the target (rank 0; "" on other ranks) and the rank's arrays. On rank 0 it
-        opens the state file and returns its path.
+        Called, before the ranks agree, with the target ("" on ranks other than 0) and the arrays of this rank. On rank
+        0 it makes the state file and returns its path; on other ranks it returns "".
     """
 
     layout: KnownLayout
@@ -104,10 +105,11 @@ def make_plan(
     alignment: int = ALIGNMENT,
     again: RepeatedSave | None = None,
 ) -> SavePlan:
-    """Agree with all ranks on the arrays to be written, lay out the file on rank 0, and return the plan.
+    """Agree with all ranks on the arrays to be written, lay out the state file on rank 0, and return the plan.
 
-    Collective over ``comm``; all ranks raise the same error or none. If every rank saves the same arrays as in the
-    layout of ``again``, that layout is used, with one exchange of messages; else it is replaced by the new layout.
+    Collective over ``comm``; all ranks raise the same error or none. If every rank saves the same arrays as in its last
+    save, whose layout is ``again.layout``, that layout is used, and the ranks exchange messages only once. Otherwise
+    ``again.layout`` is replaced by the new layout.
     """
     path = path_of(folder)  # every rank raises if this is not a path
     where = os.path.realpath(path) if comm.rank == 0 else ""
@@ -130,9 +132,10 @@ def make_plan(
 
 
 class _SaveRequest(NamedTuple):
-    """Describe what a rank wants to save, in the message that all ranks exchange.
+    """Describe what one rank saves; it is part of the message that all ranks exchange.
 
-    ``claims`` is None if they are as in the last save, whose checksum is ``number``. ``attributes`` is the CRC32 of the
+    ``claims`` lists the ranges of elements that the rank writes; it is None if they are the same as in the rank's last
+    save. ``number`` is the checksum of the claims of all ranks in that last save. ``attributes`` is the CRC32 of the
     attributes.
     """
 
@@ -147,17 +150,17 @@ class Agreement(NamedTuple):
     Attributes
     ----------
     where : str
-        The argument ``where`` of rank 0.
+        The argument ``where`` of rank 0: the path of the checkpoint.
     local : list of LocalArray
-        This rank's arrays, checked.
+        The arrays of this rank after checking, with normalized shapes and types.
     table : Table
-        The arrays of all ranks.
+        Shape and element type of every array that any rank writes, by path.
     attributes : dict
-        A copy of the attributes that were given.
+        A copy of the argument ``attributes``.
     number : int
-        Checksum of the claims of all ranks, as in :class:`KnownLayout`.
+        Checksum of the ranges of elements that all ranks write, as in :class:`KnownLayout`.
     opened : str or None
-        Path of the state file, if rank 0 has opened it already before the agreement; else None.
+        Path of the state file, if rank 0 has opened it before the ranks agreed; else None.
     """
 
     where: str
@@ -169,7 +172,7 @@ class Agreement(NamedTuple):
 
 
 class _Checked(NamedTuple):
-    """Hold the checked arrays of a rank, its claims, and the attributes as JSON text."""
+    """Hold the checked arrays of a rank, the claims made from them, and the attributes as JSON text."""
 
     local: list[LocalArray]
     claims: list[Claim]
@@ -191,12 +194,13 @@ def agree_on_arrays(
     where: str = "",
     again: RepeatedSave | None = None,
 ) -> Agreement:
-    """Check the arrays that each rank wants to save, and agree with all ranks on one table of arrays.
+    """Check the arrays that this rank saves, and agree with all ranks on one table of arrays.
 
-    Collective over ``comm``: one exchange, and a second one if only some of the ranks save the arrays of their last
-    save. A rank that saves the arrays of its last save calls ``again.start`` before the exchange. If all do, the result
-    has the table of the last save. All ranks raise the same error or none, including errors of ``again.start``; the
-    message begins with ``prefix(where)`` of rank 0. Parent folders that rank 0 has made stay, even if the save fails.
+    Collective over ``comm``. The ranks exchange messages once, or twice if some, but not all, of the ranks save the
+    same arrays as in their last save. A rank that saves the same arrays as in its last save calls ``again.start``
+    before the first exchange. If all ranks do so, the result has the table of the last save. All ranks raise the same
+    error or none, including errors of ``again.start``. The message begins with ``prefix(where)`` of rank 0. Parent
+    folders that rank 0 has made remain, even if the save fails.
     """
     known = KnownLayout() if again is None else again.layout
     checked, request, opened = _Checked([], [], ""), None, None

@@ -1,4 +1,4 @@
-"""Copy the values that a rank saves, so that training can go on while a thread writes the copy."""
+"""Copy the values that a rank saves, so that training can continue while a thread writes the copy."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from mpizero.types import Array
 
 
 class SnapshotBuffer:
-    """Hold the memory into which asynchronous saves copy their values; it is reused from save to save.
+    """Hold the memory into which asynchronous saves copy their values; every save reuses it.
 
     No method is collective.
 
     Parameters
     ----------
     allocate : function, optional
-        Function of a number of bytes that returns a new uint8 array of that size. A caller that accounts for memory
-        passes its own function.
+        Function that is called with a number of bytes and returns a new uint8 array of that size. A caller that counts
+        its memory passes its own function. The default is ``numpy.empty``.
     release : function, optional
-        Called with an array from ``allocate`` when it is no longer used.
+        Function that is called with an array from ``allocate`` when the array is no longer used.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class SnapshotBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that the buffer holds."""
+        """Number of bytes that the buffer has allocated."""
         return self._memory.size
 
     def reserve(self, arrays: Sequence[LocalArray]) -> None:
-        """Allocate memory for the pieces of ``arrays`` in advance, so that the first save is as fast as later saves."""
+        """Allocate memory for all pieces of ``arrays`` now, so that the first save is as fast as later saves."""
         needed = sum(_padded(values.nbytes) for array in arrays for _, values in array.pieces)
         if needed and needed + LINE > self._memory.size:
             self.close()  # release the old memory before the new memory is allocated
@@ -50,9 +50,9 @@ class SnapshotBuffer:
             self._memory[::PAGE] = 0  # the system hands out pages when they are touched
 
     def copy(self, arrays: Sequence[LocalArray]) -> list[LocalArray]:
-        """Copy the values of ``arrays`` into this buffer; return arrays whose pieces lie there.
+        """Copy the pieces of ``arrays`` into this buffer; return equal arrays whose pieces are views of the buffer.
 
-        Waits first until the last save no longer uses the buffer.
+        The call first waits until the last save no longer uses the buffer.
         """
         self.wait()
         self.reserve(arrays)
@@ -68,18 +68,18 @@ class SnapshotBuffer:
         return copied
 
     def close(self) -> None:
-        """Wait until the last save no longer uses the memory, and release it; the next copy allocates new memory."""
+        """Wait until the last save no longer uses the memory, and release it; the next copy allocates memory again."""
         self.wait()
         if self._memory.size:
             self._release(self._memory)
         self._memory = np.empty(0, np.uint8)
 
     def keep(self, until: Callable[[], object]) -> None:
-        """Register a function ``until`` that waits until the copy has been written; :meth:`wait` calls it."""
+        """Register ``until``, a function that returns when the copy has been written, for the next :meth:`wait`."""
         self._until_read = until
 
     def wait(self) -> None:
-        """Wait until the copy of the last save has been written."""
+        """Wait until the thread of the last save has ended and no longer reads the buffer."""
         if self._until_read is not None:
             self._until_read()
             self._until_read = None

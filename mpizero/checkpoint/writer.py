@@ -1,4 +1,4 @@
-"""Save a checkpoint from all ranks: checksums are computed from memory, and the folder appears only when complete."""
+"""Save a checkpoint from all ranks; its folder appears only when the checkpoint is complete."""
 
 from __future__ import annotations
 
@@ -33,39 +33,42 @@ def write(
     *,
     alignment: int = ALIGNMENT,
 ) -> None:
-    """Save arrays and attributes as a checkpoint folder that appears whole or not at all.
+    """Save arrays and attributes as a checkpoint; its folder appears only when the checkpoint is complete.
 
-    Collective over ``comm``. The ranks write into a hidden folder beside ``folder`` and make every file durable; then
-    rank 0 renames the folder. A failure on one rank (a full disk, an unwritable folder) raises the same error on every
-    rank, removes what was written, and leaves older checkpoints as they are. Leftovers of killed saves are removed.
+    Collective over ``comm``. The ranks write into a hidden folder beside ``folder`` and sync its files to disk. Then
+    rank 0 renames the hidden folder to ``folder``. If one rank fails (because of a full disk or an unwritable folder,
+    say), every rank raises the same error, what was written is removed, and older checkpoints are not changed.
+    Leftovers of killed saves are removed.
 
     Parameters
     ----------
     folder : path
-        The checkpoint; the path of rank 0 is used. Missing parent folders are made.
+        The checkpoint's folder; the path of rank 0 is used. Missing parent folders are made.
     arrays : sequence of LocalArray
-        The pieces that this rank writes. All ranks together must write every element exactly once. A rank need not
-        list arrays of which it writes nothing.
+        The arrays of which this rank writes elements, with these elements as their pieces. All ranks together must
+        write every element exactly once. A rank need not list arrays of which it writes no element.
     attributes : dict
-        JSON values, the same on every rank.
+        Dictionary of JSON values for the manifest, equal on every rank.
     comm : communicator, "self" or None
         mpi4py communicator, :class:`~mpizero.comm.communicator.Communicator`, "self" for this process alone, or None
         for all ranks that a launcher has started.
     backend : {"direct", "mpio"}
-        "direct": each rank writes its bytes by system calls. "mpio": parallel HDF5. The resulting files are the same.
+        "direct": each rank writes its elements by system calls. "mpio": the ranks write with parallel HDF5. The
+        resulting files are the same.
     replace : bool
-        Whether an existing checkpoint at ``folder`` may be replaced (in one step, after the new one is complete).
-        False: only a checkpoint whose checksums prove it damaged is replaced. A checkpoint that cannot be opened but
-        may be whole is never replaced.
+        Whether an existing checkpoint at ``folder`` may be replaced, by one rename after the new one is complete. If
+        False, only a checkpoint that is damaged, as its checksums or sizes prove, is replaced. A checkpoint that cannot
+        be opened but may be undamaged is never replaced.
     alignment : int
         A power of two from 64 to 4096 (the size of a page). Arrays of at least ``alignment`` bytes start at a multiple
-        of it in the file, all others at a multiple of 64.
+        of ``alignment`` in the file, and all other arrays at a multiple of 64.
 
     Raises
     ------
     CheckpointError
-        On every rank, if the arrays of the ranks do not fit together, the folder exists, or another run is writing it.
-        System errors are also ``OSError`` with ``errno``.
+        On every rank, if the pieces of all ranks do not make up whole arrays, the folder exists and may not be
+        replaced, or another run is writing it. For system errors it is a :class:`CheckpointIOError`, which is also an
+        ``OSError`` with ``errno``.
     ConfigError
         If the back end is unknown or not installed, or the alignment is not allowed.
     """
@@ -80,7 +83,7 @@ def write(
 
 
 def check_backend(comm: Communicator, backend: str) -> None:
-    """Raise :class:`ConfigError` unless this installation can write with ``backend``. Not collective."""
+    """Raise :class:`ConfigError` unless checkpoints can be written with ``backend`` over ``comm``. Not collective."""
     if backend not in _BACKENDS:
         raise ConfigError(f"backend must be one of {sorted(_BACKENDS)}, got {backend!r}")
     if backend == "mpio":

@@ -1,4 +1,4 @@
-"""Implement the back end "direct": every rank writes its ranges of the HDF5 file by system calls, without HDF5."""
+"""Implement the back end "direct": every rank writes its values into the HDF5 file by system calls, without HDF5."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpizero.types import Array
 
 
 class PieceSums(NamedTuple):
-    """Hold the CRC32s of bytes ``start:stop`` of an array, one for each part into which block borders cut them."""
+    """Hold the CRC32s of bytes ``start:stop`` of an array, one for each checksummed block that they overlap."""
 
     path: str
     start: int
@@ -28,27 +28,28 @@ class PieceSums(NamedTuple):
 
 
 class WritingStopped(Exception):  # noqa: N818 - a request, not a mistake
-    """Signal that :func:`write_pieces` has stopped between two blocks because its caller asked for it."""
+    """Raised by :func:`write_pieces` when it stops between two blocks because ``stopped()`` returned True."""
 
 
 def as_bytes(values: Array) -> memoryview:
-    """Return the bytes of a one-dimensional contiguous array, without a copy. Not collective."""
+    """Return a view of the bytes of a one-dimensional contiguous array. Not collective."""
     return values.view(np.uint8).data
 
 
 def store(
     comm: Communicator, file: str, arrays: Sequence[LocalArray], offsets: Mapping[str, int], prefix: str
 ) -> list[PieceSums]:
-    """Write every rank's pieces into ``file`` and make them durable; return this rank's checksums.
+    """Write every rank's pieces of arrays into ``file`` and sync it to disk; return this rank's checksums.
 
-    Collective over ``comm``: all ranks succeed, or all raise the same error, which begins with ``prefix``.
+    ``offsets`` holds the first byte of each array in the file. Collective over ``comm``: all ranks succeed, or all
+    raise the same error, whose message begins with ``prefix``.
     """
     with agreed(comm, prefix), comm.trace.transfer(f"writing {file}") as advance:
         return write_pieces(open_state(file), file, arrays, offsets, advance)
 
 
 def open_state(file: str) -> int:
-    """Open a state file that exists, to be written by :func:`write_pieces`. Not collective."""
+    """Open an existing state file for :func:`write_pieces`, and return its descriptor. Not collective."""
     return os.open(file, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
@@ -60,19 +61,20 @@ def write_pieces(
     advance: Callable[[int], object] = lambda _: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> list[PieceSums]:
-    """Write this rank's pieces into an open ``file`` and make them durable; return their checksums.
+    """Write this rank's pieces of arrays into an open file and sync it to disk; return the checksums of the pieces.
 
-    Not collective, no MPI. ``handle`` comes from :func:`open_state` and is closed. Each block's checksum is computed
-    from memory just before the block is written, so a reader finds any later damage. ``advance`` is called with the
-    number of bytes of each block when it is written, and of each range when it is on disk. ``stopped`` is asked before
-    each block; when it returns true, writing ends.
+    Not collective, and without MPI. ``handle`` is the descriptor from :func:`open_state`, which this function closes,
+    and ``file`` is the path for error messages. ``offsets`` holds the first byte of each array in the file. The
+    checksum of each block is computed from memory just before the block is written, so a reader finds any later damage.
+    ``advance`` is called with a number of bytes twice: when they have been written, and when they have been synced.
+    ``stopped`` is called before each block; if it returns True, writing ends.
 
     Raises
     ------
     WritingStopped
-        If ``stopped()`` returned true.
+        If ``stopped()`` returned True.
     OSError
-        If writing fails; names the file and the array.
+        If writing fails. The error names the file and the array.
     """
     sums = []
     try:
@@ -100,7 +102,7 @@ def write_pieces(
 
 
 def checksums(arrays: Sequence[LocalArray]) -> list[PieceSums]:
-    """Compute the checksums of this rank's pieces from memory. Not collective."""
+    """Return the checksums of this rank's pieces of arrays, computed from memory. Not collective."""
     sums = []
     for array in arrays:
         for first, values in array.pieces:
@@ -113,7 +115,10 @@ def checksums(arrays: Sequence[LocalArray]) -> list[PieceSums]:
 
 
 def join(table: Table, gathered: Sequence[Sequence[PieceSums]]) -> dict[str, tuple[int, ...]]:
-    """Combine the checksums of all ranks' pieces into the CRC32s of whole blocks, by array. Not collective."""
+    """Combine the checksums of the pieces of all ranks into the CRC32s of whole blocks, by array path. Not collective.
+
+    ``gathered`` holds, for each rank, the checksums of the pieces that it has written.
+    """
     pieces: dict[str, list[PieceSums]] = {path: [] for path in table}
     for listed in gathered:
         for piece in listed:

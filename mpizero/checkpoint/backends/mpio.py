@@ -1,4 +1,4 @@
-"""Implement the back end "mpio": all ranks open the file together and write their ranges with parallel HDF5."""
+"""Implement the back end "mpio": all ranks open the HDF5 file together and write their values with parallel HDF5."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WRITE_LIMIT = 256 * 1024 * 1024
 
 
 def check_available(comm: Communicator) -> None:
-    """Raise :class:`ConfigError` unless h5py has MPI and ``comm`` is an MPI communicator. Not collective."""
+    """Raise :class:`ConfigError` unless h5py was built with MPI and ``comm`` is an MPI communicator. Not collective."""
     import h5py
 
     if not h5py.get_config().mpi:
@@ -35,12 +35,13 @@ def check_available(comm: Communicator) -> None:
 def store(
     comm: Communicator, file: str, arrays: Sequence[LocalArray], offsets: Mapping[str, int], prefix: str
 ) -> list[PieceSums]:
-    """Write every rank's pieces into ``file`` by independent HDF5 writes; return this rank's checksums.
+    """Write every rank's pieces of arrays into ``file`` by independent HDF5 writes; return this rank's checksums.
 
-    Collective over ``comm``: all ranks succeed, or all raise the same error, which begins with ``prefix``. The file is
-    opened on a communicator made by ``split``, and no write is collective: collective writes on Cartesian
-    communicators lose data in Open MPI 4.1.4. All bytes are read back and compared with the checksums from memory,
-    because an MPI library may report success for writes that it loses.
+    ``offsets`` holds the first byte of each array in the file. Collective over ``comm``: all ranks succeed, or all
+    raise the same error, whose message begins with ``prefix``. The file is opened on a communicator made by ``split``,
+    and the writes are independent, because collective writes on Cartesian communicators lose data in Open MPI 4.1.4.
+    All bytes are read back and compared with the checksums computed from memory, because an MPI library may report
+    success although it has lost a write.
     """
     import h5py
 

@@ -1,1 +1,1 @@
-"""Define the format of a checkpoint: manifest, table of arrays, HDF5 skeleton and checksums."""
+"""Define the format of a checkpoint: the manifest, the descriptions of arrays, the HDF5 structure and the checksums."""

@@ -1,4 +1,4 @@
-"""Compute the CRC32 of a block from the CRC32s of its pieces, without reading the bytes again."""
+"""Cut arrays into checksummed blocks, and compute the CRC32 of a block from the CRC32s of its parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CACHED = 1024 * 1024
 
 
 def crc32_shifted(crc: int, length: int) -> int:
-    """Return what a part with CRC32 ``crc`` contributes to the CRC32 of a whole in which ``length`` bytes follow it.
+    """Return the contribution, to the CRC32 of a whole, of a part with CRC32 ``crc`` that ``length`` bytes follow.
 
     The CRC32 of the whole is the XOR of the contributions of its parts.
     """
@@ -23,7 +23,7 @@ def crc32_shifted(crc: int, length: int) -> int:
 
 
 def cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Cut bytes ``start:stop`` of an array at its block borders; yield the (start, stop) of each part in order."""
+    """Cut bytes ``start:stop`` of an array at the boundaries of blocks; yield (start, stop) of each part in order."""
     while start < stop:
         end = min(stop, (start // BLOCK + 1) * BLOCK)
         yield start, end
@@ -31,35 +31,37 @@ def cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 def in_cache(part: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Cut a block into pieces that fit a core's cache; yield the offset and bytes of each piece in order."""
+    """Cut a block into pieces that fit a core's cache; yield the offset in the block and a view of each piece."""
     for start in range(0, len(part), _CACHED):
         yield start, part[start : start + _CACHED]
 
 
 def block_count(nbytes: int) -> int:
-    """Return the number of blocks of an array of ``nbytes`` bytes."""
+    """Return the number of checksummed blocks of an array of ``nbytes`` bytes."""
     return -(-nbytes // BLOCK)
 
 
 def judge(length: int, stored: int, segments: Sequence[tuple[int, int, int]]) -> list[bool | None]:
-    """Verify the segments that ranks have read of one block by the CRC32 of the block.
+    """Verify the segments (ranges of bytes) of one block that ranks have read by the CRC32 of the block.
 
-    Ranks may cut a block anywhere and may read the same bytes twice. A segment is proven correct if segments that
-    follow each other without a gap, this one among them, cover the block and together have the stored CRC32.
+    Ranks may cut a block anywhere, and several ranks may read the same bytes. A segment is proven correct if it belongs
+    to a sequence of segments that follow each other without a gap, cover the block, and together have the stored CRC32.
 
     Parameters
     ----------
     length : int
-        Bytes of the block.
+        Size of the block in bytes.
     stored : int
-        CRC32 of the block as written.
+        CRC32 of the block as it was written.
     segments : sequence of (start, stop, crc)
-        The segments that were read, in bytes from the block's start, with their CRC32s.
+        First byte and end of each segment, counted from the start of the block, and the CRC32 of the bytes that were
+        read.
 
     Returns
     -------
     list of bool or None
-        For each segment: True: proven correct; False: the CRC32 differs; None: no gapless cover contains this segment.
+        For each segment True if it is proven correct, False if the CRC32 of the sequence differs, and None if no such
+        sequence contains the segment.
     """
     before = {0: 0}
     for start, stop, crc in sorted(segments):

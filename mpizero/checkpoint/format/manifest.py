@@ -1,4 +1,4 @@
-"""Encode and decode the manifest: two lines of JSON with the arrays of a checkpoint, their places and checksums."""
+"""Encode and decode the manifest: two lines of JSON with the arrays of a checkpoint, their offsets and checksums."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ STRUCTURE_LIMIT, STRUCTURE_PER_ARRAY = 1024 * 1024, 8192
 
 @dataclass(frozen=True)
 class StoredArray:
-    """Describe one array in ``state.h5``: ``offset`` is its first byte; one CRC32 for each block of ``BLOCK`` bytes."""
+    """Describe one array in ``state.h5``.
+
+    ``offset`` is the byte of the file at which the array starts. ``checksums`` holds one CRC32 for each block of
+    ``BLOCK`` bytes of the array.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -42,7 +46,11 @@ class StoredArray:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Hold the content of ``manifest.json``; ``structure`` is the CRC32 of the bytes of ``state.h5`` outside arrays."""
+    """Hold the content of ``manifest.json``.
+
+    ``arrays`` describes the arrays by path. ``state_bytes`` is the size of ``state.h5``, and ``structure`` is the CRC32
+    of its bytes outside the arrays.
+    """
 
     attributes: dict[str, Any]
     arrays: dict[str, StoredArray]
@@ -56,23 +64,24 @@ class Manifest:
 
     @property
     def structure_ranges(self) -> list[tuple[int, int]]:
-        """The (first byte, length) ranges of ``state.h5`` that lie outside the arrays."""
+        """The ranges of ``state.h5`` outside the arrays, as (first byte, number of bytes)."""
         return gaps(self.state_bytes, extents(self.arrays))
 
 
 def extents(arrays: Mapping[str, StoredArray]) -> Iterable[tuple[int, int]]:
-    """Return the (first byte, length) ranges of the arrays that have elements."""
+    """Return the range of ``state.h5``, as (first byte, number of bytes), of each array that has elements."""
     return ((array.offset, array.nbytes) for array in arrays.values() if array.nbytes)
 
 
 def canonical_json(value: object, what: str) -> str:
-    """Return ``value`` as JSON text; equal values give equal texts. ``what`` names the value in errors.
+    """Return ``value`` as JSON text; equal values give equal texts. ``what`` names the value in error messages.
 
     Raises
     ------
     CheckpointError
-        If it contains anything but dictionaries with string keys, lists, strings, finite numbers within the range of
-        float64, booleans and None, or if :func:`decode` would refuse to read it.
+        If the value contains anything but dictionaries with string keys, lists, tuples, strings, finite numbers within
+        the range of float64, booleans and None, or if it exceeds the limits on nesting and memory that :func:`decode`
+        sets.
     """
     try:
         text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=True)
@@ -92,7 +101,7 @@ def canonical_json(value: object, what: str) -> str:
 
 
 def _lists(value: object) -> object:
-    """Return ``value`` with tuples as lists, which is how JSON returns them."""
+    """Return ``value`` with all tuples replaced by lists, because JSON text is parsed to lists."""
     if isinstance(value, dict):
         return {key: _lists(item) for key, item in value.items()}
     return [_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
@@ -125,12 +134,12 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes) -> Manifest:
-    """Parse and check the bytes of a manifest, which may be damaged or crafted; the reverse of :func:`encode`.
+    """Parse and check the bytes of a manifest, which may be damaged or crafted; the inverse of :func:`encode`.
 
     Raises
     ------
     CheckpointError
-        If something is wrong; the message names the first problem, and the caller adds the file's name.
+        If something is wrong. The message describes the first problem, and the caller must add the name of the file.
     """
     if len(data) > MANIFEST_LIMIT:
         raise CheckpointError(f"larger than {MANIFEST_LIMIT} bytes")
@@ -149,7 +158,7 @@ def decode(data: bytes) -> Manifest:
 
 
 def _manifest(body: dict[str, Any]) -> Manifest:
-    """Convert the parsed JSON to a manifest; it must have exactly the keys of this format version."""
+    """Convert the parsed JSON of a manifest; raise CheckpointError unless it has exactly the keys of this version."""
     _check_keys(body, {"format", "version", "attributes", "state", "block_bytes", "arrays"}, "the manifest")
     state, arrays, attributes = body["state"], body["arrays"], body["attributes"]
     if not (isinstance(state, dict) and isinstance(arrays, dict) and isinstance(attributes, dict)):
@@ -170,7 +179,7 @@ def _manifest(body: dict[str, Any]) -> Manifest:
 
 
 def _is(value: object, number: int) -> bool:
-    """Tell whether ``value`` is the int ``number``; False for True and 1.0, which Python counts as equal to 1."""
+    """Tell whether ``value`` is an int equal to ``number``; True and 1.0 are not, although Python says ``1.0 == 1``."""
     return type(value) is int and value == number
 
 

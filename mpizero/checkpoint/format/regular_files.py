@@ -1,4 +1,4 @@
-"""Open files that are not trusted: only regular files, and with a limit on the size where a file is read whole."""
+"""Open files that are not trusted: only regular files, and with a limit on the size of a file that is read whole."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpizero.errors import ArgumentError, CheckpointError
 
 
 def open_regular(path: str) -> int:
-    """Open a regular file for reading and return its descriptor; raise for links, pipes and other kinds of file."""
+    """Open a file for reading and return its descriptor; raise CheckpointError unless it is a regular file, no link."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -24,7 +24,7 @@ def open_regular(path: str) -> int:
 
 
 def path_of(folder: str | os.PathLike[str]) -> str:
-    """Return a path as a string; raise :class:`ArgumentError` if ``folder`` is not a path."""
+    """Return the path ``folder`` as a string; raise :class:`ArgumentError` if it is not a path."""
     if not isinstance(folder, str | os.PathLike):
         raise ArgumentError(f"the folder of a checkpoint is a path, a string or pathlib.Path; got {folder!r:.80}")
     return os.fspath(folder)
@@ -36,9 +36,9 @@ def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
     Raises
     ------
     CheckpointError
-        If it is a link or not a regular file, or longer than ``limit``.
+        If ``path`` is a link or not a regular file, or the file has more than ``limit`` bytes.
     OSError
-        If it cannot be opened or read.
+        If the file cannot be opened or read.
     """
     name = os.fspath(path)
     with os.fdopen(open_regular(name), "rb") as file:

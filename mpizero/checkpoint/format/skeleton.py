@@ -1,4 +1,4 @@
-"""Build the HDF5 file without its values in memory, so that libhdf5 never writes to a disk."""
+"""Build an HDF5 file without the values of its arrays in memory, so that libhdf5 never writes to a disk."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ ALIGNMENT_LIMIT = 4096
 class Skeleton:
     """Describe an HDF5 file of ``nbytes`` bytes without the values of its arrays.
 
-    ``offsets`` gives the first byte of every array (0 for an array without elements). ``structure`` gives the bytes
-    outside the arrays as (first byte, content): what HDF5 itself wrote, and zeros where it wrote nothing.
+    ``offsets`` holds the first byte of every array by path; it is 0 for an array without elements. ``structure`` holds
+    all bytes outside the arrays as pairs of (first byte, content): what HDF5 itself wrote, and zeros where it wrote
+    nothing.
     """
 
     nbytes: int
@@ -40,7 +41,7 @@ class Skeleton:
 
 
 class SeekableFile(io.RawIOBase):
-    """Implement position and seeking of a file object of ``nbytes`` bytes, as h5py needs them."""
+    """Implement the position and seeking of a file object of ``nbytes`` bytes, as h5py needs them."""
 
     def __init__(self, nbytes: int = 0) -> None:
         self.nbytes = nbytes
@@ -55,17 +56,20 @@ class SeekableFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Move to a position and return it."""
+        """Move to a position in the file, and return it in bytes from the start of the file."""
         self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.nbytes}[whence]
         return self._position
 
     def tell(self) -> int:
-        """Return the position."""
+        """Return the position in bytes from the start of the file."""
         return self._position
 
 
 class _Recording(SeekableFile):
-    """Record the writes to a file in memory; bytes never written, those of the arrays, take no memory."""
+    """Record the writes to a file in memory.
+
+    The bytes of arrays are never written, so they take no memory.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +97,10 @@ class _Recording(SeekableFile):
         return self.nbytes
 
     def regions(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return the content of disjoint ascending (first byte, length) ranges; bytes never written are zeros."""
+        """Return the content of each range (first byte, number of bytes); bytes that were never written are zeros.
+
+        The ranges must be disjoint and ascending.
+        """
         starts = [start for start, _ in ranges]
         found = [bytearray(length) for _, length in ranges]
         for first, data in self.writes:
@@ -108,7 +115,7 @@ class _Recording(SeekableFile):
 
 
 def gaps(nbytes: int, extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the (first byte, length) ranges of a file of ``nbytes`` bytes that no extent covers."""
+    """Return the ranges of a file of ``nbytes`` bytes that no extent covers; both are (first byte, number of bytes)."""
     found, end = [], 0
     for start, length in sorted(extents):
         if start > end:
@@ -120,20 +127,23 @@ def gaps(nbytes: int, extents: Iterable[tuple[int, int]]) -> list[tuple[int, int
 
 
 def check_alignment(alignment: int) -> None:
-    """Raise :class:`ConfigError` unless arrays can start at multiples of ``alignment`` bytes."""
+    """Raise :class:`ConfigError` unless ``alignment`` is a power of two from 64 to 4096, in bytes."""
     if not ALIGNMENT <= alignment <= ALIGNMENT_LIMIT or alignment & (alignment - 1):
         raise ConfigError(f"alignment must be a power of two from {ALIGNMENT} to {ALIGNMENT_LIMIT}, got {alignment}")
 
 
 def build(table: Table, alignment: int = ALIGNMENT, marks: Mapping[str, Any] = MARKS) -> Skeleton:
-    """Build the HDF5 file with one contiguous dataset per array; equal tables and alignments give equal bytes.
+    """Build the HDF5 file with one contiguous dataset for each array of ``table``, without the values of the arrays.
 
-    ``marks`` are the attributes of the file's root. Datasets are allocated early and never filled, so that only HDF5's
-    own structure is written. The ``v110`` format checksums that structure and is read by every HDF5 from 1.10 on.
+    Equal arguments give equal bytes. Arrays of at least ``alignment`` bytes start at a multiple of ``alignment``.
+    ``marks`` are the attributes of the file's root group. The datasets are allocated early and never filled, so that
+    HDF5 writes only its own structure. The ``v110`` file format has checksums of that structure, and every HDF5 from
+    1.10 on can read it.
 
-    [Note: two alignments] HDF5 aligns all objects above one threshold, also its own small objects, so a wide alignment
-    would leave a gap after each of them. Therefore arrays of at least ``alignment`` bytes come last: the file is opened
-    a second time for them with that alignment. So no gap is larger than the array after it.
+    [Note: two alignments] HDF5 aligns all objects whose size is above a threshold, including small objects of its own.
+    So a large alignment would leave a gap after each of its small objects. Therefore arrays of at least ``alignment``
+    bytes are added last, after the file was opened a second time with that alignment as the threshold. So no gap is
+    larger than the array after it.
     """
     import h5py
 
@@ -164,7 +174,7 @@ def _opened(record: _Recording, mode: str, threshold: int, interval: int) -> Any
 
 
 def _add_datasets(file: Any, table: Table, paths: Iterable[str]) -> dict[str, int]:
-    """Create datasets in the given order; return the first byte of each, by path."""
+    """Create the datasets ``paths`` in the given order; return the first byte of each in the file, by path."""
     import h5py
 
     create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
@@ -182,7 +192,7 @@ def _add_datasets(file: Any, table: Table, paths: Iterable[str]) -> dict[str, in
 
 
 def _link(path: str) -> Any:
-    """Return the HDF5 link properties for a path: names that are not ASCII are marked as UTF-8."""
+    """Return the HDF5 link creation properties for a path: a name that is not ASCII is marked as UTF-8."""
     import h5py
 
     link = h5py.h5p.create(h5py.h5p.LINK_CREATE)
@@ -191,7 +201,7 @@ def _link(path: str) -> Any:
 
 
 def _groups(paths: Iterable[str]) -> list[str]:
-    """Return every group that the arrays lie in, the outer ones first."""
+    """Return the path of every HDF5 group that contains arrays, outer groups before inner ones."""
     parts = (path.split("/") for path in paths)
     return sorted({"/".join(names[:depth]) for names in parts for depth in range(1, len(names))})
 

@@ -1,4 +1,4 @@
-"""Parse JSON that is not trusted: strictly, and with limits on memory and nesting."""
+"""Parse JSON that is not trusted, strictly and with limits on memory and nesting."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def parse(data: bytes) -> Any:
     Raises
     ------
     ValueError
-        If it is not JSON, has a number beyond float64 or a key twice, is nested too deep, or would take too much
-        memory. The message has the reason; the caller adds the file's name.
+        If ``data`` is not JSON, contains a number beyond the range of float64 or a key twice, is nested too deeply, or
+        would take too much memory. The message says which, and the caller must add the name of the file.
     """
     if (memory := memory_of(data)) > MEMORY_LIMIT:
         raise ValueError(f"would take {memory} bytes of memory, at most {MEMORY_LIMIT} are allowed")
@@ -40,12 +40,18 @@ def parse(data: bytes) -> Any:
 
 
 def memory_of(data: bytes) -> int:
-    """Estimate from above how many bytes of memory parsing takes, from the numbers of containers, values and bytes."""
+    """Return an upper bound on the bytes of memory that parsing ``data`` takes.
+
+    It is computed from the numbers of brackets, commas and bytes.
+    """
     return 190 * (data.count(b"{") + data.count(b"[")) + 72 * data.count(b",") + 3 * len(data)
 
 
 def depth_of(value: object) -> int:
-    """Return how deep ``value`` is nested; computed without recursion, which a crafted file could exhaust."""
+    """Return the number of levels of dictionaries, lists and tuples in ``value``.
+
+    The function does not recurse, because a crafted file could exhaust the stack.
+    """
     depth, level = 0, [value]
     while level := [item for item in level if isinstance(item, (dict, list, tuple))]:
         depth += 1
@@ -54,7 +60,7 @@ def depth_of(value: object) -> int:
 
 
 def is_count(value: object, least: int = 0) -> bool:
-    """Tell whether a value from a file is an int from ``least`` up to 2**63; False for True and 1.0."""
+    """Tell whether a value from a file is an int from ``least`` to 2**63 - 1; it is False for bools and for 1.0."""
     return type(value) is int and least <= value < 2**63
 
 

@@ -1,4 +1,4 @@
-"""Describe the arrays of a checkpoint, and which rank writes which part of them; nothing here touches a file."""
+"""Describe the arrays of a checkpoint, and which rank writes which elements of them; this module reads no file."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ Table = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
 @dataclass(frozen=True)
 class LocalArray:
-    """Describe one array of a checkpoint, with the pieces of it that one rank writes or reads.
+    """Describe one array of a checkpoint, and the ranges of its elements that one rank writes or reads.
 
     Parameters
     ----------
     path : str
-        Name in the file, for example ``"parameters/blocks.0.weight"`` or ``"optimizer/exp_avg/blocks.0.weight"``.
+        Path in the HDF5 file, for example ``"parameters/blocks.0.weight"`` or ``"optimizer/exp_avg/blocks.0.weight"``.
     shape : tuple of int
         Shape of the whole array.
     dtype : numpy.dtype
         Element type, one of :data:`DTYPES`.
     pieces : tuple of (int, numpy.ndarray)
-        Ranges of the array flattened in C order: number of the first element, and a one-dimensional contiguous array of
-        values. For writing, the pieces of all ranks are disjoint and make up the whole array. For reading, they may be
-        any ranges, and are filled.
+        Ranges of elements of the array flattened in C order. Each piece is the index of its first element and a
+        one-dimensional contiguous array of its values. For writing, the pieces of all ranks must be disjoint and make
+        up the whole array. For reading, they may be any ranges, and their values are overwritten.
     """
 
     path: str
@@ -55,14 +55,17 @@ class LocalArray:
 
 
 def check_path(path: object) -> str:
-    """Return ``path`` if it is a legal name of an array, else raise :class:`CheckpointError`."""
+    """Return ``path`` if it may be the name of an array; otherwise raise :class:`CheckpointError`."""
     if fault := fault_of(path, PATH_LIMIT, PATH_PARTS):
         raise CheckpointError(f"array name {shown(path)} is not allowed: it {fault}")
     return str(path)
 
 
 def check_shape(path: str, shape: Sequence[object], dtype: str) -> tuple[int, ...]:
-    """Return ``shape`` as a tuple; raise :class:`CheckpointError` if a checkpoint cannot hold such an array."""
+    """Return ``shape`` as a tuple of ints.
+
+    Raises :class:`CheckpointError` if a checkpoint cannot store an array of this shape and element type.
+    """
     if dtype not in DTYPES:
         raise CheckpointError(f"array {path!r}: element type {dtype!r:.40} is not one of {', '.join(DTYPES)}")
     if len(shape) > 32:
@@ -76,15 +79,16 @@ def check_shape(path: str, shape: Sequence[object], dtype: str) -> tuple[int, ..
 
 
 def check_paths(paths: Iterable[str]) -> None:
-    """Raise :class:`CheckpointError` if one array's name is the HDF5 group of another: ``a`` and ``a/b``."""
+    """Raise :class:`CheckpointError` if one path would be the HDF5 group of another path, such as ``a`` of ``a/b``."""
     if found := nested_in(paths):
         raise CheckpointError(f"array {found[0]!r} cannot also be the group of array {found[1]!r}")
 
 
 def check_array(array: LocalArray, writable: bool = False) -> LocalArray:
-    """Check ``array``, and return it with its shape as ints and its type as ``numpy.dtype``.
+    """Check ``array``, and return a copy with the shape as a tuple of ints and the type as ``numpy.dtype``.
 
-    Raises :class:`CheckpointError` that names the array and what is wrong. ``writable`` requires values to be writable.
+    The values of the pieces are not copied. With ``writable`` they must be writable. Raises a :class:`CheckpointError`
+    that names the array and what is wrong.
     """
     path = check_path(array.path)
     dtype = np.dtype(array.dtype)
@@ -105,7 +109,10 @@ def check_array(array: LocalArray, writable: bool = False) -> LocalArray:
 
 @dataclass(frozen=True)
 class Claim:
-    """Describe which (start, stop) element ranges one rank writes of one array, with the array's shape and type."""
+    """Describe which ranges of elements of one array one rank writes, and the shape and type of the whole array.
+
+    ``ranges`` holds (start, stop) indices of the array flattened in C order.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -114,16 +121,16 @@ class Claim:
 
     @classmethod
     def of(cls, array: LocalArray) -> Claim:
-        """Make the claim of the pieces of ``array``."""
+        """Return the claim for all pieces of ``array`` that have elements."""
         ranges = tuple((start, start + values.size) for start, values in array.pieces if values.size)
         return cls(array.path, array.shape, array.dtype.str, ranges)
 
 
 def merge(claims: Sequence[Sequence[Claim]]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-    """Build the table of all arrays, sorted by name, from the claims of all ranks.
+    """Return shape and element type of every array, sorted by path, from the claims of each rank.
 
-    Raises :class:`CheckpointError` unless each element is written by exactly one rank. Every rank calls this function
-    with the same gathered claims, and gets the same table or the same error.
+    ``claims`` holds the claims by rank. Raises :class:`CheckpointError` unless each element is written by exactly one
+    rank. Every rank calls this function with the same gathered claims, and gets the same table or the same error.
     """
     table: dict[str, tuple[tuple[int, ...], str, int]] = {}
     ranges: dict[str, list[tuple[int, int, int]]] = {}

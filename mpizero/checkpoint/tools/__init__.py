@@ -1,4 +1,7 @@
-"""List, compare, export and import stored checkpoints in one process; arrays are read block by block."""
+"""List, compare, export and import stored checkpoints in one process.
+
+Arrays are read in blocks of 4 MiB, so that large checkpoints need little memory.
+"""
 
 from mpizero.checkpoint.tools.difference import ArrayDifference, CheckpointDifference, compare
 from mpizero.checkpoint.tools.elements import element_types, matches

@@ -1,4 +1,4 @@
-"""Compare two checkpoints, block by block."""
+"""Compare two checkpoints; arrays are read in blocks of 4 MiB."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ class ArrayDifference:
     path : str
         Path of the array.
     size, differing : int
-        Number of elements, and of elements that differ.
+        Number of elements of the array, and number of elements that differ.
     largest_absolute, largest_relative : float
-        Largest differences among elements that are finite in both arrays; relative to the larger magnitude.
+        Largest absolute and relative difference among the differing elements that are finite in both arrays. The
+        relative difference is the absolute difference divided by the larger magnitude.
     not_finite : int
-        Number of differing elements that are NaN or infinite in one of the arrays or in both.
+        Number of differing elements that are NaN or infinite in at least one of the arrays.
     first : tuple of int
         Index of the first element that differs.
     values : tuple of float
-        Values of that element in both arrays.
+        Values of that element in the first and in the second array.
     """
 
     path: str
@@ -51,15 +52,17 @@ class CheckpointDifference:
     Attributes
     ----------
     missing, extra : tuple of str
-        Arrays that only the first checkpoint has, and arrays that only the second has.
+        Paths of the arrays that only the first checkpoint has, and of the arrays that only the second checkpoint has.
     reshaped : dict
-        Arrays that differ in shape or element type, by path: both as text.
+        Arrays that differ in shape or element type: from the path to the type and shape, as text, in the first and in
+        the second checkpoint.
     arrays : tuple of ArrayDifference
-        Arrays that differ in values only.
+        Descriptions of the arrays that differ in values only.
     attributes : dict
-        Both values of each attribute that differs, by dotted name; None stands for an attribute that is missing.
+        The attributes that differ: from the dotted name to the values in the first and in the second checkpoint. None
+        stands for a missing attribute.
     compared, nbytes : int
-        Number of arrays whose values were compared, and their bytes in one checkpoint.
+        Number of arrays whose values were compared, and number of their bytes in one checkpoint.
     """
 
     missing: tuple[str, ...]
@@ -72,28 +75,29 @@ class CheckpointDifference:
 
     @property
     def equal(self) -> bool:
-        """True if nothing differs."""
+        """True if the checkpoints do not differ."""
         return not (self.missing or self.extra or self.reshaped or self.arrays or self.attributes)
 
 
 def compare(
     a: Reader, b: Reader, tolerance: float = 0.0, pattern: str | None = None, report: Report | None = None
 ) -> CheckpointDifference:
-    """Compare two open checkpoints and return their differences; with tolerance 0 values are compared bit by bit.
+    """Compare two open checkpoints and return their differences.
 
-    Collective over the communicators that they were opened with.
+    Collective over the communicators with which the checkpoints were opened.
 
     Parameters
     ----------
     a, b : Reader
         The checkpoints.
     tolerance : float
-        Elements that differ by no more than this, absolutely or relative to the larger magnitude, count as equal. With
-        a tolerance > 0, any NaN equals any other.
+        Two elements count as equal if their difference is at most ``tolerance``, or at most ``tolerance`` times the
+        larger magnitude. All NaNs then count as equal, too. With 0, elements count as equal only if all their bits are
+        equal.
     pattern : str, optional
         Compare only the arrays whose names match this shell pattern.
     report : callable, optional
-        Called with the number of bytes of every block that has been compared.
+        Called with the number of bytes of each block after the block has been compared.
     """
     if not 0 <= tolerance < float("inf"):  # NaN fails both
         raise ConfigError(f"tolerance {tolerance}: must be a finite number >= 0")
@@ -129,7 +133,7 @@ def _attributes(a: dict[str, Any], b: dict[str, Any]) -> Iterator[tuple[str, tup
 def _compare(
     a: Reader, b: Reader, array: tuple[str, str], tolerance: float, report: Report | None
 ) -> ArrayDifference | None:
-    """Compare one array, given by path and element type, in both checkpoints; None if its values are equal."""
+    """Compare one array, given by (path, element type), in both checkpoints; return None if its values are equal."""
     path, element = array
     shape, dtype = a.arrays[path]
     bits = np.dtype(f"u{dtype.itemsize}")
@@ -160,7 +164,7 @@ def _compare(
 
 
 def _apart(u: Array, v: Array, tolerance: float) -> Array:
-    """Return a mask of the values that differ by more than the tolerance."""
+    """Return a boolean mask of the float64 values that differ by more than the tolerance of :func:`compare`."""
     with np.errstate(invalid="ignore", over="ignore"):
         scale = np.maximum(1.0, np.maximum(np.abs(u), np.abs(v)))
         near = np.isfinite(u) & np.isfinite(v) & (np.abs(u - v) <= tolerance * scale)
@@ -169,7 +173,7 @@ def _apart(u: Array, v: Array, tolerance: float) -> Array:
 
 
 def _largest(u: Array, v: Array) -> tuple[float, float]:
-    """Return the largest absolute and relative difference of finite values."""
+    """Return the largest absolute and the largest relative difference of finite values."""
     if not u.size:
         return 0.0, 0.0
     with np.errstate(over="ignore", invalid="ignore"):

@@ -1,4 +1,4 @@
-"""Choose arrays by name, read them block by block, and convert their elements, also from and to bfloat16."""
+"""Choose arrays by name, read them in blocks, and convert their elements, also from and to bfloat16."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Report = Callable[[int], object]
 
 
 def element_types(reader: Reader) -> dict[str, str]:
-    """Return the element type of every array by path: NumPy's name, or ``bfloat16``. Not collective."""
+    """Return the name of the element type (NumPy's name, or ``bfloat16``) of every array, by path. Not collective."""
     listed = reader.attributes.get(BFLOAT16, ())
     tagged = {path for path in listed if isinstance(path, str)} if isinstance(listed, list) else set()
     bits = np.dtype("<u2")
@@ -36,42 +36,46 @@ def element_types(reader: Reader) -> dict[str, str]:
 
 
 def stored_type(element: str) -> np.dtype[Any]:
-    """Return the NumPy type in which elements of a type are stored: uint16 for bfloat16. Not collective."""
+    """Return the NumPy type in which elements of the named type are stored: uint16 for bfloat16. Not collective."""
     return np.dtype("<u2") if element == BFLOAT16 else np.dtype(element).newbyteorder("<")
 
 
 def supported(element: str) -> bool:
-    """Tell whether a checkpoint can hold elements of a type. Not collective."""
+    """Tell whether a checkpoint can store elements of the named type. Not collective."""
     return element == BFLOAT16 or any(np.dtype(known).name == element for known in DTYPES)
 
 
 def nbytes_of(reader: Reader, path: str) -> int:
-    """Return the size of an array in bytes. Not collective."""
+    """Return the size in bytes of the array ``path``. Not collective."""
     shape, dtype = reader.arrays[path]
     return prod(shape) * dtype.itemsize
 
 
 def short_name(path: str) -> str:
-    """Return the name of an array for other tools: the path without a leading ``parameters/``. Not collective."""
+    """Return the name of an array in other file formats: its path without a leading ``parameters/``. Not collective."""
     return path.removeprefix(PARAMETERS)
 
 
 def matches(path: str, pattern: str | None) -> bool:
-    """Tell whether an array's name, with or without ``parameters/``, matches a shell pattern. Not collective."""
+    """Tell whether a path, with or without ``parameters/``, fits a shell pattern; None fits all. Not collective."""
     return pattern is None or fits(path, pattern) or fits(short_name(path), pattern)
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Tell whether a name matches a shell pattern or equals its text, because ``w[0]`` is a name. Not collective."""
+    """Tell whether a name matches a shell pattern, or equals the pattern. Not collective.
+
+    The second case is needed because names such as ``w[0]`` look like patterns.
+    """
     return name == pattern or fnmatchcase(name, pattern)
 
 
 def blocks(reader: Reader, path: str, report: Report | None = None) -> Iterator[tuple[int, Array]]:
-    """Read an array block by block, verified; yield the number of the first element and the values (1-D) of each.
+    """Read and verify an array block by block; yield the index of the first element and the 1-D values of each block.
 
-    The memory of the values is overwritten by the next block.
+    The index refers to the array flattened in C order. The next block overwrites the memory of the values. ``report``
+    is called with the number of bytes of each block after the caller has used it.
 
-    Collective over the communicator that the checkpoint was opened with.
+    Collective over the communicator with which the checkpoint was opened.
     """
     shape, dtype = reader.arrays[path]
     size, step = prod(shape), BLOCK // dtype.itemsize
@@ -85,9 +89,9 @@ def blocks(reader: Reader, path: str, report: Report | None = None) -> Iterator[
 
 
 def convert(values: Array, source: str, target: str) -> Array:
-    """Convert 1-D values to another type, rounding to nearest even; values that are too large become infinite.
+    """Return 1-D values converted from the element type ``source`` to ``target``. Not collective.
 
-    Not collective.
+    Values are rounded to nearest even, and values that are too large become infinite.
     """
     if source == target:
         return values

@@ -1,4 +1,4 @@
-"""Write arrays of a checkpoint into a file of another format, block by block."""
+"""Write arrays of a checkpoint into a file of another format; only a few blocks are in memory at a time."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class ExportedArray:
     Attributes
     ----------
     path, name : str
-        Its names in the checkpoint and in the new file.
+        Name of the array in the checkpoint and in the new file.
     shape : tuple of int
-        Its shape.
+        Shape of the array.
     source, element : str
-        Its element types in the checkpoint and in the new file.
+        Name of the element type in the checkpoint and in the new file: NumPy's name, or ``bfloat16``.
     """
 
     path: str
@@ -55,7 +55,7 @@ class ExportedArray:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The NumPy type that holds its elements in the new file."""
+        """NumPy type in which the elements are stored in the new file."""
         return stored_type(self.element)
 
     @property
@@ -74,7 +74,7 @@ class ExportWriter(Protocol):
     def __call__(
         self, path: str, items: Sequence[ExportedArray], values: Values, attributes: Mapping[str, Any]
     ) -> None:
-        """Write ``items``, whose values ``values`` yields, and the checkpoint's attributes."""
+        """Write the arrays ``items``, whose values ``values(item)`` yields, and the attributes of the checkpoint."""
 
 
 #: The function that writes each format, and whether the format has bfloat16.
@@ -96,34 +96,36 @@ def export(
     replace: bool = False,
     report: Report | None = None,
 ) -> list[ExportedArray]:
-    """Write arrays of an open checkpoint into one new file; return their descriptions.
+    """Write arrays of an open checkpoint into one new file; return the descriptions of the written arrays.
 
-    Not collective: one process opens the checkpoint and calls this. Values are verified before they are written, with
-    memory for a few blocks. ``parameters/<name>`` is called ``<name>`` in the file; other arrays keep their names.
+    Not collective: one process opens the checkpoint and calls this function. Values are verified before they are
+    written. Only a few blocks are in memory at a time. The array ``parameters/<name>`` is called ``<name>`` in the
+    file; other arrays keep their names.
 
     Parameters
     ----------
     reader : Reader
         The checkpoint.
     out : path
-        The new file, which appears whole or not at all.
+        Path of the new file. The file appears there only when it is complete.
     format : {"safetensors", "npz", "hdf5"}
-        Format of the new file. In "npz" and "hdf5" files bfloat16 becomes float32, which is exact.
+        Format of the new file. For "npz" and "hdf5" bfloat16 values are converted to float32, which is exact.
     state : bool
-        Whether to export the optimizer's arrays too.
+        Whether to export the state arrays of the optimizer, too.
     dtype : str, optional
-        Convert floating-point arrays to ``bfloat16``, ``float16``, ``float32`` or ``float64``.
+        Type to which floating-point arrays are converted: ``bfloat16``, ``float16``, ``float32`` or ``float64``.
     pattern : str, optional
         Export only arrays whose names match this shell pattern.
     replace : bool
-        Whether a file that exists may be replaced.
+        Whether an existing file may be replaced.
     report : callable, optional
-        Called with the size, in the checkpoint, of every block that has been written.
+        Called with the number of bytes, in the checkpoint, of each block after the block has been written.
 
     Raises
     ------
     ConfigError
-        If nothing is to be exported, the format lacks the type, values are too large for it, or the file exists.
+        If no array is to be exported, the format does not have the element type, values are too large for that type, or
+        the file exists and may not be replaced.
     """
     if format not in FORMATS:
         raise ConfigError(f"format {format!r}: must be one of {', '.join(FORMATS)}")
@@ -149,7 +151,10 @@ def export(
 def chosen(
     reader: Reader, *, state: bool, dtype: str | None, pattern: str | None, knows_bfloat16: bool = True
 ) -> list[ExportedArray]:
-    """Choose the arrays of an export by their names, and the type of each; return them by name."""
+    """Return the descriptions of the arrays that :func:`export` with the same arguments writes.
+
+    ``knows_bfloat16`` says whether the format has bfloat16; otherwise such arrays become float32.
+    """
     if dtype is not None and dtype not in FLOATING:
         raise ConfigError(f"type {dtype!r}: must be one of {', '.join(FLOATING)}")
     if dtype == BFLOAT16 and not knows_bfloat16:
@@ -171,5 +176,5 @@ def chosen(
 
 
 def export_bytes(reader: Reader, *, state: bool = False, pattern: str | None = None) -> int:
-    """Return the number of bytes that an export reads from the checkpoint."""
+    """Return the number of bytes that :func:`export` with the same arguments reads from the checkpoint."""
     return sum(nbytes_of(reader, item.path) for item in chosen(reader, state=state, dtype=None, pattern=pattern))

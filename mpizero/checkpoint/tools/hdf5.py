@@ -1,7 +1,7 @@
 """Write arrays into one plain HDF5 file.
 
-As for checkpoints, libhdf5 builds the file's structure in memory and never writes to the disk: on a full disk it
-crashes.
+As for checkpoints, libhdf5 builds the file's structure in memory and never writes to the disk, because it crashes if
+the disk is full.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mpizero.types import Array
 def write(
     path: str, items: Sequence[Any], values: Callable[[Any], Iterator[Array]], attributes: Mapping[str, Any]
 ) -> None:
-    """Write each array as a contiguous dataset, and the attributes as JSON text at the root."""
+    """Write each array as a contiguous dataset, and the attributes as JSON text in an attribute of the root group."""
     marks = {"attributes": np.bytes_(canonical_json(dict(attributes), "attributes").encode())}
     skeleton = build({item.name: (item.shape, item.dtype) for item in items}, marks=marks)
     fill_file(path, skeleton)

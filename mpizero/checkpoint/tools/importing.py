@@ -1,4 +1,4 @@
-"""Write tensors of other programs as a checkpoint."""
+"""Convert files of tensors that other programs have written to checkpoints."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class ImportRules:
     Attributes
     ----------
     names : sequence of (str, str)
-        Pairs of a name in the file and its name in the checkpoint. One ``*`` in both stands for the same text. The
-        first pair that matches is used.
+        Pairs of a tensor's name in the file and its name in the checkpoint. Both may contain one ``*``, which stands
+        for the same text in both. The first pair that matches a tensor is used.
     drop : sequence of str
-        Shell patterns of tensors that are left out.
+        Shell patterns of the names, in the file, of tensors that are left out.
     transpose : sequence of str
-        Shell patterns of arrays (by their new names) whose axes are reversed.
+        Shell patterns of the names, in the checkpoint, of arrays whose axes are reversed.
     dtype : str or None
-        Type to which floating-point tensors are converted.
+        Type to which floating-point tensors are converted; None keeps their types.
     """
 
     names: Sequence[tuple[str, str]] = ()
@@ -66,7 +66,7 @@ class ImportRules:
                 raise ConfigError(f"map {old}={new}: must be OLD=NEW, with one * in both or none")
 
     def path(self, name: str) -> str:
-        """Return the path in the checkpoint of the tensor ``name``. Not collective."""
+        """Return the path that the tensor ``name`` of the file gets in the checkpoint. Not collective."""
         for old, new in self.names:
             if found := _wanted(old, name):
                 name = new.replace("*", found[1]) if "*" in new else new
@@ -75,7 +75,7 @@ class ImportRules:
 
 
 def _wanted(old: str, name: str) -> re.Match[str] | None:
-    """Match a tensor's name against the old name of a rule; group 1 is the text that ``*`` stands for."""
+    """Match a tensor's name against ``old``, the first name of a pair; group 1 is the text that ``*`` stands for."""
     return re.fullmatch(re.escape(old).replace(r"\*", "(.*)"), name)
 
 
@@ -90,30 +90,31 @@ def write_imported(
 ) -> list[str]:
     """Write the tensors of a file as a checkpoint; return the paths of its arrays.
 
-    Not collective: one process calls this. Values that are neither converted nor transposed are not held in memory.
+    Not collective: one process calls this function. Only values that are converted or transposed are copied into
+    memory; other values are read when they are written.
 
     Parameters
     ----------
     source : TensorFile
-        The tensors.
+        The file of tensors.
     out : path
-        The checkpoint to write.
+        Folder of the new checkpoint.
     attributes : dict
-        Its attributes; those that do not fit the arrays are adapted, see :func:`adapt_attributes`.
+        Attributes of the new checkpoint. :func:`adapt_attributes` adapts them to the arrays.
     rules : ImportRules
         Names and conversions.
     expected : mapping, optional
-        The arrays of the model. The file must hold all its parameters and no others, and all of its optimizer arrays or
-        none.
+        Shape and element type of the model's arrays, by path. The file must then contain exactly the parameters of the
+        model, and all optimizer state arrays or none of them.
     replace : bool
-        Whether a checkpoint that exists may be replaced.
+        Whether an existing checkpoint may be replaced.
 
     Raises
     ------
     CheckpointError
         If the tensors are not the arrays of the model, or cannot be stored in a checkpoint.
     ConfigError
-        If a rule matches no tensor, values are too large for a type, or ``out`` exists.
+        If a rule matches no tensor, values are too large for a type, or ``out`` exists and may not be replaced.
     """
     check_free(os.fspath(out), replace)
     found: dict[str, Tensor] = {}
@@ -139,9 +140,10 @@ def write_imported(
 def adapt_attributes(
     attributes: Mapping[str, Any], arrays: Mapping[str, tuple[tuple[int, ...], str]]
 ) -> dict[str, Any]:
-    """Return a copy of the attributes that fits the arrays. Not collective.
+    """Return a copy of a checkpoint's attributes, adapted to its arrays. Not collective.
 
-    Without optimizer arrays the optimizer is set to None. The list of bfloat16 arrays is made anew.
+    ``arrays`` holds shape and element type of the arrays by path. If there are no optimizer state arrays, the attribute
+    ``mpizero.optimizer`` is set to None. The list of bfloat16 arrays is computed from ``arrays``.
     """
     adapted = copy.deepcopy(dict(attributes))
     own = adapted.get("mpizero")
@@ -154,7 +156,7 @@ def adapt_attributes(
 
 
 def _check_rules(source: TensorFile, rules: ImportRules, found: Mapping[str, Tensor]) -> None:
-    """Raise :class:`ConfigError` if a rule matches no tensor: usually a name is misspelt."""
+    """Raise :class:`ConfigError` if a rule matches no tensor, because the rule is then probably misspelt."""
     for old, _ in rules.names:
         if not any(_wanted(old, name) for name in source.tensors):
             raise ConfigError(f"map {old}: no tensor of {source.path} has such a name")
@@ -164,7 +166,7 @@ def _check_rules(source: TensorFile, rules: ImportRules, found: Mapping[str, Ten
 
 
 def _become(source: TensorFile, tensor: Tensor, path: str, rules: ImportRules) -> tuple[tuple[int, ...], str]:
-    """Return shape and element type that a tensor will have as an array of the checkpoint."""
+    """Return the shape and the element type that a tensor will have in the checkpoint, as the array ``path``."""
     if tensor.element is None:
         raise CheckpointError(
             f"{source.path}: tensor {tensor.name!r} has elements of type {tensor.code}, which a checkpoint cannot "

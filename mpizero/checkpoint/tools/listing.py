@@ -1,4 +1,4 @@
-"""List the checkpoints of a folder, sound and damaged."""
+"""List the checkpoints of a folder, including damaged ones."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from mpizero.errors import CheckpointDamagedError, CheckpointError
 
 @dataclass(frozen=True)
 class ListedCheckpoint:
-    """Describe one step folder.
+    """Describe the checkpoint in one step folder.
 
     Attributes
     ----------
     path : str
-        The folder.
+        Path of the folder.
     step : int
-        The step in its name.
+        The step number in the name of the folder.
     nbytes : int
-        Bytes of its two files.
+        Number of bytes of the two files of the checkpoint together.
     written : float or None
-        When its manifest was written, in seconds since 1970; None without a manifest.
+        Time at which the manifest was written, in seconds since 1970; None if there is no manifest.
     problem : str or None
-        What is wrong with its manifest, file sizes or HDF5 structure; None if nothing is. The arrays are not read.
+        What is wrong with the manifest, the file sizes or the HDF5 structure; None if nothing is wrong. The arrays are
+        not checked.
     attributes : dict
-        Attributes that were saved beside the arrays; empty if there is a problem.
+        Attributes that were saved with the arrays; empty if there is a problem.
     damaged : bool
-        Whether a wrong checksum or size proves damage. With another problem the checkpoint may be whole.
+        Whether a wrong checksum or size proves that the checkpoint is damaged. With another problem it may be
+        undamaged.
     """
 
     path: str
@@ -44,12 +46,12 @@ class ListedCheckpoint:
 
     @property
     def state(self) -> str:
-        """State in one word: "sound", "damaged" or "unreadable"."""
+        """State of the checkpoint: "sound" (no problem), "damaged", or "unreadable" (another problem)."""
         return "sound" if self.problem is None else "damaged" if self.damaged else "unreadable"
 
 
 def listing(folder: str | os.PathLike[str]) -> list[ListedCheckpoint]:
-    """Return descriptions of the checkpoints in a folder of step folders, the oldest first. Not collective."""
+    """Return descriptions of all step folders in ``folder``, the lowest step number first. Not collective."""
     return [_listed(path) for path in reversed(step_folders(os.path.abspath(os.fspath(folder))))]
 
 

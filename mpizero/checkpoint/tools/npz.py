@@ -1,7 +1,8 @@
-"""Write and read NumPy's ``.npz``: a zip archive with one ``.npy`` for each array.
+"""Write and read NumPy's ``.npz`` files: zip archives with one ``.npy`` file for each array.
 
-[Note: why not NumPy's own] ``numpy.savez`` takes names as keyword arguments, and has keywords of its own: an array
-called ``file`` cannot be written. ``numpy.load`` allocates the size that a header declares before it looks at the data.
+[Note: why not numpy.savez and numpy.load] ``numpy.savez`` takes arrays as keyword arguments, and has keywords of its
+own, so it cannot write an array called ``file``. ``numpy.load`` allocates the memory that the header of an array
+declares before it looks at the data.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ _HEADERS: Mapping[tuple[int, int], Callable[[IO[bytes]], tuple[tuple[int, ...], 
 def write(
     path: str, items: Sequence[Any], values: Callable[[Any], Iterator[Array]], attributes: Mapping[str, Any]
 ) -> None:
-    """Write arrays into a new file; ``attributes`` are ignored, because the format has no place for them."""
+    """Write arrays into a new file; ``attributes`` are not written, because the format cannot store them."""
     with zipfile.ZipFile(path, "x", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for item in items:
             _write_entry(archive, item.name, item.shape, item.dtype, values(item))
 
 
 def write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, Array]) -> None:
-    """Write arrays by name into a file, and replace the file if it exists."""
+    """Write named arrays into a file, and replace the file if it exists."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for name, array in arrays.items():
             _write_entry(archive, name, array.shape, array.dtype, [np.ascontiguousarray(array).reshape(-1)])
@@ -65,15 +66,15 @@ def read_arrays(path: str | os.PathLike[str], limit: int | None = None) -> dict[
     Parameters
     ----------
     path : path
-        The file; no link is followed.
+        Path of the file. It must not be a link.
     limit : int, optional
-        The most bytes that all arrays may have together. The default is the size of the file, which suffices for a file
-        that is not compressed.
+        The largest number of bytes that all arrays may have together. The default is the size of the file, which
+        suffices if the file is not compressed.
 
     Raises
     ------
     CheckpointError
-        If the file is damaged, crafted or holds other things than numbers; the message says what is wrong.
+        If the file is damaged, crafted or contains anything but arrays of numbers. The message says what is wrong.
     OSError
         If the file cannot be opened or read.
     """

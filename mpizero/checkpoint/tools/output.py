@@ -1,4 +1,4 @@
-"""Write a file that appears whole or not at all."""
+"""Write a file that appears only when it is complete."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mpizero.errors import ConfigError, MpizeroError
 
 @contextmanager
 def new_file(path: str | os.PathLike[str], replace: bool) -> Iterator[str]:
-    """Yield a temporary path beside ``path``; at the end make the file there durable and rename it to ``path``.
+    """Yield a temporary path beside ``path``; at the end sync the file there to disk and rename it to ``path``.
 
-    If the body of the ``with`` statement raises, the temporary file is removed.
+    The ``with`` block must write a file at the temporary path. If the block raises, the temporary file is removed.
 
     Raises
     ------
     ConfigError
-        If ``path`` exists and ``replace`` is false, or if it is a folder.
+        If ``path`` exists and ``replace`` is False, or if ``path`` is a folder.
     """
     target = os.path.abspath(os.fspath(path))
     if os.path.isdir(target):
@@ -47,6 +47,6 @@ def new_file(path: str | os.PathLike[str], replace: bool) -> Iterator[str]:
 
 
 def check_free(target: str, replace: bool) -> None:
-    """Raise :class:`ConfigError` if ``target`` exists and ``replace`` is false."""
+    """Raise :class:`ConfigError` if ``target`` exists and ``replace`` is False."""
     if os.path.lexists(target) and not replace:
         raise ConfigError(f"{target}: exists; choose another name, or --force to replace it")

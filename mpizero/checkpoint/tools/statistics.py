@@ -1,4 +1,4 @@
-"""Compute statistics of the values of an array."""
+"""Compute statistics of the values of an array of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class ArrayStatistics:
     Attributes
     ----------
     minimum, maximum, mean, norm : float or None
-        None if no value is finite. The norm is the root of the sum of squares.
+        Statistics of the finite values; None if no value is finite. The norm is the square root of the sum of squares.
     not_finite : int
-        Number of values that are NaN or infinite; they are left out of the other statistics.
+        Number of values that are NaN or infinite. The other statistics do not include them.
     """
 
     minimum: float | None
@@ -32,11 +32,11 @@ class ArrayStatistics:
 
 
 def statistics(reader: Reader, path: str, report: Report | None = None, element: str | None = None) -> ArrayStatistics:
-    """Read an array block by block, verified, and return its statistics.
+    """Read and verify an array block by block, and return its statistics.
 
-    Collective over the communicator that the checkpoint was opened with. ``report`` is called with the number of bytes
-    of each block. A caller that reads many arrays passes the ``element`` type of each, from one call of
-    :func:`element_types`; without it, this function calls :func:`element_types` every time.
+    Collective over the communicator with which the checkpoint was opened. ``report`` is called with the number of bytes
+    of each block after it was read. ``element`` is the element type from :func:`element_types`. With None this function
+    calls :func:`element_types` itself, which is slow for a caller that reads many arrays.
     """
     element = element or element_types(reader)[path]
     parts = [_figures(widened(values, element)) for _, values in blocks(reader, path, report)]
@@ -50,7 +50,7 @@ def statistics(reader: Reader, path: str, report: Report | None = None, element:
 
 
 def _figures(values: Array) -> tuple[int, int, float, float, float, float]:
-    """Return the number of values and of finite values; of the finite ones minimum, maximum, sum, sum of squares."""
+    """Return the number of values; then number, minimum, maximum, sum and sum of squares of the finite values."""
     finite = values[np.isfinite(values)]
     if not finite.size:
         return values.size, 0, 0.0, 0.0, 0.0, 0.0

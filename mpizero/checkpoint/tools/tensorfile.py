@@ -1,9 +1,10 @@
-"""Read and write safetensors files: a length, a header in JSON, then the tensors one after the other.
+"""Read and write safetensors files: the length of the header, the header in JSON, then the tensors.
 
-[Note: which part the library does] The library ``safetensors`` reads and checks headers before anything is allocated.
-It refuses a header that is too large, and tensors that overlap, leave gaps or do not fit their bytes. It cannot write
-without holding everything in memory, and cannot read bfloat16 with NumPy. Therefore this module streams the values
-itself. The library must be able to read a new file before the file gets its name.
+[Note: which part the library does] The library ``safetensors`` reads and checks headers before memory for tensors is
+allocated. It refuses a header that is too large, and tensors that overlap, leave gaps or do not fit their bytes. It
+cannot write a file without holding all tensors in memory, and cannot read bfloat16 with NumPy. Therefore this module
+reads and writes the values itself, block by block. A new file gets its final name only after the library was able to
+read it.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def library() -> Any:
     Raises
     ------
     ConfigError
-        If it is not installed.
+        If the library is not installed.
     """
     try:
         import safetensors
@@ -69,7 +70,7 @@ def library() -> Any:
 def write(
     path: str, items: Sequence[Any], values: Callable[[Any], Iterator[Array]], attributes: Mapping[str, Any]
 ) -> None:
-    """Write arrays, and the attributes as metadata; the file has the bytes that the library would write."""
+    """Write arrays, and the attributes as metadata, into a new file with the bytes that the library would write."""
     entries: dict[str, Any] = {"__metadata__": {METADATA: canonical_json(dict(attributes), "attributes")}}
     if any(item.name in entries for item in items):
         raise ConfigError(
@@ -95,7 +96,10 @@ def write(
 
 @dataclass(frozen=True)
 class Tensor:
-    """Describe one tensor of a safetensors file: name, type code of the format, shape, first byte and size in bytes."""
+    """Describe one tensor of a safetensors file.
+
+    ``code`` is the type code of the format, such as "BF16"; ``start`` is the first byte in the file.
+    """
 
     name: str
     code: str
@@ -105,30 +109,30 @@ class Tensor:
 
     @property
     def element(self) -> str | None:
-        """Name of the element type; None if a checkpoint cannot hold it."""
+        """Name of the element type (NumPy's name, or ``bfloat16``); None if a checkpoint cannot store it."""
         return _TYPES.get(self.code)
 
 
 class TensorFile:
-    """Read a safetensors file that is mapped into memory; its header is checked before anything is allocated.
+    """Read tensors of a memory-mapped safetensors file; its header is checked before any tensor is read.
 
     Parameters
     ----------
     path : path
-        A regular file; links are followed.
+        Path of a regular file, or of a link to one.
 
     Attributes
     ----------
     tensors : dict
-        :class:`Tensor` by name.
+        Description (:class:`Tensor`) of each tensor, by name.
     attributes : dict
-        Attributes of the checkpoint from which :func:`~mpizero.checkpoint.tools.export.export` made the file; empty in
+        Attributes of the checkpoint from which :func:`~mpizero.checkpoint.tools.export.export` made the file; empty for
         files of other programs.
 
     Raises
     ------
     CheckpointError
-        If it is not a safetensors file, or a damaged or crafted one.
+        If the file is not a safetensors file, or is damaged or crafted.
     ConfigError
         If the library is not installed.
     """
@@ -149,7 +153,7 @@ class TensorFile:
         self._bytes = None
 
     def values(self, name: str) -> Array:
-        """Return a view of a tensor's values (1-D, bfloat16 as uint16); the file is read when they are used."""
+        """Return a 1-D view of a tensor's values, bfloat16 as uint16; the file is read when the values are used."""
         tensor = self.tensors[name]
         assert self._bytes is not None
         assert tensor.element is not None
@@ -182,7 +186,7 @@ def _read_header(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _header_bytes(path: str) -> tuple[bytes, int]:
-    """Return the header's bytes, and the size of the file."""
+    """Return the bytes of the header, and the size of the file in bytes."""
     if not os.path.exists(path):
         raise CheckpointError(f"{path}: no such file")
     with os.fdopen(open_regular(os.path.realpath(path)), "rb") as file:
