@@ -124,8 +124,7 @@ def export(
     Raises
     ------
     ConfigError
-        If no array is to be exported, the format does not have the element type, values are too large for that type, or
-        the file exists and may not be replaced.
+        If no array is chosen, the format lacks an element type, values are too large for ``dtype``, or the file exists.
     """
     if format not in FORMATS:
         raise ConfigError(f"format {format!r}: must be one of {', '.join(FORMATS)}")
