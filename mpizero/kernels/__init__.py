@@ -1,9 +1,10 @@
-"""Provide numerical kernels: formulas written once, compiled for CPU and GPU, checked against plain NumPy.
+"""Provide numerical kernels: formulas are written once, compiled for CPU and GPU, and checked against plain NumPy.
 
-``backend(array)`` returns the package of kernels for this kind of array, :mod:`mpizero.kernels.cpu` or ``cuda``. Both
-have the same modules (``optimizer``, ``fused``, ``reduction``, ``copy``, ``activation``, ``norm``, ``loss``,
-``embedding``, ``attention``, ``compression``, ``random``). Modules are imported, and kernels compiled or loaded, on
-first use. ``namespace(array)`` returns the array library, NumPy or CuPy.
+``backend(array)`` returns the package of kernels for this kind of array: :mod:`mpizero.kernels.cpu` or
+:mod:`mpizero.kernels.cuda`. Both have the same modules (``optimizer``, ``fused``, ``reduction``, ``copy``,
+``activation``, ``norm``, ``loss``, ``embedding``, ``attention``, ``compression``, ``random``, ``ring``). These modules
+are imported on first use, and a kernel is compiled or loaded from disk at its first call. ``namespace(array)`` returns
+the array library, NumPy or CuPy.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ __all__ = ["all_finite", "backend", "cpu", "cuda", "namespace", "to_host"]
 
 
 def backend(array: Any) -> ModuleType:
-    """Return the kernels for ``array``: :mod:`mpizero.kernels.cpu` for NumPy arrays, ``cuda`` for GPU arrays.
+    """Return the package of kernels for ``array``, :mod:`mpizero.kernels.cpu` or :mod:`mpizero.kernels.cuda`.
 
     Raises
     ------
     TypeError
-        ``array`` is neither a NumPy nor a GPU array.
+        If ``array`` is neither a NumPy nor a GPU array.
     """
     if isinstance(array, np.ndarray):
         return cpu
@@ -40,7 +41,7 @@ def all_finite(array: Any) -> bool:
 
 
 def namespace(array: Any) -> Any:
-    """Return the array library of ``array``: NumPy, or the package its type comes from (CuPy)."""
+    """Return the library of an array, a module with NumPy's functions: NumPy, CuPy or its simulation."""
     if isinstance(array, np.ndarray):
         return np
     package = type(array).__module__.partition(".")[0]
@@ -48,5 +49,5 @@ def namespace(array: Any) -> Any:
 
 
 def to_host(array: Any) -> Any:
-    """Copy a GPU array to the host; return any other object itself."""
+    """Return a NumPy copy of a GPU array; return any other object itself."""
     return array.get() if hasattr(array, "__cuda_array_interface__") else array

@@ -1,13 +1,14 @@
 """Multiply large matrices with a BLAS library of the user's choice instead of the one inside NumPy.
 
 NumPy's wheels contain OpenBLAS. Another library can be faster: Intel's MKL multiplies the shapes of a transformer block
-about a tenth faster. The library is chosen once in a process. The variable ``MPIZERO_BLAS`` is the path of a library
-with the C interface of BLAS (``cblas_sgemm``, 32-bit integers), or ``numpy``. Without the variable, MKL is used if the
-package ``mkl`` is installed, otherwise NumPy's BLAS. Small products are always left to NumPy, whose call costs less.
+about a tenth faster. The library is chosen once in a process. The environment variable ``MPIZERO_BLAS`` is the path of
+a library with the C interface of BLAS (``cblas_sgemm``, 32-bit integers), or ``numpy``. Without the variable, MKL is
+used if the package ``mkl`` is installed, otherwise NumPy's BLAS. Small products are always computed by NumPy, because
+calling it takes less time.
 
-[Note: few rows] For a product of a few rows with a transposed matrix (the gradient of a layer's input,
-``dy @ weight.T``), OpenBLAS is slower than for the transposed product ``weight @ dy.T`` and a copy of its small result:
-by 13 % with 64 rows, by half with 16, on a core with AVX-512. From 200 rows on it is faster.
+[Note: few rows] If ``dy`` has few rows, OpenBLAS takes longer for ``dy @ weight.T`` (the gradient of a layer's input)
+than for the transposed product ``weight @ dy.T`` and a copy of its small result: 13 % longer with 64 rows, 50 % with
+16, on a core with AVX-512. From 200 rows on, ``dy @ weight.T`` is faster.
 """
 
 from __future__ import annotations
@@ -58,13 +59,15 @@ class BlasLibrary:
 
     Attributes
     ----------
+    path : str
+        The path as given.
     name : str
-        MKL's name and version, or the name of the library's file.
+        MKL's name and version; for another library the name of its file.
 
     Raises
     ------
     ConfigError
-        The library cannot be loaded, or lacks ``cblas_sgemm`` or ``cblas_dgemm``.
+        If the library cannot be loaded, or lacks ``cblas_sgemm`` or ``cblas_dgemm``.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -80,10 +83,10 @@ class BlasLibrary:
         self._products: dict[str, Any] = {"f": _typed(single, ctypes.c_float), "d": _typed(double, ctypes.c_double)}
 
     def product(self, a: Array, b: Array, out: Array) -> bool:
-        """Write ``a @ b`` to ``out`` and return True; return False and do nothing if this library cannot do it.
+        """Write ``a @ b`` to ``out`` and return True; return False and do nothing if the library cannot compute it.
 
-        The library takes two-dimensional arrays of one dtype, float32 or float64; an operand may be a transposed view.
-        ``out`` must not overlap an operand.
+        The three arrays are two-dimensional. The library can multiply arrays of one dtype, float32 or float64, whose
+        rows (or, for an operand, columns) are contiguous. ``out`` must not overlap an operand.
         """
         product = self._products.get(out.dtype.char)
         left, right, result = _order(a), _order(b), _order(out)
@@ -108,7 +111,7 @@ def library() -> BlasLibrary | None:
     Raises
     ------
     ConfigError
-        ``MPIZERO_BLAS`` names a library that cannot be used.
+        If ``MPIZERO_BLAS`` names a library that cannot be used.
     """
     asked = os.environ.get(VARIABLE, "")
     if asked:
@@ -117,7 +120,10 @@ def library() -> BlasLibrary | None:
 
 
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
-    """Compute ``a @ b`` of NumPy arrays with the chosen BLAS library; write the result to ``out`` if it is given."""
+    """Return ``a @ b`` of NumPy arrays, computed by the library that :func:`library` returns if the product is large.
+
+    If ``out`` is given, the product is written to it, and ``out`` is returned.
+    """
     if not _large(a, b) or _multiplies_itself(a) or _multiplies_itself(b):
         return np.matmul(a, b, out=out)
     chosen = library()
@@ -138,7 +144,7 @@ def _by_numpy(a: Array, b: Array, out: Array | None) -> Array:
 
 
 def _takes(out: Array | None, a: Array, b: Array) -> bool:
-    """Tell whether ``out`` has the product's shape and dtype; if not, NumPy's own call raises the error."""
+    """Tell whether ``out`` is None or has the shape and dtype of ``a @ b``; if not, NumPy has to raise the error."""
     return out is None or (out.shape == (len(a), b.shape[1]) and a.dtype == b.dtype == out.dtype)
 
 
@@ -147,12 +153,16 @@ def _large(a: Array, b: Array) -> bool:
 
 
 def _multiplies_itself(x: Array) -> bool:
-    """Tell whether an array's class defines its own ``__array_ufunc__``, and so its own products."""
+    """Tell whether the class of ``x``, a subclass of NumPy's array, defines its own ``__array_ufunc__``."""
     return type(x).__array_ufunc__ is not np.ndarray.__array_ufunc__
 
 
 def _order(x: Array) -> tuple[int, int] | None:
-    """Return BLAS's transposition flag for a matrix and its leading dimension; None if BLAS cannot read the matrix."""
+    """Return BLAS's transposition flag and leading dimension (in elements) for a matrix, or None.
+
+    None means that BLAS cannot read the matrix, because neither its rows nor its columns are contiguous, or because it
+    is too large for 32-bit integers.
+    """
     (rows, columns), (down, across), size = x.shape, x.strides, x.itemsize
     if across == size and down >= columns * size and down % size == 0:
         order, leading = _AS_IT_IS, down // size
@@ -170,7 +180,10 @@ def _typed(function: Any, scalar: Any) -> Any:
 
 
 def _make_mkl_reproducible(found: ctypes.CDLL) -> str:
-    """Set MKL to reproducible results, unless the user's ``MKL_CBWR`` says otherwise; return its name and version."""
+    """Make MKL compute the same bits in every run; return its name and version.
+
+    If the user has set the environment variable ``MKL_CBWR``, leave MKL's setting as it is.
+    """
     if not os.environ.get("MKL_CBWR"):
         branch = found.MKL_CBWR_Get_Auto_Branch()
         if found.MKL_CBWR_Set(branch | _STRICT):

@@ -1,9 +1,9 @@
 """Cache compiled kernels in a folder: one object file per kernel and dtype, compiled by one process per node.
 
-The folder's name is a hash of every source file in this package, of the compiler's version and of the CPU. So after a
-change of a formula, of numba or of the CPU type the folder is a new, empty one, and outdated code cannot be loaded. A
-file in the folder is run as machine code, so nobody but this user may write there: see [Note: who may write] in
-:mod:`.private`. Numba's own cache, which stores pickles, is never used.
+The folder's name is a hash of every source file in the package ``mpizero.kernels``, of the compiler's version and of
+the CPU. So after a change of a formula, of numba or of the CPU type, a new, empty folder is used, and outdated code
+cannot be loaded. A file in the folder is run as machine code, so nobody but this user and root may be able to write to
+it: see [Note: who may write] in :mod:`mpizero.kernels.private`. Numba's own cache, which stores pickles, is never used.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class CacheFolder(NamedTuple):
     Attributes
     ----------
     path : pathlib.Path
-        The folder.
+        The folder that is used.
     refused : str
-        If the folder where the cache should be is not safe, the reason why another one is used; otherwise "".
+        If other users can write to the folder that should be used, a text that says why it is not; otherwise "".
     remedy : str
-        What the user can do about it.
+        If ``refused`` is not empty, what the user can do to have that folder used; otherwise "".
     """
 
     path: Path
@@ -48,7 +48,10 @@ class CacheFolder(NamedTuple):
 
 
 def _wanted() -> Path | None:
-    """Return the cache folder that the environment asks for (its variables or the home folder), or None."""
+    """Return the folder in which to put the cache: ``MPIZERO_CACHE_DIR``, or ``mpizero`` in the user's cache folder.
+
+    The user's cache folder is ``XDG_CACHE_HOME`` or ``~/.cache``. Return None if the user has no home folder.
+    """
     if configured := os.environ.get("MPIZERO_CACHE_DIR"):
         if (path := os.path.expanduser(configured)).startswith("~"):
             raise ConfigError(f"MPIZERO_CACHE_DIR={configured}: there is no such home folder; give the whole path")
@@ -60,7 +63,10 @@ def _wanted() -> Path | None:
 
 
 def _own_root() -> Path:
-    """Return a folder of this user's own in a temporary folder of all users, such as /tmp."""
+    """Return a folder in /tmp (or another temporary folder for all users) that only this user can write.
+
+    Raise PermissionError if no such folder can be made.
+    """
     tried = []
     for base in dict.fromkeys((tempfile.gettempdir(), "/var/tmp", "/dev/shm")):
         try:
@@ -74,7 +80,10 @@ def _own_root() -> Path:
 
 
 def _choose_folder(name: str) -> CacheFolder:
-    """Return the folder ``name``, in the place that the environment asks for or, if unsafe, in a folder of our own."""
+    """Make the folder ``name`` where :func:`_wanted` says or, if that is unsafe or not possible, in :func:`_own_root`.
+
+    If ``MPIZERO_CACHE_DIR`` is set and the folder cannot be made there, raise OSError.
+    """
     root, refused = _wanted(), None
     try:
         if root is not None:
@@ -93,7 +102,7 @@ def _choose_folder(name: str) -> CacheFolder:
 
 
 def _version_file(package: str) -> bytes:
-    """Read the file with a package's version, without importing the package: importing numba takes 0.4 s."""
+    """Return the contents of a package's ``_version.py``, without importing the package (numba takes 0.4 s)."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(f"{package} is needed to compile kernels: pip install numba", name=package)
@@ -102,14 +111,15 @@ def _version_file(package: str) -> bytes:
 
 @functools.cache
 def find_folder(cpu: str) -> CacheFolder:
-    """Find or create the folder for this version of the kernels on ``cpu``.
+    """Find or make the cache folder for this version of the kernels and for a CPU; ``cpu`` is its name and features.
 
-    If others could write to the folder, another one is used, and one process of each node prints a notice.
+    If other users can write to the folder that should be used, another one is used, and one process of each node prints
+    a notice.
 
     Raises
     ------
     OSError
-        No folder can be made; the message names it.
+        If no folder can be made; the message names those that were tried.
     """
     digest = hashlib.sha256()
     package = Path(__file__).parent
@@ -127,18 +137,21 @@ def find_folder(cpu: str) -> CacheFolder:
 
 
 def folder(cpu: str) -> Path:
-    """Return the path of the folder that :func:`find_folder` finds."""
+    """Return the path of the cache folder for this version of the kernels and for a CPU; make it if it is missing."""
     return find_folder(cpu).path
 
 
 def interpreted() -> bool:
-    """Tell whether ``NUMBA_DISABLE_JIT`` asks for plain Python (debugging, coverage)."""
+    """Tell whether kernels run as plain Python (``NUMBA_DISABLE_JIT`` is set), for debugging and coverage."""
     return os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0")
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file; the operating system releases it when the process that holds it dies."""
+    """Hold an exclusive lock on a file while the context is active; if the process dies, the lock is released.
+
+    If the file system has no locks, do nothing.
+    """
     import fcntl
 
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -168,7 +181,11 @@ def _read(path: Path) -> bytes | None:
 
 
 def load_or_build(path: Path, build: Callable[[], bytes]) -> bytes:
-    """Return the bytes stored in ``path``; if they are missing or damaged, one process builds and stores them."""
+    """Return the machine code stored in the file ``path``.
+
+    If the file is missing or damaged, or other users could have written it, one process of the node calls ``build``,
+    which returns the machine code, and stores it with a checksum. The other processes wait for it.
+    """
     if (code := _read(path)) is not None:
         return code
     with _locked(path.with_suffix(".lock")):

@@ -1,4 +1,4 @@
-"""Define the decorator of CPU kernels: one process per node compiles a kernel by numba, the others load it from disk.
+"""Define the decorator of CPU kernels: one process per node compiles a kernel with numba, the others load it from disk.
 
 ::
 
@@ -14,13 +14,13 @@
 
 Rules for kernels, each found by measuring:
 
-- Formulas and helpers are plain Python functions of this package, called by name; they are inlined.
-- No bare float literals in formulas (they turn float32 into float64).
+- Formulas and helpers are plain Python functions of the package ``mpizero.kernels``, called by name; they are inlined.
+- Formulas have no float literals, because these turn float32 into float64.
 - Loops run from 0: with ``range(start, stop)`` numba must allow for negative indices, and nothing vectorizes.
-- No allocation, no ``raise``, because the object file must run without numba's run time. Temporary memory is the last
-  parameter; its size is given by ``scratch=``, and callers do not pass it.
-- Array arguments are C-contiguous; ``const`` ones may be read-only. Scalars: i8, u8, i4, u4, f8, f4.
-  Results: void, bool, i8, f8.
+- Kernels neither allocate memory nor raise exceptions, because the object file must run without numba's run time.
+  Temporary memory is the last parameter; ``scratch=`` gives its size, and callers do not pass it.
+- Array arguments are C-contiguous; those declared ``const`` may be read-only. Scalars are i8, u8, i4, u4, f8 or f4, and
+  results are void, bool, i8 or f8.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Intrinsic(ABC):
 
     @abstractmethod
     def compiled(self) -> Any:
-        """Return the numba ``intrinsic`` that is compiled in place of this object."""
+        """Return the numba ``intrinsic`` that compiled kernels call instead of this object."""
 
     @abstractmethod
     def __call__(self, *args: Any) -> Any:
-        """Do the same operation in Python."""
+        """Do the operation in plain Python, for kernels that are not compiled."""
 
 
 class Kernel:
@@ -63,9 +63,9 @@ class Kernel:
     Attributes
     ----------
     python : function
-        The plain Python function; it runs itself under ``NUMBA_DISABLE_JIT=1``.
+        The plain Python function from which the kernel is compiled. Under ``NUMBA_DISABLE_JIT=1`` it runs uncompiled.
     signature : Signature
-        Types of the parameters, with the temporary memory (scratch).
+        Types of all parameters, including the temporary memory, which callers do not pass.
     """
 
     def __init__(
@@ -89,7 +89,10 @@ class Kernel:
         self.__signature__ = inspect.Signature(parameters[: -1 if scratch else None])
 
     def __call__(self, *args: Any) -> Any:
-        """Run the kernel; Python's interpreter lock is released while it runs."""
+        """Run the kernel and return its result; Python's interpreter lock is released while it runs.
+
+        Raise TypeError if an argument does not fit the signature.
+        """
         # Machine code checks its own arguments, so the dtype is looked at only when the latest code refuses them.
         try:
             result = self._latest(*args)
@@ -99,7 +102,7 @@ class Kernel:
         return self._choose(args) if result is REFUSED else result
 
     def _choose(self, args: tuple[Any, ...]) -> Any:
-        """Run the machine code for these arguments' dtype; compile or load it first if necessary."""
+        """Run the machine code for the arguments' dtype, after compiling or loading it; return the kernel's result."""
         char = self._check(args)
         with _COMPILER:
             if char not in self._calls:
@@ -109,7 +112,10 @@ class Kernel:
         return self._latest(*args)
 
     def _check(self, args: tuple[Any, ...]) -> str:
-        """Return the dtype character that ``T`` stands for; raise TypeError for an argument that does not fit."""
+        """Return NumPy's character ("f" or "d") of the dtype that ``T`` stands for in a call with these arguments.
+
+        Raise TypeError if an argument does not fit the signature.
+        """
         names = list(self.__signature__.parameters)
         title = f"kernel {self.__module__}.{self.name}"
         if len(args) != len(names):
@@ -135,13 +141,13 @@ class Kernel:
         return call
 
     def _entry(self, dtype: str) -> str:
-        """Return the name of the function in the object file, unique in the process."""
+        """Return the name, unique in the process, of the entry function for a dtype ("f4" or "f8")."""
         place = self.__module__.removeprefix(_PACKAGE)
         return f"{place}.{self.name}-{dtype}" + ("" if self._cached else f"-{id(self):x}")
 
     @property
     def _cached(self) -> bool:
-        """True if the kernel may be cached: it belongs to this package, whose sources make up the cache's key."""
+        """True if the kernel may be cached: if it is part of ``mpizero.kernels``, whose sources are the cache's key."""
         return self.__module__.startswith(_PACKAGE)
 
     def _load(self, dtype: str) -> Callable[..., Any]:
@@ -158,7 +164,7 @@ class Kernel:
         return call
 
     def _build(self, dtype: str) -> bytes:
-        """Compile the kernel with numba, and return the object file."""
+        """Compile the kernel for a dtype ("f4" or "f8") with numba, and return the contents of the object file."""
         from mpizero.kernels import native
 
         signature = self.signature.resolve(dtype)
@@ -182,13 +188,13 @@ def kernel(signature: str, scratch: int = 0, names: Iterable[str] = ()) -> Calla
     Parameters
     ----------
     signature : str
-        The types, for example ``"void(const T[:,::1], T[::1], i8)"``. ``T`` stands for float32 or float64, depending on
-        the arguments of a call.
+        Types of the result and of the parameters, for example ``"void(const T[:,::1], T[::1], i8)"``. ``T`` stands for
+        float32 or float64, depending on the arguments of a call. ``const`` marks arrays that are only read.
     scratch : int
         Number of elements of the last parameter, a 1-D array of temporary memory (on the stack, contents undefined)
-        that callers do not pass. 0 means that there is none.
+        that callers do not pass. 0 means that the kernel has no such parameter.
     names : iterable of str
-        Names of all parameters, for a function that takes some of them as ``*args``.
+        Names of all parameters. They are needed only for a function that takes some of its parameters as ``*args``.
     """
     parsed = Signature.parse(signature)
     return lambda python: Kernel(python, parsed, scratch, names)
@@ -199,7 +205,7 @@ def _refuse(*args: Any) -> Any:
 
 
 def numba_type(parameter: Parameter) -> Any:
-    """Return numba's type for a parameter."""
+    """Return numba's type for a parameter, whose dtype must not be "T"."""
     from numba import from_dtype
     from numba import types as numba_types
 
@@ -210,7 +216,7 @@ def numba_type(parameter: Parameter) -> Any:
 
 
 def _folded(python: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the types of a call's arguments in numba's form, where those of ``*args`` are one tuple."""
+    """Return ``arguments``, the numba types of a call's arguments, with the types of ``*args`` in one tuple type."""
     from numba import types as numba_types
 
     code: types.CodeType = python.__code__
@@ -220,7 +226,10 @@ def _folded(python: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any
 
 
 def _jit(python: Callable[..., Any], **options: Any) -> Any:
-    """Compile a function lazily, together with the package's plain functions and kernels that it calls."""
+    """Return numba's dispatcher of a function, which compiles it when it is called or asked to.
+
+    The functions and kernels of ``mpizero.kernels`` that it calls are inlined. ``options`` are passed to numba.
+    """
     import numba
 
     linked = with_compiled_helpers(python, _inlined)
@@ -235,7 +244,10 @@ def _inlined(helper: Callable[..., Any]) -> Any:
 
 
 def with_compiled_helpers(python: Callable[..., Any], wrap: Callable[[Callable[..., Any]], Any]) -> Any:
-    """Copy a function, replacing each function or kernel of this package that it calls by ``wrap`` of it."""
+    """Return a copy of a function that calls ``wrap(f)`` instead of f, for functions and kernels of this package.
+
+    The package is ``mpizero.kernels``. An :class:`Intrinsic` is replaced by what its ``compiled`` returns.
+    """
 
     def linked(helper: Any) -> Any:
         if isinstance(helper, Kernel):

@@ -1,7 +1,7 @@
 """Find and open a rank's GPU, copy data between host and GPU, and call cuBLAS.
 
-Arrays on the GPU are CuPy's; under ``NUMBA_ENABLE_CUDASIM=1`` they are simulated. Model state is copied piece by piece
-through one pinned buffer, which uses the full rate of the bus.
+Arrays on the GPU are CuPy's; under ``NUMBA_ENABLE_CUDASIM=1`` they are simulated. Parameters, gradients and optimizer
+state are copied in pieces through one pinned buffer on the host, because such copies use the full rate of the bus.
 """
 
 from __future__ import annotations
@@ -35,9 +35,16 @@ Fill = Callable[[int, Array], object]
 
 
 class Upload(NamedTuple):
-    """Describe the source of ``size`` elements that are copied to a GPU array, to its elements from ``start`` on.
+    """Describe elements that are copied to a range of a GPU array.
 
-    ``fill(first, out)`` writes the source's elements from ``first`` on to the host array ``out``.
+    Attributes
+    ----------
+    start : int
+        Index of the first element of the GPU array that is written.
+    size : int
+        Number of elements.
+    fill : callable
+        ``fill(first, out)`` writes the elements to copy, from number ``first`` on, to the host array ``out``.
     """
 
     start: int
@@ -48,7 +55,7 @@ class Upload(NamedTuple):
 class Device(ABC):
     """Represent the GPU that a rank computes on.
 
-    The class is not thread-safe: a rank opens and uses its GPU in one thread.
+    The class is not thread-safe: a rank must open and use its GPU in one thread.
 
     Attributes
     ----------
@@ -57,7 +64,7 @@ class Device(ABC):
     name : str
         Name of the GPU's model.
     held : Counter of str to int
-        Bytes of model state that this rank keeps on the GPU, by kind.
+        Bytes of the arrays that :meth:`keep` has allocated on the GPU, by kind, such as "optimizer state".
     """
 
     number: int
@@ -65,7 +72,10 @@ class Device(ABC):
 
     @contextmanager
     def multiplying_in(self, dtype: str | None) -> Iterator[None]:
-        """Round the operands of matrix products in this thread to ``dtype``; None leaves them as they are."""
+        """Round the operands of matrix products of this thread to ``dtype`` while the context is active.
+
+        ``dtype`` is "float16" or "bfloat16"; None means that operands are not rounded.
+        """
         token = PRODUCT_DTYPE.set(None if dtype is None else (self, dtype))
         try:
             yield
@@ -80,7 +90,10 @@ class Device(ABC):
         out: Array,
         batches: Batches,
     ) -> None:
-        """Write the products of two batches of matrices to ``out``, float32; ``batches`` describes their layouts."""
+        """Write the products of two batches of matrices, ``a @ b``, to the float32 array ``out``.
+
+        ``batches`` describes the memory layouts of ``a``, ``b`` and ``out``.
+        """
 
     def __init__(self) -> None:
         self._staging = self._pinned(STAGING)
@@ -88,20 +101,20 @@ class Device(ABC):
 
     @abstractmethod
     def _pinned(self, nbytes: int) -> Array:
-        """Allocate pinned host memory, as an array of bytes; the GPU can copy from and to it directly."""
+        """Return an array of ``nbytes`` bytes of pinned host memory, from and to which the GPU can copy directly."""
 
     @abstractmethod
     def empty(self, size: int, dtype: Any) -> Array:
         """Allocate a 1-D array of undefined contents on the GPU."""
 
     def keep(self, kind: str, size: int, dtype: Any) -> Array:
-        """Allocate a 1-D array on the GPU, and add its bytes to ``held[kind]``."""
+        """Allocate a 1-D array of undefined contents on the GPU, and add its bytes to ``held[kind]``."""
         array = self.empty(size, dtype)
         self.held[kind] += array.nbytes
         return array
 
     def release(self, kind: str, array: Array) -> None:
-        """Subtract the bytes of an array from ``held[kind]``, when its owner drops the array."""
+        """Subtract the bytes of an array from ``held[kind]``; the memory is freed when the caller drops the array."""
         self.held[kind] -= array.nbytes
 
     @abstractmethod
@@ -114,7 +127,7 @@ class Device(ABC):
 
     @staticmethod
     def check(values: Any) -> None:
-        """Raise :class:`DataError` unless ``values`` can be put on a GPU."""
+        """Raise :class:`DataError` if ``values`` is not a NumPy array of numbers or bools."""
         if not isinstance(values, np.ndarray) or values.dtype.kind not in "biuf":
             kind = f"an array of {values.dtype}" if isinstance(values, np.ndarray) else type(values).__name__
             raise DataError(
@@ -123,12 +136,12 @@ class Device(ABC):
             )
 
     def put(self, values: Any) -> Array:
-        """Copy an array to the GPU and return the copy; an array that is on the GPU already is returned itself.
+        """Copy a NumPy array to the GPU and return the copy; return an array that is on the GPU already as it is.
 
         Raises
         ------
         DataError
-            If ``values`` is not an array of numbers.
+            If ``values`` is neither a GPU array nor a NumPy array of numbers or bools.
         """
         if hasattr(values, "__cuda_array_interface__"):
             array: Array = values
@@ -141,9 +154,10 @@ class Device(ABC):
         self.send(target, [Upload(0, values.size, copied(values))])
 
     def send(self, target: Any, sources: Sequence[Upload]) -> None:
-        """Fill a 1-D GPU array piece by piece: the sources write a piece to the pinned buffer, which is then copied.
+        """Fill a 1-D GPU array from several sources, in pieces of at most ``STAGING`` bytes.
 
-        Together the sources must cover the whole array.
+        The sources write each piece to the pinned buffer, which is then copied to the GPU. The ranges of the sources
+        together must cover the whole array.
         """
         step = STAGING // target.itemsize
         for first in range(0, target.size, step):
@@ -163,8 +177,8 @@ class Device(ABC):
         source : Array
             The array on the GPU.
         targets : sequence of (int, Array)
-            For each part its first element, and the C-contiguous host array, of the source's dtype, that receives it.
-            Parts are in ascending order.
+            For each part, the index of its first element in ``source``, and the host array that receives it, which is
+            C-contiguous and has the dtype of ``source``. Parts are in ascending order.
         """
         step = STAGING // source.itemsize
         for together in _neighbours([(start, host.reshape(-1)) for start, host in targets if host.size]):
@@ -180,7 +194,7 @@ class Device(ABC):
 
 
 def copied(values: Array) -> Fill:
-    """Return a :data:`Fill` function that copies elements of a host array."""
+    """Return a function ``fill(first, out)`` that copies elements of ``values``, from ``first`` on, to ``out``."""
 
     def fill(first: int, out: Array) -> None:
         out[:] = values[first : first + out.size]
@@ -189,7 +203,10 @@ def copied(values: Array) -> Fill:
 
 
 def _neighbours(targets: Sequence[tuple[int, Array]]) -> Iterator[list[tuple[int, Array]]]:
-    """Group ascending parts of an array; a new group begins where the gap between two parts is not worth reading."""
+    """Yield ascending parts, (first element, host array), in groups that are read from the GPU together.
+
+    A new group begins where the gap between two parts has more than ``_NEAR`` elements.
+    """
     group: list[tuple[int, Array]] = []
     for start, host in targets:
         if group and start - group[-1][0] - group[-1][1].size > _NEAR:
@@ -203,8 +220,8 @@ def _neighbours(targets: Sequence[tuple[int, Array]]) -> Iterator[list[tuple[int
 class CupyDevice(Device):
     """Use an NVIDIA GPU through CuPy.
 
-    The GPU becomes the current one of the thread that opens it, for CuPy and for Numba's kernels. Both use the default
-    stream, so work runs in the order in which it is started.
+    The constructor makes the GPU the current one of the calling thread, for CuPy and for Numba's kernels. Both use the
+    default stream, so work runs in the order in which it is started.
     """
 
     def __init__(self, number: int) -> None:
@@ -243,8 +260,11 @@ class CupyDevice(Device):
         out: Array,
         batches: Batches,
     ) -> None:
-        """Write the products of two batches of matrices to ``out`` by cuBLAS."""
-        # It counts by columns: what lies in memory by rows is the transpose to it, so it is asked for out.T.
+        """Write the products of two batches of matrices, ``a @ b``, to ``out`` with cuBLAS.
+
+        ``batches`` describes the memory layouts of ``a``, ``b`` and ``out``.
+        """
+        # cuBLAS stores matrices by columns: a matrix stored by rows is its transpose to cuBLAS. So it computes out.T.
         (rows, columns), inner, kind = out.shape[-2:], a.bits.shape[-1], SIXTEEN_BITS[a.dtype][2]
         (left, right, target), one, zero = batches, np.ones(1, np.float32), np.zeros(1, np.float32)
         start = self._cupy.cuda.device.get_cublas_handle(), int(right.transposed), int(left.transposed)
@@ -294,21 +314,21 @@ class SimulatedDevice(Device):
         out: Array,
         batches: Batches,
     ) -> None:
-        """Write the products of two batches of matrices to ``out``, after converting both to float32."""
+        """Write the products of two batches of matrices, ``a @ b``, to ``out``, after converting both to float32."""
         from mpizero.kernels import namespace
 
         namespace(out).matmul(widened(a), widened(b), out=out)
 
 
 def simulated() -> bool:
-    """Tell whether Numba's GPU simulator is on."""
+    """Tell whether Numba simulates GPUs (``NUMBA_ENABLE_CUDASIM=1``)."""
     from numba.core import config
 
     return bool(config.ENABLE_CUDASIM)
 
 
 def found() -> tuple[int, str]:
-    """Return the number of GPUs that this process can train on and, if there are none, the reason."""
+    """Return the number of GPUs that this process can train on, and the reason if there are none (otherwise "")."""
     if simulated():
         return SIMULATED_DEVICES, ""
     missing = [name for name in ("cupy", "numba_cuda") if importlib.util.find_spec(name) is None]
@@ -324,7 +344,7 @@ def found() -> tuple[int, str]:
 
 
 def open_device(place: int) -> Device:
-    """Open the GPU of the rank with number ``place`` on its node; ranks are assigned to GPUs in turn.
+    """Open the GPU of the rank with number ``place`` on its node: GPU number ``place`` modulo the number of GPUs.
 
     Raises
     ------

@@ -1,8 +1,8 @@
 """Multiply matrices on a GPU, in float32 or with operands rounded to 16 bits.
 
-[Note: products in 16 bits] mpizero's own kernels round the operands of a product to bfloat16 or float16, to nearest
-even. The GPU multiplies the rounded operands, and adds in float32 to a float32 result. So all stored arrays stay in
-float32.
+[Note: products in 16 bits] mpizero's kernels round the operands of a product to bfloat16 or float16, to nearest even.
+The GPU multiplies the rounded operands, and adds the products in float32 to a float32 result. So all stored arrays stay
+in float32.
 """
 
 from __future__ import annotations
@@ -21,23 +21,26 @@ SIXTEEN_BITS = {"float16": ("to_float16", "from_float16", 2), "bfloat16": ("to_b
 
 
 class Multiplier(Protocol):
-    """Define what is needed to multiply 16-bit matrices; :class:`mpizero.kernels.device.Device` implements it."""
+    """Define the interface of a GPU for products of 16-bit matrices; :class:`mpizero.kernels.device.Device` has it."""
 
     def multiply(self, a: HalfPrecisionArray, b: HalfPrecisionArray, out: Array, batches: Batches) -> None:
-        """Write the products of two batches of matrices to ``out``, float32; ``batches`` describes their layouts."""
+        """Write the products of two batches of matrices, ``a @ b``, to the float32 array ``out``.
+
+        ``batches`` describes the memory layouts of ``a``, ``b`` and ``out``.
+        """
 
 
 class HalfPrecisionArray:
-    """Hold an array of matrices (its last two axes) on a GPU, rounded to 16 bits for products.
+    """Hold a GPU array whose elements are rounded to 16 bits for products; its last two axes are matrices.
 
     Parameters
     ----------
     bits : Array
-        The rounded elements, as uint16.
+        The bits of the rounded elements, as uint16.
     device : Multiplier
-        The GPU that holds them.
+        The GPU on which the array is.
     dtype : str
-        The dtype that they are rounded to, a key of :data:`SIXTEEN_BITS`.
+        The dtype to which the elements are rounded: "float16" or "bfloat16".
     """
 
     __slots__ = ("bits", "device", "dtype")
@@ -54,16 +57,16 @@ class HalfPrecisionArray:
 
 
 class MatrixBatch(NamedTuple):
-    """Describe the layout in memory of equally spaced matrices of one size, in elements, as cuBLAS takes it.
+    """Describe the layout in memory of equally spaced matrices of one size, as cuBLAS needs it.
 
     Attributes
     ----------
     transposed : bool
         Whether the columns of a matrix are contiguous instead of its rows.
     leading : int
-        Distance from one row (or, if transposed, column) to the next.
+        Number of elements from the start of a row (if ``transposed``, of a column) to the start of the next.
     step : int
-        Distance from one matrix to the next; 0 for a single matrix.
+        Number of elements from the start of a matrix to the start of the next; 0 for a single matrix.
     number : int
         Number of matrices.
     """
@@ -75,7 +78,10 @@ class MatrixBatch(NamedTuple):
 
     @classmethod
     def of(cls, x: Array) -> MatrixBatch | None:
-        """Describe the matrices in the last two axes of ``x``; return None if they are not equally spaced."""
+        """Return the layout of the matrices in the last two axes of ``x``.
+
+        Return None if the matrices are not equally spaced, or neither their rows nor their columns are contiguous.
+        """
         strides = [stride // x.itemsize for stride in x.strides]
         steps = [(stride, size) for stride, size in zip(strides[:-2], x.shape[:-2], strict=True) if size != 1]
         if any(outer != step * size for (outer, _), (step, size) in pairwise(steps)):
@@ -97,7 +103,7 @@ Batches = tuple[MatrixBatch, MatrixBatch, MatrixBatch]
 
 
 def widened(x: HalfPrecisionArray) -> Array:
-    """Convert the elements to float32."""
+    """Return a float32 GPU array with the values of ``x``, in the same shape."""
     from mpizero.kernels import cuda
 
     xp = _library(x.bits)
@@ -112,23 +118,25 @@ PRODUCT_DTYPE: ContextVar[tuple[Multiplier, str] | None] = ContextVar("products"
 
 
 def operand(x: Array) -> Array | HalfPrecisionArray:
-    """Return ``x`` in the form that :func:`multiply` takes: rounded to 16 bits if set for this thread, else itself.
+    """Return ``x`` as an operand for :func:`multiply`: rounded to 16 bits, or ``x`` itself.
 
-    ``x`` has a matrix in its last two axes. See [Note: products in 16 bits].
+    It is rounded if ``PRODUCT_DTYPE`` is set in this thread. The last two axes of ``x`` are matrices. See [Note:
+    products in 16 bits].
     """
     asked = PRODUCT_DTYPE.get()
     return x if asked is None else _halved(x, *asked)
 
 
 def multiply(a: Array | HalfPrecisionArray, b: Array | HalfPrecisionArray, out: Array) -> None:
-    """Write ``a @ b`` to ``out``, a float32 GPU array: one product for each pair of matrices in the last two axes.
+    """Write ``a @ b`` to ``out``, a float32 GPU array, for all pairs of matrices in their last two axes.
 
-    All three have the same leading axes. Either both operands come from :func:`operand`, or neither.
+    The other axes of the three arrays have the same lengths. Either both operands come from :func:`operand`, or
+    neither.
 
     Raises
     ------
     ValueError
-        If an operand is a view whose matrices are not equally spaced in memory.
+        If an operand of 16 bits is a view for which :meth:`MatrixBatch.of` returns None.
     """
     xp, target = _library(out), out
     if not (isinstance(a, HalfPrecisionArray) and isinstance(b, HalfPrecisionArray)):
@@ -149,7 +157,10 @@ def multiply(a: Array | HalfPrecisionArray, b: Array | HalfPrecisionArray, out: 
 
 
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
-    """Compute the product of two float32 matrices on a GPU; see [Note: products in 16 bits]."""
+    """Return the product of two float32 matrices on a GPU, in ``out`` if it is given.
+
+    If ``PRODUCT_DTYPE`` is set in this thread, the operands are rounded: see [Note: products in 16 bits].
+    """
     if out is None:
         out = _library(a).empty((a.shape[0], b.shape[1]), a.dtype)
     multiply(operand(a), operand(b), out)
@@ -157,7 +168,7 @@ def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
 
 
 def _halved(x: Array, device: Multiplier, dtype: str) -> HalfPrecisionArray:
-    """Round an array to 16 bits, keeping the order of its elements in memory (also if matrices are transposed)."""
+    """Return ``x`` rounded to 16 bits; if its matrices are transposed in memory, those of the result are too."""
     from mpizero.kernels import cuda
 
     xp, turned = _library(x), x.swapaxes(-1, -2)
@@ -170,7 +181,7 @@ def _halved(x: Array, device: Multiplier, dtype: str) -> HalfPrecisionArray:
 
 
 def _library(array: Any) -> Any:
-    """Return the array library of a GPU array."""
+    """Return the array library of a GPU array: CuPy or its simulation."""
     from mpizero.kernels import namespace  # which imports this module
 
     return namespace(array)

@@ -1,9 +1,10 @@
 """Turn a kernel's LLVM code into a Python builtin, without numba at run time.
 
-Importing numba takes 0.4 s and unpickling a cached kernel some 10 ms more; with eight ranks on two cores that is
-longer than the first training step. So numba runs only when a kernel is compiled: its machine code is stored
-as an object file together with an *entry* that reads NumPy's arrays itself and releases the interpreter lock.
-Loading needs llvmlite only, and a call costs less than through numba's dispatcher.
+Importing numba takes 0.4 s, and unpickling a cached kernel some 10 ms more. With eight ranks on two cores that is
+longer than the first training step. So numba is imported only to compile a kernel. The machine code of the kernel is
+stored as an object file, together with that of an *entry function*, which Python calls, and which reads the memory of
+NumPy's arrays itself and releases Python's interpreter lock. Loading the file needs llvmlite only, and a call takes
+less time than through numba's dispatcher.
 """
 
 from __future__ import annotations
@@ -51,16 +52,22 @@ class _MethodDef(ctypes.Structure):
 
 
 class Native:
-    """Hold a loaded kernel; ``call`` runs it, or returns the class ``np.ndarray`` if an argument does not fit.
+    """Load the machine code of a kernel and hold it as a Python builtin.
 
     Parameters
     ----------
     name : str
-        The name that Python shows.
+        Name of the builtin.
     code : bytes
         Contents of the object file.
     entry : str
-        Name of the entry function in it, unique in the process.
+        Name of the entry function in the object file, unique in the process.
+
+    Attributes
+    ----------
+    call : builtin
+        Runs the kernel and returns its result. If an argument does not fit the kernel's signature, it returns the
+        class ``np.ndarray`` instead and does nothing.
     """
 
     def __init__(self, name: str, code: bytes, entry: str) -> None:
@@ -76,7 +83,7 @@ class Native:
 
 @functools.cache
 def _engine() -> Any:
-    """Return the LLVM engine that owns all machine code; it is never freed, since kernels may run to the end."""
+    """Return the LLVM engine that owns all machine code; it lives until the process ends, since kernels may run."""
     llvm, machine = target()
     module = llvm.parse_assembly(f'target triple = "{machine.triple}"')
     return llvm.create_mcjit_compiler(module, _make_machine())
@@ -89,7 +96,7 @@ def target() -> tuple[Any, Any]:
     Raises
     ------
     RuntimeError
-        In this Python or NumPy, array objects have an unknown layout in memory.
+        If array objects of this Python and NumPy have an unknown layout in memory.
     """
     import llvmlite.binding as llvm
 
@@ -109,7 +116,7 @@ def target() -> tuple[Any, Any]:
 
 
 def _make_machine() -> Any:
-    """Make a new LLVM target machine; each execution engine needs one of its own, because it takes ownership."""
+    """Make an LLVM target machine for this CPU; every execution engine needs its own, because it takes ownership."""
     import llvmlite.binding as llvm
 
     chosen = llvm.Target.from_default_triple()
@@ -118,13 +125,17 @@ def _make_machine() -> Any:
 
 
 def cpu_name() -> str:
-    """Return name and features of this CPU, as the compiler sees it."""
+    """Return LLVM's name of this CPU and the list of its features, as one text."""
     llvm, _ = target()
     return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
 
 
 class _Layout:
-    """Hold byte offsets inside NumPy's array and dtype objects (part of its C ABI since 1.0) and the object header."""
+    """Hold the offsets, in bytes, of fields in NumPy's array objects, its dtype objects and Python's object header.
+
+    ``data``, ``ndim``, ``shape``, ``dtype`` and ``flags`` are fields of an array; ``kind``, ``byte_order`` and
+    ``type_number`` are fields of a dtype; ``type`` is the type of any object. NumPy's C ABI fixes them since 1.0.
+    """
 
     def __init__(self) -> None:
         head = object.__basicsize__
@@ -135,12 +146,25 @@ class _Layout:
 
 
 def emit(function_ir: str, function: str, signature: Signature, scratch: int, entry: str) -> bytes:
-    """Compile ``function`` (a numba function in LLVM assembly), and an entry function that calls it, to an object file.
+    """Compile a kernel and its entry function to an object file, and return the file's contents.
+
+    Parameters
+    ----------
+    function_ir : str
+        LLVM assembly of the kernel, made by numba.
+    function : str
+        Name of the kernel's function in it.
+    signature : Signature
+        Types of all parameters, without "T".
+    scratch : int
+        Size of the kernel's temporary memory in bytes; 0 if it needs none.
+    entry : str
+        Name of the entry function, which Python calls and which calls the kernel.
 
     Raises
     ------
     RuntimeError
-        The kernel may raise an exception, or needs a function that is not available at run time (it allocates memory).
+        If the kernel can raise an exception, or needs a function that is missing at run time (to allocate memory).
     """
     llvm, machine = target()
     module = llvm.parse_assembly(function_ir)
@@ -170,7 +194,10 @@ def emit(function_ir: str, function: str, signature: Signature, scratch: int, en
 
 
 class _Entry:
-    """Write the LLVM assembly of the function that Python calls."""
+    """Write the LLVM assembly of the entry function of a kernel, which Python calls.
+
+    ``scratch`` is the size of the kernel's temporary memory in bytes.
+    """
 
     def __init__(self, signature: Signature, scratch: int) -> None:
         self._signature = signature
@@ -180,10 +207,10 @@ class _Entry:
         self._at = _Layout()
 
     def text(self, function: str, entry: str) -> str:
-        """Return the LLVM module with the entry function.
+        """Return the LLVM assembly of a module with the entry function, called ``entry``.
 
-        The entry function checks every argument, releases Python's lock, calls ``function``, takes the lock again, and
-        converts the result to a Python object.
+        The entry function checks every argument, releases Python's interpreter lock, calls ``function``, takes the lock
+        again, and converts the result to a Python object.
         """
         visible = self._signature.parameters[: -1 if self._scratch else None]
         add = self._lines.append
@@ -258,7 +285,10 @@ class _Entry:
 
     @staticmethod
     def _unpacked(data: str, items: str, itemsize: int, shape: list[str], strides: list[str]) -> list[str]:
-        """Return the values of numba's array argument: owner, parent, items, item size, data, shape, strides."""
+        """Return the LLVM arguments by which numba passes an array.
+
+        They are: owner and parent (null), number of items, bytes of an item, data, shape, strides in bytes.
+        """
         head = ["ptr null", "ptr null", f"i64 {items}", f"i64 {itemsize}", f"ptr {data}"]
         return head + [f"i64 {number}" for number in (*shape, *strides)]
 

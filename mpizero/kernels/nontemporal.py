@@ -1,8 +1,8 @@
 """Copy host memory past the caches, with nontemporal stores.
 
-An ordinary store first loads the cache line that it overwrites, so a copy moves three bytes where two are enough.
-libc's ``memcpy`` avoids that only for very large blocks (3/4 of the last-level cache: 190 MB on some machines). After
-the copy here, the data is not in the cache, so use it for data that is not read soon.
+An ordinary store first loads the cache line that it overwrites, so a copy moves three bytes through memory where two
+are enough. libc's ``memcpy`` avoids that only for very large blocks (3/4 of the last-level cache: 190 MB on some
+machines). After a copy by this module, the data is not in the cache, so use it for data that is not read soon.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ PAGE = 4096
 
 
 class _StoreLine(Intrinsic):
-    """Copy the cache line at byte ``place`` of ``source`` to the same place of ``target``, which is aligned there."""
+    """Copy the ``LINE`` bytes from byte ``place`` of ``source`` on to byte ``place`` of ``target``, past the cache.
+
+    The address of byte ``place`` of ``target`` must be a multiple of ``LINE``.
+    """
 
     def __call__(self, target: Array, place: int, source: Array) -> None:
-        """Copy the line in Python."""
+        """Copy the bytes in Python, through the cache."""
         target[place : place + LINE] = source[place : place + LINE]
 
     def compiled(self) -> Any:
-        """Return the numba intrinsic: an unaligned load and a store that is marked as nontemporal."""
+        """Return the numba intrinsic: it makes an unaligned load and a store that is marked as nontemporal."""
         from llvmlite import ir
         from numba import types
         from numba.extending import intrinsic
@@ -52,13 +55,13 @@ class _StoreLine(Intrinsic):
 
 
 class _Fence(Intrinsic):
-    """Order stores: other threads see what was stored before the fence before anything that is stored after it."""
+    """Order the stores of a thread: other threads see all stores before the fence earlier than any store after it."""
 
     def __call__(self) -> None:
         """Do nothing, because Python needs no fence."""
 
     def compiled(self) -> Any:
-        """Return the numba intrinsic."""
+        """Return the numba intrinsic: it makes a sequentially consistent fence."""
         from numba import types
         from numba.extending import intrinsic
 
@@ -78,9 +81,10 @@ _store_line, _fence = _StoreLine(), _Fence()
 
 @kernel("void(const u1[::1], u1[::1])")
 def copy_past_cache(source: Array, target: Array) -> None:
-    """Copy bytes to a target of the same size whose address is a multiple of :data:`LINE`.
+    """Copy all bytes of ``source`` to ``target``, past the cache.
 
-    Four pages are copied at a time, one line of each in turn, because memory serves several streams faster than one.
+    Both have the same size, and the address of ``target`` is a multiple of ``LINE``. Four pages are copied at a time,
+    one cache line of each in turn, because memory serves several streams faster than one.
     """
     blocks, lines = source.size // (4 * PAGE), source.size // LINE
     for block in range(blocks):

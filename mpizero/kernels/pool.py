@@ -1,4 +1,4 @@
-"""Run an elementwise kernel in several threads of a rank; results do not depend on the number of threads."""
+"""Run an elementwise kernel in several threads of a rank; the result does not depend on the number of threads."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 def run(kernel: Callable[..., None], args: tuple[Any, ...], start: int, stop: int, threads: int = 1) -> None:
-    """Call ``kernel(*args, start, stop)``; with several threads, for blocks of ``BLOCK`` elements in parallel.
+    """Call ``kernel(*args, start, stop)``; with several threads, call it in parallel for blocks of the range.
 
-    The calling thread takes part, so ``threads=2`` starts one more thread.
+    A block has ``BLOCK`` elements; the last one can have fewer. The calling thread is one of the ``threads`` threads.
 
     Raises
     ------
     Exception
-        The exception that the kernel raised, after all threads have ended.
+        An exception that the kernel raised in one of the threads, after all threads have ended.
     """
     if threads <= 1 or stop - start <= BLOCK:
         kernel(*args, start, stop)

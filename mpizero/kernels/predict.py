@@ -1,8 +1,9 @@
 """Run the forward pass of a whole MLP or GPT in one kernel.
 
-This is for small batches on a CPU, where a call of NumPy costs more than its arithmetic. There is no such kernel for
-GPUs, where the layers' own kernels and products are faster. Parameters come in one flat array, in the order in which
-:mod:`mpizero.nn.models.predictor` packs them; weights are (inputs, outputs).
+This is for small batches on a CPU, where calling a NumPy function takes longer than its arithmetic. There is no such
+kernel for GPUs, where the kernels and products of the layers are faster. All parameters are in one flat array,
+``params``, in the order in which :mod:`mpizero.nn.models.predictor` packs them; a weight has the shape (inputs,
+outputs).
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ _tanh = _elementary.hyperbolic_tangent
 
 
 def _affine(x: Any, rows: Any, inputs: Any, weight: Any, bias: Any, outputs: Any, y: Any) -> None:
-    """Write x @ weight + bias to y; taking four rows of weight at a time, y is loaded and stored a quarter as often."""
+    """Write ``x @ weight + bias`` to ``y``, where ``x`` is (rows, inputs) and ``y`` is (rows, outputs), both flattened.
+
+    Four rows of ``weight`` are added at a time, so that ``y`` is loaded and stored a quarter as often.
+    """
     quads = inputs - inputs % 4
     for r in range(rows):
         row = y[r * outputs : (r + 1) * outputs]
@@ -81,7 +85,11 @@ def _layernorm(x: Any, rows: Any, features: Any, weight: Any, bias: Any, eps: An
 
 
 def _attend(qkv: Any, length: Any, dim: Any, heads: Any, scale: Any, scores: Any, mixed: Any) -> None:
-    """Compute causal attention of one sample; ``scores`` is temporary memory for the scores of one query."""
+    """Write the causal self-attention of one sample to ``mixed`` (length, dim), before the output projection.
+
+    ``qkv`` (length, 3 * dim) holds queries, keys and values, ``scale`` is the factor on scores, and ``scores`` is
+    temporary memory of ``length`` elements.
+    """
     T = qkv.dtype.type  # noqa: N806
     size = dim // heads
     for t in range(length):
@@ -116,7 +124,11 @@ def _add(x: Any, y: Any, count: Any) -> None:
 
 @kernel("void(const T[::1], i8, const i8[::1], i8, const T[::1], T[::1], T[::1])")
 def mlp(x: Any, rows: Any, widths: Any, activation: Any, params: Any, work: Any, out: Any) -> None:
-    """Run an MLP with layers of ``widths`` on ``rows`` samples; ``work`` has 2 * rows * (largest width) elements."""
+    """Write the output of an MLP for ``rows`` samples ``x`` to ``out``.
+
+    Layer k has ``widths[k]`` inputs and ``widths[k + 1]`` outputs. ``activation`` is an index into ``ACTIVATIONS``; the
+    last layer has no activation. ``work`` is temporary memory of 2 * rows * (largest width) elements.
+    """
     last = widths.size - 2
     half = work.size // 2
     for i in range(rows * widths[0]):
@@ -147,9 +159,11 @@ def gpt(
     work: Any,
     out: Any,
 ) -> None:
-    """Run a GPT on sequences of ids, and write the logits to ``out``.
+    """Write the logits of a GPT for all positions of sequences of token ids to ``out`` (ids, vocabulary).
 
-    ``scalars`` are the norms' eps and the factor on attention scores. ``work`` has length * (9 * dim + 1) elements.
+    ``ids`` holds the sequences one after the other, each of ``length`` tokens. ``dim`` is the number of features,
+    ``sequence`` the number of rows of the position embedding. ``scalars`` holds the eps of the layer norms and the
+    factor on attention scores. ``work`` is temporary memory of length * (9 * dim + 1) elements.
     """
     eps, scale = scalars[0], scalars[1]
     count = length * dim

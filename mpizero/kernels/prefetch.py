@@ -1,9 +1,9 @@
 """Prefetch memory into the caches before a loop reaches it.
 
 The processor recognizes by itself that a loop reads memory in order, but only within a page of 4 KB. At each new page
-it waits for the page's address and for the first lines. Loops over arrays that are not in a cache therefore prefetch
-the next page. Values do not change. The backward pass of GELU, whose input was last used a tenth of a second before,
-takes 0.8 instead of 1.9 ns per element of 1024 x 1024 with prefetching.
+it waits for the page's address and for the first cache lines. Loops over arrays that are not in a cache therefore
+prefetch the next page. Prefetching changes no results. For an input of 1024 x 1024 elements that was last used a tenth
+of a second before, it lowers the time of GELU's backward pass from 1.9 to 0.8 ns per element.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Fetch(Intrinsic):
         """Do nothing, because Python cannot prefetch."""
 
     def compiled(self) -> Any:
-        """Return the numba intrinsic: LLVM's prefetch, for reading, into all caches."""
+        """Return the numba intrinsic: it makes LLVM's prefetch instruction, for reading, into all caches."""
         from llvmlite import ir
         from numba import types
         from numba.extending import intrinsic
@@ -50,14 +50,14 @@ _fetch = _Fetch()
 
 
 def fetch_ahead(x: Any, start: Any, stop: Any) -> None:
-    """Prefetch the memory :data:`AHEAD` bytes after the elements ``start`` to ``stop`` of a flat contiguous array."""
+    """Prefetch the elements that lie ``AHEAD`` bytes after the elements ``start:stop`` of a flat contiguous array."""
     away, line = AHEAD // x.itemsize, LINE // x.itemsize
     for k in range((min(stop + away, x.size) - start - away + line - 1) // line):
         _fetch(x, start + away + k * line)
 
 
 def fetch_below(x: Any, row: Any, first: Any, stop: Any) -> None:
-    """Prefetch columns ``first`` to ``stop`` of the first row that is at least :data:`AHEAD` bytes after ``row``."""
+    """Prefetch ``x[below, first:stop]``, where ``below`` is the first row at least ``AHEAD`` bytes after ``row``."""
     rows, columns = x.shape
     away, line = AHEAD // x.itemsize, LINE // x.itemsize
     below = row + (away + columns - 1) // columns

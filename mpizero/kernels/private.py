@@ -1,11 +1,12 @@
-"""Check and make folders for machine code that only this user can write.
+"""Check and make folders of machine code, to which only this user may be able to write.
 
 [Note: who may write] Files and folders of root are trusted like the user's own, because root may do anything anyway.
-The folder itself and the files in it must belong to this user or root, and nobody else may write to them. For the
-folders above it the rules are weaker. Somebody who can write to one of them could replace the folder by another, but
-only by a folder of their own, which is then not accepted. So project folders that a group can write are allowed there,
-and also ``/tmp`` with its sticky bit. Not allowed is a folder that all users can write and that has no sticky bit, or a
-symbolic link of another user, which may lead anywhere.
+The folder of machine code and the files in it must belong to this user or root, and nobody else may be able to write to
+them. For the folders above it the rules are weaker. Somebody who can write to one of them could replace the folder of
+machine code, but only by a folder that belongs to them, which is then not accepted. So the folders above it may be
+project folders that a group can write, or ``/tmp`` with its sticky bit. They may not be folders that all users can
+write and that have no sticky bit, and no symbolic link of another user may be on the path, because it may lead
+anywhere.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ _ANOTHER = "set MPIZERO_CACHE_DIR to a folder that only you can write"
 
 
 class UnsafeFolderError(PermissionError):
-    """Raised for a folder that others can write; the message says what is wrong, ``remedy`` what to do about it."""
+    """Raised for a folder to which other users can write.
+
+    Attributes
+    ----------
+    remedy : str
+        What the user can do about it. (The message of the exception says what is wrong.)
+    """
 
     def __init__(self, path: str, wrong: str, remedy: str) -> None:
         super().__init__(f"{path} {wrong}")
@@ -33,7 +40,10 @@ class UnsafeFolderError(PermissionError):
 
 
 def foreign(found: os.stat_result) -> str:
-    """Return the reason why others could have written a file or folder; "" if only this user or root could."""
+    """Return the reason why other users could have written a file or folder; "" if only this user or root could.
+
+    ``found`` is the status of the file or folder.
+    """
     if found.st_uid not in (0, os.geteuid()):
         return f"belongs to user {found.st_uid}"
     if found.st_mode & _OTHERS_WRITE:
@@ -43,14 +53,16 @@ def foreign(found: os.stat_result) -> str:
 
 
 def make_folder(root: Path, name: str) -> Path:
-    """Return the folder ``name`` in ``root``; make missing folders, which only this user can read and write.
+    """Return the path of the folder ``name`` in ``root``, after making all folders of the path that are missing.
+
+    Only this user can read and write the folders made.
 
     Raises
     ------
     UnsafeFolderError
-        Others can write to one of the two folders, or replace it.
+        If other users can write to ``root`` or to the folder, or replace one of them.
     OSError
-        A folder cannot be made.
+        If a folder cannot be made.
     """
     for folder in (*reversed(root.parents), root, root / name):
         if not folder.is_dir():
@@ -62,7 +74,7 @@ def make_folder(root: Path, name: str) -> Path:
 
 
 def require_private(folder: Path) -> None:
-    """Raise :class:`UnsafeFolderError` unless only this user and root can write to a folder or replace it."""
+    """Raise :class:`UnsafeFolderError` if other users than this one and root can write to a folder or replace it."""
     *above, (path, found) = _way(folder)
     for step, parent in above:
         _require_way(step, parent)
@@ -76,16 +88,16 @@ def require_private(folder: Path) -> None:
 
 
 def own_folder(base: Path, name: str) -> Path:
-    """Return a folder in ``base`` (a folder of all users, such as /tmp) that only this user can write.
+    """Return the path of a folder in ``base`` (a folder for all users, such as /tmp) that only this user can write.
 
-    All processes of this user on a node get the same folder. If another user has taken the name ``name``, a folder
-    with a similar name is made. Of several folders that belong to this user, the first in the order of names is
-    returned, so that processes which look at the same time agree.
+    The folder is made if there is none yet. All processes of this user on a node get the same folder. If another user
+    has a folder called ``name``, this user's folder is called ``name-`` and random letters. If this user has several
+    such folders, the first one in alphabetical order is returned, so that processes that run at the same time agree.
 
     Raises
     ------
     OSError
-        No such folder can be made.
+        If such a folder cannot be made.
     """
     for step, parent in _way(base):
         _require_way(step, parent)
@@ -110,7 +122,10 @@ def _first_own(base: Path, name: str) -> Path | None:
 
 
 def _require_way(path: str, found: os.stat_result) -> None:
-    """Raise an error unless a folder or link on the path to a folder is safe; see [Note: who may write]."""
+    """Raise :class:`UnsafeFolderError` if a folder or link on the path to a folder is unsafe.
+
+    ``found`` is the status of the folder or link. [Note: who may write] says what is safe.
+    """
     if stat.S_ISLNK(found.st_mode):
         if found.st_uid not in (0, os.geteuid()):
             raise UnsafeFolderError(path, f"is a link of user {found.st_uid}", _ANOTHER)
@@ -119,7 +134,7 @@ def _require_way(path: str, found: os.stat_result) -> None:
 
 
 def _way(path: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield every folder and symbolic link on the path to a folder, with its status; the folder itself comes last."""
+    """Yield (path, status) of every folder and symbolic link on the path to a folder, from / to the folder itself."""
     place, links = "/", 0
     rest = list(reversed(Path(os.path.abspath(path)).parts[1:]))
     yield place, os.lstat(place)

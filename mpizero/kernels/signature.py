@@ -15,18 +15,28 @@ _SCALARS = ("i8", "u8", "i4", "u4", "f8", "f4")
 
 @dataclass(frozen=True)
 class Parameter:
-    """Describe one parameter of a kernel: a scalar (``ndim`` 0) or a C-contiguous array."""
+    """Describe one parameter of a kernel: a scalar or a C-contiguous array.
+
+    Attributes
+    ----------
+    dtype : str
+        Type of the scalar or of the elements, such as "f4" or "i8", or "T" for float32 or float64.
+    ndim : int
+        Number of axes; 0 for a scalar.
+    readonly : bool
+        Whether the kernel only reads the array.
+    """
 
     dtype: str
     ndim: int
     readonly: bool
 
     def resolve(self, template: str) -> Parameter:
-        """Return the parameter with dtype ``template`` in place of ``T``."""
+        """Return this parameter with dtype ``template`` if its dtype is "T", otherwise unchanged."""
         return Parameter(template, self.ndim, self.readonly) if self.dtype == "T" else self
 
     def accepts(self, value: Any) -> bool:
-        """Tell whether ``value`` can be passed as this parameter."""
+        """Tell whether ``value`` can be passed for this parameter, whose dtype must not be "T"."""
         if self.ndim == 0:
             whole = isinstance(value, (int, np.integer))
             return whole or (self.dtype[0] == "f" and isinstance(value, (float, np.floating)))
@@ -44,14 +54,17 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Signature:
-    """Hold the result type of a kernel ("void", "bool", "i8" or "f8") and its parameters."""
+    """Hold the type of a kernel's result ("void", "bool", "i8" or "f8") and its parameters."""
 
     result: str
     parameters: tuple[Parameter, ...]
 
     @classmethod
     def parse(cls, text: str) -> Signature:
-        """Read ``text``; ``T`` stands for float32 or float64, ``const`` marks arrays that are only read."""
+        """Parse the text of a signature; raise ValueError if it is malformed.
+
+        ``T`` in the text stands for float32 or float64; ``const`` marks arrays that the kernel only reads.
+        """
         if (whole := _SIGNATURE.fullmatch(text)) is None:
             raise ValueError(f"kernel signature {text!r}: expected 'void(const T[::1], T[:,::1], i8, ...)'")
         parameters = []
@@ -67,9 +80,9 @@ class Signature:
 
     @property
     def template(self) -> int | None:
-        """Position of the first parameter of type ``T``; None where there is none."""
+        """Index of the first parameter of type "T"; None if there is none."""
         return next((i for i, p in enumerate(self.parameters) if p.dtype == "T"), None)
 
     def resolve(self, dtype: str) -> Signature:
-        """Return the signature with ``dtype`` in place of ``T``."""
+        """Return this signature with ``dtype`` in place of "T"."""
         return Signature(self.result, tuple(p.resolve(dtype) for p in self.parameters))

@@ -1,8 +1,8 @@
-"""Simulate GPU arrays: they hold NumPy arrays, but behave like CuPy's arrays.
+"""Simulate GPU arrays: a simulated array holds a NumPy array, but behaves like an array of CuPy.
 
-Under ``NUMBA_ENABLE_CUDASIM=1`` they replace CuPy's arrays. As with CuPy, arrays of the host and of the GPU cannot be
-mixed, no GPU array turns into a NumPy array by itself, and a sum over all elements is an array without axes. So a
-training that works with simulated arrays forgets no copy between host and GPU.
+Under ``NUMBA_ENABLE_CUDASIM=1`` simulated arrays replace CuPy's. As with CuPy, a function cannot take arrays of the
+host and of the GPU together, a GPU array is never converted to a NumPy array implicitly, and a sum over all elements is
+an array without axes. So if code forgets a copy between host and GPU, it fails with simulated arrays too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SimulatedArray(NDArrayOperatorsMixin):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Lengths of the axes."""
+        """Length of each axis."""
         return self.values.shape
 
     @property
@@ -69,17 +69,17 @@ class SimulatedArray(NDArrayOperatorsMixin):
 
     @property
     def flags(self) -> Any:
-        """NumPy's flags of the values."""
+        """The ``flags`` of the NumPy array that holds the elements."""
         return self.values.flags
 
     @property
     def T(self) -> SimulatedArray:  # noqa: N802
-        """The array with its axes reversed: a view."""
+        """A view of the array with its axes in reverse order."""
         return SimulatedArray(self.values.T)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """The description of the array by which other libraries recognize a GPU array."""
+        """The description of the array's memory that the CUDA array interface (version 3) requires."""
         own = self.values.__array_interface__
         return {key: own[key] for key in ("shape", "typestr", "data", "strides")} | {"version": 3}
 
@@ -89,14 +89,14 @@ class SimulatedArray(NDArrayOperatorsMixin):
     # ------------------------------------------------------------------ between host and GPU
 
     def get(self, out: Array | None = None) -> Array:
-        """Copy to the host, into ``out`` if given."""
+        """Return a NumPy copy of the elements, or copy them to the NumPy array ``out`` and return it."""
         if out is None:
             return self.values.copy()
         np.copyto(out, self.values)
         return out
 
     def set(self, values: Array) -> None:
-        """Copy from the host; shape and dtype must be equal."""
+        """Overwrite the elements by those of a NumPy array, which must have the same shape and dtype."""
         if values.shape != self.shape or values.dtype != self.dtype:
             raise ValueError(f"cannot copy {values.dtype}{values.shape} to {self.dtype}{self.shape}")
         self.values[...] = values
@@ -143,7 +143,7 @@ class SimulatedArray(NDArrayOperatorsMixin):
 
 
 class Namespace:
-    """Provide the functions of NumPy for arrays of a simulated GPU."""
+    """Provide the functions of NumPy for simulated arrays: they take and return :class:`SimulatedArray`."""
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(np, name)
@@ -164,7 +164,10 @@ def _called(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> 
 
 
 def _unwrapped(value: Any) -> Any:
-    """Replace simulated arrays by the NumPy arrays that they hold, also inside tuples and lists."""
+    """Return the NumPy array that a simulated array holds; for a tuple or list, do so for each item.
+
+    Return any other value unchanged, but raise TypeError for a NumPy array, as CuPy does.
+    """
     if isinstance(value, SimulatedArray):
         return value.values
     if isinstance(value, np.ndarray):

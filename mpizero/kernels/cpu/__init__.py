@@ -1,4 +1,4 @@
-"""Compute on NumPy arrays by kernels compiled by numba and loaded from disk; modules are imported on first use."""
+"""Compute on NumPy arrays by kernels that numba has compiled; the modules of this package are imported on first use."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Compute sums, maxima and dot products of one row of a matrix, in an order that is the same on every CPU.
 
-LLVM does not vectorize a float sum, since that would change its order. Here the order is fixed and vectorizes: a
-block of at most ``BLOCK`` elements is first reduced to an eighth, h elements: element j is added to j + h, j + 2 h, ...
-These h sums are then added in four lanes. The sums of the blocks are added in order.
+LLVM does not vectorize a sum of floats, because that would change its order. The order here is fixed and vectorizes. A
+row is cut into blocks of at most ``BLOCK`` elements. A block is first reduced to h = (its size) / 8 sums: sum j adds
+elements j, j + h, j + 2 h, ..., j + 7 h. Four lanes then add these h sums. At last the sums of the blocks are added in
+order.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ SCRATCH = FOLD + BLOCK
 
 
 def fold_sum(x: Any, fold: Any) -> Any:
-    """Return the sum of at most ``BLOCK`` elements."""
+    """Return the sum of at most ``BLOCK`` elements ``x``; ``fold`` is temporary memory of ``FOLD`` elements."""
     T = x.dtype.type  # noqa: N806
     h = x.size >> 3
     for j in range(h):
@@ -39,12 +40,15 @@ def fold_sum(x: Any, fold: Any) -> Any:
 
 
 def larger(a: Any, b: Any) -> Any:
-    """Return the larger of two numbers, ``b`` where ``a`` is NaN."""
+    """Return the larger of two numbers; return ``b`` if one of them is NaN."""
     return a if a > b else b
 
 
 def row_max(x: Any, fold: Any) -> Any:
-    """Return the largest element of a non-empty row; if the row holds a NaN, the result is unspecified."""
+    """Return the largest element of a non-empty row ``x``; if the row holds a NaN, any number may be returned.
+
+    ``fold`` is temporary memory of ``FOLD`` elements.
+    """
     first = x[0]
     for start in range(0, x.size, BLOCK):
         part = x[start : start + BLOCK]
@@ -67,7 +71,7 @@ def row_max(x: Any, fold: Any) -> Any:
 
 
 def row_sum(x: Any, fold: Any) -> Any:
-    """Return the sum of a row."""
+    """Return the sum of a row ``x``; ``fold`` is temporary memory of ``FOLD`` elements."""
     total = x.dtype.type(0)
     for start in range(0, x.size, BLOCK):
         total += fold_sum(x[start : start + BLOCK], fold)
@@ -75,7 +79,7 @@ def row_sum(x: Any, fold: Any) -> Any:
 
 
 def row_dot(x: Any, y: Any, scratch: Any) -> Any:
-    """Return the dot product of two rows."""
+    """Return the dot product of two rows; ``scratch`` is temporary memory of ``SCRATCH`` elements."""
     total = x.dtype.type(0)
     fold, terms = scratch[:FOLD], scratch[FOLD:SCRATCH]
     for start in range(0, x.size, BLOCK):
@@ -87,7 +91,7 @@ def row_dot(x: Any, y: Any, scratch: Any) -> Any:
 
 
 def row_dot3(x: Any, y: Any, z: Any, scratch: Any) -> Any:
-    """Return the sum of the products (x * y) * z of three rows."""
+    """Return the sum of (x * y) * z over three rows; ``scratch`` is temporary memory of ``SCRATCH`` elements."""
     total = x.dtype.type(0)
     fold, terms = scratch[:FOLD], scratch[FOLD:SCRATCH]
     for start in range(0, x.size, BLOCK):
@@ -99,7 +103,7 @@ def row_dot3(x: Any, y: Any, z: Any, scratch: Any) -> Any:
 
 
 def row_square_sum(x: Any, center: Any, scratch: Any) -> Any:
-    """Return the sum of (x - center)**2 over a row."""
+    """Return the sum of (x - center)**2 over a row; ``scratch`` is temporary memory of ``SCRATCH`` elements."""
     total = x.dtype.type(0)
     fold, terms = scratch[:FOLD], scratch[FOLD:SCRATCH]
     for start in range(0, x.size, BLOCK):

@@ -1,7 +1,8 @@
 """Compute activation functions, bias additions and column sums on the CPU.
 
-Results pass through a scratch block, so that outputs may be the inputs themselves: LLVM's vectorized loops want
-arrays that do not overlap, and the copies stay in the first-level cache.
+A kernel writes the results of 256 elements to a temporary array and then copies them to its output. So an output may be
+one of the inputs, and LLVM still vectorizes the loops, since the arrays in a loop never overlap. The temporary array
+stays in the first-level cache.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ _BLOCK = 256
 
 
 def store(source: Any, target: Any) -> None:
-    """Copy the first ``target.size`` elements."""
+    """Copy the first ``target.size`` elements of ``source`` to ``target``."""
     for i in range(target.size):
         target[i] = source[i]
 
 
 def _value_kernel(name: str, value: Callable[..., Any]) -> Kernel:
-    """Make the kernel that writes ``value(x)`` into ``y``, which may be ``x``."""
+    """Make a kernel that writes ``value(x[i], T)`` to ``y[i]`` for every i; ``y`` may be ``x``."""
 
     def apply(x: Array, y: Array, block: Array) -> None:
         T = x.dtype.type  # noqa: N806
@@ -50,7 +51,10 @@ def _value_kernel(name: str, value: Callable[..., Any]) -> Kernel:
 
 
 def _gradient_kernel(name: str, gradient: Callable[..., Any]) -> Kernel:
-    """Make the kernel that writes ``gradient(x, dy)`` into ``dx``, which may be ``dy`` or ``x``."""
+    """Make a kernel that writes ``gradient(x[i], dy[i], T)`` to ``dx[i]`` for every i.
+
+    ``dx`` may be ``dy`` or ``x``.
+    """
 
     def apply(x: Array, dy: Array, dx: Array, block: Array) -> None:
         T = x.dtype.type  # noqa: N806
@@ -74,7 +78,7 @@ tanh, tanh_backward = _value_kernel("tanh", tanh_value), _gradient_kernel("tanh_
 
 @kernel("void(const T[:,::1], const T[::1], T[:,::1], T[:,::1], T[::1])", scratch=_BLOCK)
 def bias_gelu(x: Array, bias: Array, z: Array, y: Array, block: Array) -> None:
-    """Write ``x + bias`` (one row) into ``z``, which may be ``x``, and its GELU into ``y``."""
+    """Add ``bias`` to every row of ``x``; write the sum to ``z``, which may be ``x``, and its GELU to ``y``."""
     T = x.dtype.type  # noqa: N806
     for row in range(x.shape[0]):
         for first in range(0, x.shape[1], _BLOCK):
@@ -90,7 +94,7 @@ def bias_gelu(x: Array, bias: Array, z: Array, y: Array, block: Array) -> None:
 
 @kernel("void(const T[:,::1], const T[::1], T[:,::1], T[::1])", scratch=_BLOCK)
 def add_bias(x: Array, bias: Array, y: Array, block: Array) -> None:
-    """Write ``x + bias`` (one row) into ``y``, which may be ``x``."""
+    """Add ``bias`` to every row of ``x`` and write the sum to ``y``, which may be ``x``."""
     for row in range(x.shape[0]):
         for first in range(0, x.shape[1], _BLOCK):
             part, shift = x[row, first : first + _BLOCK], bias[first : first + _BLOCK]
@@ -102,7 +106,7 @@ def add_bias(x: Array, bias: Array, y: Array, block: Array) -> None:
 
 @kernel("void(const T[:,::1], const T[::1], const T[:,::1], T[:,::1], T[::1])", scratch=_BLOCK)
 def add_bias_residual(x: Array, bias: Array, residual: Array, y: Array, block: Array) -> None:
-    """Write ``x + bias + residual`` into ``y``, which may be ``x`` or ``residual``."""
+    """Add ``bias`` to every row of ``x + residual``; write the sum to ``y``, which may be ``x`` or ``residual``."""
     for row in range(x.shape[0]):
         for first in range(0, x.shape[1], _BLOCK):
             part, shift = x[row, first : first + _BLOCK], bias[first : first + _BLOCK]
@@ -116,7 +120,10 @@ def add_bias_residual(x: Array, bias: Array, residual: Array, y: Array, block: A
 
 @kernel("void(const T[:,::1], T[::1])")
 def column_sums(x: Array, out: Array) -> None:
-    """Write the sums over the rows, added in ascending order from 0: the gradient of a bias."""
+    """Write the sum of each column of ``x`` to ``out``: the gradient of a bias.
+
+    Each sum starts from 0 and adds the rows in ascending order.
+    """
     T = x.dtype.type  # noqa: N806
     rows, columns = x.shape
     out[:] = T(0)

@@ -1,4 +1,4 @@
-"""Compute the causal softmax on the CPU, reading only scores that the mask leaves, and copy features to heads."""
+"""Compute the causal softmax on the CPU, reading only scores of keys that a query sees, and split rows into heads."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ _PLACES = 8
 
 @kernel("void(T[:,:,::1], const T[::1], T[::1])", scratch=SCRATCH)
 def causal_softmax(scores: Array, scale1: Array, scratch: Array) -> None:
-    """Replace scores (batch, queries, keys) by softmax(scale * scores) over the keys each query sees.
+    """Replace ``scores`` by softmax(scale1[0] * scores) over the keys that each query sees.
 
-    The last query sees every key, each one before it one key fewer (with as many queries as keys: keys <= query;
-    with fewer, the queries are the last ones, as in a block of rows or in generation). The other entries become 0,
-    whatever they held. The scale is above 0.
+    ``scores`` is (batch, queries, keys). The last query sees all keys, and every other query sees one key fewer than
+    the next query. So with as many queries as keys, query i sees the keys 0 to i. With fewer queries than keys, the
+    queries are the last ones of the sequence, for example the new tokens in generation. Scores of keys that a query
+    does not see become 0, whatever they were before. ``scale1`` has one element, which is above 0.
     """
     T = scores.dtype.type  # noqa: N806
     batch, queries, keys = scores.shape
@@ -46,7 +47,11 @@ def causal_softmax(scores: Array, scale1: Array, scratch: Array) -> None:
 
 @kernel("void(const T[:,:,::1], T[:,:,::1], const T[::1], T[::1])", scratch=SCRATCH)
 def causal_softmax_backward(probs: Array, dprobs: Array, scale1: Array, scratch: Array) -> None:
-    """Replace the gradient of the probabilities by that of the scores; it is 0 for keys that a query does not see."""
+    """Replace ``dprobs``, the gradient of the probabilities, by the gradient of the scores.
+
+    ``probs`` are the probabilities that :func:`causal_softmax` wrote, with the same ``scale1``. The gradient is 0 for
+    keys that a query does not see.
+    """
     T = probs.dtype.type  # noqa: N806
     batch, queries, keys = probs.shape
     scale = scale1[0]
@@ -62,11 +67,13 @@ def causal_softmax_backward(probs: Array, dprobs: Array, scale1: Array, scratch:
 
 @kernel("void(const T[:,::1], const T[::1], i8, i8, T[:,:,:,:,::1])")
 def split_heads(x: Array, bias: Array, head: int, sample: int, out: Array) -> None:
-    """Copy ``x + bias`` of some samples, (samples * length, all features), to an array whose heads are contiguous.
+    """Copy the features of some samples to ``out``, with the features of each head contiguous, and add ``bias``.
 
-    ``out`` is (kinds, samples, heads, length, size). Its heads are those of x from ``head`` on; the samples of x become
-    its samples from ``sample`` on. A row of x holds the kinds (queries, keys, values) one after the other. ``bias`` has
-    as many elements as a row of x, or none: then nothing is added.
+    Each row of ``x`` holds the features of one position of a sequence; there are ``length`` rows per sample. A row
+    consists of ``kinds`` equal parts one after the other, for example queries, keys and values, and each part holds all
+    heads. ``out`` is (kinds, samples, heads, length, size), where ``size`` is the number of features of a head. Its
+    head h is head ``head + h`` of ``x``, and its sample ``sample + s`` is sample s of ``x``; its other samples do not
+    change. ``bias`` is added to every row of ``x``; if it has no elements, nothing is added.
     """
     kinds, _, heads, length, size = out.shape
     rows, columns = x.shape
@@ -88,9 +95,9 @@ def split_heads(x: Array, bias: Array, head: int, sample: int, out: Array) -> No
 
 @kernel("void(const T[:,:,:,::1], T[:,:,:,::1])")
 def transposed_heads(x: Array, out: Array) -> None:
-    """Write x (samples, heads, length, size) transposed, (samples, heads, size, length).
+    """Copy ``x`` (samples, heads, length, size) to ``out`` (samples, heads, size, length).
 
-    So a matrix product with the result reads contiguous rows.
+    A matrix product with ``out`` then reads contiguous rows.
     """
     samples, heads, length, size = x.shape
     whole = length // _PLACES * _PLACES

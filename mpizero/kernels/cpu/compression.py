@@ -1,7 +1,8 @@
-"""Compress messages with error feedback: the error of a message stays in ``residual``, to be sent with the next one.
+"""Compress messages with error feedback: what a message lost is kept in ``residual`` and added to the next message.
 
-``int8`` sends eight bits for each value, and a scale for each block of ``BLOCK`` values. ``top`` sends the values of
-largest magnitude with their indices; they are found exactly, by counting the bits of magnitudes from the top.
+``int8`` sends eight bits for each value, and a scale for each block of ``BLOCK`` consecutive values. ``top`` sends the
+values of largest magnitude with their indices. They are found exactly: the smallest magnitude that is sent is
+determined by counting how often each pattern of its bits occurs, from the highest bits to the lowest.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ _LOW_BITS = np.uint32(1023)
 
 
 def _largest(values: Array, residual: Array) -> Any:
-    """Add ``values`` to ``residual``; return the bits of the largest magnitude there."""
+    """Add ``values`` to ``residual`` and return the largest magnitude of the sum.
+
+    The magnitude is returned as bits (see :func:`formulas.magnitude`).
+    """
     largest = np.uint32(0)
     for i in range(values.size):
         total = values[i] + residual[i]
@@ -39,7 +43,13 @@ def _largest(values: Array, residual: Array) -> Any:
 
 @kernel("void(const f4[::1], f4[::1], f4[::1], i1[::1])")
 def int8_encode(values: Array, residual: Array, scales: Array, codes: Array) -> None:
-    """Write scales and codes of ``values + residual``, and their rounding errors to ``residual``."""
+    """Round ``values + residual`` to ``codes`` with ``scales``, and write the rounding errors to ``residual``.
+
+    A code is an integer from -127 to 127, and ``code * scale`` is the rounded value. Each block of ``BLOCK``
+    consecutive values has one scale. If a block has a value that is infinite or NaN, its scale and its errors are NaN.
+    If its values are too small to be scaled in float32, its scale and codes are 0, and ``residual`` receives the values
+    themselves.
+    """
     for block in range(scales.size):
         first = block * BLOCK
         rest = residual[first : first + BLOCK]
@@ -55,7 +65,7 @@ def int8_encode(values: Array, residual: Array, scales: Array, codes: Array) -> 
 
 @kernel("void(const f4[::1], const i1[::1], f4[::1])")
 def int8_decode(scales: Array, codes: Array, out: Array) -> None:
-    """Write the values that the scales and codes of ``int8_encode`` stand for."""
+    """Write ``code * scale``, the values that :func:`int8_encode` rounded to, to ``out``."""
     for block in range(scales.size):
         first = block * BLOCK
         scale, part, whole = scales[block], codes[first : first + BLOCK], out[first : first + BLOCK]
@@ -64,7 +74,7 @@ def int8_decode(scales: Array, codes: Array, out: Array) -> None:
 
 
 def _reach(counts: Array, used: int, wanted: int) -> int:
-    """Return the largest index such that the counts from there to the end add up to ``wanted`` or more."""
+    """Return the largest index for which the sum of ``counts[index:used]`` is at least ``wanted``."""
     place = used
     while wanted > 0:
         place -= 1
@@ -73,7 +83,7 @@ def _reach(counts: Array, used: int, wanted: int) -> int:
 
 
 def _above(counts: Array, used: int, place: int) -> int:
-    """Return the sum of the counts above index ``place``."""
+    """Return the sum of ``counts[place + 1 : used]``."""
     total = 0
     for i in range(place + 1, used):
         total += counts[i]
@@ -82,9 +92,11 @@ def _above(counts: Array, used: int, place: int) -> int:
 
 @kernel("void(const f4[::1], f4[::1], i8[::1], i4[::1], f4[::1])")
 def top_encode(values: Array, residual: Array, counts: Array, indices: Array, largest: Array) -> None:
-    """Write the ``indices.size`` values of largest magnitude of ``values + residual``; ``residual`` keeps the rest.
+    """Write the ``indices.size`` values of largest magnitude of ``values + residual`` to ``largest``.
 
-    Indices ascend; of equal magnitudes the first are taken. ``counts`` is room for ``COUNTERS`` numbers.
+    ``indices`` receives their indices, in ascending order. Of values of equal magnitude, those of the smallest indices
+    are chosen. ``residual`` receives all other values of the sum, and 0 at the chosen indices. ``counts`` is temporary
+    memory for 2048 integers, which only the CPU kernel uses.
     """
     wanted = indices.size
     if wanted == 0:
@@ -131,7 +143,7 @@ def top_encode(values: Array, residual: Array, counts: Array, indices: Array, la
 
 @kernel("void(const i4[::1], const f4[::1], f4[::1])")
 def top_decode(indices: Array, largest: Array, out: Array) -> None:
-    """Write the values that ``top_encode`` selected to their indices, and 0 to all other elements."""
+    """Write ``largest[i]`` to ``out[indices[i]]`` for every i, and 0 to all other elements of ``out``."""
     out[:] = 0
     for i in range(indices.size):
         out[indices[i]] = largest[i]

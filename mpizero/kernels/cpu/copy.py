@@ -1,4 +1,7 @@
-"""Gather and scatter ranges, convert to and from 16-bit formats (stored as uint16), and scale, on the CPU."""
+"""Pack and unpack ranges of arrays, convert to and from 16-bit formats, and scale, on the CPU.
+
+Numbers of 16 bits are stored as uint16, because NumPy has no bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ _from_float16 = formulas.from_float16
 
 @kernel("void(const T[::1], const i8[::1], const i8[::1], T[::1])")
 def pack(source: Array, starts: Array, sizes: Array, target: Array) -> None:
-    """Write ``source[starts[k] : starts[k] + sizes[k]]`` to ``target``, one range after the other."""
+    """Write the ranges ``source[starts[k] : starts[k] + sizes[k]]`` to ``target``, one after the other."""
     place = 0
     for k in range(starts.size):
         part, whole = target[place : place + sizes[k]], source[starts[k] : starts[k] + sizes[k]]
@@ -25,7 +28,10 @@ def pack(source: Array, starts: Array, sizes: Array, target: Array) -> None:
 
 @kernel("void(const T[::1], const i8[::1], const i8[::1], T[::1])")
 def unpack(source: Array, starts: Array, sizes: Array, target: Array) -> None:
-    """Write consecutive parts of ``source`` to ``target[starts[k] : starts[k] + sizes[k]]``; undoes ``pack``."""
+    """Write the elements of ``source``, in order, to the ranges ``target[starts[k] : starts[k] + sizes[k]]``.
+
+    This undoes :func:`pack`.
+    """
     place = 0
     for k in range(starts.size):
         part, whole = source[place : place + sizes[k]], target[starts[k] : starts[k] + sizes[k]]
@@ -36,35 +42,35 @@ def unpack(source: Array, starts: Array, sizes: Array, target: Array) -> None:
 
 @kernel("void(const f4[::1], u2[::1])")
 def to_bfloat16(x: Array, out: Array) -> None:
-    """Round to bfloat16, to nearest even; NaN stays NaN."""
+    """Round ``x`` to bfloat16, to nearest even, and write the bits to ``out``; NaN stays NaN."""
     for i in range(x.size):
         out[i] = _to_bfloat16(x[i])
 
 
 @kernel("void(const u2[::1], f4[::1])")
 def from_bfloat16(x: Array, out: Array) -> None:
-    """Convert bfloat16 to float32, which is exact."""
+    """Convert the bits of bfloat16 numbers to float32, which is exact, and write them to ``out``."""
     for i in range(x.size):
         out[i] = _from_bfloat16(x[i])
 
 
 @kernel("void(const f4[::1], u2[::1])")
 def to_float16(x: Array, out: Array) -> None:
-    """Round to float16, to nearest even, as hardware does."""
+    """Round ``x`` to float16, to nearest even, and write the bits to ``out``; values too large become infinite."""
     for i in range(x.size):
         out[i] = _to_float16(x[i])
 
 
 @kernel("void(const u2[::1], f4[::1])")
 def from_float16(x: Array, out: Array) -> None:
-    """Convert float16 to float32, which is exact."""
+    """Convert the bits of float16 numbers to float32, which is exact, and write them to ``out``."""
     for i in range(x.size):
         out[i] = _from_float16(x[i])
 
 
 @kernel("void(T[::1], const T[::1])")
 def scale(x: Array, factor: Array) -> None:
-    """Multiply ``x`` by ``factor[0]``."""
+    """Multiply all elements of ``x`` by ``factor[0]``, in place."""
     by = factor[0]
     for i in range(x.size):
         x[i] = x[i] * by

@@ -1,4 +1,4 @@
-"""Look up rows of a table by their ids, and compute the gradient of that, on the CPU."""
+"""Look up rows of an embedding table by their ids, and compute the gradient of the table, on the CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpizero.types import Array
 
 @kernel("void(const T[:,::1], const i8[::1], T[:,::1])")
 def gather(table: Array, ids: Array, out: Array) -> None:
-    """Copy row ``ids[i]`` of the table into row i of ``out``; an id outside of the table gives NaN."""
+    """Copy row ``ids[i]`` of ``table`` to row i of ``out``; fill row i with NaN if the table has no such row."""
     T = table.dtype.type  # noqa: N806
     rows, width = table.shape
     for i in range(ids.size):
@@ -26,7 +26,7 @@ def gather(table: Array, ids: Array, out: Array) -> None:
 
 @kernel("void(const T[:,::1], const i8[::1], T[:,::1])")
 def scatter_add(dy: Array, ids: Array, dtable: Array) -> None:
-    """Add row i of ``dy`` to row ``ids[i]`` of ``dtable``, in ascending order of i; ids outside add nothing."""
+    """Add row i of ``dy`` to row ``ids[i]`` of ``dtable``, in ascending order of i; skip rows that do not exist."""
     rows, width = dtable.shape
     for i in range(ids.size):
         if inside(ids[i], rows):

@@ -1,12 +1,12 @@
-"""Sum rows of gradients by a tree program, divide, and update: one pass over memory, block by block.
+"""Sum rows of gradients by a tree program, divide, and update, in one pass over memory on the CPU.
 
-A *row* is one copy of the whole gradient vector.
-A *program* is a list of integers run by a stack machine over whole rows: ``v >= 0`` pushes row v, ``-1`` pops the
-top and adds it to the entry below, ``v <= -2`` adds row ``-2 - v`` to the top. Element i of a row lies at column
-``first + i``. ``tree_sum`` takes rows of two arrays: rows below ``len(rows_a)`` are in ``rows_a``. The machine works on
-blocks small enough for the first-level cache, so a row is read from memory once and the sum is never written to it.
-The program's last addition is made in the loop of the update.
-The stack holds ``DEPTH`` rows: enough for the canonical tree over 32,768 grains.
+A *program* is a list of integers that a stack machine executes on the rows of a matrix: ``v >= 0`` pushes row v, ``-1``
+pops the top of the stack and adds it to the entry below, and ``v <= -2`` adds row ``-2 - v`` to the top. Each row holds
+a gradient or a sum of gradients. Element i of the parameters belongs to column ``first + i`` of the matrix. The stack
+holds ``DEPTH`` rows, which is enough for the tree over 32,768 grains.
+
+The machine works on blocks of columns that fit into the first-level cache, so a row is read from memory once, and the
+sum is never written to memory. The last addition of a program is done in the loop of the update.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ def _add(x: Array, y: Array, out: Array) -> None:
 
 
 def _fold(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Array, scratch: Array, count: int) -> None:
-    """Run the program without its last instruction; a push and the addition that follows it are one loop."""
+    """Execute all instructions of the program but the last, on ``count`` columns; leave the stack in ``scratch``.
+
+    A push and the addition that directly follows it are done in one loop.
+    """
     last, step, top = program.size - 1, 0, -1
     while step < last:
         code = program[step]
@@ -76,14 +79,17 @@ def _fold(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Arr
 
 
 def _left(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Array, scratch: Array, count: int) -> Any:
-    """Return the first operand of the last addition, or the only row."""
+    """Return ``count`` elements of the first operand of the program's last addition, or of the program's only row."""
     if program.size <= 2:
         return _row(rows_a, first_a, rows_b, first_b, program[0], count)
     return _level(scratch, 0, count)
 
 
 def _right(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Array, scratch: Array, count: int) -> Any:
-    """Return the second operand of the last addition; an array that is not read if there is no addition."""
+    """Return ``count`` elements of the second operand of the program's last addition.
+
+    If the program has no addition, return some array, which must not be read.
+    """
     code = program[program.size - 1]
     if code <= -2:
         return _row(rows_a, first_a, rows_b, first_b, -2 - code, count)
@@ -106,7 +112,12 @@ def tree_sum(
     stop: int,
     scratch: Array,
 ) -> None:
-    """Write the sum of the rows, divided by ``divisor[0]``, to ``out[start:stop]``; out may be one of the rows."""
+    """Execute a tree program on rows, and write the sum, divided by ``divisor[0]``, to ``out[start:stop]``.
+
+    Row v of the program is row v of ``rows_a`` if v < len(rows_a), otherwise row v - len(rows_a) of ``rows_b``. Element
+    i of ``out`` is computed from columns ``first_a + i`` of ``rows_a`` and ``first_b + i`` of ``rows_b``. ``out`` may
+    be one of the rows, if its elements are in the same columns.
+    """
     by, both = divisor[0], program.size > 1
     for block in range(start, stop, BLOCK):
         a, b, count = first_a + block, first_b + block, min(BLOCK, stop - block)
@@ -119,16 +130,20 @@ def tree_sum(
 
 
 def _gradient(total: Any, i: int) -> Any:
-    """Return an element of the averaged gradient: the program's last addition, and the division."""
+    """Return element i of the averaged gradient: do the program's last addition, then divide.
+
+    ``total`` is (first operand, second operand, whether there is an addition, divisor).
+    """
     left, right, both, divisor = total
     return (left[i] + right[i] if both else left[i]) / divisor
 
 
 def _tree_kernel(arrays: str) -> Callable[[Callable[..., None]], Kernel]:
-    """Make a kernel that sums rows by a program and updates, block by block, from a function that updates one block.
+    """Make a decorator that turns a function which updates one block into a kernel that first sums rows of gradients.
 
-    ``update(total, *arrays, hyper, start, stop)`` takes the averaged gradient from :func:`_gradient`; ``arrays`` are
-    the types of its arrays.
+    The function is called as ``update(total, *arrays, hyper, start, stop)`` and gets the elements of the averaged
+    gradient by ``_gradient(total, i)``. The argument of the decorator, ``arrays``, is the types of the arrays in a
+    kernel's signature. The kernel is called as ``kernel(rows, first, program, divisor, *arrays, hyper, start, stop)``.
     """
 
     def made(update: Callable[..., None]) -> Kernel:
@@ -154,7 +169,10 @@ def _tree_kernel(arrays: str) -> Callable[[Callable[..., None]], Kernel]:
 
 @_tree_kernel("T[::1]")
 def sgd_tree(total: Any, w: Array, hyper: Array, start: int, stop: int) -> None:
-    """Sum and divide as ``tree_sum``, then update as ``optimizer.sgd``; same bits as the two calls."""
+    """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.sgd`` does.
+
+    The bits are the same as with the two calls. ``hyper`` is that of ``optimizer.sgd``.
+    """
     lr, decay = hyper[0], hyper[1]
     w = w[start:stop]
     for i in range(w.size):
@@ -163,7 +181,10 @@ def sgd_tree(total: Any, w: Array, hyper: Array, start: int, stop: int) -> None:
 
 @_tree_kernel("T[::1], T[::1]")
 def momentum_tree(total: Any, w: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
-    """Sum and divide as ``tree_sum``, then update as ``optimizer.momentum``; same bits as the two calls."""
+    """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.momentum`` does.
+
+    The bits are the same as with the two calls. ``hyper`` is that of ``optimizer.momentum``.
+    """
     lr, decay, factor, keep = hyper[0], hyper[1], hyper[2], hyper[3]
     of_g, of_m = hyper[4], hyper[5]
     w, m = w[start:stop], m[start:stop]
@@ -173,7 +194,10 @@ def momentum_tree(total: Any, w: Array, m: Array, hyper: Array, start: int, stop
 
 @_tree_kernel("T[::1], T[::1], T[::1]")
 def adam_tree(total: Any, w: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
-    """Sum and divide as ``tree_sum``, then update as ``optimizer.adam``; same bits as the two calls."""
+    """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.adam`` does.
+
+    The bits are the same as with the two calls. ``hyper`` is that of ``optimizer.adam``.
+    """
     decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
     rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
     w, m, v = w[start:stop], m[start:stop], v[start:stop]
@@ -184,7 +208,10 @@ def adam_tree(total: Any, w: Array, m: Array, v: Array, hyper: Array, start: int
 
 @_tree_kernel("T[::1], T[::1], T[::1]")
 def adamw_tree(total: Any, w: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
-    """Sum and divide as ``tree_sum``, then update as ``optimizer.adamw``; same bits as the two calls."""
+    """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.adamw`` does.
+
+    The bits are the same as with the two calls. ``hyper`` is that of ``optimizer.adamw``.
+    """
     shrink, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
     rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
     w, m, v = w[start:stop], m[start:stop], v[start:stop]
@@ -195,7 +222,10 @@ def adamw_tree(total: Any, w: Array, m: Array, v: Array, hyper: Array, start: in
 
 @_tree_kernel("T[::1], T[::1]")
 def rmsprop_tree(total: Any, w: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
-    """Sum and divide as ``tree_sum``, then update as ``optimizer.rmsprop``; same bits as the two calls."""
+    """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.rmsprop`` does.
+
+    The bits are the same as with the two calls. ``hyper`` is that of ``optimizer.rmsprop``.
+    """
     lr, decay, alpha, rest, eps = hyper[0], hyper[1], hyper[2], hyper[3], hyper[4]
     w, v = w[start:stop], v[start:stop]
     for i in range(w.size):
@@ -204,7 +234,10 @@ def rmsprop_tree(total: Any, w: Array, v: Array, hyper: Array, start: int, stop:
 
 @_tree_kernel("T[::1], T[::1]")
 def lion_tree(total: Any, w: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
-    """Sum and divide as ``tree_sum``, then update as ``optimizer.lion``; same bits as the two calls."""
+    """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.lion`` does.
+
+    The bits are the same as with the two calls. ``hyper`` is that of ``optimizer.lion``.
+    """
     shrink, lr, beta1, rest1 = hyper[0], hyper[1], hyper[2], hyper[3]
     beta2, rest2, zero = hyper[4], hyper[5], hyper[6]
     w, m = w[start:stop], m[start:stop]
@@ -216,7 +249,11 @@ def lion_tree(total: Any, w: Array, m: Array, hyper: Array, start: int, stop: in
 def lamb_direction_tree(
     total: Any, w: Array, u: Array, m: Array, v: Array, hyper: Array, start: int, stop: int
 ) -> None:
-    """Sum and divide as ``tree_sum`` into ``u``, then ``optimizer.lamb_direction``; same bits as the two calls."""
+    """Sum and divide rows of gradients as ``tree_sum`` does, then write LAMB's direction to ``u``.
+
+    The bits are the same as with ``tree_sum`` into ``u`` and then ``optimizer.lamb_direction``. ``hyper`` is that of
+    ``optimizer.lamb_direction``.
+    """
     decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
     rest2, first, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
     w, u, m, v = w[start:stop], u[start:stop], m[start:stop], v[start:stop]

@@ -1,4 +1,4 @@
-"""Compute the softmax cross-entropy on the CPU, row by row."""
+"""Compute the softmax cross-entropy of whole rows of logits, or of parts of the classes, on the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpizero.types import Array
 
 
 def exp_sum(x: Any, largest: Any, scratch: Any) -> Any:
-    """Return the sum of exp(x - largest) over a row."""
+    """Return the sum of exp(x - largest) over a row ``x``; ``scratch`` is temporary memory of ``SCRATCH`` elements."""
     T = x.dtype.type  # noqa: N806
     total = T(0)
     fold, terms = scratch[:FOLD], scratch[FOLD:SCRATCH]
@@ -30,9 +30,9 @@ def exp_sum(x: Any, largest: Any, scratch: Any) -> Any:
 
 @kernel("void(const T[:,::1], const i8[::1], f8[::1], T[::1])", scratch=SCRATCH)
 def softmax_cross_entropy(logits: Array, targets: Array, losses: Array, scratch: Array) -> None:
-    """Write each row's loss, -log softmax(logits)[target].
+    """Write the loss of each row, -log softmax(logits)[target], to ``losses``.
 
-    The loss is 0 for a negative target (the row is ignored), and NaN for a target that is no class.
+    The loss is 0 for a negative target (the row is ignored), and NaN for a target that is not a class.
     """
     rows, classes = logits.shape
     for row in range(rows):
@@ -51,7 +51,10 @@ def softmax_cross_entropy(logits: Array, targets: Array, losses: Array, scratch:
 def softmax_cross_entropy_backward(
     logits: Array, targets: Array, scale1: Array, dlogits: Array, scratch: Array
 ) -> None:
-    """Write ``scale1[0]`` times the gradient of the sum of losses into ``dlogits``, which may be ``logits``."""
+    """Write ``scale1[0]`` times the gradient of the sum of losses to ``dlogits``, which may be ``logits``.
+
+    The gradient of a row is 0 for a negative target, and NaN for a target that is not a class.
+    """
     T = logits.dtype.type  # noqa: N806
     rows, classes = logits.shape
     scale = scale1[0]
@@ -79,10 +82,11 @@ def softmax_cross_entropy_backward(
 
 @kernel("void(const T[:,::1], const i8[::1], i8, T[:,::1], T[::1])", scratch=SCRATCH)
 def partial_cross_entropy(logits: Array, targets: Array, first: int, terms: Array, scratch: Array) -> None:
-    """Write each row's terms of the loss, from the logits of the classes from ``first`` on, to a column of ``terms``.
+    """Write the terms of each row's loss that come from a part of the classes to ``terms``.
 
-    The three rows of ``terms`` are the largest logit (-inf without classes), the sum of exp(logit - largest), and the
-    target's logit, 0 if the target is none of these classes. Rows with a negative target give zeros.
+    Column j of ``logits`` belongs to class ``first + j``. ``terms`` is (3, rows). It receives, for each row of
+    ``logits``: the largest logit (-inf if the part has no classes), the sum of exp(logit - largest), and the target's
+    logit, or 0 if the part does not have the target. All three are 0 for a negative target.
     """
     T = logits.dtype.type  # noqa: N806
     rows, classes = logits.shape
@@ -99,9 +103,11 @@ def partial_cross_entropy(logits: Array, targets: Array, first: int, terms: Arra
 
 @kernel("void(const T[:,:,::1], const i8[::1], T[:,::1], f8[::1])")
 def merged_cross_entropy(terms: Array, targets: Array, merged: Array, losses: Array) -> None:
-    """Merge the ``terms`` of all parts (parts, 3, rows): write the largest logit and 1 / sum, and the losses.
+    """Merge the terms of all parts of the classes to the loss of each row, and what its gradient needs.
 
-    ``merged`` is (2, rows). Sums are added in the order of the parts. Rows with a negative target give zeros.
+    ``terms`` is (parts, 3, rows), as :func:`partial_cross_entropy` writes it for each part. ``merged`` is (2, rows). It
+    receives, for each row, the largest logit of all classes, and 1 / (sum of exp(logit - largest)). Sums are added in
+    the order of the parts. The loss and both numbers are 0 for a negative target.
     """
     T = terms.dtype.type  # noqa: N806
     parts, _, rows = terms.shape
@@ -122,9 +128,10 @@ def merged_cross_entropy(terms: Array, targets: Array, merged: Array, losses: Ar
 def partial_cross_entropy_backward(
     logits: Array, targets: Array, first: int, merged: Array, scale1: Array, dlogits: Array, scratch: Array
 ) -> None:
-    """Write ``scale1[0]`` times the gradient of the sum of losses for the logits of the classes from ``first`` on.
+    """Write ``scale1[0]`` times the gradient of the sum of losses to ``dlogits``, for a part of the classes.
 
-    ``merged`` comes from :func:`merged_cross_entropy`; ``dlogits`` may be ``logits``.
+    Column j of ``logits`` belongs to class ``first + j``. ``merged`` comes from :func:`merged_cross_entropy`.
+    ``dlogits`` may be ``logits``. The gradient of a row is 0 for a negative target.
     """
     T = logits.dtype.type  # noqa: N806
     rows, classes = logits.shape

@@ -1,6 +1,7 @@
-"""Compute layer and root-mean-square normalization on the CPU; rows are samples or tokens.
+"""Compute layer and root-mean-square normalization on the CPU; rows are samples or positions of sequences.
 
-Statistics take two passes over the row (mean, then mean square of the differences): no cancellation.
+The variance of a row is computed in two passes, first the mean and then the mean square of the differences from it. So
+it loses no digits by cancellation.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from mpizero.types import Array
 def layernorm(
     x: Array, gamma: Array, beta: Array, eps1: Array, y: Array, mean: Array, rstd: Array, scratch: Array
 ) -> None:
-    """Normalize every row: ``y = (x - mean) * rstd * gamma + beta`` with ``rstd = 1 / sqrt(variance + eps)``."""
+    """Normalize every row: ``y = (x - mean) * rstd * gamma + beta`` with ``rstd = 1 / sqrt(variance + eps1[0])``.
+
+    ``mean`` and ``rstd`` receive one number for each row, which :func:`layernorm_backward` needs.
+    """
     T = x.dtype.type  # noqa: N806
     rows, features = x.shape
     count = T(features)
@@ -53,9 +57,11 @@ def layernorm_backward(
     dbeta: Array,
     scratch: Array,
 ) -> None:
-    """Write the gradients of input, gamma and beta; the latter are sums over the rows in ascending order.
+    """Write the gradients of :func:`layernorm` to ``dx``, ``dgamma`` and ``dbeta``, from ``dy``, the gradient of y.
 
-    ``residual``, which has no rows or as many as ``x``, is added to ``dx``; ``dx`` is none of the inputs.
+    ``dgamma`` and ``dbeta`` are sums over the rows in ascending order. ``mean`` and ``rstd`` are what :func:`layernorm`
+    wrote. ``residual`` has the shape of ``x`` and is added to ``dx``, or it has no rows. ``dx`` may not be one of the
+    inputs.
     """
     T = x.dtype.type  # noqa: N806
     rows, features = x.shape
@@ -81,7 +87,10 @@ def layernorm_backward(
 
 @kernel("void(const T[:,::1], const T[::1], const T[::1], T[:,::1], T[::1], T[::1])", scratch=SCRATCH)
 def rmsnorm(x: Array, gamma: Array, eps1: Array, y: Array, rstd: Array, scratch: Array) -> None:
-    """Scale every row: ``y = x * rstd * gamma`` with ``rstd = 1 / sqrt(mean(x**2) + eps)`` (Zhang, Sennrich 2019)."""
+    """Scale every row: ``y = x * rstd * gamma`` with ``rstd = 1 / sqrt(mean(x**2) + eps1[0])``.
+
+    Zhang and Sennrich 2019. ``rstd`` receives one number for each row, which the backward pass needs.
+    """
     T = x.dtype.type  # noqa: N806
     rows, features = x.shape
     zero = T(0)
@@ -95,7 +104,10 @@ def rmsnorm(x: Array, gamma: Array, eps1: Array, y: Array, rstd: Array, scratch:
 
 @kernel("void(const T[:,::1], const T[:,::1], const T[::1], const T[::1], T[:,::1], T[::1])", scratch=SCRATCH)
 def rmsnorm_backward_input(dy: Array, x: Array, gamma: Array, rstd: Array, dx: Array, scratch: Array) -> None:
-    """Write the gradient of the input into ``dx``, which is none of the inputs."""
+    """Write the gradient of the input of :func:`rmsnorm` to ``dx``, from ``dy``, the gradient of y.
+
+    ``rstd`` is what :func:`rmsnorm` wrote. ``dx`` may not be one of the inputs.
+    """
     T = x.dtype.type  # noqa: N806
     rows, features = x.shape
     zero = T(0)
@@ -110,7 +122,10 @@ def rmsnorm_backward_input(dy: Array, x: Array, gamma: Array, rstd: Array, dx: A
 
 @kernel("void(const T[:,::1], const T[:,::1], const T[::1], T[::1])")
 def rmsnorm_backward_weights(dy: Array, x: Array, rstd: Array, dgamma: Array) -> None:
-    """Write the gradient of gamma: a sum over the rows in ascending order."""
+    """Write the gradient of ``gamma`` of :func:`rmsnorm` to ``dgamma``, from ``dy``, the gradient of y.
+
+    It is a sum over the rows in ascending order. ``rstd`` is what :func:`rmsnorm` wrote.
+    """
     T = x.dtype.type  # noqa: N806
     rows, features = x.shape
     zero = T(0)

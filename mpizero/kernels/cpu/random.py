@@ -1,4 +1,4 @@
-"""Draw counter-based random numbers on the CPU, in chunks of whole Philox blocks."""
+"""Draw counter-based random numbers (Philox 4x32-10) on the CPU, for several Philox blocks of four words at a time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ROUNDED = 32
 
 @kernel("void(const u4[::1], const u4[::1], u4[::1])")
 def philox(counter: Array, key: Array, out: Array) -> None:
-    """Write the four random words of a counter (four words) and a key (two words)."""
+    """Write the four random words of a counter (four words) and a key (two words) to ``out``; a word has 32 bits."""
     a, b, c, d = philox_words(
         np.uint64(counter[0]),
         np.uint64(counter[1]),
@@ -46,7 +46,11 @@ def philox(counter: Array, key: Array, out: Array) -> None:
 def fill_uniform(
     key0: int, key1: int, site: int, start: int, out: Array, low1: Array, high1: Array, chunk: Array
 ) -> None:
-    """Write uniform numbers on [low, high): the elements from ``start`` on of the sequence of key and site."""
+    """Write uniform random numbers on [low1[0], high1[0]) to ``out``: a range of a random sequence.
+
+    The sequence is determined by the key (the low 32 bits of ``key0`` and of ``key1``) and the 64-bit number ``site``.
+    The range begins with element ``start`` of the sequence.
+    """
     T = out.dtype.type  # noqa: N806
     per, low, high = values_per_block(T), low1[0], high1[0]
     k0, k1, s0, s1 = low_word(key0), low_word(key1), low_word(site), high_word(site)
@@ -71,7 +75,11 @@ def fill_uniform(
 
 @kernel("void(u8, u8, u8, i8, T[::1], const T[::1], T[::1])", scratch=_SCRATCH)
 def fill_normal(key0: int, key1: int, site: int, start: int, out: Array, scale1: Array, chunk: Array) -> None:
-    """Write normal numbers of deviation ``scale1[0]``: elements from ``start`` on of the sequence of key and site."""
+    """Write normal random numbers of mean 0 and standard deviation ``scale1[0]`` to ``out``.
+
+    They are a range of a random sequence, which begins with element ``start`` of the sequence. The sequence is
+    determined by the key (the low 32 bits of ``key0`` and of ``key1``) and the 64-bit number ``site``.
+    """
     T = out.dtype.type  # noqa: N806
     per, scale = values_per_block(T), scale1[0]
     k0, k1, s0, s1 = low_word(key0), low_word(key1), low_word(site), high_word(site)
@@ -113,12 +121,14 @@ def dropout(
     plane_step: int,
     scratch: Array,
 ) -> None:
-    """Write ``x / (1 - rate)`` or, with probability ``rate``, 0 into ``y``, which may be ``x``.
+    """Write ``x / (1 - rate)`` or, with probability ``rate``, 0 to ``y``, which may be ``x``; rate = ``rate1[0]``.
 
-    ``x`` holds ``per_sample`` elements of each sample, as planes of ``rows`` rows of ``width``: element j of row r of
-    plane p is element ``offset + p * plane_step + r * row_step + j`` of the whole sample (whole samples: offset 0 and
-    one row). Whether an element is dropped depends on seed, site, step, the sample's index in the global batch (that of
-    the first sample is ``first_sample``) and the element's place in the sample. In the backward pass ``x`` is ``dy``.
+    ``x`` holds a part of each sample, with ``per_sample`` elements: planes of ``rows`` rows of ``width`` elements.
+    Element j of row r of plane p is element ``offset + p * plane_step + r * row_step + j`` of the whole sample. (If
+    ``x`` holds whole samples, ``offset`` is 0, and each sample is one row.) Whether an element is set to 0 depends on
+    ``seed``, ``site`` (the dropout layer), ``step``, the index of the sample in the global batch, and the element's
+    index in the whole sample. ``first_sample`` is the index of the first sample of ``x``. In the backward pass the
+    kernel is called with the gradient of the output as ``x``.
     """
     T = x.dtype.type  # noqa: N806
     k0, k1, _, _ = dropout_key(seed, site, step)
@@ -153,10 +163,11 @@ def dropout(
 
 @kernel("void(i8[::1], i8, u8, u8)")
 def permutation(index: Array, length: int, seed: int, epoch: int) -> None:
-    """Apply a random permutation of ``range(length)``, keyed by seed and epoch, to every index.
+    """Replace every index by its image under a random permutation of ``range(length)``, in place.
 
-    A Feistel network of eight rounds permutes the next power of four; images beyond ``length`` are sent through it
-    again (cycle walking; Black and Rogaway 2002). Indices outside ``range(length)`` become -1.
+    ``seed`` and ``epoch`` determine the permutation. Indices outside ``range(length)`` become -1. A Feistel network of
+    eight rounds permutes ``range(4**h)``, the smallest such range that is not shorter. An image that is not less than
+    ``length`` is permuted again (cycle walking; Black and Rogaway 2002).
     """
     first, second = round_keys(seed, epoch, 0), round_keys(seed, epoch, 1)
     bits = half_bits(length)

@@ -1,9 +1,10 @@
-"""Sum in one fixed order, the same on any number of ranks, and test for infinite and NaN values.
+"""Sum in one fixed order, the same on any number of ranks, and find infinite and NaN values, on the CPU.
 
-The order is the canonical binary tree over the element index: node(level, i) = node(level - 1, 2i) +
-node(level - 1, 2i + 1), a missing right child passes the left one through; everything in float64. Blocks of
-``BLOCK`` elements (a power of two, so a block is a node) are summed level by level, which vectorizes; a binary
-counter merges the blocks.
+The order is a binary tree over the index of the elements: node(level, i) = node(level - 1, 2 i) + node(level - 1, 2 i +
+1), where a missing right child passes the left one through. All sums are in float64. A block of ``BLOCK`` elements (a
+power of two, so a block is a node of the tree) is summed level by level, which vectorizes. The sums of the blocks are
+kept in a binary counter: entry k is a node over 2**k blocks, and two nodes of one level are added as soon as both
+exist.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ _is_finite = formulas.is_finite
 
 
 def _halve(source: Array, target: Array, count: int) -> int:
-    """Compute the next higher level of the tree; return the number of its nodes."""
+    """Write the next higher level of the tree to ``target``, from the first ``count`` nodes in ``source``.
+
+    Return the number of nodes of the higher level.
+    """
     pairs = count // 2
     for i in range(pairs):
         target[i] = source[2 * i] + source[2 * i + 1]
@@ -35,7 +39,10 @@ def _halve(source: Array, target: Array, count: int) -> int:
 
 
 def _top(even: Array, odd: Array, count: int) -> Any:
-    """Sum ``count`` nodes in ``even`` by the tree, using ``odd`` for every other level."""
+    """Return the sum of the first ``count`` nodes in ``even``, in the order of the tree.
+
+    ``even`` and ``odd`` are overwritten by the levels of the tree in turn.
+    """
     while True:
         if count == 1:
             return even[0]
@@ -46,7 +53,10 @@ def _top(even: Array, odd: Array, count: int) -> Any:
 
 
 def _merge(pending: Array, blocks: int, value: float) -> None:
-    """Add a full block to the binary counter: ``pending[k]`` is a node over 2**k blocks."""
+    """Add the sum ``value`` of a block to the binary counter, which holds the sums of ``blocks`` blocks so far.
+
+    ``pending[k]`` holds the sum of 2**k blocks if bit k of ``blocks`` is set.
+    """
     level = 0
     while blocks & 1:
         value = pending[level] + value
@@ -56,7 +66,11 @@ def _merge(pending: Array, blocks: int, value: float) -> None:
 
 
 def _collect(pending: Array, blocks: int, value: float, has_value: bool) -> float:
-    """Add the pending nodes, the smallest first, to the unfinished block on their right."""
+    """Return the sum of all nodes in the binary counter, added from the smallest node (the last blocks) on.
+
+    ``pending[k]`` is a node if bit k of ``blocks`` is set. If ``has_value``, the sum starts with ``value``, the sum of
+    an incomplete block after the others.
+    """
     level = 0
     while blocks:
         if blocks & 1:
@@ -69,7 +83,10 @@ def _collect(pending: Array, blocks: int, value: float, has_value: bool) -> floa
 
 @kernel("void(const T[::1], const i8[::1], const i8[::1], f8[::1], f8[::1])", scratch=2 * BLOCK + LEVELS)
 def tree_square_sums(x: Array, starts: Array, stops: Array, out: Array, scratch: Array) -> None:
-    """Write the canonical sum of squares of ``x[starts[k]:stops[k]]`` to ``out[k]``; 0 where empty."""
+    """Write the sum of squares of ``x[starts[k]:stops[k]]`` to ``out[k]`` for every k; 0 for an empty range.
+
+    The sum is computed in float64, in the order of a binary tree over the elements of the range.
+    """
     even, odd, pending = scratch[:BLOCK], scratch[BLOCK : 2 * BLOCK], scratch[2 * BLOCK :]
     for k in range(starts.size):
         part = x[starts[k] : stops[k]]
@@ -89,7 +106,11 @@ def tree_square_sums(x: Array, starts: Array, stops: Array, out: Array, scratch:
 
 @kernel("void(const T[::1], const T[::1], const i8[::1], const i8[::1], f8[::1], f8[::1])", scratch=2 * BLOCK + LEVELS)
 def tree_dots(x: Array, y: Array, starts: Array, stops: Array, out: Array, scratch: Array) -> None:
-    """Write the canonical dot product of ``x`` and ``y`` on ``starts[k]:stops[k]`` to ``out[k]``; 0 where empty."""
+    """Write the dot product of ``x[starts[k]:stops[k]]`` and the same range of ``y`` to ``out[k]`` for every k.
+
+    It is 0 for an empty range. The sum is computed in float64, in the order of a binary tree over the elements of the
+    range.
+    """
     even, odd, pending = scratch[:BLOCK], scratch[BLOCK : 2 * BLOCK], scratch[2 * BLOCK :]
     for k in range(starts.size):
         part, other = x[starts[k] : stops[k]], y[starts[k] : stops[k]]
@@ -116,7 +137,7 @@ def _count_nonfinite(x: Array) -> int:
 
 @kernel("bool(const T[::1])")
 def all_finite(x: Array) -> bool:
-    """Tell whether no element is infinite or NaN."""
+    """Tell whether no element of ``x`` is infinite or NaN."""
     for block in range(0, x.size, BLOCK):
         part = x[block : block + BLOCK]
         fetch_ahead(x, block, block + part.size)
@@ -127,7 +148,7 @@ def all_finite(x: Array) -> bool:
 
 @kernel("i8(const T[::1])")
 def first_nonfinite(x: Array) -> int:
-    """Return the index of the first infinite or NaN element, -1 where there is none."""
+    """Return the index of the first element of ``x`` that is infinite or NaN, or -1 if there is none."""
     for block in range(0, x.size, BLOCK):
         part = x[block : block + BLOCK]
         if _count_nonfinite(part):

@@ -1,8 +1,9 @@
-"""Compute the softmax tile by tile, on the CPU.
+"""Compute the causal softmax of ring attention tile by tile, on the CPU.
 
-A tile holds the scores of some queries of this rank and some keys, (samples, heads, queries, keys). Statistics of the
-queries (maxima, sums, ...) are arrays (samples, length, heads) for all queries of this rank; those of the tile begin at
-index ``start``. Query i of the tile sees its keys 0 to i + ``offset``: none if that is negative, all if it is large.
+A tile holds the scores of some queries of this rank and some keys: (samples, heads, queries, keys). Numbers of a query,
+such as its maximum and its sum, are in arrays (samples, length, heads) for all queries of this rank; the first query of
+the tile has index ``start`` in them. Query i of the tile sees the tile's keys 0 to i + ``offset``: no key if that is
+negative, all keys if it is large.
 """
 
 from __future__ import annotations
@@ -33,11 +34,14 @@ def running_softmax(
     factors: Array,
     scratch: Array,
 ) -> None:
-    """Replace scores by exp(scale * scores - maximum so far), 0 for unseen keys; update maxima and sums.
+    """Replace scores by exp(scale1[0] * scores - maximum so far), and update maxima and sums (online softmax).
 
-    ``maxima`` (-inf at first) and ``sums`` (0) of (samples, length, heads) then include this tile. ``factors``
-    (samples, heads, queries) receives the factor by which earlier sums of a query have to be multiplied.
-    Milakov and Gimelshein, 2018, algorithm 3.
+    ``scores`` is (samples, heads, queries, keys), a tile of all scores: some of this rank's queries and some keys.
+    Query i of the tile sees the tile's keys 0 to i + ``offset``. Scores of other keys become 0. ``maxima`` and ``sums``
+    (samples, length, heads) hold, for each query of this rank, the largest scaled score and the sum of exp(scaled score
+    - maximum) over all tiles so far; they start from -inf and 0. The first query of the tile has index ``start`` in
+    them. ``factors`` (samples, heads, queries) receives the factors by which sums over earlier tiles must be
+    multiplied. Milakov and Gimelshein, 2018, algorithm 3.
     """
     T = scores.dtype.type  # noqa: N806
     samples, heads, queries, keys = scores.shape
@@ -67,9 +71,12 @@ def running_softmax(
 
 @kernel("void(T[:,:,:,::1], const T[::1], i8, i8, const T[:,:,::1], const T[:,:,::1])")
 def known_softmax(scores: Array, scale1: Array, offset: int, start: int, maxima: Array, shares: Array) -> None:
-    """Replace scores by probabilities exp(scale * scores - maximum) * share, 0 for unseen keys.
+    """Replace scores by probabilities, exp(scale1[0] * scores - maximum) * share, with known maxima and shares.
 
-    ``maxima`` and ``shares`` (inverse sums), (samples, length, heads), are those of the queries' complete softmax.
+    ``scores`` is (samples, heads, queries, keys), a tile of all scores: some of this rank's queries and some keys.
+    Query i of the tile sees the tile's keys 0 to i + ``offset``. Scores of other keys become 0. ``maxima`` and
+    ``shares`` (samples, length, heads) hold, for each query of this rank, the largest scaled score and 1 / (sum of
+    exp(scaled score - maximum)) over all tiles. The first query of the tile has index ``start`` in them.
     """
     T = scores.dtype.type  # noqa: N806
     samples, heads, queries, keys = scores.shape
@@ -87,9 +94,11 @@ def known_softmax(scores: Array, scale1: Array, offset: int, start: int, maxima:
 
 @kernel("void(const T[:,:,:,::1], T[:,:,:,::1], const T[::1], i8, i8, const T[:,:,::1])")
 def known_softmax_backward(probs: Array, dprobs: Array, scale1: Array, offset: int, start: int, dots: Array) -> None:
-    """Replace the gradient of the probabilities by that of the scores; it is 0 for keys that a query does not see.
+    """Replace ``dprobs``, the gradient of the probabilities of a tile, by the gradient of the scores.
 
-    ``dots`` (samples, length, heads) holds for each query the dot product of its probabilities and their gradients.
+    ``probs`` are the probabilities that :func:`known_softmax` wrote, with the same ``scale1``, ``offset`` and
+    ``start``. ``dots`` (samples, length, heads) holds, for each query of this rank, the sum of probability * gradient
+    over all keys. The gradient is 0 for keys that a query does not see.
     """
     T = probs.dtype.type  # noqa: N806
     samples, heads, queries, keys = probs.shape

@@ -1,6 +1,6 @@
-"""Compute on CuPy or numba-cuda arrays by CUDA kernels; on NumPy arrays under ``NUMBA_ENABLE_CUDASIM=1``.
+"""Compute on GPU arrays by CUDA kernels; the modules of this package are imported on first use.
 
-Modules are imported on first use.
+Arrays are CuPy's or numba-cuda's. Under ``NUMBA_ENABLE_CUDASIM=1`` they are NumPy's or simulated ones.
 """
 
 from __future__ import annotations

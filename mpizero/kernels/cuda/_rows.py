@@ -1,6 +1,7 @@
-"""Compute sums and maxima of a row by the threads of one block, in an order fixed by the block's size.
+"""Compute the sum or maximum of one value per thread over a block of threads, in an order fixed by the block's size.
 
-Every thread of the block takes part in every call, with its own part of the row reduced; all get the result.
+All threads of the block must call these functions, each with its own value, and all get the same result. To reduce a
+row of a matrix, each thread first reduces some of the row's elements.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ MOST_THREADS = 1024
 
 
 def larger(a: Any, b: Any) -> Any:
-    """Return the larger of two numbers, ``b`` where ``a`` is NaN."""
+    """Return the larger of two numbers; return ``b`` if one of them is NaN."""
     return a if a > b else b
 
 
 def block_sum(value: Any, shared: Any) -> Any:
-    """Return the sum of the block's values, added pairwise."""
+    """Return the sum of ``value`` over all threads of the block, added pairwise.
+
+    ``shared`` is an array of shared memory with at least one element for each thread.
+    """
     thread = cuda.threadIdx.x
     shared[thread] = value
     cuda.syncthreads()
@@ -36,7 +40,10 @@ def block_sum(value: Any, shared: Any) -> Any:
 
 
 def block_max(value: Any, shared: Any) -> Any:
-    """Return the largest of the block's values."""
+    """Return the largest ``value`` of all threads of the block.
+
+    ``shared`` is an array of shared memory with at least one element for each thread.
+    """
     thread = cuda.threadIdx.x
     shared[thread] = value
     cuda.syncthreads()

@@ -1,4 +1,4 @@
-"""Compute activation functions, bias additions and column sums on the GPU: one thread per element or column."""
+"""Compute activation functions, bias additions and column sums on the GPU: one thread per element (or column)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mpizero.types import Array
 
 
 def _value_kernel(name: str, value: Callable[..., Any]) -> CudaKernel:
-    """Make the kernel that writes ``value(x)`` into ``y``, which may be ``x``."""
+    """Make a kernel that writes ``value(x[i], T)`` to ``y[i]`` for every i; ``y`` may be ``x``."""
 
     def apply(x: Array, y: Array) -> None:
         T = x.dtype.type  # noqa: N806
@@ -34,7 +34,10 @@ def _value_kernel(name: str, value: Callable[..., Any]) -> CudaKernel:
 
 
 def _gradient_kernel(name: str, gradient: Callable[..., Any]) -> CudaKernel:
-    """Make the kernel that writes ``gradient(x, dy)`` into ``dx``, which may be ``dy`` or ``x``."""
+    """Make a kernel that writes ``gradient(x[i], dy[i], T)`` to ``dx[i]`` for every i.
+
+    ``dx`` may be ``dy`` or ``x``.
+    """
 
     def apply(x: Array, dy: Array, dx: Array) -> None:
         T = x.dtype.type  # noqa: N806
@@ -53,7 +56,7 @@ tanh, tanh_backward = _value_kernel("tanh", tanh_value), _gradient_kernel("tanh_
 
 @kernel("void(const T[:,::1], const T[::1], T[:,::1], T[:,::1])")
 def bias_gelu(x: Array, bias: Array, z: Array, y: Array) -> None:
-    """Write ``x + bias`` (one row) into ``z``, which may be ``x``, and its GELU into ``y``."""
+    """Add ``bias`` to every row of ``x``; write the sum to ``z``, which may be ``x``, and its GELU to ``y``."""
     T = x.dtype.type  # noqa: N806
     columns = x.shape[1]
     for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
@@ -65,7 +68,7 @@ def bias_gelu(x: Array, bias: Array, z: Array, y: Array) -> None:
 
 @kernel("void(const T[:,::1], const T[::1], T[:,::1])")
 def add_bias(x: Array, bias: Array, y: Array) -> None:
-    """Write ``x + bias`` (one row) into ``y``, which may be ``x``."""
+    """Add ``bias`` to every row of ``x`` and write the sum to ``y``, which may be ``x``."""
     columns = x.shape[1]
     for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
         row, column = i // columns, i % columns
@@ -74,7 +77,7 @@ def add_bias(x: Array, bias: Array, y: Array) -> None:
 
 @kernel("void(const T[:,::1], const T[::1], const T[:,::1], T[:,::1])")
 def add_bias_residual(x: Array, bias: Array, residual: Array, y: Array) -> None:
-    """Write ``x + bias + residual`` into ``y``, which may be ``x`` or ``residual``."""
+    """Add ``bias`` to every row of ``x + residual``; write the sum to ``y``, which may be ``x`` or ``residual``."""
     columns = x.shape[1]
     for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
         row, column = i // columns, i % columns
@@ -83,7 +86,10 @@ def add_bias_residual(x: Array, bias: Array, residual: Array, y: Array) -> None:
 
 @kernel("void(const T[:,::1], T[::1])")
 def column_sums(x: Array, out: Array) -> None:
-    """Write the sums over the rows, added in ascending order from 0: the gradient of a bias."""
+    """Write the sum of each column of ``x`` to ``out``: the gradient of a bias.
+
+    Each sum starts from 0 and adds the rows in ascending order.
+    """
     T = x.dtype.type  # noqa: N806
     rows, columns = x.shape
     for column in range(cuda.grid(1), columns, cuda.gridsize(1)):

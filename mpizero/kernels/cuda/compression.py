@@ -1,4 +1,7 @@
-"""Compress messages with error feedback on the GPU: a thread per block of ``BLOCK`` values, or tile of ``TILE``."""
+"""Compress messages with error feedback on the GPU: what a message lost is kept and added to the next message.
+
+One thread works on a block of ``BLOCK`` consecutive values (``int8``), or on a tile of ``TILE`` (``top``).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,13 @@ _code_of = formulas.code_of
 
 @kernel("void(const f4[::1], f4[::1], f4[::1], i1[::1])")
 def int8_encode(values: Array, residual: Array, scales: Array, codes: Array) -> None:
-    """Write scales and codes of ``values + residual``, and their rounding errors to ``residual``."""
+    """Round ``values + residual`` to ``codes`` with ``scales``, and write the rounding errors to ``residual``.
+
+    A code is an integer from -127 to 127, and ``code * scale`` is the rounded value. Each block of ``BLOCK``
+    consecutive values has one scale. If a block has a value that is infinite or NaN, its scale and its errors are NaN.
+    If its values are too small to be scaled in float32, its scale and codes are 0, and ``residual`` receives the values
+    themselves.
+    """
     for block in range(cuda.grid(1), scales.size, cuda.gridsize(1)):
         first, last = block * BLOCK, min((block + 1) * BLOCK, values.size)
         largest = np.uint32(0)
@@ -41,7 +50,7 @@ def int8_encode(values: Array, residual: Array, scales: Array, codes: Array) -> 
 
 @kernel("void(const f4[::1], const i1[::1], f4[::1])")
 def int8_decode(scales: Array, codes: Array, out: Array) -> None:
-    """Write the values that the scales and codes of ``int8_encode`` stand for."""
+    """Write ``code * scale``, the values that :func:`int8_encode` rounded to, to ``out``."""
     for i in range(cuda.grid(1), out.size, cuda.gridsize(1)):
         out[i] = np.float32(codes[i]) * scales[i // BLOCK]
 
@@ -54,7 +63,10 @@ def _add(values: Array, residual: Array) -> None:
 
 @kernel("void(const f4[::1], u4, u4, u4, u4, i8[::1])")
 def _count(values: Array, prefix: int, above: int, shift: int, mask: int, counts: Array) -> None:
-    """Count magnitudes by their bits from ``shift`` on; only those whose bits from ``above`` on are ``prefix``."""
+    """Count the magnitudes of ``values`` by some of their bits, ``(bits >> shift) & mask``: the index into ``counts``.
+
+    Only magnitudes with ``bits >> above == prefix`` are counted; with ``above`` = 32 all are.
+    """
     for i in range(cuda.grid(1), values.size, cuda.gridsize(1)):
         bits = _magnitude(values[i])
         if above == 32 or bits >> np.uint32(above) == np.uint32(prefix):
@@ -63,7 +75,10 @@ def _count(values: Array, prefix: int, above: int, shift: int, mask: int, counts
 
 @kernel("void(const f4[::1], u4, i8[::1], i8[::1])")
 def _count_tiles(values: Array, threshold: int, more: Array, equal: Array) -> None:
-    """Count, for each tile, the magnitudes above the threshold and those equal to it."""
+    """Count, for each tile of ``TILE`` values, the magnitudes above ``threshold`` and those equal to it.
+
+    The counts are written to ``more`` and ``equal``. ``threshold`` is the bits of a magnitude.
+    """
     for tile in range(cuda.grid(1), more.size, cuda.gridsize(1)):
         more[tile], equal[tile] = 0, 0
         for i in range(tile * TILE, min((tile + 1) * TILE, values.size)):
@@ -74,7 +89,11 @@ def _count_tiles(values: Array, threshold: int, more: Array, equal: Array) -> No
 
 @kernel("void(f4[::1], u4, const i8[::1], const i8[::1], i4[::1], f4[::1])")
 def _collect(residual: Array, threshold: int, starts: Array, allowed: Array, indices: Array, largest: Array) -> None:
-    """Move each tile's values above the threshold, and an allowed number of those equal to it, to the output."""
+    """Move the values of largest magnitude from ``residual`` to ``largest``, and their indices to ``indices``.
+
+    Each tile moves its values above ``threshold``, and its first ``allowed`` values that are equal to it. ``starts``
+    says at which index of the outputs each tile begins to write. Moved values become 0 in ``residual``.
+    """
     for tile in range(cuda.grid(1), starts.size, cuda.gridsize(1)):
         place, left = starts[tile], allowed[tile]
         for i in range(tile * TILE, min((tile + 1) * TILE, residual.size)):
@@ -89,7 +108,12 @@ def _collect(residual: Array, threshold: int, starts: Array, allowed: Array, ind
 
 
 def top_encode(values: Array, residual: Array, counts: Array, indices: Array, largest: Array) -> None:
-    """Write the ``indices.size`` values of largest magnitude of ``values + residual``; ``residual`` keeps the rest."""
+    """Write the ``indices.size`` values of largest magnitude of ``values + residual`` to ``largest``.
+
+    ``indices`` receives their indices, in ascending order. Of values of equal magnitude, those of the smallest indices
+    are chosen. ``residual`` receives all other values of the sum, and 0 at the chosen indices. ``counts`` is temporary
+    memory for 2048 integers, which only the CPU kernel uses.
+    """
     _add(values, residual)
     if not indices.size:
         return
@@ -104,7 +128,10 @@ def top_encode(values: Array, residual: Array, counts: Array, indices: Array, la
 
 
 def _threshold(values: Array, wanted: int) -> tuple[int, int]:
-    """Return the smallest magnitude among the ``wanted`` largest, as bits, and how many of that one are wanted."""
+    """Return the smallest magnitude among the ``wanted`` largest, and how many of these are equal to it.
+
+    The magnitude is returned as bits (see :func:`formulas.magnitude`).
+    """
     prefix, above = 0, 32
     for shift, width in ((20, 11), (10, 10), (0, 10)):
         counts: Any = np.zeros(1 << width, np.int64)
@@ -129,7 +156,7 @@ def _clear(out: Array) -> None:
 
 
 def top_decode(indices: Array, largest: Array, out: Array) -> None:
-    """Write the values that ``top_encode`` selected to their indices, and 0 to all other elements."""
+    """Write ``largest[i]`` to ``out[indices[i]]`` for every i, and 0 to all other elements of ``out``."""
     _clear(out)
     if indices.size:
         _scatter(indices, largest, out)

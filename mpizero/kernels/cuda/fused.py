@@ -1,11 +1,11 @@
-"""Sum rows of gradients by a tree program, divide, and update: one pass over memory, one thread for each element.
+"""Sum rows of gradients by a tree program, divide, and update, in one pass over memory on the GPU.
 
-A *row* is one copy of the whole gradient vector.
-A *program* is a list of integers run by a stack machine over whole rows: ``v >= 0`` pushes row v, ``-1`` pops the
-top and adds it to the entry below, ``v <= -2`` adds row ``-2 - v`` to the top. Element i of a row lies at column
-``first + i``. ``tree_sum`` takes rows of two arrays: those below ``len(rows_a)`` are ``rows_a``'s. Every thread runs
-the machine on one element at a time.
-The stack holds ``DEPTH`` rows: enough for the canonical tree over 32,768 grains.
+A *program* is a list of integers that a stack machine executes on the rows of a matrix: ``v >= 0`` pushes row v, ``-1``
+pops the top of the stack and adds it to the entry below, and ``v <= -2`` adds row ``-2 - v`` to the top. Each row holds
+a gradient or a sum of gradients. Element i of the parameters belongs to column ``first + i`` of the matrix. The stack
+holds ``DEPTH`` rows, which is enough for the tree over 32,768 grains.
+
+Every thread executes the program on one column at a time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _element(rows_a: Array, a: int, rows_b: Array, b: int, row: int) -> Any:
 
 
 def _fold(rows_a: Array, a: int, rows_b: Array, b: int, program: Array, stack: Array) -> Any:
-    """Run the program over one column."""
+    """Execute the program on one element of each row, column a of ``rows_a`` or b of ``rows_b``; return the sum."""
     top = -1
     for step in range(program.size):
         code = program[step]
@@ -61,7 +61,12 @@ def tree_sum(
     start: int,
     stop: int,
 ) -> None:
-    """Write the sum of the rows, divided by ``divisor[0]``, to ``out[start:stop]``; out may be one of the rows."""
+    """Execute a tree program on rows, and write the sum, divided by ``divisor[0]``, to ``out[start:stop]``.
+
+    Row v of the program is row v of ``rows_a`` if v < len(rows_a), otherwise row v - len(rows_a) of ``rows_b``. Element
+    i of ``out`` is computed from columns ``first_a + i`` of ``rows_a`` and ``first_b + i`` of ``rows_b``. ``out`` may
+    be one of the rows, if its elements are in the same columns.
+    """
     stack = cuda.local.array(DEPTH, out.dtype)
     by = divisor[0]
     for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
@@ -79,7 +84,10 @@ def sgd_tree(
     start: int,
     stop: int,
 ) -> None:
-    """Sum and divide as ``tree_sum``, then update as ``optimizer.sgd``; same bits as the two calls."""
+    """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.sgd`` does.
+
+    The bits are the same as with the two calls. ``hyper`` is that of ``optimizer.sgd``.
+    """
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
     lr, decay = hyper[0], hyper[1]
@@ -100,7 +108,10 @@ def momentum_tree(
     start: int,
     stop: int,
 ) -> None:
-    """Sum and divide as ``tree_sum``, then update as ``optimizer.momentum``; same bits as the two calls."""
+    """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.momentum`` does.
+
+    The bits are the same as with the two calls. ``hyper`` is that of ``optimizer.momentum``.
+    """
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
     lr, decay, factor, keep = hyper[0], hyper[1], hyper[2], hyper[3]
@@ -123,7 +134,10 @@ def adam_tree(
     start: int,
     stop: int,
 ) -> None:
-    """Sum and divide as ``tree_sum``, then update as ``optimizer.adam``; same bits as the two calls."""
+    """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.adam`` does.
+
+    The bits are the same as with the two calls. ``hyper`` is that of ``optimizer.adam``.
+    """
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
     decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
@@ -146,7 +160,10 @@ def adamw_tree(
     start: int,
     stop: int,
 ) -> None:
-    """Sum and divide as ``tree_sum``, then update as ``optimizer.adamw``; same bits as the two calls."""
+    """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.adamw`` does.
+
+    The bits are the same as with the two calls. ``hyper`` is that of ``optimizer.adamw``.
+    """
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
     shrink, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
@@ -168,7 +185,10 @@ def rmsprop_tree(
     start: int,
     stop: int,
 ) -> None:
-    """Sum and divide as ``tree_sum``, then update as ``optimizer.rmsprop``; same bits as the two calls."""
+    """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.rmsprop`` does.
+
+    The bits are the same as with the two calls. ``hyper`` is that of ``optimizer.rmsprop``.
+    """
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
     lr, decay, alpha, rest = hyper[0], hyper[1], hyper[2], hyper[3]
@@ -190,7 +210,10 @@ def lion_tree(
     start: int,
     stop: int,
 ) -> None:
-    """Sum and divide as ``tree_sum``, then update as ``optimizer.lion``; same bits as the two calls."""
+    """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.lion`` does.
+
+    The bits are the same as with the two calls. ``hyper`` is that of ``optimizer.lion``.
+    """
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
     shrink, lr, beta1, rest1 = hyper[0], hyper[1], hyper[2], hyper[3]
@@ -216,7 +239,11 @@ def lamb_direction_tree(
     start: int,
     stop: int,
 ) -> None:
-    """Sum and divide as ``tree_sum`` into ``u``, then ``optimizer.lamb_direction``; same bits as the two calls."""
+    """Sum and divide rows of gradients as ``tree_sum`` does, then write LAMB's direction to ``u``.
+
+    The bits are the same as with ``tree_sum`` into ``u`` and then ``optimizer.lamb_direction``. ``hyper`` is that of
+    ``optimizer.lamb_direction``.
+    """
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
     decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]

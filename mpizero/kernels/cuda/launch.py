@@ -1,4 +1,4 @@
-"""Decorate CUDA kernels: names, signatures and argument checks are those of the CPU kernels.
+"""Define the decorator of CUDA kernels, which have the same names and signatures as the CPU kernels.
 
 ::
 
@@ -11,14 +11,15 @@
         for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
             w[i] = updated(w[i], g[i], lr, decay)
 
-Every loop over elements or rows strides over the grid, so any number of threads is right. Kernels return nothing;
-where the CPU kernel returns a result, a plain function launches kernels and reads their output.
+Every loop over elements or rows strides over the grid of threads, so results are right with any number of threads.
+Kernels return nothing; where the CPU kernel returns a result, a plain function launches kernels and reads their output.
 
 Arrays are CuPy's or numba-cuda's device arrays. Small host arrays (scalars of a step, tree programs, sums) may be
-passed too: they are copied to the device, and back unless ``const``. Under ``NUMBA_ENABLE_CUDASIM=1`` arrays are
-NumPy's or those of :mod:`mpizero.kernels.simulated`, and threads are simulated one by one: keep them small.
+passed too: they are copied to the device, and copied back afterwards if they are not declared ``const``. Under
+``NUMBA_ENABLE_CUDASIM=1`` arrays are NumPy's or those of :mod:`mpizero.kernels.simulated`. The simulator runs every
+thread of a kernel in Python, so these arrays should be small.
 
-The simulator is part of numba (0.68 has it) and of the package numba-cuda, which GPUs need; where both are installed
+The simulator is part of numba (0.68 has it) and of the package numba-cuda, which GPUs need. If both are installed,
 numba-cuda provides ``numba.cuda``.
 """
 
@@ -70,7 +71,7 @@ class CudaKernel:
         self._compiled: Any = None
 
     def __call__(self, *args: Any) -> None:
-        """Launch the kernel on the current stream."""
+        """Launch the kernel on the current stream; raise TypeError if the number or the axes of arguments are wrong."""
         names = list(self.__signature__.parameters)
         if len(args) != len(names):
             raise TypeError(f"kernel {self.name} takes {len(names)} arguments ({', '.join(names)})")
@@ -106,9 +107,9 @@ class CudaKernel:
         return cuda.jit(with_compiled_helpers(self.python, _device_function))
 
     def argument_types(self, dtype: str) -> tuple[Any, ...]:
-        """Return numba's types of the arguments of a launch on a GPU, ``dtype`` in the place of ``T``.
+        """Return numba's types of the arguments of a launch on a GPU, with ``dtype`` in place of ``T``.
 
-        Device arrays count as writable there, ``const`` or not.
+        Arrays have the type of writable arrays, also those declared ``const``.
         """
         parameters = self.signature.resolve(dtype).parameters
         return tuple(numba_type(dataclasses.replace(parameter, readonly=False)) for parameter in parameters)
@@ -127,7 +128,7 @@ def kernel(signature: str) -> Callable[[Callable[..., None]], CudaKernel]:
     Parameters
     ----------
     signature : str
-        As for :func:`mpizero.kernels.compile.kernel`; the result is void.
+        Types of the result and of the parameters, as for :func:`mpizero.kernels.compile.kernel`; the result is void.
     """
     parsed = Signature.parse(signature)
     return lambda python: CudaKernel(python, parsed)
@@ -135,9 +136,9 @@ def kernel(signature: str) -> Callable[[Callable[..., None]], CudaKernel]:
 
 @contextmanager
 def _simulating() -> Iterator[None]:
-    """Run one kernel at a time in the simulator, and let Python switch between threads quickly.
+    """Let no other thread use the simulator while the context is active, and let Python switch threads more often.
 
-    It polls its threads, so each of their barriers lasts as long as Python lets a thread run: 5 ms by default.
+    The simulator polls its threads, so each barrier lasts as long as Python lets one thread run: 5 ms by default.
     """
     with _SIMULATOR:
         interval = sys.getswitchinterval()
@@ -149,27 +150,27 @@ def _simulating() -> Iterator[None]:
 
 
 def _for_simulator(python: Callable[..., Any]) -> Any:
-    """Copy a kernel or one of its helpers so that :class:`_Running` replaces the module ``cuda`` in it."""
+    """Return a copy of a kernel, or of a helper, in which an object of :class:`_Running` replaces ``numba.cuda``."""
     copy = with_compiled_helpers(python, _for_simulator)
     copy.__globals__.update({name: _Running() for name, value in copy.__globals__.items() if value is cuda})
     return copy
 
 
 class _Running:
-    """Give simulated kernels and their helpers, as ``cuda``, the attributes of the kernel that runs.
+    """Stand for ``numba.cuda`` in simulated kernels and their helpers: attributes are those of the running kernel.
 
-    The simulator gives this to functions under one name for all their threads, and takes it back when the first of them
-    returns; and threads that ask for a shared array at once get one each. Both end in wrong sums, seldom while threads
-    take long turns, often while they take short ones.
+    The simulator itself has two defects. It sets the name ``cuda`` in a module for all threads together, and resets it
+    when the first of them returns. And threads that ask for a shared array at the same time get one array each. Both
+    lead to wrong sums, the more often the more often Python switches threads.
     """
 
     @property
     def shared(self) -> _Running:
-        """The maker of shared arrays: the object itself."""
+        """The object whose method ``array`` makes shared arrays: this object itself."""
         return self
 
     def array(self, shape: int, dtype: Any) -> Array:
-        """Return the block's array of the line that calls this, the same for all its threads."""
+        """Return the shared array for the calling line of the kernel: the same array in all threads of the block."""
         asking = sys._getframe(1)
         made = vars(self._kernel()).setdefault("arrays of mpizero", {})
         array: Array = made.setdefault((asking.f_code, asking.f_lineno), np.empty(shape, dtype))
@@ -191,7 +192,7 @@ def _device_function(helper: Callable[..., Any]) -> Any:
 
 
 def empty(like: Array, shape: int, dtype: str) -> Array:
-    """Allocate a 1-D array of the same kind as ``like``: NumPy, CuPy or numba-cuda."""
+    """Allocate a 1-D array of ``shape`` elements: a NumPy array if ``like`` is one, otherwise a device array."""
     if isinstance(like, np.ndarray):
         return np.empty(shape, dtype)
     made: Array = cuda.device_array(shape, np.dtype(dtype))
@@ -199,7 +200,7 @@ def empty(like: Array, shape: int, dtype: str) -> Array:
 
 
 def to_host(array: Array) -> Array:
-    """Copy an array made by :func:`empty` to the host; return a NumPy array itself."""
+    """Return a NumPy copy of a device array made by :func:`empty`; return a NumPy array itself."""
     if isinstance(array, np.ndarray):
         return array
     copied: Array = array.copy_to_host()

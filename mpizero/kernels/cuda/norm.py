@@ -1,4 +1,7 @@
-"""Compute layer and root-mean-square normalization on the GPU: a block per row, a thread per column of gradients."""
+"""Compute layer and root-mean-square normalization on the GPU; rows are samples or positions of sequences.
+
+A block of threads computes a row; one thread computes a column of the gradients of gamma and beta.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ from mpizero.types import Array
 
 @kernel("void(const T[:,::1], const T[::1], const T[::1], const T[::1], T[:,::1], T[::1], T[::1])")
 def layernorm(x: Array, gamma: Array, beta: Array, eps1: Array, y: Array, mean: Array, rstd: Array) -> None:
-    """Normalize every row: ``y = (x - mean) * rstd * gamma + beta`` with ``rstd = 1 / sqrt(variance + eps)``."""
+    """Normalize every row: ``y = (x - mean) * rstd * gamma + beta`` with ``rstd = 1 / sqrt(variance + eps1[0])``.
+
+    ``mean`` and ``rstd`` receive one number for each row, which :func:`layernorm_backward` needs.
+    """
     T = x.dtype.type  # noqa: N806
     shared = cuda.shared.array(MOST_THREADS, x.dtype)
     rows, features = x.shape
@@ -50,9 +56,11 @@ def layernorm_backward(
     dgamma: Array,
     dbeta: Array,
 ) -> None:
-    """Write the gradients of input, gamma and beta; the latter are sums over the rows in ascending order.
+    """Write the gradients of :func:`layernorm` to ``dx``, ``dgamma`` and ``dbeta``, from ``dy``, the gradient of y.
 
-    ``residual``, which has no rows or as many as ``x``, is added to ``dx``; ``dx`` is none of the inputs.
+    ``dgamma`` and ``dbeta`` are sums over the rows in ascending order. ``mean`` and ``rstd`` are what :func:`layernorm`
+    wrote. ``residual`` has the shape of ``x`` and is added to ``dx``, or it has no rows. ``dx`` may not be one of the
+    inputs.
     """
     _layernorm_backward_input(dy, x, gamma, mean, rstd, residual, dx)
     _layernorm_backward_weights(dy, x, mean, rstd, dgamma, dbeta)
@@ -96,7 +104,10 @@ def _layernorm_backward_weights(dy: Array, x: Array, mean: Array, rstd: Array, d
 
 @kernel("void(const T[:,::1], const T[::1], const T[::1], T[:,::1], T[::1])")
 def rmsnorm(x: Array, gamma: Array, eps1: Array, y: Array, rstd: Array) -> None:
-    """Scale every row: ``y = x * rstd * gamma`` with ``rstd = 1 / sqrt(mean(x**2) + eps)`` (Zhang, Sennrich 2019)."""
+    """Scale every row: ``y = x * rstd * gamma`` with ``rstd = 1 / sqrt(mean(x**2) + eps1[0])``.
+
+    Zhang and Sennrich 2019. ``rstd`` receives one number for each row, which the backward pass needs.
+    """
     T = x.dtype.type  # noqa: N806
     shared = cuda.shared.array(MOST_THREADS, x.dtype)
     rows, features = x.shape
@@ -114,7 +125,10 @@ def rmsnorm(x: Array, gamma: Array, eps1: Array, y: Array, rstd: Array) -> None:
 
 @kernel("void(const T[:,::1], const T[:,::1], const T[::1], const T[::1], T[:,::1])")
 def rmsnorm_backward_input(dy: Array, x: Array, gamma: Array, rstd: Array, dx: Array) -> None:
-    """Write the gradient of the input into ``dx``, which is none of the inputs."""
+    """Write the gradient of the input of :func:`rmsnorm` to ``dx``, from ``dy``, the gradient of y.
+
+    ``rstd`` is what :func:`rmsnorm` wrote. ``dx`` may not be one of the inputs.
+    """
     T = x.dtype.type  # noqa: N806
     shared = cuda.shared.array(MOST_THREADS, x.dtype)
     rows, features = x.shape
@@ -131,7 +145,10 @@ def rmsnorm_backward_input(dy: Array, x: Array, gamma: Array, rstd: Array, dx: A
 
 @kernel("void(const T[:,::1], const T[:,::1], const T[::1], T[::1])")
 def rmsnorm_backward_weights(dy: Array, x: Array, rstd: Array, dgamma: Array) -> None:
-    """Write the gradient of gamma: a sum over the rows in ascending order."""
+    """Write the gradient of ``gamma`` of :func:`rmsnorm` to ``dgamma``, from ``dy``, the gradient of y.
+
+    It is a sum over the rows in ascending order. ``rstd`` is what :func:`rmsnorm` wrote.
+    """
     T = x.dtype.type  # noqa: N806
     rows, features = x.shape
     for j in range(cuda.grid(1), features, cuda.gridsize(1)):

@@ -1,4 +1,7 @@
-"""Update elements [start, stop) of flat arrays on the GPU; :mod:`mpizero.optim` fills ``hyper``."""
+"""Update elements ``start`` to ``stop - 1`` of flat arrays in place by an optimizer's formula, on the GPU.
+
+``hyper`` is an array of the scalars that the formula needs, which :mod:`mpizero.optim` computes for every step.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ _lamb_apply = formulas.lamb_apply
 
 @kernel("void(T[::1], const T[::1], const T[::1], i8, i8)")
 def sgd(w: Array, g: Array, hyper: Array, start: int, stop: int) -> None:
-    """Update ``w`` by gradient descent; hyper = [lr, decay]."""
+    """Update ``w[start:stop]`` by gradient descent with the gradient ``g``.
+
+    hyper = [lr, decay], where lr is the learning rate, and ``decay * w`` is added to the gradient (weight decay).
+    """
     lr, decay = hyper[0], hyper[1]
     for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
         w[i] = _sgd(w[i], g[i], lr, decay)
@@ -26,7 +32,11 @@ def sgd(w: Array, g: Array, hyper: Array, start: int, stop: int) -> None:
 
 @kernel("void(T[::1], const T[::1], T[::1], const T[::1], i8, i8)")
 def momentum(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
-    """Update ``w`` by gradient descent with momentum; hyper = [lr, decay, factor, keep, of_g, of_m]."""
+    """Update ``w[start:stop]`` and the momentum buffer ``m`` by gradient descent with the gradient ``g``.
+
+    hyper = [lr, decay, factor, keep, of_g, of_m]. First ``decay * w`` is added to the gradient; then ``m = factor * m +
+    keep * g`` and ``w -= lr * (of_g * g + of_m * m)``.
+    """
     lr, decay, factor, keep = hyper[0], hyper[1], hyper[2], hyper[3]
     of_g, of_m = hyper[4], hyper[5]
     for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
@@ -35,7 +45,12 @@ def momentum(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) 
 
 @kernel("void(T[::1], const T[::1], T[::1], T[::1], const T[::1], i8, i8)")
 def adam(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
-    """Update ``w`` by Adam; hyper = [decay, beta1, rest1, beta2, rest2, rate, correction, eps]."""
+    """Update ``w[start:stop]`` by Adam with the gradient ``g``.
+
+    ``m`` and ``v`` are the running averages of the gradient and of its square, which are updated too. hyper = [decay,
+    beta1, rest1, beta2, rest2, rate, correction, eps] with rest1 = 1 - beta1, rest2 = 1 - beta2, rate = lr / (1 -
+    beta1**step) and correction = 1 / sqrt(1 - beta2**step). First ``decay * w`` is added to the gradient.
+    """
     decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
     rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
     for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
@@ -44,7 +59,12 @@ def adam(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop:
 
 @kernel("void(T[::1], const T[::1], T[::1], T[::1], const T[::1], i8, i8)")
 def adamw(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
-    """Update ``w`` by AdamW; hyper = [shrink, beta1, rest1, beta2, rest2, rate, correction, eps]."""
+    """Update ``w[start:stop]`` by AdamW with the gradient ``g``.
+
+    ``m`` and ``v`` are the running averages of the gradient and of its square, which are updated too. hyper = [shrink,
+    beta1, rest1, beta2, rest2, rate, correction, eps] with rest1 = 1 - beta1, rest2 = 1 - beta2, rate = lr / (1 -
+    beta1**step) and correction = 1 / sqrt(1 - beta2**step). ``w`` is multiplied by shrink = 1 - lr * (weight decay).
+    """
     shrink, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
     rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
     for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
@@ -53,7 +73,11 @@ def adamw(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop
 
 @kernel("void(T[::1], const T[::1], T[::1], const T[::1], i8, i8)")
 def rmsprop(w: Array, g: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
-    """Update ``w`` by RMSprop; hyper = [lr, decay, alpha, rest, eps]."""
+    """Update ``w[start:stop]`` by RMSprop with the gradient ``g``.
+
+    ``v`` is the running average of the squared gradient, which is updated too. hyper = [lr, decay, alpha, rest, eps]
+    with rest = 1 - alpha. First ``decay * w`` is added to the gradient.
+    """
     lr, decay, alpha, rest = hyper[0], hyper[1], hyper[2], hyper[3]
     eps = hyper[4]
     for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
@@ -62,7 +86,12 @@ def rmsprop(w: Array, g: Array, v: Array, hyper: Array, start: int, stop: int) -
 
 @kernel("void(T[::1], const T[::1], T[::1], const T[::1], i8, i8)")
 def lion(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
-    """Update ``w`` by Lion; hyper = [shrink, lr, beta1, rest1, beta2, rest2, zero]."""
+    """Update ``w[start:stop]`` by Lion with the gradient ``g``.
+
+    ``m`` is the running average of the gradient, which is updated too. hyper = [shrink, lr, beta1, rest1, beta2, rest2,
+    zero] with rest1 = 1 - beta1, rest2 = 1 - beta2 and zero = 0. ``w`` is multiplied by shrink = 1 - lr * (weight
+    decay).
+    """
     shrink, lr, beta1, rest1 = hyper[0], hyper[1], hyper[2], hyper[3]
     beta2, rest2, zero = hyper[4], hyper[5], hyper[6]
     for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
@@ -71,7 +100,12 @@ def lion(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) -> N
 
 @kernel("void(const T[::1], T[::1], T[::1], T[::1], const T[::1], i8, i8)")
 def lamb_direction(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
-    """Write LAMB's direction over ``g``; hyper = [decay, beta1, rest1, beta2, rest2, first, correction, eps]."""
+    """Overwrite the gradient ``g[start:stop]`` with LAMB's direction: Adam's direction plus ``decay * w``.
+
+    ``m`` and ``v`` are the running averages of the gradient and of its square, which are updated too. hyper begins with
+    [decay, beta1, rest1, beta2, rest2, first, correction, eps] with rest1 = 1 - beta1, rest2 = 1 - beta2, first = 1 /
+    (1 - beta1**step) and correction = 1 / sqrt(1 - beta2**step).
+    """
     decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
     rest2, first, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
     for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
@@ -82,7 +116,7 @@ def lamb_direction(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: 
 
 @kernel("void(T[::1], const T[::1], const T[::1], i8, i8)")
 def lamb_apply(w: Array, u: Array, hyper: Array, start: int, stop: int) -> None:
-    """Subtract ``hyper[0]`` times ``u`` from ``w``."""
+    """Subtract ``hyper[0] * u`` from ``w`` for the elements ``start`` to ``stop - 1``."""
     rate = hyper[0]
     for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
         w[i] = _lamb_apply(w[i], u[i], rate)

@@ -1,7 +1,7 @@
-"""Sum in the order of the canonical tree on the GPU, and test for infinite and NaN values.
+"""Sum in the order of one fixed binary tree, as the CPU kernels do, and find infinite and NaN values, on the GPU.
 
-A thread sums ``TILE`` neighbours (a node of the tree, since ``TILE`` is a power of two), which makes a level with
-``TILE`` times fewer nodes; the same again until every range is one node. Order and bits are those of the CPU kernels.
+One thread sums ``TILE`` neighbouring elements, which is a node of the tree because ``TILE`` is a power of two. The next
+kernel sums ``TILE`` neighbouring nodes in the same way, until one node is left. The bits are those of the CPU kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _is_finite = formulas.is_finite
 
 
 def _range_of(firsts: Array, node: int) -> int:
-    """Return k with ``firsts[k] <= node < firsts[k + 1]``."""
+    """Return the number k of the range that a node belongs to: ``firsts[k] <= node < firsts[k + 1]``."""
     low, high = 0, firsts.size - 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -31,7 +31,10 @@ def _range_of(firsts: Array, node: int) -> int:
 
 
 def _push(stack: Array, count: int, value: float) -> None:
-    """Add leaf number ``count`` to a binary counter of partial sums."""
+    """Add ``value`` to a binary counter that holds the sums of ``count`` elements so far.
+
+    ``stack[k]`` holds the sum of 2**k elements if bit k of ``count`` is set.
+    """
     level = 0
     while count & 1:
         value = stack[level] + value
@@ -41,7 +44,10 @@ def _push(stack: Array, count: int, value: float) -> None:
 
 
 def _collect(stack: Array, count: int) -> float:
-    """Add up the partial sums in the binary counter after ``count`` > 0 leaves, the smallest node first."""
+    """Return the sum of all nodes in a binary counter of ``count`` > 0 elements, added from the smallest node on.
+
+    ``stack[k]`` is a node if bit k of ``count`` is set.
+    """
     level = 0
     while not count & 1:
         count >>= 1
@@ -59,7 +65,10 @@ def _collect(stack: Array, count: int) -> float:
 
 @kernel("void(const T[::1], const T[::1], const i8[::1], const i8[::1], const i8[::1], f8[::1])")
 def _product_nodes(x: Array, y: Array, starts: Array, stops: Array, firsts: Array, nodes: Array) -> None:
-    """Sum tiles of products: node ``firsts[k] + j`` is tile j of range k."""
+    """Write the sum of the products ``x * y`` of each tile of each range to ``nodes``.
+
+    Node ``firsts[k] + j`` is the sum of tile j of range k: ``TILE`` elements, fewer at the end of the range.
+    """
     stack = cuda.local.array(_LEVELS, np.float64)
     for node in range(cuda.grid(1), nodes.size, cuda.gridsize(1)):
         k = _range_of(firsts, node)
@@ -72,7 +81,10 @@ def _product_nodes(x: Array, y: Array, starts: Array, stops: Array, firsts: Arra
 
 @kernel("void(const f8[::1], const i8[::1], const i8[::1], const i8[::1], f8[::1])")
 def _sum_nodes(x: Array, starts: Array, stops: Array, firsts: Array, nodes: Array) -> None:
-    """Sum tiles of nodes of the level below."""
+    """Write the sum of each tile of each range of ``x``, the nodes of the level below, to ``nodes``.
+
+    Node ``firsts[k] + j`` is the sum of tile j of range k: ``TILE`` elements, fewer at the end of the range.
+    """
     stack = cuda.local.array(_LEVELS, np.float64)
     for node in range(cuda.grid(1), nodes.size, cuda.gridsize(1)):
         k = _range_of(firsts, node)
@@ -84,12 +96,19 @@ def _sum_nodes(x: Array, starts: Array, stops: Array, firsts: Array, nodes: Arra
 
 
 def tree_square_sums(x: Array, starts: Array, stops: Array, out: Array) -> None:
-    """Write the canonical sum of squares of ``x[starts[k]:stops[k]]`` to ``out[k]``; 0 where empty."""
+    """Write the sum of squares of ``x[starts[k]:stops[k]]`` to ``out[k]`` for every k; 0 for an empty range.
+
+    The sum is computed in float64, in the order of a binary tree over the elements of the range.
+    """
     tree_dots(x, x, starts, stops, out)
 
 
 def tree_dots(x: Array, y: Array, starts: Array, stops: Array, out: Array) -> None:
-    """Write the canonical dot product of ``x`` and ``y`` on ``starts[k]:stops[k]`` to ``out[k]``; 0 where empty."""
+    """Write the dot product of ``x[starts[k]:stops[k]]`` and the same range of ``y`` to ``out[k]`` for every k.
+
+    It is 0 for an empty range. The sum is computed in float64, in the order of a binary tree over the elements of the
+    range.
+    """
     sizes = np.asarray(stops) - np.asarray(starts)
     filled = np.flatnonzero(sizes > 0)
     result = np.zeros(sizes.size)
@@ -108,7 +127,10 @@ def tree_dots(x: Array, y: Array, starts: Array, stops: Array, out: Array) -> No
 
 
 def _first_nodes(starts: Array, stops: Array) -> Array:
-    """Return where each range's nodes begin on the level above, and where the last ends."""
+    """Return, for each range of elements, the index of its first node on the next level, and the number of all nodes.
+
+    Each node of the next level is the sum of ``TILE`` elements of a range, or fewer at its end.
+    """
     return np.concatenate([[0], np.cumsum(-(-(stops - starts) // TILE))]).astype(np.int64)
 
 
@@ -120,12 +142,12 @@ def _lowest_nonfinite(x: Array, found: Array) -> None:
 
 
 def all_finite(x: Array) -> bool:
-    """Tell whether no element is infinite or NaN."""
+    """Tell whether no element of ``x`` is infinite or NaN."""
     return first_nonfinite(x) < 0
 
 
 def first_nonfinite(x: Array) -> int:
-    """Return the index of the first infinite or NaN element, -1 where there is none."""
+    """Return the index of the first element of ``x`` that is infinite or NaN, or -1 if there is none."""
     found = np.array([x.size], np.int64)
     _lowest_nonfinite(x, found)
     return int(found[0]) if found[0] < x.size else -1

@@ -1,4 +1,5 @@
-"""Define scalar formulas, once for CPU and GPU.
+"""Define formulas of single numbers, once for CPU and GPU.
 
-Plain Python without float literals: numba would take them for float64, and float32 arithmetic with them.
+They are plain Python without bare float literals: numba takes a literal for float64, and would then compute in float64
+where the arrays are float32.
 """

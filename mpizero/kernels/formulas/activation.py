@@ -1,4 +1,4 @@
-"""Compute activation functions of one number and their derivatives; ``T`` is the scalar type of the arrays."""
+"""Compute activation functions of one number and their gradients; ``T`` is its type, np.float32 or np.float64."""
 
 from __future__ import annotations
 
@@ -30,13 +30,16 @@ _SILU_FLAT_SINGLE = 80.0
 
 
 def clamped(x: Any, low: Any, high: Any) -> Any:
-    """Return ``x`` kept in [low, high]; NaN stays NaN."""
+    """Return the number in [low, high] that is nearest to ``x``; return NaN for NaN."""
     above = low if x < low else x
     return high if above > high else above
 
 
 def gelu_power(x: Any, T: Any) -> Any:  # noqa: N803
-    """Return exp(-2 u) of :func:`gelu`; in float32 ``x`` is in [-10.06, 10]."""
+    """Return exp(-2 u) with u = sqrt(2 / pi) * (x + 0.044715 * x**3), a part of :func:`gelu`.
+
+    In float32, ``x`` must be in [-10.06, 10].
+    """
     if T is np.float32:
         c = np.float32(x)
         return T(exp2_single(c * (np.float32(_POWER) + np.float32(_POWER_CUBE) * (c * c))))
@@ -44,14 +47,14 @@ def gelu_power(x: Any, T: Any) -> Any:  # noqa: N803
 
 
 def gelu(x: Any, T: Any) -> Any:  # noqa: N803
-    """Return the tanh form of GELU (Hendrycks and Gimpel 2016)."""
+    """Return the tanh form of GELU of ``x`` (Hendrycks and Gimpel 2016)."""
     if T is np.float32:
         return x / (T(1.0) + gelu_power(clamped(x, T(_LOWEST_SINGLE), T(_FLAT_SINGLE)), T))
     return x / (T(1.0) + gelu_power(x, T))
 
 
 def gelu_gradient(x: Any, dy: Any, T: Any) -> Any:  # noqa: N803
-    """Return dy times the derivative of :func:`gelu`."""
+    """Return ``dy`` times the derivative of :func:`gelu` at ``x``."""
     flat = T(_FLAT_SINGLE) if T is np.float32 else T(_FLAT)
     c = clamped(x, -flat, flat)
     power = gelu_power(c, T)
@@ -62,12 +65,12 @@ def gelu_gradient(x: Any, dy: Any, T: Any) -> Any:  # noqa: N803
 
 
 def silu(x: Any, T: Any) -> Any:  # noqa: N803
-    """Return x / (1 + exp(-x))."""
+    """Return ``x * sigmoid(x)``, computed as x / (1 + exp(-x))."""
     return x / (T(1.0) + exponential(-x, T))
 
 
 def silu_gradient(x: Any, dy: Any, T: Any) -> Any:  # noqa: N803
-    """Return dy times the derivative of :func:`silu`."""
+    """Return ``dy`` times the derivative of :func:`silu` at ``x``."""
     flat = T(_SILU_FLAT_SINGLE) if T is np.float32 else T(_SILU_FLAT)
     c = clamped(x, -flat, flat)
     power = exponential(-c, T)
@@ -76,21 +79,21 @@ def silu_gradient(x: Any, dy: Any, T: Any) -> Any:  # noqa: N803
 
 
 def relu(x: Any, T: Any) -> Any:  # noqa: N803
-    """Return max(x, 0); NaN stays NaN."""
+    """Return ``max(x, 0)``; return NaN for NaN."""
     return T(0.0) if x <= T(0.0) else x
 
 
 def relu_gradient(x: Any, dy: Any, T: Any) -> Any:  # noqa: N803
-    """Return dy where x > 0, else 0."""
+    """Return 0 if ``x <= 0``, otherwise ``dy``."""
     return T(0.0) if x <= T(0.0) else dy
 
 
 def tanh_value(x: Any, T: Any) -> Any:  # noqa: N803
-    """Return tanh(x)."""
+    """Return ``tanh(x)``."""
     return hyperbolic_tangent(x, T)
 
 
 def tanh_gradient(x: Any, dy: Any, T: Any) -> Any:  # noqa: N803
-    """Return dy times the derivative of tanh."""
+    """Return ``dy`` times the derivative of tanh at ``x``."""
     t = hyperbolic_tangent(x, T)
     return dy * (T(1.0) - t * t)

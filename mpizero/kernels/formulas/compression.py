@@ -1,6 +1,6 @@
-"""Compute scalars of compressed messages: eight bits with a scale a block, and the larger of two values.
+"""Define the formulas that compress one value of a message: to a code of eight bits, or by its magnitude.
 
-Every constant is a NumPy scalar of the width it is used with: literals would widen the arithmetic.
+All constants are NumPy scalars of the width that the formulas compute in: Python literals would widen the arithmetic.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ _NAN = np.float32(np.nan)
 
 
 def magnitude(x: Scalar) -> Scalar:
-    """Return the bits of a float32's magnitude: ordered as magnitudes are, NaN above infinity."""
+    """Return the bits of the magnitude of a float32 as an integer.
+
+    These integers are in the order of the magnitudes; those of NaN are above that of infinity.
+    """
     return np.float32(x).view(np.uint32) & _MAGNITUDE
 
 
 def scale_of(largest: Scalar) -> Scalar:
-    """Return the value of one code, from the bits of a block's largest magnitude.
+    """Return the scale of a block: the value of code 1, so that code 127 is the block's largest magnitude.
 
-    0 where codes would be too small for float32: nothing is sent then. NaN where the block has values that are not
-    finite.
+    ``largest`` is the bits of that magnitude. The scale is 0 if it would be below the smallest normal float32, and NaN
+    if the block has a value that is infinite or NaN.
     """
     if largest >= _INFINITY:
         return _NAN
@@ -43,11 +46,11 @@ def scale_of(largest: Scalar) -> Scalar:
 
 
 def inverse_of(scale: Scalar) -> Scalar:
-    """Return the factor that turns values into codes; it is 0, and so are the codes, if the scale is 0."""
+    """Return 1 / scale, the factor that turns values into codes; return 0 if the scale is 0 or NaN."""
     return _ONE / scale if scale > _ZERO else _ZERO
 
 
 def code_of(x: Scalar, inverse: Scalar) -> Scalar:
-    """Return the code of a value: ``x * inverse`` rounded to a whole number, to nearest even; 0 for NaN."""
+    """Return ``x * inverse`` rounded to a whole number, to nearest even, as a float; return 0 for NaN."""
     scaled = x * inverse
     return (scaled + _ROUNDS) - _ROUNDS if scaled == scaled else _ZERO

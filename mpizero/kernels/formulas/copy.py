@@ -1,6 +1,6 @@
-"""Convert between float32 and the patterns of the 16-bit formats; all rounding is to nearest even.
+"""Convert one number between float32 and the bits of bfloat16 or float16, as integers; rounding is to nearest even.
 
-Every constant is a NumPy scalar of the width it is used with: integer literals would widen the arithmetic.
+All constants are NumPy scalars of the width that the formulas compute in: integer literals would widen the arithmetic.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NORMAL_VALUE = np.float32(2.0**-14)
 
 
 def to_bfloat16(x: Scalar) -> Scalar:
-    """Round to bfloat16; a NaN stays a (quiet) NaN."""
+    """Return the bits of a float32 rounded to bfloat16; NaN gives a quiet NaN."""
     bits = np.float32(x).view(np.uint32)
     high = bits >> _SIXTEEN
     carry = ((bits & _LOW_BITS) + _BELOW_HALF + (high & _ONE)) >> _SIXTEEN
@@ -40,12 +40,12 @@ def to_bfloat16(x: Scalar) -> Scalar:
 
 
 def from_bfloat16(half: Scalar) -> Scalar:
-    """Convert bfloat16 to float32, which is exact."""
+    """Return the float32 value of the bits of a bfloat16, which is exact."""
     return np.uint32(np.uint32(half) << _SIXTEEN).view(np.float32)
 
 
 def to_float16(x: Scalar) -> Scalar:
-    """Round to float16: large values become infinite, small ones subnormal."""
+    """Return the bits of a float32 rounded to float16: infinite for values too large, subnormal for small ones."""
     bits = np.float32(x).view(np.uint32)
     sign = (bits >> _SIXTEEN) & _HALF_SIGN
     magnitude = bits & _MAGNITUDE
@@ -59,7 +59,7 @@ def to_float16(x: Scalar) -> Scalar:
 
 
 def from_float16(half: Scalar) -> Scalar:
-    """Convert float16 to float32, which is exact, for subnormal values too."""
+    """Return the float32 value of the bits of a float16, which is exact for subnormal values too."""
     sign = (np.uint32(half) & _HALF_SIGN) << _SIXTEEN
     magnitude = np.uint32(half) & _HALF_MAGNITUDE
     if magnitude >= _HALF_INFINITY:

@@ -1,9 +1,9 @@
 """Compute elementary functions of one number, for CPU and GPU kernels.
 
-``T`` is the scalar type of the arrays (``x.dtype.type``). In float64 these are the functions of ``math``. In float32
-they are polynomials without calls, tables or undefined conversions, because a call to libm stops LLVM from vectorizing
-the loop around it. No step needs a fused multiply-add, so vector bodies and scalar tails round alike and a value does
-not depend on where a range was cut.
+``T`` is the number's type, np.float32 or np.float64. In float64 these are the functions of ``math``. In float32 they
+are polynomials without calls, tables or undefined conversions, because a call to libm stops LLVM from vectorizing the
+loop around it. No step needs a fused multiply-add. So the vectorized part and the rest of a loop round alike, and a
+value does not depend on how a range was cut.
 
 The coefficients are weighted minimax fits of this project (Lawson's iteration on 4001 Chebyshev nodes, weight =
 relative error of the result), rounded to float32.
@@ -84,9 +84,10 @@ _TWO_PI = 2.0 * math.pi
 
 
 def exp_single(x: Any) -> Any:
-    """Return exp(x) of a float32 within 1.1 ulp; NaN stays NaN, overflow gives inf.
+    """Return exp(x) of a float32 within 1.1 ulp: infinity on overflow, NaN for NaN.
 
-    Results below 1.7e-38 are 0: subnormal numbers would cost a hundred times more in every loop that meets them.
+    Results below 1.7e-38 are 0, because subnormal numbers would make every loop that computes with them up to a hundred
+    times slower.
     """
     above = _EXP_LOW if x < _EXP_LOW else x
     c = _EXP_HIGH if above > _EXP_HIGH else above
@@ -106,7 +107,7 @@ def exp_single(x: Any) -> Any:
 
 
 def exp2_single(x: Any) -> Any:
-    """Return 2**x of a float32 in [-127, 128.4] within 2.5 ulp; 0 below -126.5, inf above 127.5, NaN for NaN."""
+    """Return 2**x of a float32 in [-127, 128.4] within 2.5 ulp: 0 below -126.5, infinity above 127.5, NaN for NaN."""
     shifted = x + _ROUND
     r = x - (shifted - _ROUND)
     q = _EXP2_Q[4]
@@ -136,7 +137,7 @@ def tanh_single(x: Any) -> Any:
 
 
 def log_single(x: Any) -> Any:
-    """Return log(x) of a positive, normal float32 within 1.5 ulp (the random numbers need no other)."""
+    """Return log(x) of a positive, normal float32 within 1.5 ulp; other arguments give wrong results."""
     shifted = np.int32(np.float32(x).view(np.int32) - _SQRT_HALF_BITS)
     n = np.float32(np.int32(shifted >> _SHIFT))
     t = np.int32(np.int32(shifted & _MANTISSA) + _SQRT_HALF_BITS).view(np.float32) - _ONE
@@ -154,7 +155,7 @@ def log_single(x: Any) -> Any:
 
 
 def cos_sin_turn_single(u: Any) -> Any:
-    """Return (cos(2 pi u), sin(2 pi u)) of a float32 in [0, 1]."""
+    """Return (cos(2 pi u), sin(2 pi u)) of a float32 u in [0, 1]."""
     quarter = (u * _FOUR + _ROUND) - _ROUND
     t = u - quarter * _QUARTER
     square = t * t
@@ -177,28 +178,28 @@ def cos_sin_turn_single(u: Any) -> Any:
 
 
 def exponential(x: Any, T: Any) -> Any:  # noqa: N803
-    """Return exp(x)."""
+    """Return exp(x) as a number of type ``T``."""
     if T is np.float32:
         return T(exp_single(np.float32(x)))
     return T(math.exp(x))
 
 
 def hyperbolic_tangent(x: Any, T: Any) -> Any:  # noqa: N803
-    """Return tanh(x)."""
+    """Return tanh(x) as a number of type ``T``."""
     if T is np.float32:
         return T(tanh_single(np.float32(x)))
     return T(math.tanh(x))
 
 
 def logarithm(x: Any, T: Any) -> Any:  # noqa: N803
-    """Return log(x) of a positive, normal number."""
+    """Return log(x) of a positive, normal number as a number of type ``T``."""
     if T is np.float32:
         return T(log_single(np.float32(x)))
     return T(math.log(x))
 
 
 def cos_sin_turn(u: Any, T: Any) -> Any:  # noqa: N803
-    """Return (cos(2 pi u), sin(2 pi u)) of u in [0, 1]."""
+    """Return (cos(2 pi u), sin(2 pi u)) of u in [0, 1] as numbers of type ``T``."""
     if T is np.float32:
         cosine, sine = cos_sin_turn_single(np.float32(u))
         return T(cosine), T(sine)

@@ -1,4 +1,4 @@
-"""Decide which ids of an embedding name a row."""
+"""Check the ids of an embedding."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from typing import Any
 
 
 def inside(index: Any, rows: Any) -> Any:
-    """Tell whether ``index`` names a row of a table of ``rows`` rows."""
+    """Tell whether ``index`` is a row of a table of ``rows`` rows: ``0 <= index < rows``."""
     return (index >= 0) & (index < rows)

@@ -1,4 +1,4 @@
-"""Define the formulas of the cross-entropy loss, for one row or element."""
+"""Define the formulas of the softmax cross-entropy loss, for one row or one logit."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ import numpy as np
 
 
 def cross_entropy(total: Any, largest: Any, logit: Any) -> Any:
-    """Return -log softmax in float64, from the row's sum of exp(x - largest), its maximum and the target's logit."""
+    """Return the loss of one row, -log softmax(x)[target], in float64.
+
+    ``total`` is the sum of exp(x - largest) over the row's logits x, ``largest`` the largest logit, and ``logit`` the
+    logit of the target.
+    """
     return math.log(np.float64(total)) + (np.float64(largest) - np.float64(logit))
 
 
 def cross_entropy_gradient(probability: Any, hit: Any, scale: Any) -> Any:
-    """Return the gradient of a logit; ``hit`` is 1 for the target's logit and 0 for the others."""
+    """Return ``scale`` times the gradient of the loss with respect to one logit.
+
+    ``probability`` is the softmax of the logit; ``hit`` is 1 for the logit of the target and 0 for the others.
+    """
     return (probability - hit) * scale

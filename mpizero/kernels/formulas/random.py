@@ -1,6 +1,6 @@
-"""Compute Philox 4x32-10 (Salmon, Moraes, Dror, Shaw, SC 2011), and random numbers of its words.
+"""Compute Philox 4x32-10 (Salmon, Moraes, Dror, Shaw, SC 2011), and random numbers from its words.
 
-Words are uint64 values below 2**32, so that products need no wider type and nothing overflows in plain Python.
+A word has 32 bits. Words are stored as uint64, so that products of two words do not overflow, in plain Python either.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def high_word(value: Any) -> Any:
 
 
 def philox_round(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
-    """Return the counter after one round."""
+    """Return the counter words c0 to c3 after one round of Philox with the key words k0 and k1."""
     a, b = _MULTIPLY_0 * c0, _MULTIPLY_1 * c2
     return (b >> _32) ^ c1 ^ k0, b & _LOW, (a >> _32) ^ c3 ^ k1, a & _LOW
 
 
 def philox_words(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
-    """Return the four words of a counter and a key after ten rounds."""
+    """Return the four random words of a counter (words c0 to c3) and a key (words k0 and k1): ten rounds."""
     for _ in range(10):
         c0, c1, c2, c3 = philox_round(c0, c1, c2, c3, k0, k1)
         k0 = (k0 + _WEYL_0) & _LOW
@@ -54,7 +54,10 @@ def philox_words(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
 
 
 def derived_key(seed: Any, purpose: Any, first: Any, second: Any) -> Any:
-    """Return four key words that depend on a seed, a purpose and two more integers."""
+    """Return four words that depend on a seed, a purpose and two more 64-bit integers, to be used as keys.
+
+    ``purpose`` is a word that separates different uses of a seed.
+    """
     return philox_words(
         low_word(first),
         high_word(first),
@@ -66,17 +69,24 @@ def derived_key(seed: Any, purpose: Any, first: Any, second: Any) -> Any:
 
 
 def dropout_key(seed: Any, site: Any, step: Any) -> Any:
-    """Return the words whose first two are the key of one dropout layer in one step."""
+    """Return four words that depend on a seed, a dropout layer (``site``) and a step.
+
+    The first two are the key of Philox with which the layer draws its mask in this step.
+    """
     return derived_key(seed, _DROPOUT, site, step)
 
 
 def dropout_threshold(rate: Any) -> Any:
-    """Return the word below which an element is dropped."""
+    """Return ``rate * 2**32``: an element is dropped if its random word is less than this."""
     return np.uint64(np.float64(rate) * 4294967296.0)
 
 
 def units(w0: Any, w1: Any, w2: Any, w3: Any, T: Any) -> Any:  # noqa: N803
-    """Return uniform numbers on [0, 1): four of 24 bits in float32, two of 53 bits (given twice) in float64."""
+    """Return four uniform random numbers on [0, 1) from the four words w0 to w3 of a Philox block.
+
+    In float32 they are four numbers of 24 bits. In float64 they are two numbers of 53 bits, a and b, returned as (a, b,
+    a, b).
+    """
     if T is np.float32:
         fraction = T(2.0**-24)
         return (
@@ -91,20 +101,26 @@ def units(w0: Any, w1: Any, w2: Any, w3: Any, T: Any) -> Any:  # noqa: N803
 
 
 def scaled_unit(unit: Any, low: Any, high: Any) -> Any:
-    """Return low + (high - low) * unit, kept below ``high`` where rounding would reach it."""
+    """Return ``low + (high - low) * unit`` for ``unit`` in [0, 1).
+
+    If that is rounded to ``high``, return ``low``, so that the result is always less than ``high``.
+    """
     value = low + (high - low) * unit
     return value if value < high else low
 
 
 def box_muller(a: Any, b: Any, T: Any) -> Any:  # noqa: N803
-    """Return two independent normal numbers from a in (0, 1] and b in [0, 1) (Box and Muller 1958)."""
+    """Return two independent normal numbers from uniform ones, a in (0, 1] and b in [0, 1) (Box and Muller 1958)."""
     radius = T(math.sqrt(T(-2.0) * logarithm(a, T)))
     cosine, sine = cos_sin_turn(b, T)
     return radius * cosine, radius * sine
 
 
 def normals(w0: Any, w1: Any, w2: Any, w3: Any, T: Any) -> Any:  # noqa: N803
-    """Return standard normal numbers: four in float32, two (given twice) in float64."""
+    """Return four standard normal random numbers from the four words w0 to w3 of a Philox block.
+
+    In float64 they are only two numbers, a and b, returned as (a, b, a, b).
+    """
     if T is np.float32:
         # All 32 bits for the radius, which float32 resolves near 0: tails to 6.7 standard deviations.
         whole, half = T(2.0**-32), T(2.0**-33)
@@ -118,19 +134,19 @@ def normals(w0: Any, w1: Any, w2: Any, w3: Any, T: Any) -> Any:  # noqa: N803
 
 
 def round_keys(seed: Any, epoch: Any, part: Any) -> Any:
-    """Return four of the eight round keys of a permutation (``part`` 0 or 1)."""
+    """Return four of a permutation's eight round keys: the first four (``part`` = 0) or the last four (1)."""
     return derived_key(seed, _PERMUTATION, epoch, np.uint64(part))
 
 
 def feistel_mix(half: Any, key: Any) -> Any:
-    """Return 32 bits that depend on all bits of a half and a round key."""
+    """Return a word that depends on all bits of ``half`` and ``key``: the round function of a Feistel network."""
     p = (half ^ key) * _MULTIPLY_0
     p = ((p >> _32) ^ (p & _LOW) ^ key) * _MULTIPLY_1
     return (p >> _32) ^ (p & _LOW)
 
 
 def half_bits(length: Any) -> Any:
-    """Return the smallest h >= 1 with 4**h >= length."""
+    """Return the smallest h >= 1 with 4**h >= length: the number of bits of each half in a Feistel network."""
     bits = np.int64(1)
     while (np.int64(1) << (np.int64(2) * bits)) < length:
         bits += np.int64(1)
@@ -138,7 +154,10 @@ def half_bits(length: Any) -> Any:
 
 
 def feistel_image(value: Any, bits: Any, first: Any, second: Any) -> Any:
-    """Return the image of ``value`` < 4**bits after eight rounds with the keys of two tuples."""
+    """Return the image of ``value`` < 4**bits under a Feistel network of eight rounds.
+
+    ``first`` and ``second`` are the keys of the first four and of the last four rounds.
+    """
     mask = (_ONE << bits) - _ONE
     left, right = value >> bits, value & mask
     for key in first:
@@ -149,7 +168,10 @@ def feistel_image(value: Any, bits: Any, first: Any, second: Any) -> Any:
 
 
 def permuted(index: Any, length: Any, bits: Any, first: Any, second: Any) -> Any:
-    """Return the image of an index in ``range(length)``; -1 for an index outside."""
+    """Return the image of ``index`` under a permutation of ``range(length)``; -1 if it is not in this range.
+
+    ``bits`` is ``half_bits(length)``; ``first`` and ``second`` are the round keys from :func:`round_keys`.
+    """
     if index < 0 or index >= length:
         return np.int64(-1)
     # Cycle walking: an image beyond the length is sent through again, which ends since the whole map is a bijection.
@@ -160,7 +182,7 @@ def permuted(index: Any, length: Any, bits: Any, first: Any, second: Any) -> Any
 
 
 def values_per_block(T: Any) -> Any:  # noqa: N803
-    """Return how many floating-point numbers a Philox block makes."""
+    """Return how many random numbers of type ``T`` a Philox block of four words gives: 4 in float32, 2 in float64."""
     if T is np.float32:
         return 4
     return 2

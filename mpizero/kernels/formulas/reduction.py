@@ -1,4 +1,4 @@
-"""Define the formulas of the reductions, for one element."""
+"""Define the test for finite numbers, for one element."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ Scalar = Any
 
 
 def is_finite(x: Scalar) -> bool:
-    """Tell whether ``x`` is neither infinite nor NaN: only then is x - x a number."""
+    """Tell whether ``x`` is neither infinite nor NaN; only then is ``x - x`` equal to itself."""
     difference = x - x
     return bool(difference == difference)

@@ -1,4 +1,4 @@
-"""Define the formulas of attention computed tile by tile."""
+"""Define the formulas of attention that is computed tile by tile."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from typing import Any
 
 
 def keys_seen(query: Any, offset: Any, keys: Any) -> Any:
-    """Return how many keys of a tile a query sees, where query 0 stands ``offset`` places after key 0."""
+    """Return how many of a tile's ``keys`` keys query number ``query`` sees under the causal mask: the first ones.
+
+    Query 0 of the tile is ``offset`` positions after key 0 in the sequence.
+    """
     seen = query + 1 + offset
     if seen < 0:
         return 0
@@ -14,5 +17,5 @@ def keys_seen(query: Any, offset: Any, keys: Any) -> Any:
 
 
 def rescaled(total: Any, factor: Any, part: Any) -> Any:
-    """Return a running sum under a new maximum, with a part added to it."""
+    """Return ``total * factor + part``: a sum after its maximum has changed, with the part of one tile added."""
     return total * factor + part

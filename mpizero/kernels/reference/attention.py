@@ -1,4 +1,4 @@
-"""Compute the causal softmax, and split rows into heads, in NumPy."""
+"""Compute the causal softmax and split rows into heads in NumPy, as a reference for the kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ def _seen(queries: int, keys: int) -> Array:
 
 
 def causal_softmax(scores: Array, scale1: Array) -> None:
-    """Replace scores (batch, queries, keys) by softmax(scale * scores) over the keys each query sees."""
+    """Replace ``scores`` by softmax(scale1[0] * scores) over the keys that each query sees.
+
+    ``scores`` is (batch, queries, keys). The last query sees all keys, and every other query sees one key fewer than
+    the next query. So with as many queries as keys, query i sees the keys 0 to i. With fewer queries than keys, the
+    queries are the last ones of the sequence, for example the new tokens in generation. Scores of keys that a query
+    does not see become 0, whatever they were before. ``scale1`` has one element, which is above 0.
+    """
     seen = _seen(*scores.shape[1:])
     for matrix in scores:
         for row, mask in zip(matrix, seen, strict=True):
@@ -24,7 +30,11 @@ def causal_softmax(scores: Array, scale1: Array) -> None:
 
 
 def causal_softmax_backward(probs: Array, dprobs: Array, scale1: Array) -> None:
-    """Replace the gradient of the probabilities by that of the scores; it is 0 for keys that a query does not see."""
+    """Replace ``dprobs``, the gradient of the probabilities, by the gradient of the scores.
+
+    ``probs`` are the probabilities that :func:`causal_softmax` wrote, with the same ``scale1``. The gradient is 0 for
+    keys that a query does not see.
+    """
     seen = _seen(*probs.shape[1:])
     dprobs[:, ~seen] = 0
     dots = (probs * dprobs).sum(axis=2, keepdims=True)
@@ -32,7 +42,14 @@ def causal_softmax_backward(probs: Array, dprobs: Array, scale1: Array) -> None:
 
 
 def split_heads(x: Array, bias: Array, head: int, sample: int, out: Array) -> None:
-    """Copy ``x + bias`` of some samples, (samples * length, all features), to an array whose heads are contiguous."""
+    """Copy the features of some samples to ``out``, with the features of each head contiguous, and add ``bias``.
+
+    Each row of ``x`` holds the features of one position of a sequence; there are ``length`` rows per sample. A row
+    consists of ``kinds`` equal parts one after the other, for example queries, keys and values, and each part holds all
+    heads. ``out`` is (kinds, samples, heads, length, size), where ``size`` is the number of features of a head. Its
+    head h is head ``head + h`` of ``x``, and its sample ``sample + s`` is sample s of ``x``; its other samples do not
+    change. ``bias`` is added to every row of ``x``; if it has no elements, nothing is added.
+    """
     kinds, _, heads, length, size = out.shape
     shifted = x + bias if bias.size else x
     apart = shifted.reshape(-1, length, kinds, x.shape[1] // (kinds * size), size)[:, :, :, head : head + heads]
@@ -40,5 +57,8 @@ def split_heads(x: Array, bias: Array, head: int, sample: int, out: Array) -> No
 
 
 def transposed_heads(x: Array, out: Array) -> None:
-    """Write x (samples, heads, length, size) transposed, (samples, heads, size, length)."""
+    """Copy ``x`` (samples, heads, length, size) to ``out`` (samples, heads, size, length).
+
+    A matrix product with ``out`` then reads contiguous rows.
+    """
     out[:] = x.swapaxes(-1, -2)

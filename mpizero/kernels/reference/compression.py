@@ -1,4 +1,4 @@
-"""Check :mod:`mpizero.kernels.cpu.compression`: blocks one by one, and a sort."""
+"""Compress messages in NumPy, block by block or with a sort, as a reference for the kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ BLOCK = 256
 
 
 def int8_encode(values: Array, residual: Array, scales: Array, codes: Array) -> None:
-    """Write scales and codes of ``values + residual``, and their rounding errors to ``residual``."""
+    """Round ``values + residual`` to ``codes`` with ``scales``, and write the rounding errors to ``residual``.
+
+    A code is an integer from -127 to 127, and ``code * scale`` is the rounded value. Each block of ``BLOCK``
+    consecutive values has one scale. If a block has a value that is infinite or NaN, its scale and its errors are NaN.
+    If its values are too small to be scaled in float32, its scale and codes are 0, and ``residual`` receives the values
+    themselves.
+    """
     residual += values
     for block in range(scales.size):
         part = slice(block * BLOCK, (block + 1) * BLOCK)
@@ -28,12 +34,17 @@ def int8_encode(values: Array, residual: Array, scales: Array, codes: Array) -> 
 
 
 def int8_decode(scales: Array, codes: Array, out: Array) -> None:
-    """Write the values that the scales and codes of ``int8_encode`` stand for."""
+    """Write ``code * scale``, the values that :func:`int8_encode` rounded to, to ``out``."""
     out[:] = codes * np.repeat(scales, BLOCK)[: codes.size]
 
 
 def top_encode(values: Array, residual: Array, counts: Array, indices: Array, largest: Array) -> None:
-    """Write the ``indices.size`` values of largest magnitude of ``values + residual``; ``residual`` keeps the rest."""
+    """Write the ``indices.size`` values of largest magnitude of ``values + residual`` to ``largest``.
+
+    ``indices`` receives their indices, in ascending order. Of values of equal magnitude, those of the smallest indices
+    are chosen. ``residual`` receives all other values of the sum, and 0 at the chosen indices. ``counts`` is temporary
+    memory for 2048 integers, which only the CPU kernel uses.
+    """
     residual += values
     order = np.argsort(-np.where(np.isnan(residual), np.inf, np.abs(residual)), kind="stable")
     indices[:] = np.sort(order[: indices.size])
@@ -42,6 +53,6 @@ def top_encode(values: Array, residual: Array, counts: Array, indices: Array, la
 
 
 def top_decode(indices: Array, largest: Array, out: Array) -> None:
-    """Write the values that ``top_encode`` selected to their indices, and 0 to all other elements."""
+    """Write ``largest[i]`` to ``out[indices[i]]`` for every i, and 0 to all other elements of ``out``."""
     out[:] = 0
     out[indices] = largest

@@ -1,4 +1,7 @@
-"""Check :mod:`mpizero.kernels.cpu.copy`: NumPy's indexing and float16; bfloat16 by comparing distances."""
+"""Pack and unpack ranges, convert to and from 16-bit formats, and scale, in NumPy, as a reference for the kernels.
+
+To round to bfloat16, the distances to its two neighbours are compared.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,22 @@ def _indices(starts: Array, sizes: Array) -> Array:
 
 
 def pack(source: Array, starts: Array, sizes: Array, target: Array) -> None:
-    """Write ``source[starts[k] : starts[k] + sizes[k]]`` to ``target``, one range after the other."""
+    """Write the ranges ``source[starts[k] : starts[k] + sizes[k]]`` to ``target``, one after the other."""
     index = _indices(starts, sizes)
     target[: index.size] = source[index]
 
 
 def unpack(source: Array, starts: Array, sizes: Array, target: Array) -> None:
-    """Write consecutive parts of ``source`` to ``target[starts[k] : starts[k] + sizes[k]]``; undoes ``pack``."""
+    """Write the elements of ``source``, in order, to the ranges ``target[starts[k] : starts[k] + sizes[k]]``.
+
+    This undoes :func:`pack`.
+    """
     index = _indices(starts, sizes)
     target[index] = source[: index.size]
 
 
 def to_bfloat16(x: Array, out: Array) -> None:
-    """Round to bfloat16, to nearest even; NaN stays NaN."""
+    """Round ``x`` to bfloat16, to nearest even, and write the bits to ``out``; NaN stays NaN."""
     below = x.view(np.uint32) >> np.uint32(16)
     # In float64 the neighbour above the largest bfloat16 is 2**128, so rounding to infinity needs no special case.
     low, high = _magnitude(below), _magnitude(below + np.uint32(1))
@@ -44,22 +50,22 @@ def _magnitude(bits: Array) -> Array:
 
 
 def from_bfloat16(x: Array, out: Array) -> None:
-    """Convert bfloat16 to float32, which is exact."""
+    """Convert the bits of bfloat16 numbers to float32, which is exact, and write them to ``out``."""
     out.view(np.uint32)[:] = x.astype(np.uint32) << np.uint32(16)
 
 
 def to_float16(x: Array, out: Array) -> None:
-    """Round to float16, to nearest even, as hardware does."""
+    """Round ``x`` to float16, to nearest even, and write the bits to ``out``; values too large become infinite."""
     with np.errstate(over="ignore", invalid="ignore"):
         out[:] = x.astype(np.float16).view(np.uint16)
 
 
 def from_float16(x: Array, out: Array) -> None:
-    """Convert float16 to float32, which is exact."""
+    """Convert the bits of float16 numbers to float32, which is exact, and write them to ``out``."""
     with np.errstate(invalid="ignore"):
         out[:] = x.view(np.float16)
 
 
 def scale(x: Array, factor: Array) -> None:
-    """Multiply ``x`` by ``factor[0]``."""
+    """Multiply all elements of ``x`` by ``factor[0]``, in place."""
     x *= factor[0]

@@ -1,4 +1,4 @@
-"""Check :mod:`mpizero.kernels.cpu.fused`: the stack machine on whole rows, then the reference update."""
+"""Sum rows of gradients by a tree program, divide, and update, in NumPy, as a reference for the fused kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ def tree_sum(
     start: int,
     stop: int,
 ) -> None:
-    """Write the sum of the rows, divided by ``divisor[0]``, to ``out[start:stop]``."""
+    """Execute a tree program on rows, and write the sum, divided by ``divisor[0]``, to ``out[start:stop]``.
+
+    Row v of the program is row v of ``rows_a`` if v < len(rows_a), otherwise row v - len(rows_a) of ``rows_b``. Element
+    i of ``out`` is computed from columns ``first_a + i`` of ``rows_a`` and ``first_b + i`` of ``rows_b``. ``out`` may
+    be one of the rows, if its elements are in the same columns.
+    """
     rows = [row[first_a:] for row in rows_a] + [row[first_b:] for row in rows_b]
     stack: list[Array] = []
     for code in program.tolist():
@@ -36,7 +41,10 @@ def tree_sum(
 
 
 def _tree(update: Callable[..., None]) -> Callable[..., None]:
-    """Make the oracle that sums and divides, then updates by the reference."""
+    """Make the reference of a fused kernel from ``update``, the reference of an optimizer's kernel.
+
+    The function made sums rows of gradients, divides the sum and calls ``update`` with it as gradient.
+    """
 
     def tree(rows: Array, first: int, program: Array, divisor: Array, w: Array, *rest: Any) -> None:
         g, (start, stop) = w.copy(), rest[-2:]
@@ -70,6 +78,10 @@ def lamb_direction_tree(
     start: int,
     stop: int,
 ) -> None:
-    """Sum and divide as ``tree_sum`` into ``u``, then compute ``optimizer.lamb_direction``."""
+    """Sum and divide rows of gradients as ``tree_sum`` does, then write LAMB's direction to ``u``.
+
+    The bits are the same as with ``tree_sum`` into ``u`` and then ``optimizer.lamb_direction``. ``hyper`` is that of
+    ``optimizer.lamb_direction``.
+    """
     tree_sum(rows, first, rows, 0, program, divisor, u, start, stop)
     optimizer.lamb_direction(w, u, m, v, hyper, start, stop)

@@ -1,4 +1,4 @@
-"""Compute the softmax cross-entropy in NumPy."""
+"""Compute the softmax cross-entropy of whole rows of logits, or of parts of the classes, in NumPy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from mpizero.types import Array
 
 
 def softmax_cross_entropy(logits: Array, targets: Array, losses: Array) -> None:
-    """Write each row's -log softmax(logits)[target]; 0 for negative targets, NaN for targets beyond the classes."""
+    """Write the loss of each row, -log softmax(logits)[target], to ``losses``.
+
+    The loss is 0 for a negative target (the row is ignored), and NaN for a target that is not a class.
+    """
     for row, target in enumerate(targets):
         if target < 0:
             losses[row] = 0
@@ -20,7 +23,10 @@ def softmax_cross_entropy(logits: Array, targets: Array, losses: Array) -> None:
 
 
 def softmax_cross_entropy_backward(logits: Array, targets: Array, scale1: Array, dlogits: Array) -> None:
-    """Write ``scale1[0]`` times the gradient of the sum of losses into ``dlogits``."""
+    """Write ``scale1[0]`` times the gradient of the sum of losses to ``dlogits``, which may be ``logits``.
+
+    The gradient of a row is 0 for a negative target, and NaN for a target that is not a class.
+    """
     for row, target in enumerate(targets):
         if target < 0:
             dlogits[row] = 0
@@ -35,7 +41,12 @@ def softmax_cross_entropy_backward(logits: Array, targets: Array, scale1: Array,
 
 
 def partial_cross_entropy(logits: Array, targets: Array, first: int, terms: Array) -> None:
-    """Write the largest logit, the sum of exp(logit - largest) and the target's logit of each row's classes."""
+    """Write the terms of each row's loss that come from a part of the classes to ``terms``.
+
+    Column j of ``logits`` belongs to class ``first + j``. ``terms`` is (3, rows). It receives, for each row of
+    ``logits``: the largest logit (-inf if the part has no classes), the sum of exp(logit - largest), and the target's
+    logit, or 0 if the part does not have the target. All three are 0 for a negative target.
+    """
     for row, target in enumerate(targets):
         terms[:, row] = 0
         if target >= 0:
@@ -46,7 +57,12 @@ def partial_cross_entropy(logits: Array, targets: Array, first: int, terms: Arra
 
 
 def merged_cross_entropy(terms: Array, targets: Array, merged: Array, losses: Array) -> None:
-    """Merge the terms of all parts into the largest logit and 1 / sum of each row, and its loss."""
+    """Merge the terms of all parts of the classes to the loss of each row, and what its gradient needs.
+
+    ``terms`` is (parts, 3, rows), as :func:`partial_cross_entropy` writes it for each part. ``merged`` is (2, rows). It
+    receives, for each row, the largest logit of all classes, and 1 / (sum of exp(logit - largest)). Sums are added in
+    the order of the parts. The loss and both numbers are 0 for a negative target.
+    """
     wide = terms.astype(np.float64)
     for row, target in enumerate(targets):
         merged[:, row], losses[row] = 0, 0
@@ -60,7 +76,11 @@ def merged_cross_entropy(terms: Array, targets: Array, merged: Array, losses: Ar
 def partial_cross_entropy_backward(
     logits: Array, targets: Array, first: int, merged: Array, scale1: Array, dlogits: Array
 ) -> None:
-    """Write ``scale1[0]`` times the gradient of the sum of losses for the logits of the classes from ``first`` on."""
+    """Write ``scale1[0]`` times the gradient of the sum of losses to ``dlogits``, for a part of the classes.
+
+    Column j of ``logits`` belongs to class ``first + j``. ``merged`` comes from :func:`merged_cross_entropy`.
+    ``dlogits`` may be ``logits``. The gradient of a row is 0 for a negative target.
+    """
     for row, target in enumerate(targets):
         wide = logits[row].astype(np.float64)
         shares = np.exp(wide - merged[0, row]) * merged[1, row] if target >= 0 else np.zeros(len(wide))

@@ -1,4 +1,4 @@
-"""Compute layer and root-mean-square normalization in NumPy."""
+"""Compute layer and root-mean-square normalization in NumPy, as a reference for the kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from mpizero.types import Array
 
 
 def layernorm(x: Array, gamma: Array, beta: Array, eps1: Array, y: Array, mean: Array, rstd: Array) -> None:
-    """Normalize every row: ``y = (x - mean) * rstd * gamma + beta`` with ``rstd = 1 / sqrt(variance + eps)``."""
+    """Normalize every row: ``y = (x - mean) * rstd * gamma + beta`` with ``rstd = 1 / sqrt(variance + eps1[0])``.
+
+    ``mean`` and ``rstd`` receive one number for each row, which :func:`layernorm_backward` needs.
+    """
     mean[:] = x.mean(axis=1, dtype=np.float64)
     rstd[:] = 1 / np.sqrt(x.var(axis=1, dtype=np.float64) + eps1[0])
     y[:] = (x - mean[:, None]) * rstd[:, None] * gamma + beta
@@ -25,7 +28,12 @@ def layernorm_backward(
     dgamma: Array,
     dbeta: Array,
 ) -> None:
-    """Write the gradients of input (``residual``, where it has rows, is added), gamma and beta, summed row by row."""
+    """Write the gradients of :func:`layernorm` to ``dx``, ``dgamma`` and ``dbeta``, from ``dy``, the gradient of y.
+
+    ``dgamma`` and ``dbeta`` are sums over the rows in ascending order. ``mean`` and ``rstd`` are what :func:`layernorm`
+    wrote. ``residual`` has the shape of ``x`` and is added to ``dx``, or it has no rows. ``dx`` may not be one of the
+    inputs.
+    """
     standard = (x - mean[:, None]) * rstd[:, None]
     g = dy * gamma
     mean_g, mean_gs = g.mean(axis=1, keepdims=True), (g * standard).mean(axis=1, keepdims=True)
@@ -40,20 +48,29 @@ def layernorm_backward(
 
 
 def rmsnorm(x: Array, gamma: Array, eps1: Array, y: Array, rstd: Array) -> None:
-    """Scale every row: ``y = x * rstd * gamma`` with ``rstd = 1 / sqrt(mean(x**2) + eps)``."""
+    """Scale every row: ``y = x * rstd * gamma`` with ``rstd = 1 / sqrt(mean(x**2) + eps1[0])``.
+
+    Zhang and Sennrich 2019. ``rstd`` receives one number for each row, which the backward pass needs.
+    """
     rstd[:] = 1 / np.sqrt((x.astype(np.float64) ** 2).mean(axis=1) + eps1[0])
     y[:] = x * rstd[:, None] * gamma
 
 
 def rmsnorm_backward_input(dy: Array, x: Array, gamma: Array, rstd: Array, dx: Array) -> None:
-    """Write the gradient of the input into ``dx``."""
+    """Write the gradient of the input of :func:`rmsnorm` to ``dx``, from ``dy``, the gradient of y.
+
+    ``rstd`` is what :func:`rmsnorm` wrote. ``dx`` may not be one of the inputs.
+    """
     standard = x * rstd[:, None]
     g = dy * gamma
     dx[:] = rstd[:, None] * (g - standard * (g * standard).mean(axis=1, keepdims=True))
 
 
 def rmsnorm_backward_weights(dy: Array, x: Array, rstd: Array, dgamma: Array) -> None:
-    """Write the gradient of gamma: a sum over the rows in ascending order."""
+    """Write the gradient of ``gamma`` of :func:`rmsnorm` to ``dgamma``, from ``dy``, the gradient of y.
+
+    It is a sum over the rows in ascending order. ``rstd`` is what :func:`rmsnorm` wrote.
+    """
     dgamma[:] = 0
     for row in range(x.shape[0]):
         dgamma += dy[row] * (x[row] * rstd[row])

@@ -1,4 +1,4 @@
-"""Check :mod:`mpizero.kernels.cpu.optimizer`: whole-array NumPy, from the papers' formulas."""
+"""Update elements ``start`` to ``stop - 1`` of flat arrays in NumPy, as a reference for the optimizers' kernels."""
 
 from __future__ import annotations
 
@@ -8,20 +8,30 @@ from mpizero.types import Array
 
 
 def _averages(g: Array, m: Array, v: Array, rates: Array) -> None:
-    """Update the running averages of gradient and squared gradient; rates = [beta1, 1-beta1, beta2, 1-beta2]."""
+    """Update ``m`` and ``v``, the running averages of the gradient and of its square.
+
+    rates = [beta1, 1 - beta1, beta2, 1 - beta2].
+    """
     m[:] = rates[0] * m + rates[1] * g
     v[:] = rates[2] * v + rates[3] * g**2
 
 
 def sgd(w: Array, g: Array, hyper: Array, start: int, stop: int) -> None:
-    """Update ``w`` by gradient descent; hyper = [lr, decay]."""
+    """Update ``w[start:stop]`` by gradient descent with the gradient ``g``.
+
+    hyper = [lr, decay], where lr is the learning rate, and ``decay * w`` is added to the gradient (weight decay).
+    """
     lr, decay = hyper
     part = slice(start, stop)
     w[part] -= lr * (g[part] + decay * w[part])
 
 
 def momentum(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
-    """Update ``w`` by gradient descent with momentum; hyper = [lr, decay, factor, keep, of_g, of_m]."""
+    """Update ``w[start:stop]`` and the momentum buffer ``m`` by gradient descent with the gradient ``g``.
+
+    hyper = [lr, decay, factor, keep, of_g, of_m]. First ``decay * w`` is added to the gradient; then ``m = factor * m +
+    keep * g`` and ``w -= lr * (of_g * g + of_m * m)``.
+    """
     lr, decay, factor, keep, of_g, of_m = hyper
     part = slice(start, stop)
     gradient = g[part] + decay * w[part]
@@ -30,7 +40,12 @@ def momentum(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) 
 
 
 def adam(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
-    """Update ``w`` by Adam; hyper = [decay, beta1, rest1, beta2, rest2, rate, correction, eps]."""
+    """Update ``w[start:stop]`` by Adam with the gradient ``g``.
+
+    ``m`` and ``v`` are the running averages of the gradient and of its square, which are updated too. hyper = [decay,
+    beta1, rest1, beta2, rest2, rate, correction, eps] with rest1 = 1 - beta1, rest2 = 1 - beta2, rate = lr / (1 -
+    beta1**step) and correction = 1 / sqrt(1 - beta2**step). First ``decay * w`` is added to the gradient.
+    """
     decay, rate, correction, eps = hyper[0], *hyper[5:]
     part = slice(start, stop)
     _averages(g[part] + decay * w[part], m[part], v[part], hyper[1:5])
@@ -38,7 +53,12 @@ def adam(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop:
 
 
 def adamw(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
-    """Update ``w`` by AdamW; hyper = [shrink, beta1, rest1, beta2, rest2, rate, correction, eps]."""
+    """Update ``w[start:stop]`` by AdamW with the gradient ``g``.
+
+    ``m`` and ``v`` are the running averages of the gradient and of its square, which are updated too. hyper = [shrink,
+    beta1, rest1, beta2, rest2, rate, correction, eps] with rest1 = 1 - beta1, rest2 = 1 - beta2, rate = lr / (1 -
+    beta1**step) and correction = 1 / sqrt(1 - beta2**step). ``w`` is multiplied by shrink = 1 - lr * (weight decay).
+    """
     shrink, rate, correction, eps = hyper[0], *hyper[5:]
     part = slice(start, stop)
     _averages(g[part], m[part], v[part], hyper[1:5])
@@ -46,7 +66,11 @@ def adamw(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop
 
 
 def rmsprop(w: Array, g: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
-    """Update ``w`` by RMSprop; hyper = [lr, decay, alpha, rest, eps]."""
+    """Update ``w[start:stop]`` by RMSprop with the gradient ``g``.
+
+    ``v`` is the running average of the squared gradient, which is updated too. hyper = [lr, decay, alpha, rest, eps]
+    with rest = 1 - alpha. First ``decay * w`` is added to the gradient.
+    """
     lr, decay, alpha, rest, eps = hyper
     part = slice(start, stop)
     gradient = g[part] + decay * w[part]
@@ -55,7 +79,12 @@ def rmsprop(w: Array, g: Array, v: Array, hyper: Array, start: int, stop: int) -
 
 
 def lion(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
-    """Update ``w`` by Lion; hyper = [shrink, lr, beta1, rest1, beta2, rest2, zero]."""
+    """Update ``w[start:stop]`` by Lion with the gradient ``g``.
+
+    ``m`` is the running average of the gradient, which is updated too. hyper = [shrink, lr, beta1, rest1, beta2, rest2,
+    zero] with rest1 = 1 - beta1, rest2 = 1 - beta2 and zero = 0. ``w`` is multiplied by shrink = 1 - lr * (weight
+    decay).
+    """
     shrink, lr, beta1, rest1, beta2, rest2, _ = hyper
     part = slice(start, stop)
     w[part] = shrink * w[part] - lr * np.sign(beta1 * m[part] + rest1 * g[part])
@@ -63,7 +92,12 @@ def lion(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) -> N
 
 
 def lamb_direction(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
-    """Write LAMB's direction over ``g``; hyper = [decay, beta1, rest1, beta2, rest2, first, correction, eps]."""
+    """Overwrite the gradient ``g[start:stop]`` with LAMB's direction: Adam's direction plus ``decay * w``.
+
+    ``m`` and ``v`` are the running averages of the gradient and of its square, which are updated too. hyper begins with
+    [decay, beta1, rest1, beta2, rest2, first, correction, eps] with rest1 = 1 - beta1, rest2 = 1 - beta2, first = 1 /
+    (1 - beta1**step) and correction = 1 / sqrt(1 - beta2**step).
+    """
     decay, first, correction, eps = hyper[0], hyper[5], hyper[6], hyper[7]
     part = slice(start, stop)
     _averages(g[part], m[part], v[part], hyper[1:5])
@@ -71,5 +105,5 @@ def lamb_direction(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: 
 
 
 def lamb_apply(w: Array, u: Array, hyper: Array, start: int, stop: int) -> None:
-    """Subtract ``hyper[0]`` times ``u`` from ``w``."""
+    """Subtract ``hyper[0] * u`` from ``w`` for the elements ``start`` to ``stop - 1``."""
     w[start:stop] -= hyper[0] * u[start:stop]

@@ -1,4 +1,4 @@
-"""Draw counter-based random numbers in NumPy: Philox 4x32-10 over arrays of counters."""
+"""Draw counter-based random numbers (Philox 4x32-10) in NumPy, as a reference for the kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DROPOUT, _PERMUTATION = 0xD809, 0x9E12
 
 
 def _philox(counter: Array, key: tuple[int, int]) -> Array:
-    """Return the words (n, 4) of counters (n, 4) under one key."""
+    """Return the random words (n, 4) of n counters of four words each, all under one key of two words."""
     c = np.asarray(counter, np.uint64).reshape(-1, 4)
     k = list(key)
     for _ in range(10):
@@ -29,12 +29,15 @@ def _words(value: int) -> tuple[int, int]:
 
 
 def philox(counter: Array, key: Array, out: Array) -> None:
-    """Write the four random words of a counter (four words) and a key (two words)."""
+    """Write the four random words of a counter (four words) and a key (two words) to ``out``; a word has 32 bits."""
     out[:] = _philox(counter, (int(key[0]), int(key[1])))[0]
 
 
 def _element_words(key0: int, key1: int, site: int, elements: Array, per: int) -> Array:
-    """Return the words (elements, 4) of the block of each element, for ``per`` elements a block."""
+    """Return the four random words of the Philox block that each element belongs to: (elements, 4).
+
+    Element i belongs to block i // per.
+    """
     blocks = (elements // per).astype(np.uint64)
     counter = np.empty((elements.size, 4), np.uint64)
     counter[:, 0], counter[:, 1] = blocks & _LOW, blocks >> _32
@@ -43,13 +46,17 @@ def _element_words(key0: int, key1: int, site: int, elements: Array, per: int) -
 
 
 def _unit64(words: Array) -> Array:
-    """Return the two 53-bit uniform numbers of each block."""
+    """Return two uniform numbers on [0, 1), of 53 bits each, from the four words of each block: (blocks, 2)."""
     high, low = words[:, 0::2] >> np.uint64(5), words[:, 1::2] >> np.uint64(6)
     return np.asarray((high * np.uint64(2**26) + low) / 2.0**53)
 
 
 def fill_uniform(key0: int, key1: int, site: int, start: int, out: Array, low1: Array, high1: Array) -> None:
-    """Write uniform numbers on [low, high): the elements from ``start`` on of the sequence of key and site."""
+    """Write uniform random numbers on [low1[0], high1[0]) to ``out``: a range of a random sequence.
+
+    The sequence is determined by the key (the low 32 bits of ``key0`` and of ``key1``) and the 64-bit number ``site``.
+    The range begins with element ``start`` of the sequence.
+    """
     single = out.dtype == np.float32
     per = 4 if single else 2
     words = _element_words(key0, key1, site, np.arange(start, start + out.size), per)
@@ -61,7 +68,11 @@ def fill_uniform(key0: int, key1: int, site: int, start: int, out: Array, low1: 
 
 
 def fill_normal(key0: int, key1: int, site: int, start: int, out: Array, scale1: Array) -> None:
-    """Write normal numbers of deviation ``scale1[0]``: elements from ``start`` on of the sequence of key and site."""
+    """Write normal random numbers of mean 0 and standard deviation ``scale1[0]`` to ``out``.
+
+    They are a range of a random sequence, which begins with element ``start`` of the sequence. The sequence is
+    determined by the key (the low 32 bits of ``key0`` and of ``key1``) and the 64-bit number ``site``.
+    """
     single = out.dtype == np.float32
     per = 4 if single else 2
     words = _element_words(key0, key1, site, np.arange(start, start + out.size), per)
@@ -95,7 +106,15 @@ def dropout(
     row_step: int,
     plane_step: int,
 ) -> None:
-    """Write ``x / (1 - rate)`` or, with probability ``rate``, 0 into ``y``."""
+    """Write ``x / (1 - rate)`` or, with probability ``rate``, 0 to ``y``, which may be ``x``; rate = ``rate1[0]``.
+
+    ``x`` holds a part of each sample, with ``per_sample`` elements: planes of ``rows`` rows of ``width`` elements.
+    Element j of row r of plane p is element ``offset + p * plane_step + r * row_step + j`` of the whole sample. (If
+    ``x`` holds whole samples, ``offset`` is 0, and each sample is one row.) Whether an element is set to 0 depends on
+    ``seed``, ``site`` (the dropout layer), ``step``, the index of the sample in the global batch, and the element's
+    index in the whole sample. ``first_sample`` is the index of the first sample of ``x``. In the backward pass the
+    kernel is called with the gradient of the output as ``x``.
+    """
     k0, k1, _, _ = (int(word) for word in _derived_key(seed, _DROPOUT, site, step))
     threshold = int(float(rate1[0]) * 2**32)
     one = rate1.dtype.type(1)
@@ -120,7 +139,12 @@ def _mix(half: int, key: int) -> int:
 
 
 def permutation(index: Array, length: int, seed: int, epoch: int) -> None:
-    """Apply a random permutation of ``range(length)`` to every index; indices outside become -1."""
+    """Replace every index by its image under a random permutation of ``range(length)``, in place.
+
+    ``seed`` and ``epoch`` determine the permutation. Indices outside ``range(length)`` become -1. A Feistel network of
+    eight rounds permutes ``range(4**h)``, the smallest such range that is not shorter. An image that is not less than
+    ``length`` is permuted again (cycle walking; Black and Rogaway 2002).
+    """
     keys = [int(word) for part in (0, 1) for word in _derived_key(seed, _PERMUTATION, epoch, part)]
     bits = 1
     while 4**bits < length:

@@ -1,4 +1,4 @@
-"""Check :mod:`mpizero.kernels.cpu.reduction`: the canonical tree, written as its definition."""
+"""Sum in the order of a binary tree, level by level, in NumPy, as a reference for the kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from mpizero.types import Array
 
 
 def _tree(values: Array) -> float:
-    """Halve the levels of node(level, i) = node(level - 1, 2i) + node(level - 1, 2i + 1) until one node is left."""
+    """Return the sum of ``values`` in the order of the binary tree, level by level; 0 if there are none.
+
+    node(level, i) = node(level - 1, 2 i) + node(level - 1, 2 i + 1); a missing right child passes the left one through.
+    """
     if values.size == 0:
         return 0.0
     while values.size > 1:
@@ -18,22 +21,29 @@ def _tree(values: Array) -> float:
 
 
 def tree_square_sums(x: Array, starts: Array, stops: Array, out: Array) -> None:
-    """Write the canonical sum of squares of ``x[starts[k]:stops[k]]`` to ``out[k]``; 0 where empty."""
+    """Write the sum of squares of ``x[starts[k]:stops[k]]`` to ``out[k]`` for every k; 0 for an empty range.
+
+    The sum is computed in float64, in the order of a binary tree over the elements of the range.
+    """
     tree_dots(x, x, starts, stops, out)
 
 
 def tree_dots(x: Array, y: Array, starts: Array, stops: Array, out: Array) -> None:
-    """Write the canonical dot product of ``x`` and ``y`` on ``starts[k]:stops[k]`` to ``out[k]``; 0 where empty."""
+    """Write the dot product of ``x[starts[k]:stops[k]]`` and the same range of ``y`` to ``out[k]`` for every k.
+
+    It is 0 for an empty range. The sum is computed in float64, in the order of a binary tree over the elements of the
+    range.
+    """
     products = x.astype(np.float64) * y.astype(np.float64)
     out[:] = [_tree(products[start:stop]) for start, stop in zip(starts, stops, strict=True)]
 
 
 def all_finite(x: Array) -> bool:
-    """Tell whether no element is infinite or NaN."""
+    """Tell whether no element of ``x`` is infinite or NaN."""
     return bool(np.isfinite(x).all())
 
 
 def first_nonfinite(x: Array) -> int:
-    """Return the index of the first infinite or NaN element, -1 where there is none."""
+    """Return the index of the first element of ``x`` that is infinite or NaN, or -1 if there is none."""
     found = np.flatnonzero(~np.isfinite(x))
     return int(found[0]) if found.size else -1

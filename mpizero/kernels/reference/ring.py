@@ -1,4 +1,10 @@
-"""Compute the softmax tile by tile, in NumPy."""
+"""Compute the causal softmax of ring attention tile by tile, in NumPy, as a reference for the kernels.
+
+A tile holds the scores of some queries of this rank and some keys: (samples, heads, queries, keys). Numbers of a query,
+such as its maximum and its sum, are in arrays (samples, length, heads) for all queries of this rank; the first query of
+the tile has index ``start`` in them. Query i of the tile sees the tile's keys 0 to i + ``offset``: no key if that is
+negative, all keys if it is large.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +14,31 @@ from mpizero.types import Array
 
 
 def _seen(scores: Array, offset: int) -> Array:
-    """Return which of a tile's keys (queries, keys) each query sees."""
+    """Return a bool array (queries, keys): whether each query of a tile sees each key."""
     queries, keys = scores.shape[2:]
     return np.tri(queries, keys, offset, dtype=bool)
 
 
 def _rows(state: Array, start: int, queries: int) -> Array:
-    """View the rows of a tile in (samples, length, heads) as (samples, heads, queries)."""
+    """Return a view (samples, heads, queries) of the numbers in ``state`` that belong to the queries of a tile.
+
+    ``state`` is (samples, length, heads); the tile's queries have the indices from ``start`` on.
+    """
     return state[:, start : start + queries].swapaxes(1, 2)
 
 
 def running_softmax(
     scores: Array, scale1: Array, offset: int, start: int, maxima: Array, sums: Array, factors: Array
 ) -> None:
-    """Replace scores by exp(scale * scores - maximum so far); bring maxima and sums forward."""
+    """Replace scores by exp(scale1[0] * scores - maximum so far), and update maxima and sums (online softmax).
+
+    ``scores`` is (samples, heads, queries, keys), a tile of all scores: some of this rank's queries and some keys.
+    Query i of the tile sees the tile's keys 0 to i + ``offset``. Scores of other keys become 0. ``maxima`` and ``sums``
+    (samples, length, heads) hold, for each query of this rank, the largest scaled score and the sum of exp(scaled score
+    - maximum) over all tiles so far; they start from -inf and 0. The first query of the tile has index ``start`` in
+    them. ``factors`` (samples, heads, queries) receives the factors by which sums over earlier tiles must be
+    multiplied. Milakov and Gimelshein, 2018, algorithm 3.
+    """
     seen = _seen(scores, offset)
     before, totals = (_rows(state, start, scores.shape[2]) for state in (maxima, sums))
     wide = np.where(seen, scores.astype(np.float64) * scale1[0], -np.inf)
@@ -35,13 +52,24 @@ def running_softmax(
 
 
 def known_softmax(scores: Array, scale1: Array, offset: int, start: int, maxima: Array, shares: Array) -> None:
-    """Replace scores by probabilities, whose maxima and inverse sums are known."""
+    """Replace scores by probabilities, exp(scale1[0] * scores - maximum) * share, with known maxima and shares.
+
+    ``scores`` is (samples, heads, queries, keys), a tile of all scores: some of this rank's queries and some keys.
+    Query i of the tile sees the tile's keys 0 to i + ``offset``. Scores of other keys become 0. ``maxima`` and
+    ``shares`` (samples, length, heads) hold, for each query of this rank, the largest scaled score and 1 / (sum of
+    exp(scaled score - maximum)) over all tiles. The first query of the tile has index ``start`` in them.
+    """
     largest, share = (_rows(state, start, scores.shape[2])[..., None] for state in (maxima, shares))
     with np.errstate(over="ignore", invalid="ignore"):  # of keys that are not seen
         scores[:] = np.where(_seen(scores, offset), np.exp(scores * scale1[0] - largest) * share, 0)
 
 
 def known_softmax_backward(probs: Array, dprobs: Array, scale1: Array, offset: int, start: int, dots: Array) -> None:
-    """Replace the gradient of the probabilities by that of the scores; it is 0 for keys that a query does not see."""
+    """Replace ``dprobs``, the gradient of the probabilities of a tile, by the gradient of the scores.
+
+    ``probs`` are the probabilities that :func:`known_softmax` wrote, with the same ``scale1``, ``offset`` and
+    ``start``. ``dots`` (samples, length, heads) holds, for each query of this rank, the sum of probability * gradient
+    over all keys. The gradient is 0 for keys that a query does not see.
+    """
     dot = _rows(dots, start, probs.shape[2])[..., None]
     dprobs[:] = np.where(_seen(probs, offset), scale1[0] * (probs * (dprobs - dot)), 0)
