@@ -66,7 +66,7 @@ def ranks_by_text(texts: Iterable[tuple[int, str]]) -> dict[str, str]:
 
 
 def by_ranks(texts: Sequence[str]) -> str:
-    """Return which ranks have which text, such as "0.1 on ranks 0-2, 0.2 on rank 3"; ``texts[i]`` is that of rank i."""
+    """Return which ranks have which text, such as "0.1 on ranks 0-2, 0.2 on rank 3"; rank i has ``texts[i]``."""
     return ", ".join(f"{text} on {ranks}" for text, ranks in ranks_by_text(enumerate(texts)).items())
 
 

@@ -1,4 +1,4 @@
-"""Send messages between layers on GPUs: directly if MPI takes GPU memory, else through the host's memory."""
+"""Send GPU arrays of pipelines and of split layers: directly if MPI accepts GPU memory, else through host memory."""
 
 from __future__ import annotations
 
@@ -17,24 +17,27 @@ from mpizero.types import Array, Group, ShiftRequest
 
 
 class HostStagedP2P(PipelineP2P):
-    """Send between pipeline stages on GPUs through the host's memory."""
+    """Send GPU arrays between pipeline stages through copies in host memory."""
 
     def __init__(self, comm: Communicator, device: Device) -> None:
         super().__init__(comm)
         self.device = device
 
     def send(self, route: Route, micro: int, key: Any, peer: int, array: Array | None) -> None:
-        """Copy a GPU array to the host and start to send it; None tells the other stage that the chunk failed."""
+        """Copy a GPU array to the host and start to send it, as :meth:`PipelineP2P.send` does.
+
+        If ``array`` is None, tell the other stage that the chunk failed.
+        """
         super().send(route, micro, key, peer, array if peer == self.comm.rank else to_host(array))
 
     def receive(self, route: Route, micro: int, key: Any, peer: int) -> Array | None:
-        """Wait for the array from the other stage and return it on the GPU; None if that stage's chunk failed."""
+        """Wait for the array from stage ``peer`` and return it on the GPU; None if that stage's chunk failed."""
         array = super().receive(route, micro, key, peer)
         return None if array is None else self.device.put(array)
 
 
 class GpuAwareP2P(PipelineP2P):
-    """Send between pipeline stages from GPU to GPU, by an MPI that takes GPU memory."""
+    """Send GPU arrays between pipeline stages by passing them to MPI, which must accept GPU memory."""
 
     def __init__(self, comm: Communicator, device: Device) -> None:
         super().__init__(comm)
@@ -45,7 +48,7 @@ class GpuAwareP2P(PipelineP2P):
 
 
 class _DeviceShift:
-    """Wait for the arrays of a shift that went through the host, and copy them to the GPU."""
+    """Wait for the arrays of a shift through host memory, and copy them to ``device`` if that is not None."""
 
     def __init__(self, request: ShiftRequest, device: Device | None) -> None:
         self._request, self._device = request, device
@@ -61,7 +64,10 @@ class _DeviceShift:
 
 
 class _LayerGroup:
-    """Hold the group and the GPU of layers. Host arrays are accepted too; their results are host arrays."""
+    """Hold the group of ranks that layers are split over, and the GPU of this rank.
+
+    Methods of subclasses take GPU arrays and return GPU arrays, or take host arrays and return host arrays.
+    """
 
     def __init__(self, group: Group, device: Device) -> None:
         self._group, self._device = group, device
@@ -78,35 +84,44 @@ class _LayerGroup:
 
 
 class HostStagedGroup(_LayerGroup):
-    """Sum, gather and shift GPU arrays of layers through the host's memory, as a :class:`mpizero.types.Group`."""
+    """Sum, gather and shift GPU arrays of layers through host memory; implements :class:`mpizero.types.Group`."""
 
     def _like(self, x: Array, result: Array) -> Array:
         return result if isinstance(x, np.ndarray) else self._device.put(result)
 
     def all_reduce(self, x: Array, tag: str = "") -> Array:
-        """Return the sum over the ranks. Collective over the group."""
+        """Return the elementwise sum of ``x`` over the ranks. Collective over the group."""
         return self._like(x, self._group.all_reduce(to_host(x), tag))
 
     def all_max(self, x: Array, tag: str = "") -> Array:
-        """Return the elementwise maximum over the ranks. Collective over the group."""
+        """Return the elementwise maximum of ``x`` over the ranks. Collective over the group."""
         return self._like(x, self._group.all_max(to_host(x), tag))
 
     def all_gather(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
-        """Return the ranks' arrays concatenated. Collective over the group."""
+        """Return ``x`` of all ranks, concatenated along ``axis``; rank i's has length ``sizes[i]`` there.
+
+        Collective over the group.
+        """
         return self._like(x, self._group.all_gather(to_host(x), axis, sizes, tag))
 
     def reduce_scatter(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
-        """Return this rank's block of the sum. Collective over the group."""
+        """Return this rank's block, of length ``sizes[rank]`` along ``axis``, of the sum of ``x`` over the ranks.
+
+        Collective over the group.
+        """
         return self._like(x, self._group.reduce_scatter(to_host(x), axis, sizes, tag))
 
     def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> ShiftRequest:
-        """Start sending arrays around the group. Collective over the group."""
+        """Start to send ``arrays`` to rank + ``by`` and to receive equal shapes from rank - ``by``, modulo the size.
+
+        Collective over the group.
+        """
         device = None if all(isinstance(x, np.ndarray) for x in arrays) else self._device
         return _DeviceShift(self._group.shift([to_host(x) for x in arrays], by, tag), device)
 
 
 class GpuAwareLayerGroup(_LayerGroup):
-    """Sum, gather and shift GPU arrays of layers by an MPI that takes GPU memory, as a :class:`mpizero.types.Group`."""
+    """Sum, gather and shift GPU arrays of layers by passing them to MPI; implements :class:`mpizero.types.Group`."""
 
     def __init__(self, group: CommunicatorGroup, device: Device) -> None:
         super().__init__(group, device)
@@ -116,21 +131,30 @@ class GpuAwareLayerGroup(_LayerGroup):
         return self._group if isinstance(x, np.ndarray) else self._devices
 
     def all_reduce(self, x: Array, tag: str = "") -> Array:
-        """Return the sum over the ranks. Collective over the group."""
+        """Return the elementwise sum of ``x`` over the ranks. Collective over the group."""
         return self._for(x).all_reduce(x, tag)
 
     def all_max(self, x: Array, tag: str = "") -> Array:
-        """Return the elementwise maximum over the ranks. Collective over the group."""
+        """Return the elementwise maximum of ``x`` over the ranks. Collective over the group."""
         return self._for(x).all_max(x, tag)
 
     def all_gather(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
-        """Return the ranks' arrays concatenated. Collective over the group."""
+        """Return ``x`` of all ranks, concatenated along ``axis``; rank i's has length ``sizes[i]`` there.
+
+        Collective over the group.
+        """
         return self._for(x).all_gather(x, axis, sizes, tag)
 
     def reduce_scatter(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
-        """Return this rank's block of the sum. Collective over the group."""
+        """Return this rank's block, of length ``sizes[rank]`` along ``axis``, of the sum of ``x`` over the ranks.
+
+        Collective over the group.
+        """
         return self._for(x).reduce_scatter(x, axis, sizes, tag)
 
     def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> ShiftRequest:
-        """Start sending arrays, all of the GPU or all of the host, around the group. Collective over the group."""
+        """Start to send ``arrays`` to rank + ``by`` and to receive equal shapes from rank - ``by``, modulo the size.
+
+        Collective over the group. ``arrays`` are either all GPU arrays or all host arrays.
+        """
         return self._for(arrays[0]).shift(arrays, by, tag)

@@ -1,9 +1,9 @@
 """Find out whether MPI can send from and receive into GPU memory ("CUDA-aware"): ask MPI, then test it.
 
-[Note: direct messages] An MPI library without GPU support takes a GPU's address for one of the host, and the process
-crashes. So nothing is tried unless the library of every rank claims the support. The claim may still be wrong, or
-may not hold for the network between two nodes. So test patterns, short and long, are then sent between GPUs, from rank
-to rank and by the collectives that layers use, and compared on arrival.
+[Note: direct messages] An MPI library without GPU support treats a GPU address as a host address, and the process
+crashes. So GPU arrays are passed to MPI only if the library of every rank claims to support them. The claim may still
+be wrong, or may not hold for the network between two nodes. So test patterns, short and long, are then sent between
+GPUs, from rank to rank and by the collectives that layers use, and are compared on arrival.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LOADED = "/proc/self/maps"
 
 
 def prove(comm: Communicator, open_device: Callable[[], Device]) -> str:
-    """Test whether GPU arrays may be passed to MPI; return the reason why not, or "". All ranks return the same text.
+    """Test whether GPU arrays may be passed to MPI; return "" if so, else the reason, the same on all ranks.
 
     Collective over ``comm``. ``open_device`` returns this rank's GPU; it is called only if MPI claims GPU support.
 
@@ -60,7 +60,11 @@ def prove(comm: Communicator, open_device: Callable[[], Device]) -> str:
 
 
 def unclaimed(comm: Communicator) -> str:
-    """Return why this MPI does not claim to take GPU memory; "" if it does claim it. Not collective."""
+    """Return a reason, known without a test, not to pass GPU arrays to MPI; "" if there is none. Not collective.
+
+    Reasons are ranks that are threads, a communicator of one rank, and an MPI library that does not claim to support
+    GPU memory.
+    """
     if getattr(comm, "mpi", None) is None:  # its class is not imported here: that would start MPI, also for a plan
         return "these ranks are threads of one process"
     if comm.size == 1:
@@ -71,7 +75,10 @@ def unclaimed(comm: Communicator) -> str:
 
 
 def _claims() -> bool:
-    """Ask the loaded MPI library by ``MPIX_Query_cuda_support``, which MPICH, Open MPI and their relatives have."""
+    """Tell whether the loaded MPI library claims to support CUDA memory, by its ``MPIX_Query_cuda_support``.
+
+    MPICH, Open MPI and MPI libraries derived from them have this function. False if the library does not have it.
+    """
     try:
         with open(_LOADED, encoding="utf-8") as maps:
             loaded = sorted({line.split()[-1] for line in maps if "/libmpi" in line})
@@ -102,7 +109,7 @@ def _tried(comm: Communicator, device: Device, send: Send) -> str:
 
 
 def _around(comm: Communicator, device: Device, size: int) -> str:
-    """Send a pattern to the next rank; return what is wrong with the received one, or ""."""
+    """Send a pattern of ``size`` bytes to the next rank; return what is wrong with the received one, or ""."""
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     arrived = device.put(np.zeros(size, np.uint8))
     requests = [comm.irecv(arrived, before, _TAG), comm.isend(device.put(_pattern(comm.rank, size)), after, _TAG)]
@@ -111,7 +118,7 @@ def _around(comm: Communicator, device: Device, size: int) -> str:
 
 
 def _among_all(comm: Communicator, device: Device, size: int) -> str:
-    """Send patterns by an all-to-all and by an all-gather; return what is wrong with the received ones, or ""."""
+    """Send patterns of ``size`` bytes in all by an all-to-all and an all-gather; return what arrived wrong, or ""."""
     ranks, part = comm.size, max(1, size // comm.size)
     blocks, gathered = (device.put(np.zeros(ranks * part, np.uint8)) for _ in range(2))
     own = _pattern(comm.rank, part)

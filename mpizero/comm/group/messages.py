@@ -1,4 +1,4 @@
-"""Sum and gather arrays of a small group by messages; sums are in rank order."""
+"""Sum and gather arrays of a small group of ranks by messages; sums are added in rank order."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ FOLD_BLOCK = 1 << 15
 
 
 class GroupTransport(Protocol):
-    """Describe a way to sum and gather arrays of a group: by messages, or through shared memory.
+    """Describe a way to sum and gather arrays of a group of ranks: by messages, or through shared memory.
 
-    Sums are always added in rank order, so their bits do not depend on the way. Every method is collective over the
-    group. Arrays are C-contiguous; ``sizes`` has one length for each rank.
+    Sums are always added in rank order, so their bits do not depend on the way that is used. Every method is collective
+    over the group. Arrays are C-contiguous. ``sizes[i]`` is the length of rank i's block.
     """
 
     def reduce(self, x: Array, operation: np.ufunc, tag: str) -> Array:
@@ -29,19 +29,22 @@ class GroupTransport(Protocol):
         """
 
     def scatter(self, x: Array, sizes: Sequence[int], tag: str) -> Array:
-        """Sum arrays of shape (outer, sum(sizes), inner), and return this rank's block along axis 1 as a new array."""
+        """Sum ``x`` over the ranks, and return this rank's block of the sum along axis 1 as a new array.
+
+        ``x`` has shape (outer, sum(sizes), inner), and the result (outer, sizes[rank], inner).
+        """
 
     def gather(self, x: Array, sizes: Sequence[int], tag: str) -> Array:
-        """Join the blocks of all ranks, of shape (outer, sizes[rank], inner), along axis 1 into a new array."""
+        """Concatenate ``x`` of all ranks, of shape (outer, sizes[rank], inner), along axis 1 into a new array."""
 
     def close(self) -> None:
-        """Free the buffers or the window."""
+        """Free the message buffers or the shared window."""
 
 
 def fold(operation: np.ufunc, terms: Sequence[Array] | Array, out: Array) -> None:
-    """Combine arrays by ``operation``, from the first to the last, and write the result to ``out``. Not collective.
+    """Combine the arrays ``terms`` by ``operation``, from the first to the last, and write the result to ``out``.
 
-    All arrays have the same shape, of at least one dimension; there are at least two terms.
+    Not collective. All arrays have the same shape, of at least one dimension; there are at least two terms.
     """
     if len(terms) == 2:
         operation(terms[0], terms[1], out=out)
@@ -65,7 +68,7 @@ class MessageGroup:
     comm : Communicator
         The ranks.
     empty : callable
-        ``empty(shape, dtype)`` allocates results and buffers. Pass one that allocates on the GPU for GPU arrays.
+        ``empty(shape, dtype)`` allocates results and buffers. For GPU arrays, pass one that allocates on the GPU.
     """
 
     def __init__(self, comm: Communicator, empty: Callable[..., Array] = np.empty) -> None:
@@ -74,14 +77,14 @@ class MessageGroup:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers kept on this rank."""
+        """Bytes of the message buffers that this rank keeps."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def reduce(self, x: Array, operation: np.ufunc, tag: str) -> Array:
-        """Combine arrays element by element: a reduce-scatter of equal parts, then a gather. Collective over the group.
+        """Combine ``x`` of all ranks element by element: a reduce-scatter of equal blocks, then an all-gather.
 
-        Every rank sends ``x.nbytes * (size - 1) / size`` bytes twice, up to remainders. Two ranks instead send each
-        other the whole array in one message, which is the same number of bytes.
+        Collective over the group. Every rank sends ``x.nbytes * (size - 1) / size`` bytes twice, up to rounding. In a
+        group of two, each rank instead sends its whole array in one message, which is the same number of bytes.
         """
         size, rank = self.comm.size, self.comm.rank
         result = self._empty(x.shape, x.dtype)
@@ -99,7 +102,10 @@ class MessageGroup:
         return result
 
     def scatter(self, x: Array, sizes: Sequence[int], tag: str) -> Array:
-        """Sum arrays and return this rank's block: each rank sends every other its block. Collective over the group."""
+        """Sum ``x`` over the ranks and return this rank's block, see :meth:`GroupTransport.scatter`.
+
+        Collective over the group. Rank i receives block i of ``x`` from every other rank, and adds these blocks.
+        """
         size, rank = self.comm.size, self.comm.rank
         outer, _, inner = x.shape
         result = self._empty((outer, sizes[rank], inner), x.dtype)
@@ -114,7 +120,10 @@ class MessageGroup:
         return result
 
     def gather(self, x: Array, sizes: Sequence[int], tag: str) -> Array:
-        """Join the blocks of all ranks: each rank sends its block to all others. Collective over the group."""
+        """Concatenate ``x`` of all ranks along axis 1, see :meth:`GroupTransport.gather`. Collective over the group.
+
+        Each rank sends its array to all other ranks.
+        """
         outer, _, inner = x.shape
         counts = [outer * n * inner for n in sizes]
         result = self._empty((outer, sum(sizes), inner), x.dtype)
@@ -133,7 +142,10 @@ class MessageGroup:
 
     @staticmethod
     def _blocks(packed: Array, whole: Array, sizes: Sequence[int]) -> list[tuple[Array, Array]]:
-        """Return pairs of views: rank i's place in ``packed``, and rank i's block of ``whole`` along axis 1."""
+        """Return for each rank two views: its block in ``packed``, and its block of ``whole`` along axis 1.
+
+        In ``packed`` the blocks of the ranks lie one after another, each C-contiguous.
+        """
         outer, _, inner = whole.shape
         pairs, start = [], 0
         for size in sizes:

@@ -1,4 +1,4 @@
-"""Sum, gather and shift arrays among the ranks that a layer is split over; sums are in rank order."""
+"""Sum, gather and shift arrays among the ranks that a layer is split over; sums are added in rank order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHIFT_TAG = 31_000
 
 
 class GroupShift:
-    """Represent a shift in flight, as a :class:`mpizero.types.ShiftRequest`."""
+    """Represent the messages of one :meth:`CommunicatorGroup.shift`; implements :class:`mpizero.types.ShiftRequest`."""
 
     __slots__ = ("_received", "_requests")
 
@@ -50,7 +50,7 @@ class GroupShift:
 
 
 class CommunicatorGroup:
-    """Sum, gather and shift arrays over the ranks of a communicator, as a :class:`mpizero.types.Group`.
+    """Sum, gather and shift arrays over the ranks of a communicator; implements :class:`mpizero.types.Group`.
 
     All ranks pass arrays of the same dtype and of shapes that fit together. An array that is not C-contiguous is copied
     first. Results are new, C-contiguous arrays. Sums are added in rank order, so they have the same bits on every rank
@@ -135,9 +135,9 @@ class CommunicatorGroup:
         return whole.reshape(*x.shape[:axis], sum(sizes), *x.shape[axis + 1 :])
 
     def reduce_scatter(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
-        """Return this rank's block, ``sizes[rank]`` along ``axis``, of the sum of the ranks' arrays.
+        """Return this rank's block, of length ``sizes[rank]`` along ``axis``, of the sum of the ranks' arrays.
 
-        Collective over the group. ``x`` is float32 or float64, ``sum(sizes)`` long along ``axis``.
+        Collective over the group. ``x`` is float32 or float64, and has length ``sum(sizes)`` along ``axis``.
         """
         self._check_float("reduce_scatter", x, tag)
         axis, sizes = self._along("reduce_scatter", x, axis, sizes, tag)
@@ -192,7 +192,7 @@ class CommunicatorGroup:
             return self._transport.reduce(contiguous(x).reshape(-1), operation, tag).reshape(x.shape)
 
     def _timed(self, kind: str, tag: str) -> AbstractContextManager[object]:
-        """Record the time of a call, with its copies and sums, while tracing is on."""
+        """Return a context manager that records the time of a call, with its copies and sums, while tracing is on."""
         timeline = self.comm.timeline
         return nullcontext() if timeline is None else timeline.span("layers' messages", f"{kind} {tag!r}")
 
@@ -260,5 +260,8 @@ def _copy(x: Array) -> Array:
 
 
 def _cube(x: Array, axis: int) -> Array:
-    """Reshape to three axes: all axes before ``axis``, ``axis`` itself, all after it. Copies if not C-contiguous."""
+    """Return ``x`` reshaped to three axes: all axes before ``axis`` as one, ``axis`` itself, all axes after it as one.
+
+    The result is C-contiguous: a view of ``x`` if that is, else a copy.
+    """
     return contiguous(x).reshape(prod(x.shape[:axis]), x.shape[axis], prod(x.shape[axis + 1 :]))

@@ -1,10 +1,11 @@
 """Send activations and their gradients between pipeline stages.
 
-[Note: shapes] A receive that is posted before its message must know the size. The shape of a chunk's output depends
-only on the shape and dtype of the micro-batch. So the first message for a new shape of micro-batch is preceded by a
-header with the output's shape, and both stages remember it. If micro-batches are not arrays, every message has one.
-If a chunk raises before its output shape is known, the header says so. If the shape is known, the stage sends zeros
-instead. Nobody uses results computed from them, because the step ends with an agreement that raises on every rank.
+[Note: shapes] A receive that is posted before its message arrives must know the size. The shape of a chunk's output
+depends only on the shape and dtype of the micro-batch. So the first message for a new shape of micro-batch is preceded
+by a header with the shape of the output, and both stages remember this shape. If micro-batches are not arrays, every
+message is preceded by a header. If a chunk raises and the shape of its output is not known yet, the header says so. If
+the shape is known, the stage sends zeros instead of the output. Results that are computed from these zeros are never
+used, because the step ends with an agreement that raises on every rank.
 """
 
 from __future__ import annotations
@@ -29,14 +30,18 @@ _DTYPES = ("float32", "float64", "int64", "int32", "uint8", "bool", "float16")
 
 
 class Route(NamedTuple):
-    """Name the border between two chunks, and a direction: "forward" for activations, "backward" for gradients."""
+    """Identify the messages from one chunk of a pipeline to a neighbouring chunk.
+
+    ``kind`` is "forward" for activations, which go to the next chunk, and "backward" for their gradients, which go to
+    the previous chunk. ``border`` is the number of the chunk that receives.
+    """
 
     kind: str
     border: int
 
     @property
     def tag(self) -> int:
-        """MPI tag of the route's arrays; its headers have this tag + 1."""
+        """MPI tag of the arrays on this route; the headers have this tag + 1."""
         return 4 * self.border + (0 if self.kind == "forward" else 2)
 
 
@@ -46,9 +51,9 @@ class _Shape(NamedTuple):
 
 
 def key_of(x: Any) -> Any:
-    """Return shape and dtype of a micro-batch ``x``; None if it is not made of arrays.
+    """Return a key made of the shapes and dtypes of a micro-batch ``x``; None if ``x`` is not made of arrays.
 
-    Micro-batches with equal keys have messages of equal shapes, see [Note: shapes].
+    The outputs of a chunk for micro-batches with equal keys have equal shapes, see [Note: shapes].
     """
     if hasattr(x, "shape") and hasattr(x, "dtype"):
         return x.shape, x.dtype.str
@@ -58,9 +63,9 @@ def key_of(x: Any) -> Any:
 
 
 class PipelineP2P:
-    """Send and receive between the stages of one pipeline.
+    """Send activations and their gradients between the stages of one pipeline.
 
-    Both stages of a route send and receive its messages in the same order. Not thread-safe.
+    The messages of a route must be received in the order in which they are sent. Not thread-safe.
 
     Parameters
     ----------
@@ -72,7 +77,7 @@ class PipelineP2P:
     messages : int
         Number of messages sent so far, headers included.
     waited : float
-        Seconds spent so far in waiting for other stages.
+        Seconds that this rank has waited so far for messages to and from other stages.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -84,9 +89,10 @@ class PipelineP2P:
         self._kept: dict[tuple[Route, int], Array | None] = {}
 
     def send(self, route: Route, micro: int, key: Any, peer: int, array: Array | None) -> None:
-        """Start to send a chunk's output for micro-batch ``micro`` to stage ``peer``; ``array`` is None if it failed.
+        """Start to send a chunk's output for micro-batch ``micro`` to stage ``peer``.
 
-        ``key`` is :func:`key_of` of the micro-batch, the same on both stages.
+        ``array`` is the output, or None if the chunk failed. ``key`` is :func:`key_of` of the micro-batch, the same on
+        both stages. If ``peer`` is this stage, the array is kept for :meth:`receive`.
         """
         if peer == self.comm.rank:
             self._kept[route, micro] = array
@@ -105,12 +111,13 @@ class PipelineP2P:
             self._start(contiguous(array), peer, route.tag)
 
     def check(self, route: Route, key: Any, array: Array) -> None:
-        """Refuse an output that the other stage cannot receive.
+        """Check that the other stage can receive ``array``, an output for a micro-batch with this ``key``.
 
         Raises
         ------
         LayoutError
-            If another shape was sent before for a micro-batch with the same key, or dtype or axes are not supported.
+            If another shape or dtype was sent before for a micro-batch with the same key, or if the dtype or the number
+            of axes is not supported.
         """
         given = _Shape(array.shape, array.dtype.name)
         known = self._known.get((route, key), given)
@@ -127,13 +134,16 @@ class PipelineP2P:
             )
 
     def post(self, route: Route, micro: int, key: Any, peer: int) -> None:
-        """Start to receive the message for a micro-batch before it is needed, if its shape is already known."""
+        """Start to receive the array for micro-batch ``micro`` before it is needed, if its shape is already known."""
         known = self._known.get((route, key))
         if peer != self.comm.rank and known is not None:
             self._expect(route, micro, known, peer)
 
     def receive(self, route: Route, micro: int, key: Any, peer: int) -> Array | None:
-        """Wait for the array that stage ``peer`` sends for micro-batch ``micro`` and return it; None if it failed."""
+        """Wait for the array that stage ``peer`` sends for micro-batch ``micro``, and return it.
+
+        Returns None if the chunk that computes the array failed before its shape was known to both stages.
+        """
         if peer == self.comm.rank:
             return self._kept.pop((route, micro))
         started = time.perf_counter()
@@ -153,7 +163,7 @@ class PipelineP2P:
         return array
 
     def _announced(self, route: Route, peer: int) -> _Shape | None:
-        """Receive a header and return the shape that it announces; None if the other stage failed."""
+        """Receive a header and return the shape and dtype of the array that follows; None if the other chunk failed."""
         header = np.empty(_HEADER, np.int64)
         self.comm.recv(header, peer, route.tag + 1)
         dims = tuple(int(n) for n in header[3 : 3 + int(header[2])])
@@ -173,7 +183,7 @@ class PipelineP2P:
             self._known[route, key] = shape
 
     def progress(self) -> None:
-        """Let MPI make progress on all messages, and release the buffers of messages that have been sent."""
+        """Let MPI make progress on all messages, and release the arrays that have been sent. Does not wait."""
         for request, _ in self._posted.values():
             request.test()
         while self._sending and self._sending[0][0].test():

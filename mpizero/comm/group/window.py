@@ -2,11 +2,12 @@
 
 [Note: two halves] The window has two halves. A call writes into one half, waits at one barrier, and reads. The next
 call uses the other half. Before a rank writes into the first half again, it has passed the barrier of the call in
-between. Every rank enters that barrier only after it has finished reading, so no second barrier is needed.
+between. Every rank enters that barrier only after it has finished reading the first half, so no second barrier is
+needed.
 
 [Note: signatures] With its array each rank writes a number that identifies its call. All ranks compare these numbers
 after the barrier, so different calls raise the same error on every rank. A window that is too small is replaced only
-after such a comparison, because replacing it is collective.
+after the numbers have been compared, because replacing it is collective.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ _REMEMBERED = 512
 
 
 class _Place(NamedTuple):
-    """Hold the views that one call uses in each half of the window, and the number that identifies the call."""
+    """Hold the array views that a call uses in each half of the window, and the number that identifies the call.
+
+    A call is an operation with a dtype and shapes; repeated calls reuse the views.
+    """
 
     signature: int
     halves: tuple[tuple[Array, ...], tuple[Array, ...]]
@@ -49,15 +53,16 @@ class _Place(NamedTuple):
 class WindowGroup:
     """Implement :class:`mpizero.comm.group.messages.GroupTransport` through memory that all ranks of the group share.
 
-    The window is allocated at the first call, and replaced by a larger one when a call needs it. If there is too little
-    shared memory, all ranks use messages instead, and rank 0 of the group prints a notice.
+    The window is allocated at the first call, and replaced by a larger one when a call needs more memory. If there is
+    too little shared memory, all ranks use ``messages`` instead, and rank 0 of the group prints a notice.
 
     Parameters
     ----------
     node : Communicator
         The ranks of the group, with ``shares_memory``.
     messages : MessageGroup
-        The same ranks. Their order here, which may be another, is the order of all sums.
+        The same ranks. Their order in its communicator, which may differ from the order in ``node``, is the order in
+        which sums are added.
     """
 
     def __init__(self, node: Communicator, messages: MessageGroup) -> None:
@@ -77,7 +82,7 @@ class WindowGroup:
         return 0 if self._memory is None else self._memory.buffer.nbytes
 
     def reduce(self, x: Array, operation: np.ufunc, tag: str) -> Array:
-        """Combine the arrays of all ranks element by element. Collective over the group."""
+        """Combine ``x`` of all ranks element by element, in rank order, into a new array. Collective over the group."""
         shared_sum = self._size >= SHARED_SUM_RANKS and x.nbytes >= SHARED_SUM_BYTES
         call = (operation.__name__, x.dtype.char, x.size)
         rows = self._open(call, [x.shape] * (self._size + shared_sum), x.dtype, tag)
@@ -97,7 +102,10 @@ class WindowGroup:
         return result
 
     def scatter(self, x: Array, sizes: Sequence[int], tag: str) -> Array:
-        """Sum arrays and return this rank's block; only blocks for others are written. Collective over the group."""
+        """Sum ``x`` over the ranks and return this rank's block, see :meth:`GroupTransport.scatter`.
+
+        Collective over the group. Each rank writes to the window only the blocks of ``x`` that other ranks need.
+        """
         call = ("reduce_scatter", x.dtype.char, x.shape, tuple(sizes))
         rows = self._open(call, [x.shape] * self._size, x.dtype, tag)
         if rows is None:
@@ -117,7 +125,10 @@ class WindowGroup:
         return result
 
     def gather(self, x: Array, sizes: Sequence[int], tag: str) -> Array:
-        """Join the blocks of all ranks: each rank writes its block into the whole array. Collective over the group."""
+        """Concatenate ``x`` of all ranks along axis 1, see :meth:`GroupTransport.gather`. Collective over the group.
+
+        Each rank writes its array to its block of the whole array in the window; then each rank copies the whole array.
+        """
         outer, _, inner = x.shape
         call = ("all_gather", x.dtype.char, outer, inner, tuple(sizes))
         arrays = self._open(call, [(outer, sum(sizes), inner)], x.dtype, tag)
@@ -138,7 +149,10 @@ class WindowGroup:
     def _open(
         self, call: tuple[object, ...], shapes: Sequence[tuple[int, ...]], dtype: Any, tag: str
     ) -> tuple[Array, ...] | None:
-        """Return views with these shapes in the current half of the window, or None if shared memory has no room."""
+        """Return views with these shapes in the current half of the window; None if there is too little shared memory.
+
+        ``call`` identifies the call: the operation, the dtype character and the sizes.
+        """
         place = self._places.get(call)
         if place is None:
             if not self._has_room:
@@ -179,7 +193,7 @@ class WindowGroup:
         self._node.node_barrier(self._memory, tag)
 
     def _grow(self, call: tuple[object, ...], nbytes: int, tag: str) -> bool:
-        """Allocate or replace the window so that each half has ``nbytes``; tell whether there was enough memory."""
+        """Allocate or replace the window so that each half has ``nbytes`` bytes; return False if memory is short."""
         try:
             if self._memory is None:
                 self._allocate(FIRST_HALF)
@@ -212,5 +226,5 @@ class WindowGroup:
 
 
 def _signature(call: tuple[object, ...]) -> int:
-    """Return a hash of a call that is the same in every process."""
+    """Return a 56-bit hash of a call, the same in every process."""
     return int.from_bytes(blake2b(repr(call).encode(), digest_size=7).digest(), "little")

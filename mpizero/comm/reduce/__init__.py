@@ -1,1 +1,1 @@
-"""Sum and gather gradients and parameters over the data ranks, exactly."""
+"""Sum gradients over the data ranks in a fixed order, and gather parameters and other sharded arrays."""

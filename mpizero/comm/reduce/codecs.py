@@ -1,7 +1,7 @@
 """Compress float32 values for messages: to 16 bits, to 8 bits with one scale for each block, or by top-k.
 
 [Note: error feedback] With eight bits or top-k a message leaves out much of a gradient. The sender keeps the difference
-(the residual) and adds it to its next message, so that everything is sent in the end (Seide et al. 2014, *1-bit
+(the residual) and adds it to its next message, so that every part is sent in the end (Seide et al. 2014, *1-bit
 stochastic gradient descent*; Karimireddy et al. 2019, *Error feedback fixes SignSGD*; for top-k Stich et al. 2018,
 *Sparsified SGD with memory*, Alistarh et al. 2018, *The convergence of sparsified gradient methods*). Up to rounding,
 the sum of all messages plus the residual equals the sum of all gradients.
@@ -28,7 +28,7 @@ _COUNTERS = 2048
 
 
 class Codec(ABC):
-    """Pack float32 values into fewer bytes; the number of bytes depends only on the number of values.
+    """Compress float32 values for messages; the number of bytes depends only on the number of values.
 
     Attributes
     ----------
@@ -40,16 +40,16 @@ class Codec(ABC):
 
     @property
     def overflows(self) -> bool:
-        """True if packing can turn large finite values into infinities."""
+        """True if :meth:`encode` can turn large finite values into infinities."""
         return False
 
     @abstractmethod
     def packed(self, count: int) -> int:
-        """Return the number of bytes of ``count`` packed values: a multiple of two, with feedback of four."""
+        """Return the number of bytes of a message of ``count`` values: a multiple of 2, or of 4 if ``feedback``."""
 
     @abstractmethod
     def encode(self, values: Array, residual: Array, message: Array) -> None:
-        """Pack ``values + residual`` into ``message``, and store the part that is left out in ``residual``.
+        """Write ``values + residual``, compressed, to ``message``; store the part that is left out in ``residual``.
 
         Parameters
         ----------
@@ -63,7 +63,7 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, message: Array, out: Array) -> None:
-        """Unpack ``message`` into ``out``, a float32 array."""
+        """Write the values of ``message`` to ``out``, a float32 array with one element for each value."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,11 @@ class HalfPrecision(Codec):
         return self.name == "float16"
 
     def packed(self, count: int) -> int:
-        """Return the number of bytes of ``count`` packed values: two for each."""
+        """Return the number of bytes of a message of ``count`` values: two for each."""
         return 2 * count
 
     def encode(self, values: Array, residual: Array, message: Array) -> None:
-        """Round each value to the nearest 16-bit number, ties to even."""
+        """Round each value to the nearest 16-bit number, ties to even; ``residual`` is not used."""
         getattr(kernels.backend(values).copy, f"to_{self.name}")(values, message.view(np.uint16))
 
     def decode(self, message: Array, out: Array) -> None:
@@ -102,17 +102,20 @@ class EightBits(Codec):
     """Round values to 8-bit integers, with one float32 scale for each block of 256 values."""
 
     def packed(self, count: int) -> int:
-        """Return the number of bytes: four for each block, one for each value, rounded up to a multiple of four."""
+        """Return the bytes of a message of ``count`` values: 4 for each block, 1 for each value, rounded up to 4 n."""
         return 4 * (-(-count // BLOCK) + -(-count // 4))
 
     def encode(self, values: Array, residual: Array, message: Array) -> None:
-        """Divide each block by a scale from its largest magnitude, and round to the nearest integer, ties to even."""
+        """Divide each block of ``values + residual`` by a scale, and round to the nearest integer, ties to even.
+
+        The scale is computed from the largest magnitude in the block. The rounding errors are stored in ``residual``.
+        """
         scales, codes = self._parts(message, values.size)
         message[scales.nbytes + codes.size :] = 0  # never send uninitialized bytes
         kernels.backend(values).compression.int8_encode(values, residual, scales, codes)
 
     def decode(self, message: Array, out: Array) -> None:
-        """Multiply the integers by the scales of their blocks."""
+        """Multiply the integers in ``message`` by the scales of their blocks, and write the products to ``out``."""
         kernels.backend(out).compression.int8_decode(*self._parts(message, out.size), out)
 
     @staticmethod
@@ -128,14 +131,14 @@ class TopK(Codec):
     Attributes
     ----------
     share : float
-        The share of values that is sent, rounded up to a whole number of values. It must be less than 1/2: from there
-        on the indices take more bytes than are saved.
+        The share of the values that is sent, rounded up to a whole number of values. It must be less than 1/2: with a
+        larger share, the values and their indices take more bytes than all values without indices.
     """
 
     share: float
 
     def __post_init__(self) -> None:
-        """Refuse a share that is not above 0 and below 1/2."""
+        """Raise ConfigError if ``share`` is not above 0 and below 1/2."""
         if not 0 < self.share < _MOST:
             raise ConfigError(
                 f"gradient_compression='topk:{self.share:g}': expected a share above 0 and below {_MOST:g} of "
@@ -147,17 +150,17 @@ class TopK(Codec):
         return math.ceil(count * self.share)
 
     def packed(self, count: int) -> int:
-        """Return the number of bytes: eight for each value that is sent."""
+        """Return the number of bytes of a message of ``count`` values: eight for each value that is sent."""
         return _PICKED * self.kept(count)
 
     def encode(self, values: Array, residual: Array, message: Array) -> None:
-        """Write the largest values of ``values + residual`` to the message, and leave the others in ``residual``."""
+        """Write the values of largest magnitude of ``values + residual`` to ``message``, the others to ``residual``."""
         indices, largest = self._parts(message)
         counters = np.empty(_COUNTERS, np.int64)
         kernels.backend(values).compression.top_encode(values, residual, counters, indices, largest)
 
     def decode(self, message: Array, out: Array) -> None:
-        """Write the sent values at their indices, and zeros elsewhere."""
+        """Write the values of ``message`` to ``out`` at their indices, and zeros to all other elements of ``out``."""
         kernels.backend(out).compression.top_decode(*self._parts(message), out)
 
     @staticmethod
@@ -174,7 +177,7 @@ def _number(text: str) -> float | None:
 
 
 def codec_of(name: str | None) -> Codec | None:
-    """Return the codec for a value of ``ShardingConfig.gradient_compression``; None for None.
+    """Return the codec for a value of ``ShardingConfig.gradient_compression``; None, no compression, for None.
 
     Raises
     ------

@@ -1,12 +1,12 @@
 """Sum gradients and gather parameters over the data ranks, in the order of the canonical tree.
 
-A *row* is one copy of the whole gradient vector: the gradient of one or several grains. A *group* is the ranks of one
-node, which share a window with the rows of all of them, or a single rank with private memory. *Peers* are the ranks
-with the same number in their groups. Each element of the sum has one *owner*, the rank that needs it.
+A *row* is one copy of the whole gradient vector: the gradient of one or several grains. A *group* is either the ranks
+of one node, which share a window with the rows of all these ranks, or a single rank with private memory. *Peers* are
+the ranks with the same number in their groups. Each element of the sum has one *owner*, the rank that needs it.
 
 With one group nothing is sent: each owner reads the rows of all ranks in the window. With several groups, each rank
-first adds rows of its own group, over the ranges that its peers own. The peers then exchange these partial sums, which
-takes the bytes of a reduce-scatter. Finally each owner adds the partial sums that it has received.
+first adds rows of its own group, over the ranges of elements that its peers own. The peers then exchange these partial
+sums, which takes the bytes of a reduce-scatter. Finally each owner adds the partial sums that it has received.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ Scratch = Callable[[str, int, Any], Array]
 
 
 def in_flight(elements: int | None) -> int:
-    """Return the number of elements in flight at once: ``elements``, or the default for None. Not collective."""
+    """Return ``elements``, the number of elements sent at once, or the default if it is None. Not collective."""
     return elements or EXCHANGE_ELEMENTS
 
 
 def exchange_step(counts: Sequence[int], elements: int | None = None) -> int:
-    """Return how many elements of every peer's ranges are exchanged in one segment. Not collective.
+    """Return how many of the elements that each peer owns are exchanged in one segment. Not collective.
 
-    The result is the same on every rank, although ranks send different numbers of partial sums. So all ranks make the
-    same number of segments.
+    The result is the same on every rank, although ranks send different numbers of partial sums. So all ranks cut the
+    exchange into the same number of segments.
 
     Parameters
     ----------
     counts : sequence of int
         Number of partial sums that each group sends.
     elements : int or None
-        Elements in flight at once; None is :data:`EXCHANGE_ELEMENTS`.
+        Number of elements that may be in flight at once; None is :data:`EXCHANGE_ELEMENTS`.
     """
     return max(1, in_flight(elements) // max(1, sum(counts), max(counts) * len(counts)))
 
 
 def gather_step(peers: int, elements: int | None = None) -> int:
-    """Return how many elements of every peer are sent in one segment of a gather. Not collective."""
+    """Return how many elements each of ``peers`` ranks sends in one segment of a gather. Not collective."""
     return max(1, in_flight(elements) // peers)
 
 
 class RowsToSum(NamedTuple):
-    """Describe the rows of all groups that are to be summed, and who owns which elements of the sum.
+    """Describe the rows (gradient vectors) that are to be summed, and which rank owns which elements of the sum.
 
     Attributes
     ----------
@@ -65,12 +65,13 @@ class RowsToSum(NamedTuple):
     ranges : sequence over peers of sequences of Span
         The ranges of elements that each peer owns.
     programs : sequence over groups of sequences of program
-        For each group, the tree programs of the partial sums that it sends; they refer to the group's own rows.
+        For each group, the tree programs of the partial sums that it sends, one program for each; a program names the
+        rows of its own group by their indices.
     tag : str
         Name of the messages in counters and reports.
     residuals : sequence over peers of 1-D float32 arrays
-        For a codec with feedback: for each peer, the part that earlier messages to it have left out, with one value for
-        each element of its ranges.
+        For a codec with feedback: for each peer, the part that earlier messages to this peer have left out, one value
+        for each element that the peer owns.
     """
 
     values: Array
@@ -81,7 +82,7 @@ class RowsToSum(NamedTuple):
 
 
 def fresh(name: str, size: int, dtype: Any) -> Array:
-    """Return a new array for every message: the default for :data:`Scratch`. Not collective."""
+    """Return a new 1-D array of ``size`` elements; the default :data:`Scratch`. Not collective."""
     return np.empty(size, dtype)
 
 
@@ -93,12 +94,12 @@ class ExactExchange:
     peers : Communicator
         The ranks with this rank's number in their groups, in the order of their groups.
     codec : Codec or None
-        Packs float32 partial sums for other ranks. Received ones are unpacked and added in float32; this rank's own
-        partial sums are not packed. With a codec the bits of the result depend on the ranks.
+        Compresses float32 partial sums for other ranks. The receiver decompresses them and adds in float32; partial
+        sums that stay on their rank are not compressed. With a codec the result depends on the number of ranks.
     scratch : Scratch
-        Provides the buffers: at most ``2 * elements`` elements and, with a codec, as many packed ones.
+        Provides the buffers: at most ``2 * elements`` elements and, with a codec, as many compressed ones.
     elements : int or None
-        Elements in flight at once, the same on every rank; None is :data:`EXCHANGE_ELEMENTS`.
+        Number of elements in flight at once, the same on every rank; None is :data:`EXCHANGE_ELEMENTS`.
     """
 
     def __init__(
@@ -125,10 +126,10 @@ class ExactExchange:
         return self.peers.rank
 
     def pieces(self, rows: RowsToSum) -> Iterator[RowRange]:
-        """Exchange partial sums, and yield pieces: rows over some of the elements that this rank owns and has to sum.
+        """Exchange partial sums, and yield a RowRange for each part of the elements that this rank owns.
 
-        Collective over the peers: every rank must consume the whole iterator. The rows of a piece are valid until the
-        next piece.
+        The caller adds the rows of each RowRange; they are valid until the next one is yielded. Collective over the
+        peers: every rank must consume the whole iterator.
         """
         if self.peers.size == 1:
             yield from _in_place(rows.values, rows.ranges[0])
@@ -151,14 +152,14 @@ class ExactExchange:
         """Compute this rank's partial sums of a segment and start to exchange them.
 
         Collective over the peers. When this returns, the segment's rows have been read and may be overwritten. There
-        are buffers for one segment only, so its pieces must be used before the next segment begins.
+        are buffers for one segment only, so what it receives must be added before the next segment begins.
 
         Parameters
         ----------
         segment : Segment
             The segment, one of those from :meth:`segments`.
         wait : bool
-            Return only when all messages have arrived.
+            True to return only when all messages have arrived.
         """
         if self.codec is not None and segment.rows.dtype == np.float32:
             return self._packed(segment, wait)
@@ -179,7 +180,7 @@ class ExactExchange:
         return Arriving(request, lambda: recv.reshape(sum(counts), widths[me]), segment.windows[me])
 
     def _packed(self, segment: Segment, wait: bool) -> Arriving:
-        """Start to exchange a segment's partial sums, packed by the codec; a rank's own ones are not packed.
+        """Start to exchange a segment's partial sums, compressed by the codec except those that stay on this rank.
 
         Collective over the peers.
         """
@@ -218,7 +219,10 @@ class ExactExchange:
     def _exchange(
         self, send: Array, send_counts: list[int], recv: Array, recv_counts: list[int], tag: str, wait: bool
     ) -> Request | None:
-        """Start an all-to-all, or with ``wait`` do it by MPI's faster blocking form. Collective over the peers."""
+        """Start an all-to-all and return its request. Collective over the peers.
+
+        With ``wait`` it is finished, by the faster blocking call, and the result is None. Counts are in elements.
+        """
         if wait:
             self.peers.alltoallv(send, send_counts, recv, recv_counts, tag)
             return None
@@ -226,7 +230,7 @@ class ExactExchange:
 
 
 def _in_place(rows: Array, spans: Sequence[Span]) -> Iterator[RowRange]:
-    """Yield the pieces of a rank when there is one group only: all rows are in its window."""
+    """Yield a RowRange for each of ``spans``, the elements that this rank owns, if there is one group only."""
     position = 0
     for span in spans:
         if span.size:
@@ -235,7 +239,7 @@ def _in_place(rows: Array, spans: Sequence[Span]) -> Iterator[RowRange]:
 
 
 def _window(spans: Sequence[Span], low: int, high: int) -> list[tuple[int, Span]]:
-    """Return the parts of ``spans`` that lie in ``low:high`` of their concatenation, each with its position there."""
+    """Return the parts of ``spans`` in ``low:high`` of their concatenation, as (position in that, span) pairs."""
     parts, position = [], 0
     for span in spans:
         start, stop = max(low, position), min(high, position + span.size)
@@ -246,7 +250,7 @@ def _window(spans: Sequence[Span], low: int, high: int) -> list[tuple[int, Span]
 
 
 class Gathering:
-    """Represent the gathers that :func:`begin_gather` has started."""
+    """Represent the messages that :func:`begin_gather` has started."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._requests = list(requests)
@@ -258,7 +262,7 @@ class Gathering:
         return not self._requests
 
     def wait(self) -> None:
-        """Wait until all messages have arrived and this rank's own are sent. Not collective; can be called twice."""
+        """Wait until all messages to and from this rank have ended. Not collective; a second call returns at once."""
         while self._requests:
             self._requests.pop(0).wait()
 
@@ -266,10 +270,10 @@ class Gathering:
 def begin_gather(
     peers: Communicator, send: Sequence[Array], target: Array, spans: Sequence[Sequence[Span]], tag: str = "gather"
 ) -> Gathering:
-    """Start an all-gather: each peer sends the values of its spans, and all receive them in ``target``.
+    """Start an all-gather: each peer sends the values of its spans, and every peer receives them in ``target``.
 
-    Collective over ``peers``. It needs no buffers. Until it has ended, the sent arrays must not be written, and the
-    spans in ``target`` must not be used.
+    Collective over ``peers``. It needs no buffers. Until the result has ended, the arrays in ``send`` must not be
+    written, and the spans of other ranks in ``target`` must not be used.
 
     Parameters
     ----------
@@ -296,16 +300,16 @@ def gather_spans(
     scratch: Scratch = fresh,
     elements: int | None = None,
 ) -> None:
-    """Do an all-gather: each peer sends the values of its spans, and all receive them in ``target``.
+    """Do an all-gather: each peer sends the values of its spans, and every peer receives them in ``target``.
 
-    Collective over ``peers``. The values are sent in segments of bounded size, so it needs small buffers only.
+    Collective over ``peers``. The values are sent in segments of bounded size, so the buffers are small.
 
     Parameters
     ----------
     peers : Communicator
         The ranks that exchange.
     send : sequence of 1-D arrays
-        This rank's values, one array for each of its own spans; they may be views of ``target``.
+        This rank's values, one array for each of its spans; they may be views of ``target``.
     target : 1-D array
         Receives the values of every peer.
     spans : sequence over peers of sequences of Span
@@ -313,7 +317,7 @@ def gather_spans(
     scratch : Scratch
         Provides the buffers: at most ``2 * elements`` elements.
     elements : int or None
-        Elements in flight at once, the same on every rank; None is :data:`EXCHANGE_ELEMENTS`.
+        Number of elements in flight at once, the same on every rank; None is :data:`EXCHANGE_ELEMENTS`.
     """
     own = spans[peers.rank]
     for span, values in zip(own, send, strict=True):
@@ -349,21 +353,21 @@ def gather_packed(
 ) -> None:
     """Do an all-gather like :func:`gather_spans`, with compressed messages, of values that are in ``target``.
 
-    Collective over ``peers``. The sender replaces its own values by the unpacked ones, so all ranks end with the same
-    bits.
+    Collective over ``peers``. A rank also replaces its own values by what the others decompress, so that all ranks end
+    with the same bits.
 
     Parameters
     ----------
     peers : Communicator
         The ranks that exchange.
     codec : Codec
-        Packs the values.
+        Compresses the values.
     target : 1-D float32 array
-        Holds this rank's values in its own spans; receives those of all peers.
+        Holds this rank's values in its own spans; receives the values of all peers.
     spans : sequence over peers of sequences of Span
         The ranges of ``target`` that each peer's values fill; the same on every rank.
     residual : 1-D float32 array
-        The part of this rank's values that earlier messages have left out; empty for a codec without feedback.
+        The part of this rank's values that earlier messages have left out, updated; empty without feedback.
     scratch : Scratch
         Provides the buffers.
     """

@@ -1,4 +1,4 @@
-"""Average an array over ranks, with the same bits on every number of nodes."""
+"""Average an array over ranks; how the ranks are distributed over nodes does not change the bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from mpizero.types import Array
 
 
 def mean_over_ranks(comm: Communicator, values: Array) -> Array:
-    """Return the mean of a 1-D array over the ranks, added by the binary tree over ranks. Collective over ``comm``."""
+    """Return the elementwise mean over the ranks of the 1-D array ``values``. Collective over ``comm``.
+
+    The arrays are added in the order of one binary tree over the ranks.
+    """
     size = comm.size
     plan = rows_plan([range(rank, rank + 1) for rank in range(size)], [1] * size, size)
     spans = [Span(s.start, s.stop) for s in Partition(values.size, size)]

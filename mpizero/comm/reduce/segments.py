@@ -1,4 +1,4 @@
-"""Add rows in the order of the canonical tree, and describe the segments in which partial sums are exchanged.
+"""Add rows in the order of the binary tree over grains, and describe the segments in which partial sums are exchanged.
 
 A row is one copy of the whole gradient vector; see exact.py.
 """
@@ -23,10 +23,10 @@ MAX_DEPTH = 16
 
 
 class RowRange(NamedTuple):
-    """Describe a sum that an owner has to compute: over ``size`` elements of ``rows``, from column ``first`` on.
+    """Describe rows that the owner of some elements has to add, elementwise: ``rows[:, first : first + size]``.
 
-    ``target`` is the index of the first element in the gradient vector. ``position`` is its index in the concatenation
-    of the ranges that the owner owns.
+    ``target`` is the index of the first of these elements in the gradient vector. ``position`` is its index in the
+    concatenation of all ranges of elements that this rank owns.
     """
 
     rows: Array
@@ -38,7 +38,7 @@ class RowRange(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def program_array(program: Program) -> Array:
-    """Convert a tree program to the array that the kernels take: int32, read-only.
+    """Convert a tree program (a sequence of integer codes for a stack machine) to a read-only int32 array for kernels.
 
     Raises
     ------
@@ -60,9 +60,10 @@ def program_array(program: Program) -> Array:
 
 
 def tree_sum(rows: Array, first: int, program: Array, divisor: Array, out: Array) -> None:
-    """Add rows in the order of ``program``, divide by ``divisor``, and write the result to ``out``.
+    """Add rows in the order of ``program``, divide the sum by ``divisor``, and write the result to ``out``.
 
-    The columns ``first`` to ``first + out.size`` of ``rows`` are used, a two-dimensional, C-contiguous array. ``out``
+    ``rows`` is a two-dimensional, C-contiguous array, of which the columns ``first : first + out.size`` are used.
+    ``program`` is from :func:`program_array`; if it is empty, nothing is written. ``divisor`` has one element. ``out``
     may be a slice of one of the rows.
     """
     if program.size:
@@ -70,11 +71,12 @@ def tree_sum(rows: Array, first: int, program: Array, divisor: Array, out: Array
 
 
 class Segment:
-    """Describe one segment of an exchange: some elements of every peer's ranges, and this rank's partial sums of them.
+    """Describe one segment of an exchange: some of the elements that each peer owns, and this rank's sums over them.
 
-    ``windows`` holds, for each peer, parts of its ranges, each with its position in the concatenation of the ranges.
-    ``counts`` is the number of partial sums of each group, and ``sums`` are the tree programs of this group's ones.
-    ``residuals`` holds, for each peer, the values that earlier compressed messages have left out.
+    ``windows`` holds, for each peer, the ranges of its elements in this segment, each as a pair: the position in the
+    concatenation of all ranges that the peer owns, and the range itself. ``counts`` is the number of partial sums that
+    each group sends, and ``sums`` are the tree programs of the partial sums of this rank's group. ``residuals`` holds,
+    for each peer, the part that earlier compressed messages to this peer have left out.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class Segment:
         self.one = np.ones(1, rows.dtype)
 
     def add(self, peer: int, number: int, out: Array) -> None:
-        """Compute partial sum ``number`` over the segment's elements that ``peer`` owns, and write it to ``out``."""
+        """Compute partial sum ``number`` of the segment's elements that ``peer`` owns, and write it to ``out``."""
         place = 0
         for _, span in self.windows[peer]:
             tree_sum(self.rows, span.start, self.sums[number], self.one, out[place : place + span.size])
@@ -112,7 +114,7 @@ class Arriving:
         return self._request is None or self._request.test()
 
     def pieces(self) -> Iterator[RowRange]:
-        """Wait for the messages, and yield the received partial sums that this rank has to add."""
+        """Wait for the messages, and yield the partial sums that this rank has to add, received ones and its own."""
         if self._request is not None:
             self._request.wait()
         rows, column = self._unpack(), 0

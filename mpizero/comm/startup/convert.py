@@ -17,15 +17,16 @@ def as_communicator(
 ) -> Communicator:
     """Convert an mpi4py communicator, a Communicator, "self" or None to a Communicator.
 
-    An mpi4py communicator is split, never used itself; that is collective over it, and the caller closes the result. A
-    Communicator is returned as it is. None means all ranks if a launcher has started several (collective over them, and
-    starts MPI), else this process alone. "self" means this process alone, without MPI. All ranks must make the call
-    within ``timeout`` seconds. ``embedded`` is the setting of :class:`~mpizero.ShardingConfig`.
+    From an mpi4py communicator a new one of the same ranks is split off; this is collective over it, and the caller
+    closes the result. A Communicator is returned unchanged. None means all ranks if a launcher has started several;
+    then the call is collective over all ranks, and starts MPI. Otherwise None means this process alone. "self" means
+    this process alone, without MPI. All ranks must make the call within ``timeout`` seconds; None is no limit.
+    ``embedded`` says that mpizero runs inside another program, see :class:`~mpizero.ShardingConfig`.
 
     Raises
     ------
-    TypeError
-        If ``comm`` is something else.
+    ArgumentError
+        If ``comm`` is none of these; it is a TypeError too.
     ConfigError
         If ``comm`` is None and MPI sees another number of processes than the launcher has started.
     """
@@ -47,9 +48,10 @@ def as_communicator(
 
 @contextmanager
 def communicator_of(comm: Any = None) -> Iterator[Communicator]:
-    """Convert ``comm`` to a Communicator for a block, and close it at the end unless it was one already.
+    """Convert ``comm`` to a Communicator for a ``with`` block, see :func:`as_communicator`.
 
-    Collective over ``comm``. In the block, errors must be raised on all ranks together, because closing is collective.
+    Collective over ``comm``. At the end of the block a new Communicator is closed; one that was passed as ``comm``
+    stays open. In the block, errors must be raised on all ranks together, because closing is collective.
     """
     world = as_communicator(comm)
     try:

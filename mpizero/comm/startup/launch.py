@@ -27,7 +27,7 @@ class MpiFacts:
     mpi4py : str
         Version of mpi4py.
     thread_level : str
-        "SINGLE", "FUNNELED", "SERIALIZED" or "MULTIPLE".
+        The thread level that MPI provides: "SINGLE", "FUNNELED", "SERIALIZED" or "MULTIPLE".
     """
 
     vendor: str
@@ -38,15 +38,16 @@ class MpiFacts:
 
 
 def world() -> Communicator:
-    """Return a communicator of all processes that the launcher has started; of one process if MPI is not installed.
+    """Return a communicator of all processes that the launcher has started.
 
-    Collective over MPI's world; starts MPI. The caller closes the result.
+    Collective over COMM_WORLD; starts MPI. The caller closes the result. If MPI cannot be loaded and there is only this
+    process, the result is a communicator of this process without MPI.
 
     Raises
     ------
     ConfigError
-        If MPI sees another number of processes than the launcher has started (it belongs to another MPI), or the
-        launcher has started several and MPI cannot be loaded.
+        If MPI sees another number of processes than the launcher has started (the launcher belongs to another MPI
+        library), or if the launcher has started several processes and MPI cannot be loaded.
     """
     launch = Launch.of(os.environ)
     launcher = launch.name or "the launcher"
@@ -71,9 +72,10 @@ def one_process(name: str = "world") -> Communicator:
 
 
 def default_world() -> Any:
-    """Return mpi4py's COMM_WORLD, for ``comm=None``, if a launcher has started several ranks; else None.
+    """Return mpi4py's COMM_WORLD, the meaning of ``comm=None``, if a launcher has started several ranks; else None.
 
-    Not collective, but starts MPI if there are several ranks. A program that a rank has started is not a rank itself.
+    Not collective, but starts MPI if there are several ranks. Returns None in a program that a rank has started as a
+    subprocess, because such a program is not a rank itself.
 
     Raises
     ------
@@ -98,7 +100,10 @@ def default_world() -> Any:
 
 
 def _check_size(mpi: Any, launch: Launch, way_out: str = "") -> None:
-    """Raise ConfigError if MPI sees another number of processes than the launcher has started."""
+    """Raise ConfigError if MPI sees another number of processes than the launcher has started.
+
+    ``way_out`` is added to the end of the message.
+    """
     size = mpi.COMM_WORLD.Get_size()
     if launch.size not in (None, size):
         raise ConfigError(
@@ -109,7 +114,7 @@ def _check_size(mpi: Any, launch: Launch, way_out: str = "") -> None:
 
 
 def mpi_facts() -> MpiFacts | None:
-    """Return name, version and thread level of the MPI library; None if it cannot be loaded.
+    """Return the name, version and thread level of the MPI library; None if it cannot be loaded.
 
     Not collective, but starts MPI.
     """

@@ -19,9 +19,10 @@ _PACKAGES = ("mpizero", "numpy", "mpi4py", "numba", "h5py", "threadpoolctl")
 
 @lru_cache(maxsize=1)
 def versions() -> dict[str, str]:
-    """Return the versions of Python, mpizero and the packages that it uses; "missing" if one is not installed.
+    """Return the versions of Python, mpizero and the packages that it uses, by name.
 
-    Not collective. The result is cached, so the caller must not change it.
+    Not collective. The version is "missing" if a package is not installed, and "from source" if mpizero itself is not.
+    The result is cached, so the caller must not change it.
     """
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
@@ -40,11 +41,11 @@ def _software() -> dict[str, str]:
 
 
 def agree_to_start(comm: Communicator, plans: Callable[[], Mapping[str, Any]]) -> None:
-    """Raise on every rank unless all ranks run the same software and have the same settings.
+    """Raise on every rank if ranks run different software or have different settings.
 
-    Collective over ``comm``: one message of 32 bytes a rank while they are equal. ``plans`` returns the settings by
-    name, as :func:`mpizero.comm.equality.agree_equal` takes them. ``mpizero train`` passes its configuration, and every
-    sharded model passes all its settings. It is the first message of both, so ranks with different settings raise
+    Collective over ``comm``: one message of 32 bytes a rank if all are equal. ``plans`` returns a mapping from names to
+    settings, as :func:`mpizero.comm.equality.agree_equal` takes it. ``mpizero train`` passes its configuration, and
+    every sharded model passes all its settings. Both make this call first, so ranks with different settings raise
     before they begin.
 
     Raises

@@ -1,1 +1,1 @@
-"""Share the status of every rank without MPI: by shared memory within a node, by TCP between nodes."""
+"""Share the status of every rank without MPI: in shared memory within a node, by TCP between nodes."""

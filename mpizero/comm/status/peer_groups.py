@@ -2,8 +2,9 @@
 
 [Note: peer groups] When ranks make an mpizero communicator from one of the user's, they also open a peer group: a
 status board on each node, and status servers between nodes. The group is closed with the last communicator of the same
-ranks. Both are collective, so all ranks of a group know at any moment whether it exists. Communicators that are split
-off open no group. A process can belong to several groups, and to none if it has no communicator.
+ranks. Opening and closing are collective, so all ranks of a group know at any moment whether it exists. Communicators
+that are split off from an mpizero communicator open no group. A process can belong to several groups, and to none if it
+has no communicator.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class PeerGroup:
-    """Hold the status board and the connections by which a group of ranks see each other's status.
+    """Hold the status board and the connections by which the ranks of a group see each other's status.
 
     Attributes
     ----------
     members : tuple of int
         World ranks of the group, in ascending order.
     control : MPI.Intracomm
-        A communicator of these ranks that only the guard uses.
+        A communicator of these ranks, used only by the supervision of the process.
     status_board : StatusBoard
         The status board of this rank's node.
     remote_status : RemoteStatus or None
@@ -60,16 +61,20 @@ class PeerGroups:
     # ------------------------------------------------------------------ groups
 
     def has_group(self, members: Sequence[int]) -> bool:
-        """Tell whether there is a group of exactly these ranks; it is the same on all of them. Not collective."""
+        """Tell whether there is a peer group of exactly these world ranks; they all get the same result.
+
+        Not collective.
+        """
         return tuple(sorted(members)) in (group.members for group in self.groups)
 
     def add_group(
         self, comm: Any, members: Sequence[int], host: str, warn_once: Callable[[BaseException], None]
     ) -> None:
-        """Open a peer group for the ranks of ``comm``, an mpi4py communicator. Collective over it.
+        """Open a peer group for the ranks of ``comm``, an mpi4py communicator. Collective over ``comm``.
 
-        If the status board or a server cannot be opened on a rank, that rank warns and goes on without it; the others
-        do not wait for it.
+        ``members`` are the world ranks of ``comm``, and ``host`` is the name of this rank's host. If the status board
+        or the status server cannot be opened on a rank, this rank calls ``warn_once`` with the error and goes on
+        without it; the other ranks do not wait for this rank.
         """
         ranks = tuple(sorted(members))
         control = comm.Split(0, self.rank)
@@ -80,7 +85,11 @@ class PeerGroups:
         self.groups = sorted([*self.groups, PeerGroup(ranks, control, status_board, remote_status)], key=_size)
 
     def remove_group(self, members: Sequence[int], *, free: bool) -> None:
-        """Close the group of ``members``; with ``free``, while MPI still runs, this is collective over them."""
+        """Close the peer group of the world ranks ``members``, if there is one.
+
+        With ``free`` its MPI communicator is freed too. Then the call is collective over ``members``, and MPI must not
+        have been finalized.
+        """
         ranks = tuple(sorted(members))
         for group in [group for group in self.groups if group.members == ranks]:
             self.groups = [other for other in self.groups if other is not group]
@@ -90,12 +99,12 @@ class PeerGroups:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """World ranks of all groups, without this rank."""
+        """World ranks of all peer groups of this process, without this rank."""
         return tuple(sorted({rank for group in self.groups for rank in group.members} - {self.rank}))
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """World ranks whose status slots can be read on this node."""
+        """World ranks on this node whose status slots can be read from a status board."""
         return tuple(sorted({rank for group in self.groups for rank in group.status_board.ranks}))
 
     @property
@@ -106,18 +115,18 @@ class PeerGroups:
     # ------------------------------------------------------------------ status boards
 
     def write(self, slot: Slot) -> None:
-        """Write the status of this rank to all boards. Not collective; one thread at a time."""
+        """Write the status of this rank to all status boards. Not collective; one thread at a time may call it."""
         if self.startup_board is not None:
             self.startup_board.write(slot)
         for group in self.groups:
             group.status_board.write(slot)
 
     def read(self) -> dict[int, Slot]:
-        """Return the last status slot of each rank of this node, by rank, if it has written one. Not collective."""
+        """Return the last status slot of each rank of this node that has written one, by rank. Not collective."""
         return {rank: slot for group in self.groups for rank, slot in group.status_board.read().items()}
 
     def read_startup_board(self) -> dict[int, Slot]:
-        """Return the last status slots of other ranks from the startup board, by rank. Not collective."""
+        """Return the last status slots of other ranks on the startup board, by rank. Not collective."""
         return {} if self.startup_board is None else self.startup_board.read()
 
     def read_one(self, rank: int) -> Slot | None:
@@ -125,9 +134,10 @@ class PeerGroups:
         return next((g.status_board.read_one(rank) for g in self.groups if rank in g.status_board.ranks), None)
 
     def read_all(self, *, rarely: bool = False) -> dict[int, Slot]:
-        """Return the status slots of all ranks that can be read, also on other nodes, by rank.
+        """Return the status slots of all ranks that can be read, also of ranks on other nodes, by rank.
 
-        Not collective. With ``rarely`` other nodes are asked again only after a pause, which grows with every query.
+        Not collective. With ``rarely`` other nodes are queried only after a pause, which grows with every query; until
+        then their last known slots are returned.
         """
         found: dict[int, Slot] = {}
         for group in self.groups:
@@ -136,16 +146,25 @@ class PeerGroups:
         return found | self.read()
 
     def request_records(self, key: str) -> None:
-        """Ask the ranks of this node to write their calls of the communicator ``key`` to the board. Not collective."""
+        """Ask the ranks of this node to write their last calls on a communicator to the status board. Not collective.
+
+        ``key`` identifies the communicator, see :class:`.CommunicatorEntry`.
+        """
         for group in self.groups:
             group.status_board.request_records(key)
 
     def requested_keys(self) -> list[str]:
-        """Return the keys last passed to :meth:`request_records` on any rank, one for each group. Not collective."""
+        """Return, for each peer group, the key last passed to :meth:`request_records` on any rank of this node.
+
+        Not collective.
+        """
         return sorted({key for group in self.groups if (key := group.status_board.requested_key())})
 
     def claim(self) -> bool:
-        """Return True on the first rank of the node that calls this: that rank reports the failure. Not collective."""
+        """Return True on the first rank of the node that calls this, else False. Not collective.
+
+        The rank that gets True reports why the job ends.
+        """
         if not self.groups and self.startup_board is not None:
             return self.startup_board.claim()
         return all(group.status_board.claim() for group in self.groups)
@@ -175,10 +194,11 @@ def make_on_all(
     make: Callable[[Callable[[Any], list[Any]]], T],
     warn_once: Callable[[BaseException], None],
 ) -> T | None:
-    """Return ``make(allgather)``, which calls a collective; on a rank where it raises, warn and return None.
+    """Return ``make(gather)`` on each rank; on a rank where it raises, call ``warn_once(error)`` and return None.
 
-    Collective over the ranks of ``allgather``, which takes a picklable object and returns the list of all ranks'. A
-    rank whose ``make`` has returned or raised takes part in the remaining calls, with None, so no rank waits for it.
+    Collective over the ranks of ``allgather``, which takes a picklable object and returns the list of all ranks'
+    objects. ``gather`` is a function like ``allgather``, which ``make`` may call. A rank whose ``make`` has returned or
+    raised takes part in the remaining calls of other ranks, with None, so no rank waits for it.
     """
     result: T | None = None
     alone = False

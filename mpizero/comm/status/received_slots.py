@@ -38,14 +38,15 @@ _MARK = (int, int)
 
 
 def parse_slots(data: bytes, ranks: Collection[int], now: float) -> dict[int, Slot]:
-    """Decode and check slots that a status server has sent; return them by rank.
+    """Decode and check status slots that a status server has sent; return them by rank.
 
-    Slots are sent with their age. Their time is set to ``now``, the present time on this host's clock, minus the age.
+    Slots are sent with their age in seconds. The time ``beat`` of each slot is set to ``now`` minus its age, where
+    ``now`` is the present ``time.monotonic()`` of this host.
 
     Raises
     ------
     ValueError
-        If the data are not slots of some of ``ranks``.
+        If ``data`` are not valid slots, or contain a slot of a rank that is not in ``ranks``.
     """
     try:
         found = json.loads(data, parse_constant=_refuse, parse_float=_finite, parse_int=_small)

@@ -1,15 +1,16 @@
 """Read the status boards of other nodes by TCP, while MPI may be stuck.
 
 [Note: servers] The first two ranks of each node are servers. A daemon thread, which calls no MPI, listens and sends the
-slots of the node's status board to clients that know the job's secret. A rank asks only when something may be wrong:
-when its program has ended and others have not, or when a watchdog has to report the status of all ranks. Nodes that
-cannot be reached are left out.
+slots of the node's status board to clients that know the job's secret. A rank queries them only when something may be
+wrong: when its own program has ended and programs of other ranks have not, or when a watchdog has to report the status
+of all ranks. Nodes that cannot be reached are left out.
 
 [Note: strangers] Every machine of the network can connect. The secret is new for each job; it is distributed by MPI and
 never sent over TCP. The server sends a new random number. The client sends another one with an HMAC of both. The reply
 begins with an HMAC of both numbers and of its content. So a recorded message can be read, but it cannot be altered or
-sent again. A client that does not finish in time is disconnected; if there are too many, the oldest is. Only few
-connections at once are accepted from addresses that are not the job's, so that they do not slow down the training.
+sent again. A client that does not finish in time is disconnected. If too many clients are connected, the oldest one is
+disconnected. Only a few connections at a time are accepted from addresses that do not belong to the job, so that they
+do not slow down the training.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _LOOPBACK = "127."
 
 @dataclass(frozen=True)
 class StatusServer:
-    """Describe a server on another node: its world rank, its address, and the ranks whose status it sends."""
+    """Describe a status server on another node: its world rank, its address, and the ranks whose status it sends."""
 
     rank: int
     address: tuple[str, int]
@@ -60,7 +61,7 @@ class RemoteStatus:
     """Read the status of ranks on other nodes, and send them the status of this node's ranks on request.
 
     The constructor is collective over the ranks of ``allgather``, a function that takes a picklable object and returns
-    the list of all ranks'.
+    the list of all ranks' objects. ``host`` is the name of this rank's host.
     """
 
     def __init__(self, status_board: StatusBoard, host: str, allgather: Callable[[Any], list[Any]]) -> None:
@@ -96,9 +97,9 @@ class RemoteStatus:
                 self.close()
 
     def read(self) -> dict[int, Slot]:
-        """Ask one rank of each other node for the status of that node's ranks; return it by rank. Not collective.
+        """Query one server of each other node; return the status slots of that node's ranks, by rank. Not collective.
 
-        Times in the slots are converted to this host's clock.
+        The time ``beat`` in the slots is converted to this host's clock.
         """
         found: dict[int, Slot] = {}
         with contextlib.suppress(OSError):  # no files are left
@@ -124,7 +125,10 @@ class RemoteStatus:
                     break
 
     def read_rarely(self) -> dict[int, Slot]:
-        """Return the slots of the last query; query again after a pause, which grows each time. Not collective."""
+        """Return the status slots of the last query; query again only after a pause, which grows with each query.
+
+        Not collective.
+        """
         if self._remote_servers and monotonic() > self._next:
             self._last = self.read()
             self._next, self._pause = monotonic() + self._pause, min(1.5 * self._pause, 30.0)
@@ -167,7 +171,7 @@ class RemoteStatus:
             yield proof + len(body).to_bytes(_LENGTH, "big") + body
 
     def _proof(self, what: bytes, rank: int, text: bytes) -> bytes:
-        """Return an HMAC that only ranks of the job can compute: of ``text``, in a query to ``rank``."""
+        """Return the HMAC by the job's secret of ``what`` ("ask" or "answer"), the server's ``rank`` and ``text``."""
         return hmac.digest(self._secret, b"%s %d:" % (what, rank) + text, "sha256")
 
     def _reply(self) -> bytes:
@@ -190,7 +194,10 @@ class RemoteStatus:
                     time.sleep(_PAUSE)
 
     def _take(self, server: socket.socket, queries: TcpQueries) -> int:
-        """Accept waiting connections, few from addresses that are not the job's; return the number of those."""
+        """Accept the waiting connections, but only a few from addresses that do not belong to the job.
+
+        Returns the number of waiting connections from such foreign addresses.
+        """
         strangers = 0
         for _ in range(_CLIENTS):
             try:
@@ -221,7 +228,7 @@ def _connecting(address: tuple[str, int]) -> socket.socket | None:
 
 
 def _listening() -> Iterator[socket.socket]:
-    """Open a listening socket at each of :func:`job_addresses`; skip addresses where that fails."""
+    """Yield a listening socket for each of :func:`job_addresses`; skip addresses where it cannot be opened."""
     with contextlib.suppress(OSError):
         for address in job_addresses():
             with contextlib.suppress(OSError):
@@ -229,7 +236,7 @@ def _listening() -> Iterator[socket.socket]:
 
 
 def job_addresses() -> list[str]:
-    """Return the addresses to which this host's name resolves, since launchers and MPI use them. Not collective.
+    """Return the IPv4 addresses of this host to which its name resolves: launchers and MPI use them. Not collective.
 
     If the name resolves to no address of this host, or not within a second, all of :func:`addresses` are returned.
     """
@@ -247,7 +254,7 @@ def job_addresses() -> list[str]:
 
 
 def addresses() -> list[str]:
-    """Return the IPv4 addresses of this host; the loopback address only if there is no other. Not collective."""
+    """Return the IPv4 addresses of this host; loopback addresses only if there are no others. Not collective."""
     found = list(_addresses([name for _, name in socket.if_nameindex()]))
     return [address for address in found if not address.startswith(_LOOPBACK)] or found
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 
 def scratch_folders() -> Iterator[str]:
-    """Yield the folders to try for small files: /dev/shm, then the folder of temporary files, if there is one."""
+    """Yield the folders to try for small temporary files: /dev/shm, then Python's folder for them, if there is one."""
     yield "/dev/shm"
     with contextlib.suppress(OSError):  # nothing that can be written
         yield tempfile.gettempdir()
@@ -17,14 +17,14 @@ def scratch_folders() -> Iterator[str]:
 
 @contextlib.contextmanager
 def anonymous_file() -> Iterator[int]:
-    """Open an empty temporary file for a block, and yield its descriptor; it is removed at the end of the block.
+    """Open an empty temporary file, yield its descriptor to a ``with`` block, and remove the file at its end.
 
-    It is made by ``os.memfd_create``, or in one of :func:`scratch_folders` if this Python or kernel lacks that.
+    The file is made by ``os.memfd_create``, or in one of :func:`scratch_folders` if that does not work.
 
     Raises
     ------
     OSError
-        If no folder can be written.
+        If the file cannot be made in any folder.
     """
     with contextlib.ExitStack() as stack:
         yield _open(stack)

@@ -1,10 +1,10 @@
 """Share the status of the ranks of a node before they have a communicator, in a file with one slot for each rank.
 
 [Note: startup board] A status board (:mod:`.status_board`) is opened by ranks that make a communicator together, so it
-cannot show which ranks fail to make one. The startup board can: each rank of a job opens it on its own when it imports
-mpizero. It lasts until a communicator joins all ranks of the job, or all have ended. It is read and written as a file,
-not mapped, because then a full file system raises an error instead of killing the process by a signal. A killed job
-leaves a file of a few KB, which ``mpizero doctor --clean`` removes.
+cannot show which ranks fail to make one. The startup board can show this: each rank of a job opens it when it imports
+mpizero, without the other ranks. It lasts until a communicator joins all ranks of the job, or all ranks have ended. It
+is read and written as a file, not mapped: so a full file system raises an error, and does not kill the process by a
+signal. A killed job leaves a file of a few KB, which ``mpizero doctor --clean`` removes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class StartupBoard:
     name : str
         Name of the job: the same on all ranks of the node, and different for every other job.
     rank, size : int
-        Rank and number of ranks, from the launcher.
+        World rank of this process and number of ranks of the job, as the launcher tells them.
     folder : str
         Folder of the file, the same on all ranks of a node; it should be in memory.
 
@@ -55,7 +55,7 @@ class StartupBoard:
             raise PermissionError(f"{self._path} is another user's")
 
     def write(self, slot: Slot) -> None:
-        """Replace this rank's status slot. To be called by one thread at a time."""
+        """Replace this rank's status slot; a slot that is too long is not written. One thread at a time may call it."""
         data = encode({name: value for name, value in slot.items() if name != "records"})
         with self._closing:
             if self._file >= 0 and not self._gone and len(data) <= _SLOT - _HEADER.size:
@@ -72,7 +72,7 @@ class StartupBoard:
         return found
 
     def all_started(self) -> bool:
-        """Tell whether every rank of the job has written a slot, including ranks that have ended."""
+        """Tell whether every rank of the job has written a slot to this file; ranks that have ended count too."""
         none = bytes(_HEADER.size)
         with self._closing:
             ranks = range(self._size if self._file >= 0 else 0)
@@ -91,7 +91,10 @@ class StartupBoard:
         return None
 
     def claim(self) -> bool:
-        """Return True on the first rank of the node that calls this: that rank reports the failure."""
+        """Return True on the first rank of the node that calls this, else False.
+
+        The rank that gets True reports why the job ends.
+        """
         with self._closing:
             if self._file < 0:
                 return True
@@ -108,7 +111,7 @@ class StartupBoard:
     def close(self, *, remove: bool = False) -> None:
         """Mark this rank's slot as closed, and close the file; a second call does nothing.
 
-        The file is removed if no other rank is working any more, or at once with ``remove``.
+        The file is removed if no other rank of the node is working any more, or in any case with ``remove``.
         """
         with self._closing, contextlib.suppress(OSError):
             self._gone = True
@@ -125,14 +128,17 @@ class StartupBoard:
 
 
 def is_working(slot: Slot) -> bool:
-    """Tell whether the rank that wrote ``slot``, on this node, is running and not at the end of its program."""
+    """Tell whether the rank of this node that wrote ``slot`` is running and has not reached the end of its program."""
     return slot["state"] == "working" and Path(f"/proc/{slot['pid']}").exists()
 
 
 def open_startup_board(
     name: str, rank: int, size: int, folder: str, warn_once: Callable[[BaseException], None]
 ) -> StartupBoard | None:
-    """Open the startup board of a job; return None if the job has no name, or, after a warning, if that fails."""
+    """Open the startup board of a job; return None if the job's ``name`` is "", or if the board cannot be opened.
+
+    In the second case ``warn_once`` is called with the error.
+    """
     try:
         return StartupBoard(name, rank, size, folder) if name else None
     except OSError as error:

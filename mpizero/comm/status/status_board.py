@@ -1,8 +1,8 @@
 """Share the status of the ranks of a node in a memory-mapped file that works while MPI is stuck.
 
-[Note: status board] The file is in shared memory. All ranks of the node map it. It is unlinked as soon as all have
-opened it, so even a killed job leaves no file behind. Reading and writing need no MPI, so a daemon thread can read it
-while a collective hangs or the program ends.
+[Note: status board] The file is in shared memory. All ranks of the node map it. It is unlinked as soon as all of them
+have opened it, so even a killed job leaves no file behind. Reading and writing need no MPI, so a daemon thread can do
+both while a collective hangs or the program ends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ Slot = dict[str, Any]
 
 
 class StatusBoard:
-    """Hold one status slot for each rank of a node, and a claim that tells which rank reports why the job ends.
+    """Hold one status slot for each rank of a node, and store which of these ranks reports why the job ends.
+
+    A slot is a dictionary that a rank writes about itself: the time, its source line, and its calls in progress.
 
     Parameters
     ----------
@@ -52,7 +54,10 @@ class StatusBoard:
 
     @staticmethod
     def create_file(ranks: int) -> str | None:
-        """Create a file with room for ``ranks`` slots; return its path, or None without room. Not collective."""
+        """Create a file with room for ``ranks`` slots; return its path, or None if no folder has the room.
+
+        Not collective.
+        """
         for folder in scratch_folders():
             with contextlib.suppress(OSError):
                 file, path = tempfile.mkstemp(prefix="mpizero-status-", dir=folder)
@@ -68,7 +73,10 @@ class StatusBoard:
         return None
 
     def write(self, slot: Slot) -> None:
-        """Replace this rank's status slot; entries that do not fit are cut. Not collective; one thread at a time."""
+        """Replace this rank's status slot; records of calls that do not fit are left out. Not collective.
+
+        One thread at a time may call it.
+        """
         data, marks = encode(slot), list(slot.get("marks", {}).items())
         while len(data) > _SLOT - _HEADER.size and "records" in slot:  # the oldest calls
             left = {key: rows[len(rows) // 4 + 1 :] for key, rows in slot["records"].items()}
@@ -94,14 +102,14 @@ class StatusBoard:
         return self._read_slot(self.ranks.index(rank))
 
     def request_records(self, key: str) -> None:
-        """Ask all ranks of the board to write their calls of the communicator ``key`` into their next slots.
+        """Ask all ranks of the board to write their last calls on a communicator into their next slots.
 
-        Not collective.
+        Not collective. ``key`` identifies the communicator, see :class:`.CommunicatorEntry`.
         """
         self._map[_ASKED : _ASKED + _KEY] = key.encode().ljust(_KEY, b"\0")
 
     def requested_key(self) -> str:
-        """Return the key that any rank has last passed to :meth:`request_records`; "" if none has. Not collective."""
+        """Return the key last passed to :meth:`request_records` on any rank; "" if there is none. Not collective."""
         return bytes(self._map[_ASKED : _ASKED + _KEY]).rstrip(b"\0").decode(errors="replace")
 
     def _read_slot(self, index: int) -> Slot | None:
@@ -118,7 +126,10 @@ class StatusBoard:
         return None
 
     def claim(self) -> bool:
-        """Return True on the first rank of the node that calls this: that rank reports the failure. Not collective."""
+        """Return True on the first rank of the node that calls this, else False. Not collective.
+
+        The rank that gets True reports why the job ends.
+        """
         with contextlib.ExitStack() as unlock:
             if self._file >= 0:
                 fcntl.lockf(self._file, fcntl.LOCK_EX, _CLAIM.size)
@@ -136,17 +147,17 @@ class StatusBoard:
 
 
 def encode(slots: Mapping[Any, Any]) -> bytes:
-    """Encode one slot, or slots by rank, as compact JSON. Not collective."""
+    """Encode one status slot, or a mapping from ranks to slots, as compact JSON. Not collective."""
     return json.dumps(slots, separators=(",", ":")).encode()
 
 
 def open_status_board(
     rank: int, members: Sequence[int], host: str, allgather: Callable[[Any], list[Any]]
 ) -> StatusBoard:
-    """Open the status board of this rank's node; if that fails, one of this process alone.
+    """Open the status board of this rank's node; if that fails, open a status board of this process alone.
 
     Collective over the world ranks ``members``. ``allgather`` takes a picklable object and returns the list of all
-    these ranks', in the order of ``members``.
+    these ranks' objects, in the order of ``members``. ``host`` is the name of this rank's host.
     """
     hosts = allgather(host)
     ranks = [other for other, name in zip(members, hosts, strict=True) if name == host]

@@ -18,7 +18,10 @@ _PIECE = 1 << 16
 
 
 class TcpQuery:
-    """Hold a connection, and run a script that sends and receives on it, until ``ended`` is true."""
+    """Hold a connection, and run a script that sends and receives on it, until ``ended`` is true.
+
+    The script is a generator, see :data:`Script`. The query has to end within ``seconds``.
+    """
 
     def __init__(self, connection: socket.socket, script: Script, seconds: float) -> None:
         connection.setblocking(False)
@@ -32,7 +35,7 @@ class TcpQuery:
 
     @property
     def events(self) -> int:
-        """Selector event that the query waits for: readable or writable."""
+        """Event of the connection that the query waits for: ``selectors.EVENT_READ`` or ``EVENT_WRITE``."""
         return selectors.EVENT_WRITE if self._out else selectors.EVENT_READ
 
     def advance(self) -> None:
@@ -66,7 +69,7 @@ class TcpQuery:
 
 
 class TcpQueries:
-    """Run at most ``limit`` queries concurrently; a new one beyond the limit ends the oldest."""
+    """Run at most ``limit`` queries concurrently; a new query beyond the limit ends the oldest one."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -79,7 +82,7 @@ class TcpQueries:
         self._selector.register(server, selectors.EVENT_READ)
 
     def start(self, connection: socket.socket, script: Script, seconds: float) -> TcpQuery:
-        """Start to run ``script`` on ``connection``; the query is ended after ``seconds`` at the latest."""
+        """Start to run ``script`` on ``connection``; return the query, which ends after ``seconds`` at the latest."""
         query = TcpQuery(connection, script, seconds)
         if len(self._live) >= self._limit:
             self._end(self._live[0])
@@ -89,7 +92,10 @@ class TcpQueries:
         return query
 
     def poll(self, seconds: float | None) -> list[socket.socket]:
-        """Wait for events, ``seconds`` at most, and handle them; return the listening sockets with new connections."""
+        """Wait for events of the sockets and handle them; return the listening sockets with new connections.
+
+        Waits ``seconds`` at most (None: no limit), and not longer than until the next query must end.
+        """
         now = monotonic()
         limits = [query.deadline - now for query in self._live] + ([] if seconds is None else [seconds])
         servers = []

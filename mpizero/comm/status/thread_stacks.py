@@ -6,8 +6,8 @@ one call, during which no other thread runs.
 
 [Note: no collection] ``sys._current_frames`` creates objects while it holds a lock of the interpreter, so a garbage
 collection may begin inside of it (CPython issue 106883, fixed in later releases). If a finalizer then lets another
-thread run, and that thread starts or ends a thread or calls the same function, the two wait for each other: a deadlock.
-Frames may also be freed meanwhile. So the garbage collector is switched off while the function runs.
+thread run, and that thread starts or ends a thread or calls the same function, the two threads wait for each other: a
+deadlock. Frames may also be freed meanwhile. So the garbage collector is switched off while the function runs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LOOKING = threading.Lock()
 
 
 def current_frame(thread: int) -> FrameType | None:
-    """Return the innermost frame of the thread with this ``threading.get_ident()``, or None.
+    """Return the innermost frame of the thread whose ``threading.get_ident()`` is ``thread``; None if there is none.
 
     The caller must not read the frame's ``f_back``, see [Note: no frames]. See also [Note: no collection].
     """
@@ -53,8 +53,8 @@ def current_frame(thread: int) -> FrameType | None:
 def all_stacks() -> dict[int, list[Line]]:
     """Return the stack of every thread, innermost line first, by the thread's ``threading.get_ident()``.
 
-    It has at most 100 lines of at most 100 threads, the limits of ``faulthandler``. It is empty if no temporary file
-    can be made.
+    At most 100 threads are returned, and at most 100 lines of each: the limits of ``faulthandler``. The result is empty
+    if no temporary file can be made.
     """
     text = ""
     with contextlib.suppress(OSError), anonymous_file() as file:
@@ -71,7 +71,10 @@ def all_stacks() -> dict[int, list[Line]]:
 
 
 def innermost_line(frame: FrameType | None) -> list[Line]:
-    """Return a stack of one line, that of ``frame``: used if :func:`all_stacks` returns nothing. Empty for None."""
+    """Return the current line of ``frame`` as a stack of one line; an empty list if ``frame`` is None.
+
+    This replaces the result of :func:`all_stacks` if that is empty.
+    """
     return [] if frame is None else [Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)]
 
 

@@ -1,7 +1,8 @@
-"""End the job if ranks do not all join in making a communicator within a timeout, and name the missing ones.
+"""End the job if not all ranks join in making a communicator within a timeout, and name the missing ranks.
 
-[Note: no channel yet] Making a communicator is itself collective, and MPI does not tell which ranks have called it. The
-startup board tells it for the ranks of this node. Of ranks on other nodes nothing is known; the job ends all the same.
+[Note: no channel yet] Making a communicator is itself collective, and MPI does not tell which ranks take part. The
+startup board tells this for the ranks of this node. Nothing is known of ranks on other nodes; the job ends all the
+same.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def watch_arrival(
     slots: Callable[[], dict[int, Slot]],
     end: Callable[[str], None],
 ) -> Iterator[None]:
-    """End the job if the block, in which the ranks make a communicator, lasts longer than ``timeout``.
+    """End the job if the ``with`` block, in which the ranks make a communicator, lasts longer than ``timeout``.
 
     Parameters
     ----------
@@ -37,9 +38,9 @@ def watch_arrival(
     supervisor : Supervisor
         The supervisor whose thread checks the time.
     timeout : float or None
-        Seconds for the block; None for no limit.
+        Seconds that the block may last; None for no limit.
     slots : callable
-        Returns the known status slots, by rank, with this rank's.
+        Returns the known status slots by rank, including the slot of this rank.
     end : callable
         Ends the job; it is called with the report.
     """

@@ -1,7 +1,7 @@
-"""Run a function when a C library ends the process by ``exit()``, which Python's hooks do not notice.
+"""Run a function when a library ends the process by C's ``exit()``, which Python's hooks do not notice.
 
 MPICH calls ``exit()`` when a message of a blocking collective is too long for its buffer, whatever error handler is
-set. Functions that are registered with the C library still run then, and the heartbeat's thread is still alive.
+set. Functions that are registered by C's ``atexit`` still run then, and the supervision's thread is still alive.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 
 class CExitHook:
-    """Call ``function`` when C's ``exit()`` is called, until :meth:`close`.
+    """Call ``function`` if C's ``exit()`` is called before :meth:`close`.
 
-    It does nothing if the C library cannot register such functions. It must be closed before the interpreter ends,
+    Does nothing if the C library cannot register such functions. The hook must be closed before the interpreter ends,
     because ``function`` is Python code.
     """
 

@@ -1,10 +1,10 @@
 """Decide whether the other ranks can finish without a rank that has reached the end of its program.
 
 [Note: who may go on] While this rank waits at the end of its program, other ranks may work as long as they like: pack
-files, run other programs, train with one another. The job is ended only if a rank cannot finish without this one. That
-is so if it waits in a collective, or is in a training step, in which both ranks take part; or if it waits for a message
-and no rank of the job is working any more. A rank whose status cannot be read, because its node does not reply, counts
-as working.
+files, run other programs, train with one another. The job is ended only if another rank cannot finish without this one.
+That is so if the other rank waits in a collective, or is in a training step, in which this rank must take part too. It
+is also so if the other rank waits for a message and no rank of the job is working any more. A rank whose status cannot
+be read, because its node does not reply, counts as working.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _MESSAGES = ("isend", "irecv")
 
 
 def waits_for_this_rank(register: CommunicatorRegistry, other: int, slot: Slot) -> str:
-    """Return a text that tells in which call rank ``other`` waits for this rank; "" if it does not wait for it.
+    """Return a text that tells in which call rank ``other`` waits for this rank; "" if it does not wait for this rank.
 
-    Not collective. ``register`` lists this rank's communicators; ``slot`` is the last status of the other rank.
+    Not collective. ``register`` lists this rank's communicators; ``slot`` is the last status slot of rank ``other``.
     """
     known = register.counts()
     for key, name, sequence, operation, tag, since in slot["calls"]:
@@ -54,7 +54,7 @@ def waits_for_this_rank(register: CommunicatorRegistry, other: int, slot: Slot) 
 
 
 class EarlyExit:
-    """Wait at the end of this rank's program for the other ranks; end the job if they cannot finish without it.
+    """Wait at the end of this rank's program for the other ranks; end the job if they cannot finish without this rank.
 
     Parameters
     ----------
@@ -81,9 +81,10 @@ class EarlyExit:
         self._looked = 0.0
 
     def look(self, waited: float) -> bool:
-        """End the job if other ranks cannot finish without this one; return False to keep waiting. Not collective.
+        """End the job if other ranks cannot finish without this one; else return False. Not collective.
 
-        ``waited`` is the number of seconds since this rank has reached the end of its program.
+        ``waited`` is the number of seconds since this rank has reached the end of its program. As the ``give_up`` of
+        :func:`agree_minimum`, False means to keep waiting.
         """
         if waited - self._looked >= _LOOK:
             self._looked = waited
@@ -92,7 +93,10 @@ class EarlyExit:
         return False
 
     def reason_to_end(self, waited: float) -> str:
-        """Return why the other ranks cannot finish without this one; "" if they can. Not collective."""
+        """Return why the other ranks cannot finish without this one; "" if they can. Not collective.
+
+        ``waited`` is the number of seconds since this rank has reached the end of its program.
+        """
         if waited < BLOCKED:
             return ""
         slots = self._peers.read_all(rarely=True)
@@ -108,14 +112,17 @@ class EarlyExit:
         return self._standstill(slots)
 
     def wait(self) -> None:
-        """Wait until no other rank on the startup board of this node is working. Not collective."""
+        """Wait until no other rank on the startup board of this node is working any more. Not collective."""
         begun = monotonic()
         while any(map(is_working, self._peers.read_startup_board().values())):
             self.look(monotonic() - begun)
             time.sleep(_LOOK)
 
     def _awaits(self, other: int, slot: Slot) -> str:
-        """Return a text about the communicator that ``other`` is making and that includes this rank; "" if none."""
+        """Return a text about a communicator of both ranks that ``other`` waits to make; "" if there is none.
+
+        ``slot`` is the last status slot of rank ``other``.
+        """
         known = self._register.counts()
         making, own = slot.get("making", {}), self._peers.rank
         for key, name, _, operation, _, since in slot["calls"]:
@@ -125,7 +132,10 @@ class EarlyExit:
         return ""
 
     def _standstill(self, slots: Mapping[int, Slot]) -> str:
-        """Return a text about a rank that waits for a message, if all possible senders wait too or have ended."""
+        """Return a text about a rank that waits for a message which no rank can send any more; "" if there is none.
+
+        That is so if all ranks of its communicator wait for messages too or have reached the end of their programs.
+        """
         waiting = {rank: members for rank, slot in slots.items() if (members := self._messages_of(slot))}
         idle = {self._peers.rank, *waiting, *(rank for rank, slot in slots.items() if slot["state"] == "leaving")}
         if not waiting or not idle.issuperset(*waiting.values()):
@@ -134,7 +144,10 @@ class EarlyExit:
         return f"rank {rank} waits for a message at {slots[rank]['place']}, and nobody is at work any more"
 
     def _messages_of(self, slot: Slot) -> tuple[int, ...]:
-        """Return the ranks of the communicator in which a rank waits too long for a message; () if it does not wait."""
+        """Return the world ranks of the communicator on which the rank of ``slot`` waits too long for a message.
+
+        Returns () if it does not wait so long for a message.
+        """
         for key, _, _, operation, _, since in slot["calls"]:
             if operation in _MESSAGES and since > self._patience and (entry := self._register.find(key)):
                 return entry.members
@@ -142,10 +155,10 @@ class EarlyExit:
 
 
 def agree_minimum(mpi: Any, controls: Sequence[Any], value: int, give_up: Callable[[float], bool]) -> int | None:
-    """Return the least ``value`` over all ranks of the mpi4py communicators ``controls``; None if it gave up.
+    """Return the least ``value`` over all ranks of the mpi4py communicators ``controls``; None if waiting was stopped.
 
-    Collective over each of the communicators. ``give_up`` is called regularly with the seconds waited so far, and
-    returns True to stop waiting.
+    Collective over each of the communicators. ``mpi`` is the module ``mpi4py.MPI``. ``give_up`` is called regularly
+    with the seconds waited so far, and returns True to stop waiting.
     """
     send, recv = np.array([value]), np.empty((len(controls), 1), np.int64)
     rows = zip(controls, recv, strict=True)

@@ -1,14 +1,14 @@
 """Supervise a process from the import of mpizero on, so that all ranks end when one fails.
 
 [Note: one guard] ``sys.excepthook``, ``threading.excepthook`` and ``atexit`` belong to the process, as MPI does. So
-there is one guard per process: ``_GUARD``, the only module state of the package. It holds what those hooks need and
+there is one guard per process: ``_GUARD``, the only module state of the package. It holds what the hooks need and
 nothing that a computation reads.
 
 [Note: life of the guard] Supervision begins with :func:`install_in_job`, when mpizero is imported in a launcher's job,
 or with the first communicator. Hooks catch errors and the end of the program (:mod:`.python_hooks`, :mod:`.job_exit`).
 If there are several ranks, a thread writes the status of this rank for the other ranks of the node. When the last
-communicator is closed, hooks and thread are removed; the next communicator installs them again. Communicators of a
-guest (``embedded=True``: mpizero inside another program) neither install nor remove anything.
+communicator is closed, the hooks and the thread are removed; the next communicator installs them again. With
+``embedded=True`` mpizero is a *guest* inside another program: its communicators neither install nor remove anything.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class Guard(JobExit):
     def install(self, *, keep: bool = False) -> None:
         """Set the hooks, and begin to write the status of this rank for the other ranks of the node. Not collective.
 
-        A second call does nothing. With ``keep`` the process stays supervised until its end, even without
-        communicators: for processes that run nothing but mpizero.
+        A second call only stores ``keep``. With ``keep`` the process stays supervised until its end, even without
+        communicators. That is for processes that run nothing but mpizero.
         """
         self._keeps |= keep
         if self.hooks is not None and self.hooks.live:
@@ -98,7 +98,7 @@ class Guard(JobExit):
             )
 
     def release(self) -> None:
-        """Remove the hooks and end the supervision, unless it was installed with ``keep``. Not collective.
+        """Remove the hooks and end the supervision; do nothing if it was installed with ``keep``. Not collective.
 
         Called when the last communicator is closed, and by a configuration with ``embedded=True``.
         """
@@ -127,15 +127,18 @@ class Guard(JobExit):
         self.hooks, self.process = None, 0
 
     def release_to_host(self) -> None:
-        """Remove the hooks that the import of mpizero has set, unless communicators are supervised. Not collective."""
+        """Remove the hooks that the import of mpizero has set; do nothing if communicators are supervised.
+
+        Not collective.
+        """
         self._imported = True
         if not self._watched:
             self.release()
 
     def is_guest(self, embedded: bool = False) -> bool:
-        """Tell whether mpizero is a guest in another program's process: by ``embedded`` or MPIZERO_EMBEDDED.
+        """Tell whether mpizero is a guest in another program's process. Not collective.
 
-        Not collective.
+        True if ``embedded`` is true or the environment variable MPIZERO_EMBEDDED is "1".
         """
         if (value := os.environ.get(EMBEDDED, "")) not in ("", "0", "1"):
             raise ConfigError(f'{EMBEDDED}={value!r}: expected "1", or "0" or nothing')
@@ -178,7 +181,10 @@ class Guard(JobExit):
             self.end_job(self.with_prefix(text), ExitStatus.HANG)
 
     def _join_group(self, comm: Any, members: tuple[int, ...]) -> tuple[int, ...]:
-        """Open a peer group for the ranks of ``comm`` unless there is one; return the ranks. Collective over it."""
+        """Open a peer group for the ranks of ``comm`` if there is none; return ``members``. Collective over ``comm``.
+
+        ``members`` are the world ranks of ``comm``. Also begins to write the status of this rank and to compare calls.
+        """
         if not self.peers.has_group(members):
             self.peers.add_group(comm, members, self.host, self.supervisor.warn_once)
         self._start_heartbeat()
@@ -201,7 +207,7 @@ class Guard(JobExit):
         return members
 
     def register_split(self, trace: CallTrace, comm: Any, *, guest: bool) -> tuple[int, ...]:
-        """Register a communicator that was split off a registered one; return its world ranks.
+        """Register a communicator that was split off from a registered one; return its world ranks.
 
         Not collective.
         """
@@ -214,7 +220,8 @@ class Guard(JobExit):
     def unregister(self, trace: CallTrace, *, free: bool) -> None:
         """Remove a closed communicator from the registry; after the last one, end the supervision.
 
-        With ``free``, while MPI still runs, it is collective over the communicator's ranks.
+        With ``free`` the MPI communicators of the supervision are freed too, if they are no longer needed. Then the
+        call is collective over the communicator's ranks, and MPI must not have been finalized.
         """
         self.register.remove(trace)
         members = self._watched.pop(trace, None)
@@ -224,14 +231,14 @@ class Guard(JobExit):
             self.release()
 
     def before_mpi_starts(self) -> None:
-        """Write in this rank's status that it is about to start MPI, which waits for all ranks. Not collective."""
+        """Write to this rank's status that it is about to start MPI, which waits for all ranks. Not collective."""
         if self.heartbeat is not None and "mpi4py.MPI" not in sys.modules:
             self.heartbeat.extra_entries["starts"] = True
             self.heartbeat.refresh_place()
             self._start_heartbeat()
 
     def _start_heartbeat(self) -> None:
-        """Begin to write the status of this rank. Not collective."""
+        """Begin to write the status of this rank periodically; if it has begun, write it once. Not collective."""
         if self.heartbeat is not None:
             self.heartbeat.beat()
             return
@@ -243,7 +250,7 @@ class Guard(JobExit):
             self.supervisor.warn_once(error)
 
     def _watch_mismatches(self) -> None:
-        """Begin to compare the calls of this rank with those of the others. Not collective."""
+        """Begin to compare the calls of this rank with the calls of the other ranks of its node. Not collective."""
         if self.mismatch_watch is None and self.heartbeat is not None:
             self.mismatch_watch = MismatchWatch(self.heartbeat, self._end_mismatch)
             self.heartbeat.listeners.append(self.mismatch_watch.look)
@@ -254,15 +261,19 @@ _GUARD = Guard()
 
 
 def install_in_job() -> None:
-    """Begin to supervise this process; called by the import of mpizero in a launcher's job.
+    """Begin to supervise this process if a launcher has started it as a rank; the import of mpizero calls this.
 
-    Not collective; loads no MPI. ``MPIZERO_EMBEDDED=1`` prevents it, ``ShardingConfig(embedded=True)`` undoes it.
+    Not collective; loads no MPI. The environment variable ``MPIZERO_EMBEDDED=1`` prevents the supervision, and
+    ``ShardingConfig(embedded=True)`` ends it.
     """
     _GUARD.install_in_job()
 
 
 def set_context(step: int | None = None, phase: str | None = None) -> None:
-    """Store the training step and phase of this rank, which reports show. Not collective."""
+    """Store the training step and the phase of this rank, to be shown in reports; None keeps the stored value.
+
+    Not collective.
+    """
     if step is not None:
         _GUARD.context["step"] = step
     if phase is not None:

@@ -37,8 +37,9 @@ _LIBRARY_CALL = re.compile(
 def library_call(frame: FrameType, world: Any) -> str:
     """Return the name of the mpi4py collective on ``world`` that ``frame`` is calling directly; "" if it calls none.
 
-    Users may call mpi4py themselves. Such a call is in no trace, and a compiled method has no frame. So the source text
-    of the current instruction is read, and the object that its dotted name refers to is compared with ``world``.
+    ``world`` is mpi4py's COMM_WORLD. Users may call mpi4py themselves. Such a call is in no trace, and a compiled
+    method has no frame. So the source text of the frame's current instruction is read, and the object on which it calls
+    a collective is compared with ``world``.
     """
     positions = list(frame.f_code.co_positions())
     index = frame.f_lasti // 2
@@ -59,7 +60,8 @@ def library_call(frame: FrameType, world: Any) -> str:
 def calls_in_progress(register: CommunicatorRegistry, since: Callable[[float], float]) -> list[list[Any]]:
     """Return the communicator calls in progress, each as [key, communicator, sequence, operation, tag, seconds].
 
-    ``since`` is a function that returns the seconds since a moment.
+    ``key`` identifies the communicator, ``communicator`` is its name, ``sequence`` the number of the collective in it,
+    and ``seconds`` how long the call has lasted. ``since(moment)`` returns the seconds since a ``time.monotonic()``.
     """
     return [
         [e.key, e.trace.name, e.trace.sequence, e.trace.operation, e.trace.tag[:80], since(entered)]
@@ -69,12 +71,15 @@ def calls_in_progress(register: CommunicatorRegistry, since: Callable[[float], f
 
 
 def transfers_in_progress(traces: Iterable[CallTrace], since: Callable[[float], float]) -> list[list[Any]]:
-    """Return the files that are being read or written, each as [name, bytes so far, seconds since the last bytes]."""
+    """Return the files that are being read or written, each as [name, bytes so far, seconds since the last bytes].
+
+    ``since(moment)`` returns the seconds since a ``time.monotonic()``.
+    """
     return [[t.what, t.bytes, since(t.moved)] for trace in traces for t in tuple(trace.transfers)]
 
 
 class Heartbeat:
-    """Write the status slot of this rank at every tick of the supervisor.
+    """Write the status slot of this rank to its status boards at every tick of the supervisor.
 
     ``context`` is a function that returns further entries of the slot, such as the training step.
     """
@@ -101,13 +106,13 @@ class Heartbeat:
         self._writing = threading.RLock()
 
     def look(self, now: float) -> None:
-        """Write the current status slot, then call the listeners with it."""
+        """Write the current status slot, then call each of ``listeners`` with it; ``now`` is ``time.monotonic()``."""
         slot = self.beat(now)
         for listener in tuple(self.listeners):
             listener(slot)
 
     def refresh_place(self) -> None:
-        """Make the next slot read the main thread's stack again, even if it was read recently."""
+        """Make the next status slot read the main thread's stack again, even if it was read recently."""
         self._looked = float("-inf")
 
     def beat(self, now: float | None = None) -> Slot:
@@ -118,7 +123,7 @@ class Heartbeat:
         return slot
 
     def slot(self, now: float) -> Slot:
-        """Return the current status of this rank as a slot: where it is, and the calls that it is in."""
+        """Return the current status slot of this rank: the source line that it executes, its calls in progress, etc."""
 
         def since(moment: float) -> float:
             return self._supervisor.since(moment, now)
@@ -153,7 +158,7 @@ class Heartbeat:
         return slot | self.extra_entries | self._context()
 
     def _asked_for(self) -> dict[str, list[CallRecord]]:
-        """Return, by key, the last calls of the communicators for which a rank has requested them."""
+        """Return, by key, the last calls on each communicator for which a rank of the node has requested them."""
         asked = self.peers.requested_keys()
         self._asked = [*asked, *(key for key in self._asked if key not in asked)][: len(asked) + 1]
         entries = filter(None, map(self.register.find, self._asked))

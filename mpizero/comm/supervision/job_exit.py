@@ -1,14 +1,15 @@
 """End all ranks of a job when one fails or leaves early; one of them reports why.
 
 It works under plain ``mpiexec python script.py``. It does not notice ``os._exit``, which runs no Python code. Then the
-launcher must notice (Open MPI's does; MPICH's takes status 0 for success), so a program should mark success by a file.
+launcher must notice that a rank has ended (Open MPI's does; MPICH's takes status 0 for success), so a program should
+mark success by a file.
 
 [Note: one report] If several ranks fail, only one of them reports. On a node it is the first rank that claims the
-report on the status board. Ranks of other nodes cannot be asked. So nodes without rank 0 wait for ``_OTHER_NODE``
-seconds first; if another node ends the job meanwhile, they are killed before they report. An error of bad input
-(MpizeroError) is usually raised by all ranks at once. Then a minimum over the ranks finds the lowest failing rank and
-its exit status. That rank reports, and all end without Abort. A RemoteError or PeerFailure only says that another rank
-failed, so it is reported only if no other rank reports.
+report on the status board. Ranks of other nodes cannot be asked. So ranks on nodes without rank 0 wait for
+``_OTHER_NODE`` seconds first; if another node ends the job meanwhile, they are killed before they report. An error of
+bad input (MpizeroError) is usually raised by all ranks at once. Then a minimum over the ranks finds the lowest failing
+rank and its exit status. That rank reports, and all ranks end without ``MPI_Abort``. A RemoteError or PeerFailure only
+says that another rank failed, so it is reported only if no other rank reports.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _KEYBOARD_INTERRUPT = 130
 
 
 class JobExit:
-    """Handle errors and the end of the program, so that no rank ends without the others. The guard derives from it."""
+    """Handle errors and the end of the program, so that no rank ends without the others. Base class of Guard."""
 
     def __init__(self, launched: bool) -> None:
         self.process = 0
@@ -88,8 +89,8 @@ class JobExit:
     def _mpi(self, join: bool = False) -> Any:
         """Return the module ``mpi4py.MPI`` if it is loaded, MPI is running and there are other ranks; else None.
 
-        With ``join`` a rank that fails before it has loaded MPI loads it now. Otherwise the other ranks would wait for
-        it in MPI_Init, because MPICH's launcher does not notice the end of a process that never came there.
+        With ``join`` a rank that has not loaded MPI yet loads it now. Otherwise the other ranks would wait for this
+        rank in MPI_Init, because MPICH's launcher does not notice the end of a process that has not called MPI_Init.
         """
         if join and self.launched and self.process == os.getpid() and "mpi4py.MPI" not in sys.modules:
             self._arm_hard_stop(0.0)
@@ -106,7 +107,10 @@ class JobExit:
     # ------------------------------------------------------------------ events of the hooks
 
     def on_error(self, error: BaseException, trace: TracebackType | None, origin: str) -> None:
-        """Report an uncaught error, and end all ranks; ``origin`` names the thread or exit handler, if in one."""
+        """Report an uncaught error, and end all ranks.
+
+        ``origin`` names the thread or the exit handler that raised the error; it is "" for the main program.
+        """
         assert self.hooks is not None
         mpi = self._mpi(join=True)
         if isinstance(error, MpizeroError):
@@ -130,15 +134,15 @@ class JobExit:
             self.end(mpi, self.with_prefix(format_error(error, trace), origin), code, delay)
 
     def on_exit_request(self, status: Any) -> None:
-        """Store the status that was passed to ``sys.exit``, and how many collectives had been called until then."""
+        """Store the status that was passed to ``sys.exit``, and how many collectives have been called until now."""
         self._requested = (status, self.register.counts())
 
     def has_other_ranks(self) -> bool:
-        """Tell whether there are other ranks, which an error must end."""
+        """Tell whether MPI is running with other ranks, which must end too if this rank fails."""
         return self._mpi() is not None
 
     def _on_c_exit(self) -> None:
-        """Report why the MPI library has called ``exit()``, as far as the ranks' calls show it, and end the process."""
+        """Report why the MPI library has called C's ``exit()``, if the calls of the ranks show it; end the process."""
         if self.process != os.getpid() or self.mismatch_watch is None or not self._ending_lock.acquire(blocking=False):
             return
         call = next((entry.trace for entry in self.register.live if entry.trace.entered), None)
@@ -157,9 +161,9 @@ class JobExit:
 
     @staticmethod
     def _consequence_delay(error: BaseException, mpi: Any) -> float:
-        """Return the seconds to wait before this rank reports, if its error may only follow from another rank's.
+        """Return the seconds to wait before this rank reports ``error``; 0 if another rank cannot have caused it.
 
-        An MPI exception counts as such an error, because MPI reports the death of a rank to the others.
+        Another rank may have caused an MPI exception, because MPI reports the death of a rank to the other ranks.
         """
         if isinstance(error, RemoteError | PeerFailure):
             return _CONSEQUENCE
@@ -169,14 +173,15 @@ class JobExit:
 
     @property
     def _all_ranks_comm(self) -> Any:
-        """The guard's own communicator, if there is a peer group of all ranks; else None."""
+        """The mpi4py communicator of the peer group of all ranks, used only by the guard; None without this group."""
         return next((group.control for group in self.peers.groups if len(group.members) == self.size), None)
 
     def _agree_to_fail(self, mpi: Any, error: MpizeroError) -> int | None:
         """Agree with all ranks to end now; return the common exit status, or None if not all ranks fail in time.
 
-        The lowest rank whose error is a cause prints it. This needs a communicator of all ranks. A rank that fails
-        before it has made any uses COMM_WORLD, which it may do because it ends.
+        The lowest rank whose error is not a consequence of another rank's error prints its error. The ranks agree on
+        the communicator of the peer group of all ranks. A rank that fails before it has made any communicator uses
+        COMM_WORLD, which does no harm because the rank ends.
         """
         second = isinstance(error, RemoteError | PeerFailure)
         self._exit_state = "failed"
@@ -220,7 +225,10 @@ class JobExit:
             self.peers.close_startup_board(all_joined=True)
 
     def _wait_before_mpi(self) -> None:
-        """Wait for the other ranks of this node to end; end the job if one starts MPI, where it would wait for ever."""
+        """Wait for the other ranks of this node to end; end the job if one of them starts MPI.
+
+        That rank would wait for ever in MPI_Init, because this rank has ended its program without MPI.
+        """
         self._exit_state = "leaving"
         if self.heartbeat is not None:
             self.heartbeat.beat()
@@ -244,7 +252,10 @@ class JobExit:
     # ------------------------------------------------------------------ reporting
 
     def with_prefix(self, text: str, origin: str = "") -> str:
-        """Return a report with ``[rank r/N host]`` before every line; step and phase, if known, come first."""
+        """Return the report ``text`` with ``[rank r/N host]`` before every line.
+
+        The first line names ``origin``, step and phase, if they are known.
+        """
         place = ", ".join(f"{name} {value}" for name, value in self.context.items())
         head = " ".join(filter(None, [origin, f"at {place}" if place else ""]))
         body = f"{head}:\n{text}" if head else text
@@ -252,7 +263,10 @@ class JobExit:
         return "".join(f"{prefix} {line}".rstrip() + "\n" for line in body.splitlines())
 
     def claims_report(self) -> bool:
-        """Decide whether this rank reports why the job ends, see [Note: one report]; may wait for a moment."""
+        """Tell whether this rank is the one that reports why the job ends, see [Note: one report].
+
+        May wait for up to 2.3 seconds.
+        """
         if not self.peers.groups and self.peers.startup_board is None:  # no status board: lower ranks first
             time.sleep(min(0.1 * self.rank, _CONSEQUENCE) + (_OTHER_NODE if self.rank else 0.0))
             return True
@@ -270,12 +284,15 @@ class JobExit:
         return any(entry.trace is trace for entry in self.register.live)
 
     def end_job(self, text: str, status: int) -> None:
-        """End all ranks like :meth:`end`; return only if MPI is not running or there are no other ranks."""
+        """End all ranks as :meth:`end` does; do nothing if MPI is not running or there are no other ranks."""
         if (mpi := self._mpi()) is not None:
             self.end(mpi, text, status)
 
     def end(self, mpi: Any, text: str, status: int, delay: float = 0.0) -> NoReturn:
-        """Write ``text`` to standard error unless another rank reports, and end all ranks with ``status``."""
+        """Write ``text`` to standard error if no other rank reports, and end all ranks with exit status ``status``.
+
+        ``mpi`` is the module ``mpi4py.MPI``, and ``delay`` the number of seconds to wait first.
+        """
         if not self._ending_lock.acquire(blocking=False):
             threading.Event().wait()  # another thread of this rank ends the job
         self._arm_hard_stop(delay)

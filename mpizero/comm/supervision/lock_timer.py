@@ -1,9 +1,9 @@
 """End a process in which a thread holds Python's interpreter lock too long, by a kernel timer that needs no lock.
 
 [Note: processor time] A timer on the wall clock would end every job that was stopped and resumed, because the thread
-that restarts the timer did not run meanwhile. So this timer counts the processor time of one thread, which does not
-advance in a stopped process. It does not notice a thread that sleeps while it holds the lock. The watchdogs of the
-other ranks notice that.
+that restarts the timer did not run meanwhile. So this timer counts the processor time of the main thread, which does
+not advance in a stopped process. It does not notice a thread that sleeps while it holds the lock; the watchdogs of the
+other ranks notice such a thread.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class _Times(ctypes.Structure):
 
 
 class LockTimer:
-    """Write all stacks to ``file`` and kill the process, unless :meth:`restart` is called in time.
+    """Write the stacks of all threads to ``file`` and kill the process if :meth:`restart` is not called in time.
 
-    It counts the processor time of the main thread. It needs Linux and a signal that no other code handles; else it
-    does nothing.
+    The timer runs from the first :meth:`restart` on, and counts the processor time of the main thread. It needs Linux
+    and a signal that no other code handles; otherwise it does nothing.
     """
 
     def __init__(self, file: TextIO | int) -> None:
@@ -57,7 +57,7 @@ class LockTimer:
                 self._library = library
 
     def restart(self, seconds: float) -> None:
-        """Make the timer expire after ``seconds`` of processor time from now."""
+        """Make the timer expire after ``seconds`` of processor time of the main thread, counted from now."""
         if self._library is not None:
             whole = int(seconds)
             times = _Times(0, 0, whole, max(1, int((seconds - whole) * 1e9)))
@@ -72,6 +72,6 @@ class LockTimer:
 
 
 def _with_timers() -> Any:
-    """Return the C library with the function ``timer_create``; before glibc 2.34 that is librt."""
+    """Return the C library that contains the function ``timer_create``; before glibc 2.34 that is librt."""
     library = ctypes.CDLL(None)
     return library if hasattr(library, "timer_create") else ctypes.CDLL("librt.so.1")

@@ -1,4 +1,4 @@
-"""Compare the calls of the ranks of a node in the background, and end the job where they differ."""
+"""Compare the calls of the ranks of a node in the background, and end the job if they differ."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class MismatchWatch:
     Parameters
     ----------
     heartbeat : Heartbeat
-        Its status boards and registry are read; the caller adds :meth:`look` to its listeners.
+        Provides the status boards and the registry of communicators. The caller adds :meth:`look` to its listeners.
     end : callable
         Ends the job because of an error; does not return.
     """
@@ -40,15 +40,16 @@ class MismatchWatch:
         self._next = 0
 
     def look(self, slot: Slot) -> None:
-        """End the job if a rank of this node has made different calls; ``slot`` is this rank's current status."""
+        """End the job if a rank of this node has made different calls; ``slot`` is this rank's current status slot."""
         waits = any(call[5] >= _PATIENCE for call in slot["calls"])
         if (key := self._differing(None if waits else _IN_TURN)) and (error := self._explain(key)):
             self._end(error)
 
     def explain(self, trace: CallTrace) -> CollectiveMismatch | None:
-        """Return the error that says how the calls of a communicator differ; None if they do not, or if it is unknown.
+        """Return the error that says how the ranks' calls on the communicator of ``trace`` differ.
 
-        The caller raises the error, so :meth:`look` no longer ends the job for this communicator.
+        Returns None if the calls are the same or the communicator is not open. The caller raises the error, so
+        :meth:`look` no longer ends the job for this communicator.
         """
         entry = next((entry for entry in self._register.live if entry.trace is trace), None)
         error = None if entry is None else self._explain(entry.key)
@@ -57,7 +58,10 @@ class MismatchWatch:
         return error
 
     def search(self, seconds: float) -> CollectiveMismatch | None:
-        """Look for different calls for ``seconds``, since others may still write theirs; return the error or None."""
+        """Look for different calls for up to ``seconds``, because other ranks may still write their calls.
+
+        Returns the error that says how they differ; None if no difference is found.
+        """
         self._heartbeat.beat()
         limit = time.monotonic() + seconds
         while not (key := self._differing(None)) and time.monotonic() < limit:
@@ -65,18 +69,21 @@ class MismatchWatch:
         return self._explain(key) if key else None
 
     def compare_at_exit(self) -> CollectiveMismatch | None:
-        """Compare all calls at the end of the program with those of the other ranks; return the error or None."""
+        """Compare this rank's calls, at the end of its program, with the last known calls of the node's other ranks.
+
+        Returns the error that says how they differ; None if no difference is found.
+        """
         key = self._differing(None)
         return self._explain(key) if key else None
 
     def ignore(self, trace: CallTrace) -> None:
-        """Report no mismatch of ``trace``'s communicator and its subgroups: the caller raises an error for them."""
+        """Stop reporting mismatches on the communicator of ``trace`` and its subgroups: the caller raises an error."""
         self._reported.update(entry.key for entry in self._register.inside(trace))
 
     def _differing(self, limit: int | None) -> str:
-        """Return the key of a communicator in which another rank of the node has made different calls, or "".
+        """Return the key of a communicator on which another rank of the node has made different calls; "" if none.
 
-        With ``limit`` only so many ranks are compared, other ones at each call.
+        With ``limit`` only so many of the other ranks are compared, different ones at each call.
         """
         others = [rank for rank in self._peers.ranks if rank != self._peers.rank]
         if limit is not None and len(others) > limit:
@@ -91,7 +98,10 @@ class MismatchWatch:
         return ""
 
     def _explain(self, key: str) -> CollectiveMismatch | None:
-        """Request the last calls of one communicator from all ranks of the node; return the error, or None."""
+        """Request the last calls on the communicator with this key from all ranks of the node, and compare them.
+
+        Returns the error that says how they differ; None if no difference is found.
+        """
         entry = self._register.find(key)
         if entry is None:
             return None

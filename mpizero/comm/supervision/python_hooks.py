@@ -1,9 +1,9 @@
 """Replace the functions that Python calls for errors and at the end of a program, and restore them.
 
-[Note: earlier hooks] The replaced functions are still called for errors that do not concern this package. A host
-program's own ``sys.excepthook`` is called before the job is ended. If other code has replaced one of our hooks
-meanwhile, :meth:`PythonHooks.restore` leaves its function in place, and our hook then only calls the earlier one. So
-each :class:`PythonHooks` is used once.
+[Note: earlier hooks] The replaced functions are still called for errors that do not concern this package. If the user's
+program has set its own ``sys.excepthook``, that is called before the job is ended. If other code has replaced one of
+our hooks meanwhile, :meth:`PythonHooks.restore` leaves the function of that code in place, and our hook then only calls
+the function that it has replaced. So each :class:`PythonHooks` is used once.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class HookListener(Protocol):
         """Handle an uncaught error; ``origin`` names the thread or the exit handler, "" for the main program."""
 
     def on_exit_request(self, status: Any) -> None:
-        """Handle a call of ``sys.exit``."""
+        """Handle a call of ``sys.exit`` with the argument ``status``."""
 
     def on_exit(self) -> None:
         """Handle the end of the program."""
 
     def has_other_ranks(self) -> bool:
-        """Tell whether there are other ranks: then an error in a thread or an exit handler ends the job too."""
+        """Tell whether there are other ranks; then an error in a thread or an exit handler ends the job too."""
 
 
 class PythonHooks:
@@ -75,7 +75,10 @@ class PythonHooks:
         return self._live and self._process == os.getpid()
 
     def show(self, error: BaseException, trace: TracebackType | None, *, hosts_only: bool = False) -> None:
-        """Show an error by the replaced ``sys.excepthook``; with ``hosts_only`` not if that is Python's own."""
+        """Show an error by the ``sys.excepthook`` that was replaced.
+
+        With ``hosts_only`` do this only if the user's program has set that function, not if it is Python's own.
+        """
         if not hosts_only:
             self._excepthook(type(error), error, trace)
         elif self._excepthook is not sys.__excepthook__:
@@ -89,7 +92,10 @@ class PythonHooks:
             self._excepthook(kind, error, trace)
 
     def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
-        """Pass an error of a thread to the listener if its traceback contains code of this package; else to Python."""
+        """Pass an error of a thread to the listener if there are other ranks and it passed through this package.
+
+        Otherwise show the error by ``threading.__excepthook__``.
+        """
         error = args.exc_value
         ours = error is not None and args.exc_type is not SystemExit and _passes_through_here(args.exc_traceback)
         if error is not None and ours and self.live and self._listener.has_other_ranks():
@@ -99,7 +105,10 @@ class PythonHooks:
             threading.__excepthook__(args)
 
     def _on_unraisable(self, args: Any) -> None:
-        """Pass an error of a function registered with atexit to the listener, and other ones to the replaced hook."""
+        """Pass an error of a function registered with atexit to the listener, if there are other ranks.
+
+        All other errors are passed to the ``sys.unraisablehook`` that was replaced.
+        """
         of_the_end = "atexit" in (args.err_msg or "") and args.exc_value is not None
         if of_the_end and self.live and self._listener.has_other_ranks():
             self._listener.on_error(args.exc_value, args.exc_traceback, "while leaving (atexit)")
@@ -107,7 +116,10 @@ class PythonHooks:
             self._unraisablehook(args)
 
     def _on_exit(self, status: Any = None, /) -> NoReturn:
-        """Tell the listener the status, then exit. No hook receives SystemExit, and atexit does not know the status."""
+        """Replace ``sys.exit``: tell the listener the status, then exit.
+
+        This is needed because no hook receives SystemExit, and functions registered with atexit do not get the status.
+        """
         if self.live:
             self._listener.on_exit_request(status)
         self._exit(status)

@@ -2,8 +2,8 @@
 
 [Note: stopped time] The time in which a process is stopped (SIGSTOP, ``scontrol suspend``, a paused machine) must not
 count as waiting time, though clocks go on. Ranks are also stopped and resumed at slightly different moments. If the
-thread wakes far too late, the process was stopped, and :meth:`Supervisor.since` does not count that time. If only one
-rank is stopped, the threads of the other ranks notice it.
+supervisor's thread wakes far too late, the process was stopped, and :meth:`Supervisor.since` does not count that time.
+If only one rank is stopped, the threads of the other ranks notice it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _STOPS = 32
 class Supervisor:
     """Call listeners periodically with ``time.monotonic()``, in a daemon thread that ends with the last listener.
 
-    If a listener raises, a warning is printed once, and the listener is still called: a failing check must not end the
-    run.
+    If a listener raises, a warning is printed once, and the listener is still called periodically: a failing check must
+    not end the run.
     """
 
     def __init__(self) -> None:
@@ -41,12 +41,12 @@ class Supervisor:
 
     @property
     def tick(self) -> float:
-        """Seconds between two checks."""
+        """Seconds between two calls of each listener."""
         return min(tuple(self._listeners.values()), default=TICK)
 
     @property
     def is_running(self) -> bool:
-        """True while the thread runs. It may have failed to start, if this user may not start more threads."""
+        """True while the thread runs; False also if it could not start, because of the user's limit of threads."""
         return self._thread is not None and self._thread.is_alive()
 
     def add(self, listener: Callable[[float], None], tick: float = TICK) -> None:
@@ -79,12 +79,15 @@ class Supervisor:
             self.remove(listener)
 
     def since(self, moment: float, now: float) -> float:
-        """Return the seconds from ``moment`` to ``now``, without the time in which the process was stopped."""
+        """Return the seconds from ``moment`` to ``now``, without the time in which the process was stopped.
+
+        Both are times of ``time.monotonic()``.
+        """
         stopped = sum(min(seconds, end - moment) for end, seconds in tuple(self._stops) if end > moment)
         return max(0.0, now - moment - stopped)
 
     def warn_once(self, error: BaseException) -> None:
-        """Print a warning, at most once, that part of the supervision does not work on this rank."""
+        """Print a warning that part of the supervision does not work on this rank; a second call does nothing."""
         if not self._warned:
             self._warned = True
             write_stderr(f"mpizero: stuck or missing ranks may not be noticed here: {type(error).__name__}: {error}\n")

@@ -1,7 +1,7 @@
-"""Check before every collective that all ranks call the same one, with MPIZERO_DEBUG=collectives.
+"""Check before every collective that all ranks call the same collective, if MPIZERO_DEBUG=collectives is set.
 
-A blocking collective then costs one more small message, on a communicator of its own. A non-blocking one is compared
-when it is waited for or tested, so that ranks may still start it at different times.
+Every collective then costs one more small message, on a separate communicator. The comparison of a non-blocking
+collective ends when its request is waited for or tested, so that ranks may still start it at different times.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from mpizero.types import Array
 
 
 class CallVerifier:
-    """Compare the ranks' hashes of calls on one communicator, and raise the same error on all of them.
+    """Compare the ranks' hashes of their calls on one communicator; if they differ, raise the same error on all ranks.
 
     Parameters
     ----------
     comm : MPI.Intracomm
-        The communicator. It is split, collectively, so that the comparison has a communicator of its own.
+        The communicator. The constructor is collective over it, and splits off a communicator for the comparisons.
     trace : CallTrace
-        The calls of this rank.
+        The calls of this rank on the communicator.
     members : sequence of int
         World ranks of the communicator, for the report.
     """
@@ -36,7 +36,7 @@ class CallVerifier:
         self._trace, self._members = trace, members
 
     def start(self) -> PendingComparison:
-        """Start to compare this rank's hash with those of the others. Collective over the communicator."""
+        """Start to compare the hashes of all ranks, and return the comparison. Collective over the communicator."""
         mine, everyone = np.array([self._trace.number]), np.empty(self._comm.Get_size(), np.int64)
         request = self._comm.Iallgather([mine, MPI.INT64_T], [everyone, 1, MPI.INT64_T])
         return PendingComparison(self, request, mine, everyone)
@@ -48,7 +48,10 @@ class CallVerifier:
         return found or CollectiveError(f"the ranks of {self._trace.name!r} have called different collectives")
 
     def blocks(self, send_counts: Sequence[int], recv_counts: Sequence[int]) -> str:
-        """Return a text about an alltoallv block whose two ranks expect different lengths, or "". Collective."""
+        """Return a text about a block of an alltoallv whose sender and receiver pass different lengths; "" if none.
+
+        Collective over the communicator. The counts are the lengths of the blocks in elements.
+        """
         size = self._comm.Get_size()
         mine = np.array([*send_counts, *recv_counts], np.int64)
         every = np.empty((size, 2, size), np.int64)
@@ -63,24 +66,27 @@ class CallVerifier:
         )
 
     def close(self) -> None:
-        """Free the communicator. Collective over it."""
+        """Free the communicator of the comparisons. Collective over its ranks."""
         self._comm.Free()
 
 
 class PendingComparison:
-    """Represent a comparison that :meth:`CallVerifier.start` has started."""
+    """Represent a comparison of hashes that :meth:`CallVerifier.start` has started."""
 
     def __init__(self, verifier: CallVerifier, request: MPI.Request, mine: Array, everyone: Array) -> None:
         self._verifier, self._request = verifier, request
         self._mine, self._everyone = mine, everyone
 
     def wait(self) -> None:
-        """Wait, and raise CollectiveMismatch on every rank if calls differ. Collective over the communicator."""
+        """Wait for the hashes of all ranks; if they differ, raise CollectiveMismatch on every rank.
+
+        Collective over the communicator.
+        """
         self._request.Wait()
         self._compare()
 
     def test(self) -> bool:
-        """Tell whether the comparison has ended; raise like :meth:`wait` if ranks differ. Not collective."""
+        """Tell whether the comparison has ended; raise like :meth:`wait` if hashes differ. Not collective."""
         arrived = self._request.Test()
         if arrived:
             self._compare()
@@ -92,7 +98,7 @@ class PendingComparison:
 
 
 class VerifiedRequest(Request):
-    """Wait for the comparison of a non-blocking operation, then for the operation."""
+    """Wait for the comparison of a non-blocking collective, then for the collective itself."""
 
     def __init__(self, communicator: Transport, verification: PendingComparison, request: Request) -> None:
         trace = communicator.trace

@@ -16,7 +16,7 @@ _MIN_SILENCE = 0.5
 
 
 def with_age(slots: Mapping[int, Slot]) -> dict[int, Slot]:
-    """Return status slots with an entry "age" added: the seconds since each was written."""
+    """Return the status slots, by rank, with an entry "age" added to each: the seconds since it was written."""
     now, wall = time.monotonic(), time.time()
     return {rank: s | {"age": wall - s["wall"] if "wall" in s else now - s["beat"]} for rank, s in slots.items()}
 
@@ -24,18 +24,18 @@ def with_age(slots: Mapping[int, Slot]) -> dict[int, Slot]:
 def describe_stuck_call(
     call: Sequence[Any], members: Sequence[int], slots: Mapping[int, Slot], timeout: float, tick: float
 ) -> list[str]:
-    """Return the report, line by line, of a call that lasts too long: the missing ranks, then the status of each rank.
+    """Return the lines of the report on a call that lasts too long: the missing ranks, then the status of each rank.
 
     Parameters
     ----------
     call : list
-        The call, an entry of "calls" in a status slot.
+        The call as [key, communicator, sequence, operation, tag, seconds], an entry of "calls" in a status slot.
     members : sequence of int
         World ranks of the communicator.
     slots : dict
-        Status slots by rank, with their age.
+        Status slots by rank, with their age (see :func:`with_age`).
     timeout, tick : float
-        The timeout of the call, and the seconds between two heartbeats.
+        The timeout of the call, and the time between two writes of a status slot, both in seconds.
     """
     key, _, sequence, operation = call[:4]
     unknown = [r for r in members if r not in slots]
@@ -73,12 +73,15 @@ def _describe_slot(slot: Slot, tick: float) -> str:
 
 
 def is_silent(slot: Slot, tick: float) -> bool:
-    """Tell whether a rank has written no status for so long after ``slot`` that it must be stopped or stuck."""
+    """Tell whether ``slot``, the last status slot of a rank, is so old that the rank must be stopped or stuck.
+
+    ``tick`` is the number of seconds between two writes of a slot.
+    """
     return bool(slot["age"] > max(_SILENT_TICKS * tick, _MIN_SILENCE))
 
 
 def describe_call_entry(call: Sequence[Any]) -> str:
-    """Return a call in a status slot ([key, communicator, sequence, operation, tag, seconds]) as text for a report."""
+    """Return a call as text for a report; it is given as [key, communicator, sequence, operation, tag, seconds]."""
     _, name, sequence, operation, tag, _ = call
     if operation == MAKING:
         return f"{operation} {name!r}"

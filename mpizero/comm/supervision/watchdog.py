@@ -1,13 +1,15 @@
-"""Report a collective that does not return, with the line of every rank, and end the job.
+"""Report a collective that does not return, with the source line of every rank, and end the job.
 
 [Note: two stages] Stage 1 is the supervisor's thread. When a call of a communicator lasts longer than the timeout, the
-thread reads the status boards, reports the missing ranks and the line of every rank, and aborts the job. This works if
-one waiting rank can get Python's interpreter lock; ranks inside MPI do not hold it. Stage 2 is a kernel timer that
-needs no lock (:mod:`.lock_timer`). The thread restarts it regularly. If some code holds the lock too long, the timer
-expires: it writes the stacks of all threads and ends the process, and the launcher ends the other ranks.
+thread reads the status boards, reports the missing ranks and the source line of every rank, and aborts the job. This
+works if one waiting rank can get Python's interpreter lock; ranks inside MPI do not hold the lock. Stage 2 is a kernel
+timer that needs no lock (:mod:`.lock_timer`). The thread restarts the timer regularly. If some code holds the lock too
+long, the timer expires: it writes the stacks of all threads and ends the process, and the launcher ends the other
+ranks.
 
-[Note: files] A rank that waits for another one, which reads or writes files, is not stuck as long as bytes are moved,
-however slowly. So the timeout counts from the last bytes that any rank has moved (:meth:`.CallTrace.transfer`).
+[Note: files] A rank that waits for another rank, which reads or writes files, is not stuck as long as bytes are read or
+written, however slowly. So the timeout counts from the last bytes that any rank has read or written
+(:meth:`.CallTrace.transfer`).
 """
 
 from __future__ import annotations
@@ -43,24 +45,25 @@ _STACKS = 0.5
 class Watchdog:
     """End the job when one call of any communicator of this process lasts longer than ``timeout``.
 
-    Use it as a context manager, or call :meth:`start` and :meth:`stop`; every rank makes its own. It adds no cost to a
-    call: communicators record anyway when they enter a call, and one thread reads the records. Time in which the
-    process was stopped does not count, nor time in which ranks read or write files for which others wait. While it
-    runs, SIGUSR2 makes the process write the stacks of its threads. With an in-process communicator, a call that lasts
-    too long ends the group of threads by :meth:`Communicator.abort`, not the process.
+    Use it as a context manager, or call :meth:`start` and :meth:`stop`. Each rank makes a watchdog of its own. It adds
+    no cost to a call: communicators record anyway when they enter a call, and one thread reads the records. Two kinds
+    of time do not count: time in which the process was stopped, and time in which other ranks wait while a rank reads
+    or writes files. While the watchdog runs, SIGUSR2 makes the process write the stacks of its threads. With an
+    InMemoryCommunicator, a call that lasts too long ends the group of threads by :meth:`Communicator.abort`, and does
+    not end the process.
 
     Parameters
     ----------
     comm : Communicator
-        Any communicator of this process. If it is one of MPI, all MPI communicators of the process are watched.
+        Any communicator of this process. If it is an MpiCommunicator, all MpiCommunicators of the process are watched.
     timeout : float
-        Seconds. It must be longer than ranks ever have to wait for one another in a correct run.
+        The most seconds that a call may last. It must be longer than ranks ever wait for one another in a correct run.
     grace : float
-        Stage 2 ends this process after ``timeout + grace`` seconds of processor time in which the thread did not run;
-        over MPI only.
+        If the watchdog's thread cannot run, this process is ended after ``timeout + grace`` seconds of processor time
+        (stage 2 of [Note: two stages]); over MPI only.
     folder : path or None
-        Folder that all nodes see, for the status of ranks on nodes that do not reply (see :mod:`.remote_status`) and
-        the stacks of stage 2 (``hang-rank00003.txt``). If None or not writable, stacks go to standard error.
+        Folder that all nodes see. It receives the status of every rank, for nodes that do not reply by TCP, and the
+        stacks of stage 2 (``hang-rank00003.txt``). If it is None or not writable, stacks go to standard error.
 
     Raises
     ------
@@ -96,7 +99,7 @@ class Watchdog:
         self.stop()
 
     def start(self) -> None:
-        """Start the watchdog."""
+        """Start to watch the calls of this process."""
         self._shared = self._guard.is_registered(self._comm.trace)
         self._rank = self._guard.rank if self._shared else self._comm.rank
         if not self._shared:  # one rank, or ranks that are threads of this process
@@ -131,7 +134,7 @@ class Watchdog:
             self._log = None
 
     def _announce_stacks(self) -> None:
-        """Write in this rank's status that SIGUSR2 makes it print its stacks, before any work begins."""
+        """Write to this rank's status slot that SIGUSR2 makes this process print its stacks."""
         if (heartbeat := self._guard.heartbeat) is not None:
             heartbeat.extra_entries["stacks"] = True
             try:
@@ -165,7 +168,10 @@ class Watchdog:
                 return
 
     def _files_move(self, call: list[Any], now: float) -> bool:
-        """Tell whether a rank has read or written bytes of files within the timeout; a yes is kept for a timeout."""
+        """Tell whether a rank of the communicator of ``call`` has read or written bytes of files within the timeout.
+
+        A result of True is reused, without reading the status again, until these bytes are older than the timeout.
+        """
         since = self._guard.supervisor.since
         if self._moved and since(self._moved, now) <= self._timeout:
             return True
@@ -208,7 +214,7 @@ class Watchdog:
         return self._folder / f"heartbeat-rank{rank:05d}.json"
 
     def _publish(self) -> None:
-        """Write this rank's status to the common folder, where other nodes can read it; ignore errors of the folder."""
+        """Write this rank's status slot to the common folder, where other nodes can read it; ignore file errors."""
         own, heartbeat = self._path(self._rank), self._guard.heartbeat
         slot = heartbeat.last_slot if heartbeat is not None and self._shared else {}
         with contextlib.suppress(OSError):
@@ -217,7 +223,11 @@ class Watchdog:
             temporary.replace(own)
 
     def _slots(self, members: tuple[int, ...]) -> dict[int, Slot]:
-        """Return the status slots of all ranks that can be read, with age: from boards, folder and other nodes."""
+        """Return the status slots of all ranks that can be read, by rank, each with its age in seconds.
+
+        They are read from the status boards of this node; for other ranks of ``members``, from the common folder and
+        from the status servers of other nodes.
+        """
         peers = self._guard.peers
         slots = peers.read()
         for rank in members if self._folder is not None else ():
@@ -229,7 +239,7 @@ class Watchdog:
         return wait_report.with_age(slots)
 
     def _ask_silent(self) -> None:
-        """Send SIGUSR2 to silent ranks of this node, so that they write their stacks without the interpreter lock."""
+        """Send SIGUSR2 to silent ranks of this node, which makes them write their stacks even while they are stuck."""
         asked = 0
         for rank, slot in self._slots(()).items():
             if rank != self._rank and slot.get("stacks") and wait_report.is_silent(slot, self._guard.supervisor.tick):
