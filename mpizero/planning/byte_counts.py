@@ -1,7 +1,7 @@
 """Compute the bytes that collectives send, by formula, and record a split layer's group calls on one rank.
 
-The formulas follow the code of ``comm/``. They count the same bytes as the counters there ([Note: bytes on the wire] in
-``comm/transport.py``). They cut messages as ``comm/reduce/exact.py`` does, and use messages or windows as
+The formulas follow the code of ``comm/``. They count the same bytes as the counters in that folder ([Note: bytes on the
+wire] in ``comm/transport.py``). They cut messages as ``comm/reduce/exact.py`` does, and use messages or windows as
 ``comm/group/model_group.py`` does.
 """
 

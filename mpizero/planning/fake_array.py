@@ -1,4 +1,4 @@
-"""Define an array type whose matrix products are not computed, so that trials of blocks take little time."""
+"""Define an array type whose matrix products are not computed, so that trial runs of blocks take little time."""
 
 from __future__ import annotations
 

@@ -54,12 +54,12 @@ class StepPasses:
 
     @property
     def _owned(self) -> int:
-        """Number of gradient elements that this rank owns: those of which it computes the sum over all ranks."""
+        """Number of gradient elements that this rank owns; it computes their sums over all ranks."""
         return sum(self.traffic.part.shards.gradients[self.traffic.grid.data.rank])
 
     @property
     def _group(self) -> int:
-        """Number of gradient elements that this rank and its peers own: those of which it sums its node's gradients."""
+        """Number of gradient elements that this rank and its peers own; for these it sums the gradients of its node."""
         gradients = self.traffic.part.shards.gradients
         return sum(sum(gradients[rank]) for rank in self.traffic.grid.peer_ranks)
 

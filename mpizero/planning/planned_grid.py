@@ -29,7 +29,11 @@ class PlannedGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class PlannedGrid(NodeOrder):
-    """Hold the groups of one rank of a planned job, under the names that :class:`mpizero.comm.ProcessGrid` uses."""
+    """Hold the groups of one rank of a planned job, under the names that :class:`mpizero.comm.ProcessGrid` uses.
+
+    ``here`` holds the rank's coordinates on ``axes``, the axes of parallelism. ``nodes`` and ``position`` are described
+    in :class:`NodeOrder`.
+    """
 
     axes: Axes
     here: Coordinates
@@ -107,7 +111,7 @@ class PlannedRanks:
         return self.private() if self.share and grid.order != tuple(range(grid.data.size)) else self
 
     def private(self) -> PlannedRanks:
-        """Return the same ranks without shared memory. Not collective."""
+        """Return the ranks of the same job without shared memory. Not collective."""
         return PlannedRanks(self.axes, self.hosts, share=False)
 
     @property

@@ -54,7 +54,7 @@ class ShardSizes:
         return (spans[unit.index].size, *(entry.span.intersect(spans[home]).size for entry, home in homes))
 
     def squares(self, rank: int) -> int:
-        """Return how many partial sums of squares data rank ``rank`` sends for norms. Not collective."""
+        """Return how many partial sums of squares data rank ``rank`` sends when a norm is computed. Not collective."""
         found = 0
         for unit, span in zip(self.layout.units, self.shares[rank].spans, strict=True):
             for entry in unit.entries:

@@ -78,7 +78,10 @@ class ContextPosition(Position):
         return y, zigzag
 
     def add(self, weight: Array, x: Array, zigzag: Zigzag) -> None:
-        """Add the rows of ``weight`` for the positions that this rank holds to ``x``, in place. Not collective."""
+        """Add the rows of ``weight`` for the positions that this rank holds to ``x``, in place.
+
+        ``zigzag`` is the cut of the sequences. Not collective.
+        """
         for here, run in zigzag.pieces(self.group.rank):
             x[:, here] += weight[run]
 

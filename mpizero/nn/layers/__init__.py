@@ -1,1 +1,1 @@
-"""Provide layers with hand-written backward passes."""
+"""Provide the layers that run whole on one rank, with hand-written backward passes."""

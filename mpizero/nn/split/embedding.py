@@ -49,9 +49,10 @@ class SplitEmbedding(Layer):
         return tuple(part_of(spec, 0, self.ranges) for spec in self.whole.own_specs())
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map the ids ``x`` of all positions to vectors, of all positions or of this rank's only.
+        """Map the ids ``x`` of all positions to vectors; return the vectors and the cache.
 
-        Returns the vectors and the cache. Collective over the group.
+        The vectors are those of all positions, or with ``sequence`` those of this rank's positions. Collective over the
+        group.
         """
         weight = params["weight"]
         ids = as_ids(x, self.whole.items, "Embedding").reshape(-1) - self.ranges[0][0]
@@ -75,7 +76,8 @@ class SplitEmbedding(Layer):
     def add_rows(self, ids: Array, dy: Array, gradient: Array) -> None:
         """Overwrite row ``id`` of ``gradient`` with the sum of ``dy`` over all occurrences of this id in ``ids``.
 
-        Ids are counted from this rank's first row; those outside of its rows are ignored. Not collective.
+        Ids are counted from this rank's first row of the table; ids of rows that other ranks hold are ignored. Not
+        collective.
         """
         gradient[...] = 0
         rows = namespace(dy).ascontiguousarray(dy.reshape(ids.size, self.whole.features))

@@ -38,10 +38,10 @@ def part_of(spec: ParameterSpec, axis: int, ranges: Ranges) -> ParameterSpec:
 
 
 def complete_shared(layer: Layer, group: Group, grads: Params, tag: str) -> None:
-    """Replace the gradients of a layer's parameters that every rank holds whole by their sums over the ranks.
+    """Sum over the ranks, in place, the gradients of those parameters that every rank holds whole.
 
-    Before, each rank has computed these gradients from its own positions of the sequences only. ``tag`` names the
-    message in errors and traces.
+    ``layer`` has the parameters, and ``grads`` their gradients. Before, each rank has computed these gradients from its
+    own positions of the sequences only. ``tag`` names the message in errors and traces.
 
     Collective over ``group``, with one message.
     """
