@@ -39,7 +39,7 @@ class DeviceAllocator:
         return array.reshape(sizes)
 
     def release(self, kind: str, array: Array) -> None:
-        """Subtract the bytes of ``array``, whose last reference the caller drops, from the count. Not collective."""
+        """Stop counting the bytes of ``array``; the caller then drops its last reference. Not collective."""
         self.device.release(kind, array)
 
     def shared(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: Any) -> tuple[Array, ...]:
@@ -47,7 +47,7 @@ class DeviceAllocator:
         return tuple(self.private(kind, shape, dtype) for shape in shapes)
 
     def free_shared(self, kind: str, arrays: Sequence[Array]) -> None:
-        """Subtract the bytes of the arrays that :meth:`shared` returned from the count. Not collective."""
+        """Stop counting the bytes of arrays that :meth:`shared` returned. Not collective."""
         for array in arrays:
             self.release(kind, array)
 

@@ -84,10 +84,7 @@ class DeviceUpdater(Updater):
         return state
 
     def release(self) -> None:
-        """Subtract the optimizer state from the counted bytes on the GPU. Not collective.
-
-        Do not use the updater afterwards.
-        """
+        """Stop counting the bytes of the optimizer state; the caller then drops the updater. Not collective."""
         for array in self.state.values():
             self.device.release("optimizer state", array)
 
@@ -147,7 +144,7 @@ class StagedUpdater(DeviceUpdater):
         self._weights = self.device.keep("buffers", weights, self.dtype)
 
     def release(self) -> None:
-        """Subtract the optimizer state and the buffers from the counted bytes on the GPU. Not collective."""
+        """Stop counting the bytes of the optimizer state and the buffers on the GPU. Not collective."""
         super().release()
         for buffer in (self._gradient, self._weights):
             self.device.release("buffers", buffer)

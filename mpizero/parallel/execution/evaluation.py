@@ -1,4 +1,4 @@
-"""Compute losses and correct predictions of a batch, without training."""
+"""Compute the loss of a batch, and count its correct predictions, without training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpizero.types import Array
 
 
 def _are_scores(prediction: Any, targets: Array) -> bool:
-    """Tell whether each prediction is a score per class and each target the number of a class."""
+    """Tell whether the prediction of every sample has one score per class, and its target is the number of a class."""
     if not isinstance(prediction, np.ndarray):
         return False
     return prediction.shape[:-1] == targets.shape and targets.dtype.kind in "iu"
@@ -23,7 +23,9 @@ def _are_scores(prediction: Any, targets: Array) -> bool:
 def evaluate(
     batch: GlobalBatch, runner: Runner, scalars: GrainScalars, rounds: int, run_of: RunOf, *, scores: bool
 ) -> tuple[float, float, int | None]:
-    """Return loss sum, weight and number of correct predictions over all ranks' grains. Collective over all ranks.
+    """Return the sum of losses, the weight and the number of correct predictions over the global batch.
+
+    Collective over all ranks. A prediction is correct if the class with the highest score is the target.
 
     Parameters
     ----------
@@ -34,16 +36,18 @@ def evaluate(
     scalars : GrainScalars
         Collects losses, weights and failures.
     rounds : int
-        Number of forward passes that every rank must join.
+        Number of forward passes of the rank that makes the most. Every rank joins the collectives of as many passes.
     run_of : callable
-        Returns the ``Run`` of a training pass over the same samples.
+        Takes the index of a micro-batch's first sample and its number of samples, and returns the ``Run`` of a training
+        pass over them; here it is used with ``training=False``.
     scores : bool
-        Whether this rank adds the losses of its grains: it has the last stage, and no other rank adds the same ones.
+        Whether this rank adds the losses of its grains to the sums. True on one of the ranks that compute the same
+        losses, and never on a rank without the last pipeline stage.
 
     Returns
     -------
     (float, float, int or None)
-        The last is None if predictions are not scores of classes.
+        Sum of losses, weight, and number of correct predictions; the last is None if predictions are not class scores.
     """
     right, scored, done = 0, True, 0
     runner.ready()

@@ -1,4 +1,4 @@
-"""Compute losses and gradients of one micro-batch, for models of blocks and for black boxes, unit by unit."""
+"""Compute loss and gradients of one micro-batch, for models of blocks (unit by unit) and for black boxes."""
 
 from __future__ import annotations
 
@@ -32,21 +32,38 @@ class Evaluator(Protocol):
 
     @property
     def store(self) -> ParameterProvider:
-        """Return the store that provides the parameters."""
+        """The object that provides the parameters."""
 
     def gradients(
         self, x: Any, y: Any, run: Run, target: GradientTarget, done: UnitDone, ended: BlockEnded | None = None
     ) -> tuple[float, float]:
-        """Write the gradient of the loss sum; return the loss sum and the weight."""
+        """Compute a micro-batch's gradient of the sum of losses, and return the sum of losses and the weight.
+
+        Parameters
+        ----------
+        x, y : array or nested structure
+            Samples and targets of the micro-batch.
+        run : Run
+            What the forward pass gets besides ``x``.
+        target : callable
+            Returns the views that the gradients of a unit are written to.
+        done : callable
+            Called with each unit when all its gradients are written.
+        ended : callable, optional
+            Called with each unit and block when the gradients of the block are written.
+        """
 
     def absent(self, done: UnitDone) -> None:
-        """Join every gather and reduction of a micro-batch that only other ranks have."""
+        """Join the gathers and reductions of a micro-batch that other ranks compute while this rank has none.
+
+        ``done`` is called for every unit, as by :meth:`gradients`.
+        """
 
     def predict(self, x: Any) -> Any:
-        """Return the prediction for this rank's ``x``."""
+        """Return the model's output for ``x``; if ``x`` is None, only join the gathers, and return None."""
 
     def loss(self, x: Any, y: Any, run: Run) -> tuple[float, float, Any]:
-        """Return the loss sum, the weight and the prediction."""
+        """Return the sum of losses, the weight and the prediction, without computing gradients."""
 
     def using_loss(self, loss: Any) -> AbstractContextManager[None]:
         """Use ``loss`` instead of the model's own loss inside the context."""
@@ -55,8 +72,9 @@ class Evaluator(Protocol):
 class _Passage:
     """Track the collectives that a rank still has to join in one forward and backward pass.
 
-    These are the gathers of units, and the reductions at the ends of units. A rank whose computation fails, or that has
-    no micro-batch, still joins all of them, so that no other rank waits for it.
+    They are the gathers of the units' parameters, and the reductions when a unit's backward pass ends. A rank whose
+    computation fails, or that has no micro-batch, still joins all of them, so that no other rank waits for it. If
+    ``done`` is None, there is a forward pass only.
     """
 
     def __init__(self, store: ParameterProvider, units: Sequence[Unit], done: UnitDone | None) -> None:
@@ -66,19 +84,25 @@ class _Passage:
         self.ends = deque(backward)
 
     def unit(self, unit: Unit) -> AbstractContextManager[dict[str, Any]]:
-        """Gather the next unit and begin to gather the one after it; yield its parameters. Collective if sharded."""
+        """Gather ``unit`` and begin to gather the unit after it; return a context that yields the unit's parameters.
+
+        Collective over the data group if parameters are sharded.
+        """
         self.gathers.popleft()
         following = self.gathers[0] if self.gathers else None
         return self.store.unshard(unit, following, by_block=self.report is not None)
 
     def done(self, unit: Unit) -> None:
-        """Report that a unit's backward pass has ended."""
+        """Report that the unit's backward pass has ended. Collective over the data group if gradients are sharded."""
         self.ends.popleft()
         if self.report is not None:
             self.report(unit)
 
     def finish(self) -> None:
-        """Join all remaining collectives without computing. Collective if sharded."""
+        """Join all remaining collectives without computing.
+
+        Collective over the data group if parameters or gradients are sharded.
+        """
         while self.gathers or self.ends:
             if len(self.ends) > len(self.gathers):  # a unit gathered for its backward, which has not ended
                 self.done(self.ends[0])
@@ -88,7 +112,12 @@ class _Passage:
 
 
 class BlockEvaluator:
-    """Evaluate a model of blocks; each unit is gathered before its forward and backward pass and freed afterwards."""
+    """Evaluate a model of blocks, unit by unit.
+
+    If parameters are sharded, a unit is gathered before its forward pass and freed afterwards, and again for its
+    backward pass. ``loss_scale`` returns the current loss scale. ``run_on`` completes the ``Run`` for a micro-batch
+    ``x``. "Collective if sharded" in the methods means: over the data group, if parameters or gradients are sharded.
+    """
 
     def __init__(
         self,
@@ -105,9 +134,10 @@ class BlockEvaluator:
     def gradients(
         self, x: Any, y: Any, run: Run, target: GradientTarget, done: UnitDone, ended: BlockEnded | None = None
     ) -> tuple[float, float]:
-        """Write the gradient of the loss sum; return the loss sum and the weight. Collective if sharded.
+        """Compute a micro-batch's gradient of the sum of losses, and return the sum of losses and the weight.
 
-        If a layer raises, this rank first joins the remaining collectives, then raises the error.
+        Collective if sharded. If a layer raises, this rank first joins the remaining collectives, then raises the
+        error. :meth:`Evaluator.gradients` describes the parameters.
         """
         caches: dict[str, Any] = {}
         d: Any
@@ -157,11 +187,11 @@ class BlockEvaluator:
         return loss, weight
 
     def absent(self, done: UnitDone) -> None:
-        """Join every gather and reduction of a micro-batch that only other ranks have. Collective if sharded."""
+        """Join the gathers and reductions of a micro-batch that only other ranks have. Collective if sharded."""
         _Passage(self.store, self.units, done).finish()
 
     def predict(self, x: Any, run: Run = EVALUATE) -> Any:
-        """Return the prediction for this rank's ``x``. Collective if sharded."""
+        """Return the last block's output for ``x``; if ``x`` is None, only join the gathers. Collective if sharded."""
         passed = _Passage(self.store, self.units, None)
         try:
             run = EVALUATE if x is None else self.run_on(x, run)
@@ -179,7 +209,10 @@ class BlockEvaluator:
         return x
 
     def loss(self, x: Any, y: Any, run: Run) -> tuple[float, float, Any]:
-        """Return the loss sum, the weight and the prediction. Collective if sharded."""
+        """Return the sum of losses, the weight and the last block's output; if ``x`` is None, 0.0, 0.0 and None.
+
+        Collective if sharded.
+        """
         prediction = self.predict(x, run)
         if prediction is None:
             return 0.0, 0.0, None
@@ -188,7 +221,7 @@ class BlockEvaluator:
 
     @contextmanager
     def using_loss(self, loss: Any) -> Iterator[None]:
-        """Use ``loss`` instead of the model's own loss inside the context, unless it is None. Not collective."""
+        """Use ``loss`` in place of the model's own loss inside the context; None keeps the own one. Not collective."""
         own = self.criterion
         self.criterion = own if loss is None else loss
         try:
@@ -198,7 +231,10 @@ class BlockEvaluator:
 
 
 class BlackBoxEvaluator:
-    """Evaluate a black box: a function that needs all parameters at once and returns all gradients together."""
+    """Evaluate a black box: a function that needs all parameters at once and returns all gradients together.
+
+    "Collective if sharded" in the methods means: over the data group, if parameters or gradients are sharded.
+    """
 
     def __init__(self, model: BlackBoxModel, store: ParameterStore) -> None:
         self.model, self.store = model, store
@@ -211,9 +247,10 @@ class BlackBoxEvaluator:
     def gradients(
         self, x: Any, y: Any, run: Run, target: GradientTarget, done: UnitDone, ended: BlockEnded | None = None
     ) -> tuple[float, float]:
-        """Write the gradient of the loss sum; return the loss sum and the weight. Collective if sharded.
+        """Compute a micro-batch's gradient of the sum of losses, and return the sum of losses and the weight.
 
-        ``ended`` is never called, because all gradients come at the end.
+        Collective if sharded. :meth:`Evaluator.gradients` describes the parameters. ``ended`` is never called, because
+        the function returns all gradients together.
         """
         left, function = deque(reversed(self.units)), self.model.loss_and_grad
         params = self._parameters()
@@ -238,13 +275,13 @@ class BlackBoxEvaluator:
         return loss, weight
 
     def absent(self, done: UnitDone) -> None:
-        """Join every gather and reduction of a micro-batch that only other ranks have. Collective if sharded."""
+        """Join the gathers and reductions of a micro-batch that only other ranks have. Collective if sharded."""
         self._parameters()
         for unit in reversed(self.units):
             done(unit)
 
     def predict(self, x: Any) -> Any:
-        """Return the prediction for this rank's ``x``. Collective if sharded."""
+        """Return what the model's ``predict`` returns for ``x``; None if ``x`` is None. Collective if sharded."""
         params = self._parameters()
         if x is None:
             return None
@@ -263,7 +300,7 @@ class BlackBoxEvaluator:
         return result.copy() if shared else result
 
     def loss(self, x: Any, y: Any, run: Run) -> tuple[float, float, Any]:
-        """Return the loss sum, the weight, and None as the prediction. Collective if sharded."""
+        """Return the sum of losses, the weight, and None in place of a prediction. Collective if sharded."""
         params = self._parameters()
         if x is None and y is None:
             return 0.0, 0.0, None
@@ -279,13 +316,13 @@ class BlackBoxEvaluator:
 
     @contextmanager
     def using_loss(self, loss: Any) -> Iterator[None]:
-        """Raise ``UnsupportedError`` for another loss: a black box contains its own. Not collective."""
+        """Raise ``UnsupportedError`` if ``loss`` is not None, because a black box contains its loss. Not collective."""
         if loss is not None:
             raise UnsupportedError("a black box computes its own loss: another one cannot be put in its place")
         yield
 
     def _parameters(self) -> dict[str, Any]:
-        """Return all parameters by name: views of the store, or copies if the store is sharded."""
+        """Return all parameters by name: views of the store, or copies if they are sharded. Collective if sharded."""
         with ExitStack() as stack:
             if not self.store.sharded:
                 provided = [(unit, stack.enter_context(self.store.unshard(unit))) for unit in self.units]
@@ -311,10 +348,10 @@ class BlackBoxEvaluator:
 
 
 def _loss_function(model: Any) -> tuple[Callable[..., Any], bool] | None:
-    """Return a model's function of the loss without gradients, and whether it takes ``run``; None if there is none.
+    """Return the model's function that computes the loss without gradients, and whether it takes an argument ``run``.
 
-    It is used only if the model says ``has_loss``: another class of the user may have a method ``loss`` that returns
-    something else, a mean for example.
+    Return None if the model's attribute ``has_loss`` is not True: a user's class may have a method ``loss`` that
+    returns something else, a mean for example.
     """
     function = model.loss if getattr(model, "has_loss", False) is True else None
     return None if function is None else (function, takes_run(function, "loss", "parameters", "batch"))
@@ -325,7 +362,7 @@ def _kinds(result: Any) -> Any:
 
 
 def _read_only(value: Any) -> Any:
-    """Return read-only views of all arrays in ``value``, and anything else unchanged."""
+    """Return ``value``, an array or nested structure, with every array replaced by a read-only view of it."""
     if not isinstance(value, np.ndarray):
         return map_arrays(_read_only, value)
     view = value.view()
@@ -335,7 +372,7 @@ def _read_only(value: Any) -> Any:
 
 @contextmanager
 def _explained(function: str) -> Iterator[None]:
-    """Add advice to the error that a user's function raises when it writes to a read-only array."""
+    """Add advice to the error that the user's function, named ``function``, raises on writing to a read-only array."""
     try:
         yield
     except (ValueError, TypeError, BufferError) as error:
@@ -345,7 +382,7 @@ def _explained(function: str) -> Iterator[None]:
 
 
 def with_next(units: Iterable[Unit]) -> Iterator[tuple[Unit, Unit | None]]:
-    """Yield pairs of each unit and the next one; the last unit has None. Not collective."""
+    """Yield each unit together with the unit after it; the last unit comes with None. Not collective."""
     listed = list(units)
     return zip(listed, [*listed[1:], None], strict=True) if listed else iter(())
 

@@ -26,7 +26,10 @@ def make_runner(
     device: ComputeDevice,
     loss_scale: Callable[[], float],
 ) -> Runner:
-    """Create the runner for this rank's pipeline stage, whole model of blocks, or black box. Not collective."""
+    """Create this rank's runner: of its pipeline stage, of a whole model of blocks, or of a black box. Not collective.
+
+    ``loss_scale`` returns the current loss scale.
+    """
     kinds: Any = {
         "counts": grid.here.tensor == 0,  # tensor ranks find the same losses
         "agreeable": agreeable_errors(grid),

@@ -1,8 +1,8 @@
 """Run the micro-batches of a step through the stages of a pipeline, in the order of a schedule.
 
-[Note: pipeline bits] Every chunk runs its micro-batches in ascending order, in the forward pass and again in the
-backward pass. It adds their gradients by the same jobs as an unsplit model. So neither the number of stages nor the
-schedule changes a bit of the result.
+[Note: pipeline bits] Every chunk runs the forward passes of its micro-batches in ascending order, and also the backward
+passes. Their gradients are added by the same code and in the same order as those of a model that is not split. So
+neither the number of stages nor the schedule changes a bit of the result.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ _BACKWARD_KINDS = ("backward", "backward_input")
 class _Flight:
     """Hold the data of one micro-batch on a chunk, from its forward pass to the end of its backward pass.
 
-    If a layer raises, ``fail`` is called with the error. The micro-batch's messages still go on, without computing, so
-    that no rank waits for this one.
+    If a layer raises, ``fail`` is called with the error, and ``failed`` is set. The messages of the micro-batch are
+    still sent and received, but nothing more is computed from it, so that no rank waits for this one. ``caches`` holds
+    what the forward pass of each block has kept for its backward pass, ``pending`` what the backward pass for its input
+    has kept for the weights, and ``loss`` what the loss has kept.
     """
 
     fail: Callable[[Exception], None]
@@ -54,7 +56,7 @@ class _Flight:
 
 
 class PipelineRunner:
-    """Execute this stage's part of a pipeline schedule.
+    """Execute the instructions of a pipeline schedule for this rank's stage.
 
     Parameters
     ----------
@@ -69,14 +71,14 @@ class PipelineRunner:
     loss_scale : callable
         Returns the current loss scale.
     counts : bool
-        Whether this rank adds the losses of the last chunk, if it has that chunk. Tensor ranks compute equal losses,
-        and only one of them adds its losses.
+        Whether this rank records its losses in ``scalars`` if it has the last chunk. The ranks of a tensor group
+        compute equal losses, and only one of them records them.
     agreeable : tuple of type
-        The layer errors that are raised later, when all ranks agree; see :func:`agreeable_errors`.
+        The types of layer errors that are raised later, on all ranks together; see :func:`agreeable_errors`.
     compute_device : ComputeDevice, optional
-        The device where the layers compute; the host unless given.
+        The device where the layers compute; the host if not given.
     marks : WriteCheck, optional
-        Checks that layers write all of their gradients.
+        Checks that layers write all of their gradients; not checked if not given.
     """
 
     def __init__(
@@ -112,7 +114,11 @@ class PipelineRunner:
     # ------------------------------------------------------------------ a step
 
     def run(self, jobs: Sequence[Job], run_of: RunOf) -> None:
-        """Run forward and backward passes of all jobs. Collective over the pipeline, and the data group if sharded."""
+        """Run the forward and backward passes of all jobs, and record losses, weights and errors in the scalars.
+
+        Collective over the pipeline, and over the data group if parameters or gradients are sharded. ``run_of`` takes
+        the index of a micro-batch's first sample and its number of samples, and returns the ``Run`` of its pass.
+        """
         self._flights = {}
         self.ready()  # stages wait for each other in ways that ranks of a node must not
         watched = [WatchedJob(job, self.scalars, self.store.timeline, self.compute_device, self.marks) for job in jobs]
@@ -145,7 +151,7 @@ class PipelineRunner:
             self._backward_weights(chunk, micro, watched)
 
     def _absent(self, instruction: Instruction, watched: WatchedJob) -> None:
-        """Join the gathers and reductions of a micro-batch that only other replicas have."""
+        """Join the gathers and reductions of an instruction on a micro-batch that only other replicas have."""
         forward = instruction.kind == "forward"
         units = self.units[instruction.chunk]
         for unit, following in with_next(units if forward else reversed(units)):
@@ -173,7 +179,11 @@ class PipelineRunner:
             self.scalars.add(watched.job.grain.number, loss, weight)
 
     def _pass_forward(self, chunk: int, micro: int, x: Any, run: Run, flight: _Flight) -> Any:
-        """Receive a chunk's input, run the chunk and send its output on; return the output, None if it failed."""
+        """Receive a chunk's input, run the chunk forward, send its output to the next chunk, and return the output.
+
+        Return None if a layer of this or of an earlier chunk has raised. ``x`` holds the samples of the micro-batch;
+        the first chunk takes them as its input.
+        """
         value = x
         if chunk > 0:
             value = self.pipeline_p2p.receive(Route("forward", chunk), micro, key_of(x), self.stage_of[chunk - 1])
@@ -189,14 +199,21 @@ class PipelineRunner:
         return None if flight.failed else value
 
     def _send(self, route: Route, micro: int, x: Any, peer: int, value: Any, flight: _Flight) -> None:
-        """Send the result that a chunk computed from samples ``x``, or the message that it failed."""
+        """Send ``value``, which a chunk has computed from the samples ``x``, to stage ``peer``.
+
+        If the chunk has failed, a message that says so is sent instead.
+        """
         with self._computing(flight) as working:
             if working:
                 self.pipeline_p2p.check(route, key_of(x), value)
         self.pipeline_p2p.send(route, micro, key_of(x), peer, None if flight.failed else value)
 
     def _backward(self, chunk: int, micro: int, watched: WatchedJob) -> None:
-        """Run a chunk's backward pass for its input and its weights together, unit by unit."""
+        """Compute the gradients of a chunk's input and weights from the gradient of its output, unit by unit.
+
+        The gradient of the output is received from the next chunk, that of the input is sent to the chunk before. The
+        last chunk begins with the loss.
+        """
         flight, d = self._begin_backward(chunk, micro, watched)
         for unit, following in with_next(reversed(self.units[chunk])):
             with self.store.unshard(unit, following) as params, self._computing(flight) as working:
@@ -228,7 +245,7 @@ class PipelineRunner:
             watched.done(unit)
 
     def _call(self, phase: str, block: str, method: str, *args: Any) -> Any:
-        """Call a method of a block's layer, record its time, and return its result."""
+        """Call ``method`` of a block's layer with ``args``, record its time under ``phase``, and return its result."""
         clock, bound = self.store.timeline, getattr(self.partitioned.local.blocks[block], method)
         begun = clock.begin()
         result = call_located("block", block, bound, *args)
@@ -275,7 +292,11 @@ class PipelineRunner:
 
     @contextmanager
     def _computing(self, flight: _Flight) -> Iterator[bool]:
-        """Yield whether to compute; catch and record a layer's error, so that this rank joins the later collectives."""
+        """Yield whether to compute: False if an error has occurred in this micro-batch on this or another rank.
+
+        An error that a layer raises inside the context is caught and recorded, so that this rank goes on to join the
+        later collectives. Errors of types that are not in ``agreeable`` are raised.
+        """
         try:
             yield not flight.failed
         except (CollectiveError, PeerFailure):
@@ -288,13 +309,17 @@ class PipelineRunner:
             flight.caches.clear()
 
     def ready(self) -> None:
-        """Wait until all published parameters have arrived. Collective over the data group."""
+        """Wait until all updated parameters that other ranks send have arrived. Collective over the data group."""
         self.store.wait()
 
     # ------------------------------------------------------------------ forward alone
 
     def predict(self, x: Any) -> Any:
-        """Return the prediction for this rank's ``x``, on every stage. Collective over the pipeline."""
+        """Return the whole prediction for this rank's ``x``, on every stage; None if ``x`` is None.
+
+        Collective over the pipeline, and over the data group if parameters are sharded. A layer's error is raised on
+        all stages.
+        """
         errors: list[Exception] = []
         own = None if x is None else self.compute_device.put(self.partitioned.own_places(as_arrays(x)))
         value = self._forward_only(own, EVALUATE, errors.append)
@@ -313,9 +338,10 @@ class PipelineRunner:
         return result
 
     def loss(self, x: Any, y: Any, run: Run = EVALUATE) -> tuple[float, float, Any]:
-        """Return loss sum, weight and prediction on the last stage, and ``(0.0, 0.0, None)`` on the others.
+        """Return the sum of losses, the weight and the prediction on the last stage, 0.0, 0.0 and None on the others.
 
-        Collective over the pipeline. The error of a layer is given to the scalars, which raise it later.
+        Collective over the pipeline, and over the data group if parameters are sharded. An error of a layer is recorded
+        in the scalars, which raise it later on all ranks; then the last stage also returns 0.0, 0.0 and None.
         """
         x, y = self.compute_device.put(x), self.compute_device.put(y)
         value = self._forward_only(x, run, self.scalars.fail)
@@ -343,7 +369,7 @@ class PipelineRunner:
 
     @contextmanager
     def using_loss(self, loss: Any) -> Iterator[None]:
-        """Use ``loss`` instead of the model's own loss inside the context, unless it is None. Not collective."""
+        """Use ``loss`` in place of the model's own loss inside the context; None keeps the own one. Not collective."""
         own = self.criterion
         self.criterion = own if loss is None else self.partitioned.own_loss(loss)
         try:

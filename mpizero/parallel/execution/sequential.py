@@ -25,11 +25,12 @@ RunOf = Callable[[int, int], Run]
 
 
 def agreeable_errors(grid: ProcessGrid) -> tuple[type[Exception], ...]:
-    """Return the types of layer errors that are raised later, when all ranks agree. Not collective.
+    """Return the types of layer errors that are recorded and raised at the end of the step, on all ranks together.
 
-    After such an error a rank still joins the collectives of the step. That is impossible with split layers: the other
-    ranks of the group wait inside the layer that raised. The exception is ``DataError`` in a tensor group, whose ranks
-    have the same samples and so all raise it.
+    Not collective. After such an error a rank still joins the collectives of the step. Other errors are raised at once.
+    If layers are split over a tensor or context group, no type can wait: the other ranks of the group wait inside the
+    layer that has raised on this one. Only ``DataError`` can in a tensor group without a context group, because all
+    ranks of the group have the same samples and raise it too.
     """
     if grid.tensor.size * grid.context.size == 1:
         return (Exception,)
@@ -37,31 +38,37 @@ def agreeable_errors(grid: ProcessGrid) -> tuple[type[Exception], ...]:
 
 
 class Runner(Protocol):
-    """Run the forward and backward passes of a training step, and forward passes for predictions."""
+    """Run the forward and backward passes of a training step, and the forward passes of evaluation and prediction."""
 
     #: The types of layer errors that are raised later, when all ranks agree.
     agreeable: tuple[type[Exception], ...]
 
     def run(self, jobs: Sequence[Job], run_of: RunOf) -> None:
-        """Run all jobs; give their losses, weights and failures to the scalars."""
+        """Run the forward and backward passes of all jobs, and record losses, weights and errors in the scalars.
+
+        ``run_of`` takes the index of a micro-batch's first sample and its number of samples, and returns its ``Run``.
+        """
 
     def ready(self) -> None:
-        """Wait until all published parameters have arrived. Collective over the data group."""
+        """Wait until all updated parameters that other ranks send have arrived. Collective over the data group."""
 
     def predict(self, x: Any) -> Any:
-        """Return the prediction for this rank's ``x``."""
+        """Return the whole prediction for this rank's ``x``; if ``x`` is None, only join collectives; return None."""
 
     def loss(self, x: Any, y: Any, run: Run = EVALUATE) -> tuple[float, float, Any]:
-        """Return loss sum, weight and prediction; without values on ranks where another rank computes them."""
+        """Return the sum of losses, the weight and the prediction of a micro-batch, without computing gradients.
+
+        A rank that does not compute them, because another stage does or ``x`` is None, returns 0.0, 0.0 and None.
+        """
 
     def using_loss(self, loss: Any) -> AbstractContextManager[None]:
-        """Use ``loss`` instead of the model's own loss inside the context."""
+        """Use ``loss`` in place of the model's own loss inside the context; None keeps the own one."""
 
 
 class WatchedJob:
-    """Check the gradients of a job as they are completed, and record the first that is not finite.
+    """Check the gradients of a job when they are complete, and record the first that is not finite.
 
-    The samples and the views that gradients are written to are on the device where the layers compute.
+    The job's samples, and the views that layers write its gradients to, are on the device where the layers compute.
     """
 
     def __init__(
@@ -79,7 +86,7 @@ class WatchedJob:
         self._checked: set[str] = set()
 
     def target(self, unit: Unit) -> Any:
-        """Return the views that a unit's gradients are written to."""
+        """Return the views that layers write a unit's gradients to."""
         self._written[unit.index] = self.job.target(unit)
         views = self.compute_device.target(unit, self._written[unit.index])
         if self._marks is not None:
@@ -87,7 +94,10 @@ class WatchedJob:
         return views
 
     def ended(self, unit: Unit, block: str) -> None:
-        """Check the gradients of a block before its unit is complete, and report the block to the job."""
+        """Check a block's gradients, which are complete, and report the block to the job.
+
+        The other blocks of the unit may not be complete yet.
+        """
         begun = self.timeline.begin()
         self._check(unit, block, self._written[unit.index][block])
         self._checked.add(block)
@@ -96,7 +106,10 @@ class WatchedJob:
         self.timeline.end("local sums", block, begun)
 
     def done(self, unit: Unit) -> None:
-        """Check a unit's gradients, unless they were never written, and report the unit to the job."""
+        """Check the gradients of a unit, all complete now, and report the unit to the job.
+
+        Nothing is checked if :meth:`target` was not called for the unit, because a layer has raised before.
+        """
         begun = self.timeline.begin()
         written = self._written.pop(unit.index, {})
         if written:
@@ -108,7 +121,7 @@ class WatchedJob:
         self.timeline.end("local sums", unit, begun)
 
     def _check(self, unit: Unit, block: str, views: Any) -> None:
-        """Check that a block's gradients are finite: first as flat ranges, and only after a failure by name."""
+        """Check that a block's gradients are finite; if some are not, find the first parameter and record it."""
         if self.job.grain is None:
             return
         flat, ranges = self.job.flat(unit), unit.gradient_ranges[block]
@@ -123,24 +136,25 @@ class WatchedJob:
 
 
 class SequentialRunner:
-    """Run this rank's whole model for one micro-batch after the other.
+    """Run one micro-batch after the other through all blocks of the model, without a pipeline.
 
     Parameters
     ----------
     evaluator : Evaluator
-        Runs one micro-batch.
+        Runs the model forward and backward for one micro-batch.
     scalars : GrainScalars
         Collects losses, weights and failures.
     partitioned : PartitionedModel
-        Assembles whole predictions from those of split layers.
+        Joins the parts of a prediction that the ranks of a tensor or context group have computed.
     counts : bool
-        Whether this rank adds its losses. Tensor ranks compute equal losses, and only one of them adds its losses.
+        Whether this rank records its losses in ``scalars``. The ranks of a tensor group compute equal losses, and only
+        one of them records them.
     agreeable : tuple of type
-        The layer errors that are raised later, when all ranks agree; see :func:`agreeable_errors`.
+        The types of layer errors that are raised later, on all ranks together; see :func:`agreeable_errors`.
     compute_device : ComputeDevice, optional
-        The device where the evaluator computes; the host unless given.
+        The device where the evaluator computes; the host if not given.
     marks : WriteCheck, optional
-        Checks that layers write all of their gradients.
+        Checks that layers write all of their gradients; not checked if not given.
     """
 
     def __init__(
@@ -159,9 +173,11 @@ class SequentialRunner:
         self.marks = marks
 
     def run(self, jobs: Sequence[Job], run_of: RunOf) -> None:
-        """Run the forward and backward pass of every job, one micro-batch each, in order.
+        """Run the forward and backward pass of every job, one after the other; each job is one micro-batch.
 
-        Collective if gradients or parameters are sharded.
+        Collective over the data group if gradients or parameters are sharded. Losses, weights and errors are recorded
+        in the scalars. ``run_of`` takes the index of a micro-batch's first sample and its number of samples, and
+        returns the ``Run`` of its pass.
         """
         for job in jobs:
             if job.grain is None or self.scalars.error is not None:
@@ -189,20 +205,27 @@ class SequentialRunner:
             self.scalars.fail(error)
 
     def ready(self) -> None:
-        """Wait until all published parameters have arrived. Collective over the data group."""
+        """Wait until all updated parameters that other ranks send have arrived. Collective over the data group."""
         self.evaluator.store.wait()
 
     def predict(self, x: Any) -> Any:
-        """Return the prediction for this rank's ``x``. Collective if sharded."""
+        """Return the whole prediction for this rank's ``x``, on the host; if ``x`` is None, only join the gathers.
+
+        Collective over the data group if parameters are sharded, and over the tensor and context group.
+        """
         own = None if x is None else self.compute_device.put(self.partitioned.own_places(as_arrays(x)))
         prediction = self.evaluator.predict(own)
         return None if x is None else to_host(self.partitioned.whole_prediction(prediction))
 
     def loss(self, x: Any, y: Any, run: Run = EVALUATE) -> tuple[float, float, Any]:
-        """Return loss sum, weight and prediction. Collective if sharded."""
+        """Return the sum of losses, the weight and the prediction of a micro-batch, without computing gradients.
+
+        Collective over the data group if parameters are sharded, and over the tensor and context group. The prediction
+        is on the host; in a context group it has this rank's positions of the sequences only.
+        """
         loss, weight, prediction = self.evaluator.loss(self.compute_device.put(x), self.compute_device.put(y), run)
         return loss, weight, None if prediction is None else to_host(self.partitioned.whole_scores(prediction))
 
     def using_loss(self, loss: Any) -> AbstractContextManager[None]:
-        """Use ``loss`` instead of the model's own loss inside the context, unless it is None. Not collective."""
+        """Use ``loss`` in place of the model's own loss inside the context; None keeps the own one. Not collective."""
         return self.evaluator.using_loss(self.partitioned.own_loss(loss))

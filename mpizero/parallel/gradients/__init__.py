@@ -1,1 +1,1 @@
-"""Collect, reduce and average gradients over the data ranks."""
+"""Collect the gradients of a step, and sum and average them over the ranks of the data group."""

@@ -1,9 +1,9 @@
 """Choose the bucket size for sending gradients: the size with which training steps take the least time.
 
-[Note: buckets] A bucket is the part of the gradients that is in flight at once: one segment of the exchange in
-``comm/reduce/exact.py``. Its size decides into how many messages an exchange is cut, and how much of one unit can be
-sent during the backward pass of the next unit. It changes neither the bytes sent nor the results. All ranks use the
-same size in the same step, so they make equally many segments.
+[Note: buckets] A bucket is the part of the gradients that is in flight between peers at once: one segment of the
+exchange in ``comm/reduce/exact.py``. The bucket size decides into how many messages an exchange is cut, and how much of
+one unit's gradients can be sent during the backward pass of the next unit. It changes neither the number of bytes sent
+nor the results. All ranks use the same size in the same step, so they cut an exchange into equally many segments.
 """
 
 from __future__ import annotations
@@ -27,23 +27,25 @@ CLOSE = 1.02
 
 
 def worth_trying(largest: int, itemsize: int) -> tuple[float, ...]:
-    """Return the sizes up to the first that holds ``largest`` elements: larger sizes would change nothing.
+    """Return those of :data:`SIZES` (MiB), up to the first bucket size that holds ``largest`` elements.
 
-    Not collective.
+    Not collective. ``itemsize`` is the number of bytes of an element. Larger buckets would change nothing.
     """
     short = [size for size in SIZES if elements_of(size, itemsize) < largest]
     return SIZES[: len(short) + 1]
 
 
 def fastest(sizes: Sequence[float], seconds: Array) -> float:
-    """Return the smallest size whose shortest step is about as short as the shortest of all. Not collective.
+    """Return the smallest bucket size with which the fastest step took about as long as the fastest step of all.
+
+    Not collective. About as long means at most :data:`CLOSE` times as long.
 
     Parameters
     ----------
     sizes : sequence of float
-        The sizes that were tried, ascending.
+        The bucket sizes that were tried, ascending.
     seconds : array, shape (rounds, sizes)
-        How long each step took.
+        How long each step took, with one column for each size.
     """
     shortest = seconds.min(axis=0)
     return sizes[int(np.argmax(shortest <= CLOSE * shortest.min()))]
@@ -52,7 +54,7 @@ def fastest(sizes: Sequence[float], seconds: Array) -> float:
 def make_tuner(
     exchange: GradientExchange, everyone: Communicator, largest: int, bucket_mb: float | str | None, itemsize: int
 ) -> BucketTuner:
-    """Return the tuner of an engine's bucket size; unless ``bucket_mb`` is "auto", it does nothing.
+    """Return an object that tunes the bucket size of ``exchange`` if ``bucket_mb`` is "auto", and else does nothing.
 
     Collective over ``everyone`` if ``bucket_mb`` is "auto".
 
@@ -61,11 +63,11 @@ def make_tuner(
     exchange : GradientExchange
         The exchange whose bucket size is tuned.
     everyone : Communicator
-        The ranks that train together.
+        All ranks that train together.
     largest : int
         The most elements that this rank's node could have in flight at once: :attr:`GradientReducer.largest`.
     bucket_mb : float, str or None
-        As ``ShardingConfig.bucket_mb``.
+        The setting ``ShardingConfig.bucket_mb``.
     itemsize : int
         Bytes of an element.
     """
@@ -76,16 +78,16 @@ def make_tuner(
 
 
 class BucketTuner:
-    """Try bucket sizes in turns, one size a step, and choose one size for all ranks.
+    """Try bucket sizes in turns, one size in each training step, and choose the fastest for all ranks.
 
     Parameters
     ----------
     exchange : GradientExchange
         The exchange whose bucket size is tuned.
     everyone : Communicator
-        The ranks that train together.
+        All ranks that train together.
     sizes : sequence of float
-        The sizes to try, in MiB, ascending, the same on every rank. With fewer than two sizes nothing is tried.
+        The bucket sizes to try, in MiB, ascending, the same on every rank. With fewer than two sizes nothing is tried.
     itemsize : int
         Bytes of an element.
     clock : callable, optional
@@ -109,7 +111,7 @@ class BucketTuner:
         self._seconds = np.empty((ROUNDS, len(sizes)))
 
     def begin(self) -> None:
-        """Set the size of the next trial before a step begins; do nothing once a size is chosen.
+        """Set the bucket size to try in the step that begins, and start timing; do nothing once a size is chosen.
 
         Not collective, but all ranks call it before the same step.
         """
@@ -118,15 +120,16 @@ class BucketTuner:
             self._begun = self._clock()
 
     def end(self, samples: int) -> tuple[float, ...]:
-        """Record how long a step took; after the last trial, choose a size, which is collective over ``everyone``.
+        """Record how long a step of ``samples`` samples took; after the last trial, choose a bucket size.
 
-        This is not called after a step that was skipped or has failed: its size is then tried again. So is the size of
-        a step whose number of ``samples`` differs from the first step's, because their times cannot be compared.
+        Collective over ``everyone`` when it chooses. Do not call it after a step that was skipped or has failed: the
+        same size is then tried again. It is also tried again if ``samples`` differs from the number of samples in the
+        first step, because the times of the two steps cannot be compared.
 
         Returns
         -------
         tuple of float
-            The sizes that were tried, if a size has been chosen in this call; else empty.
+            The sizes that were tried, in MiB, if this call has chosen one of them; else empty.
         """
         if self._chosen:
             return ()

@@ -1,9 +1,10 @@
 """Exchange gradients between peers, compressed or not, and keep what compression has left out (error feedback).
 
-[Note: residuals] A compressed message leaves out a part of the values. The sender keeps that part, the residual, and
-adds it to its next message. A rank has residuals of its partial sums, one for the ranges of each peer. With replicated
-optimizer state it also has one of its own reduced gradient, which it sends to all peers. A step changes only a copy of
-the residuals. The copy replaces them once the parameters have been updated, so a skipped step leaves them unchanged.
+[Note: residuals] A compressed message leaves out a part of every value. The sender keeps this part, the residual, and
+adds it to the value in its next message. A rank keeps residuals of the partial sums that it sends to the other peers,
+an array for each of them. With replicated optimizer state it also sends its own range of the reduced gradient to all
+peers, and keeps residuals of it. A step changes only a copy of the residuals. The copy replaces them when the
+parameters have been updated, so a skipped step leaves the residuals unchanged.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ RESIDUALS = "residuals"
 
 
 def residual_sizes(totals: Sequence[int], peer: int, codec: Codec | None, *, replicated: bool) -> list[int]:
-    """Return how many residual values a rank keeps for each of its peers. Not collective.
+    """Return how many residual values a rank keeps for each of the peers. Not collective.
 
     Parameters
     ----------
     totals : sequence of int
-        Gradient elements that each peer owns.
+        Number of gradient elements that each peer owns.
     peer : int
-        The peer that keeps the residuals.
+        Number, among the peers, of the rank that keeps the residuals.
     codec : Codec or None
-        Compresses its messages; None: they are not compressed.
+        The codec that compresses messages; None: they are not compressed.
     replicated : bool
-        Whether reduced gradients are sent to all peers.
+        Whether every rank sends its range of the reduced gradient to all peers, and so keeps residuals of it.
     """
     if codec is None or not codec.feedback or len(totals) == 1:
         return [0] * len(totals)
@@ -44,19 +45,19 @@ def residual_sizes(totals: Sequence[int], peer: int, codec: Codec | None, *, rep
 
 
 class GradientExchange(ExactExchange):
-    """Send partial sums of gradients to their owners, compressed as the configuration says.
+    """Send partial sums of gradients to the peers that own the elements, compressed as the configuration says.
 
     Parameters
     ----------
     store : ParameterStore
-        The parameters: their owners, their type, and the allocator for residuals and messages. Only float32 is
-        compressed.
+        The parameters: the ranges that each peer owns, the data type, and the allocator for residuals and messages.
+        Only float32 is compressed.
     placement : Placement
         The strategy. It says whether all peers keep the whole optimizer state and so need all reduced gradients.
     compression : str or None
-        As ``ShardingConfig.gradient_compression``.
+        The setting ``ShardingConfig.gradient_compression``.
     elements : int or None
-        Elements in flight at once; None is the default.
+        Number of elements in flight between peers at once; None is the default of :class:`ExactExchange`.
     """
 
     def __init__(
@@ -75,9 +76,9 @@ class GradientExchange(ExactExchange):
         self.compress(compression)
 
     def compress(self, compression: str | None) -> None:
-        """Change the compression from the next step on, and drop all residuals. Not collective.
+        """Use another compression from the next step on, and drop all residuals.
 
-        All ranks must do the same.
+        Not collective, but all ranks must call it before the same step.
         """
         codec = gradient_codec(compression, self.dtype.itemsize)
         self.memory.release(RESIDUALS, self._kept)
@@ -91,7 +92,7 @@ class GradientExchange(ExactExchange):
 
     @property
     def bucket_mb(self) -> float:
-        """Return the MiB in flight at once; 0.0 if there is only one peer. Not collective."""
+        """The number of MiB of gradients in flight at once; 0.0 if there is only one peer. Not collective."""
         return 0.0 if self.peers.size == 1 else in_flight(self.elements) * self.dtype.itemsize / 2**20
 
     @property
@@ -101,20 +102,24 @@ class GradientExchange(ExactExchange):
 
     @property
     def owes(self) -> bool:
-        """Tell whether this rank has residuals other than 0, which it still has to send. Not collective."""
+        """Tell whether any of this rank's residuals, which are still to be sent, is not 0. Not collective."""
         return bool(self._kept.any())
 
     # ------------------------------------------------------------------ residuals
 
     def begin(self) -> None:
-        """Begin a step with a copy of the residuals; those of an unfinished step are dropped. Not collective."""
+        """Copy the residuals for a step, which changes only the copy. Not collective.
+
+        The copy of an earlier step that was not finished is overwritten.
+        """
         self._next[:] = self._kept
         self._begun = True
 
     def finish(self, factor: float, *, updated: bool) -> None:
-        """End a step: if it has updated the parameters, keep the residuals that it has left. Not collective.
+        """End a step: if it has ``updated`` the parameters, the copy of the residuals replaces them. Not collective.
 
-        ``factor`` is the next loss scale over the current one: gradients, and so residuals, are larger by it.
+        ``factor`` is the next step's loss scale divided by this step's. The residuals of partial sums, which contain
+        the loss scale, are multiplied by it.
         """
         if updated and self._begun:
             self._kept, self._next = self._next, self._kept
@@ -129,15 +134,16 @@ class GradientExchange(ExactExchange):
         self._kept[:] = 0
 
     def copy_from(self, other: GradientExchange) -> None:
-        """Take over the compression and the residuals of another exchange between the same ranks. Not collective."""
+        """Use the compression of ``other``, an exchange of the same ranks, and copy its residuals. Not collective."""
         if self.compression != other.compression:
             self.compress(other.compression)
         self._kept[:] = other._kept
 
     def left_for(self, peer: int, unit: int | None = None) -> Array:
-        """Return this step's residuals for a peer: of one unit's gradients, or of all units. Not collective.
+        """Return the copy, for this step, of the residuals that this rank keeps for ``peer``. Not collective.
 
-        For this rank itself it is the residual of its reduced gradient, from which the loss scale is divided out.
+        ``unit`` selects the residuals of one unit's gradients; None: of all units. For this rank's own number among the
+        peers, they are the residuals of its range of the reduced gradient, which does not contain the loss scale.
         """
         left = self._next[self._bounds[peer] : self._bounds[peer + 1]]
         if unit is None or not left.size:
@@ -147,13 +153,19 @@ class GradientExchange(ExactExchange):
         return left[start : start + sum(span.size for span in share.gradient_spans[unit])]
 
     def residuals(self, unit: int | None = None) -> list[Array]:
-        """Return the residuals for every peer, as :meth:`left_for`; empty without feedback. Not collective."""
+        """Return, for every peer, what :meth:`left_for` returns; an empty list if this rank keeps no residuals.
+
+        Not collective.
+        """
         return [self.left_for(peer, unit) for peer in range(len(self.shares))] if self.feedback else []
 
     # ------------------------------------------------------------------ reduced gradients
 
     def replicate(self, row: Array, spans: Sequence[Sequence[Span]]) -> None:
-        """All-gather ``row``: send the spans that each peer owns to all peers. Collective over the peers."""
+        """All-gather a row, a copy of the whole gradient vector: send the ranges that each peer owns to all peers.
+
+        Collective over the peers. ``spans`` holds the ranges of every peer.
+        """
         if self.codec is None or self.peers.size == 1:
             own = [row[s.start : s.stop] for s in spans[self.peers.rank]]
             gather_spans(self.peers, own, row, spans, self.scratch, self.elements)

@@ -14,13 +14,13 @@ from mpizero.types import Array
 
 
 class GradientViews:
-    """Make named views of gradient buffers; those of frozen parameters are views of memory that nobody reads."""
+    """Make named views of gradient buffers; a frozen parameter's gradient is a view of memory that is never read."""
 
     def __init__(self, layout: FlatLayout, memory: Allocator, dtype: Any) -> None:
         self.scratch = memory.private("buffers", layout.largest_frozen, dtype)
 
     def unit(self, unit: Unit, buffer: Array) -> dict[str, Any]:
-        """Return nested views of the gradients in ``buffer``, by block and parameter; it holds those of ``unit``."""
+        """Return nested views, by block and parameter, of the gradients of ``unit``, which ``buffer`` holds."""
         result = {}
         for block in unit.blocks:
             entries = [entry for entry in unit.entries if entry.block == block]
@@ -37,14 +37,20 @@ def _united(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 
 class MicroBatchSum:
-    """Add the gradients of a grain's micro-batches in order, in a buffer that is allocated when first needed."""
+    """Add the gradients of a grain's micro-batches, in their order, in a buffer of ``size`` elements.
+
+    The buffer is allocated when it is first needed; with ``accumulate`` 1, one micro-batch in a grain, it never is.
+    """
 
     def __init__(self, memory: Allocator, size: int, dtype: Any, accumulate: int) -> None:
         self.memory, self.size, self.dtype = memory, size if accumulate > 1 else 0, dtype
         self.partial: Array = np.empty(0, dtype)
 
     def add(self, target: Array, base: int, number: int) -> None:
-        """Add the gradient of micro-batch ``number``, which is in ``target``, to the running sum at ``base``."""
+        """Add ``target``, a gradient of micro-batch ``number``, to the buffer's elements from ``base`` on.
+
+        Micro-batch 0 overwrites these elements.
+        """
         if not self.size:
             return
         if not self.partial.size:
@@ -56,6 +62,6 @@ class MicroBatchSum:
             partial += target
 
     def finish(self, target: Array, base: int) -> None:
-        """Copy the sum at ``base`` to ``target``."""
+        """Copy the sum, in the buffer's elements from ``base`` on, to ``target``."""
         if self.partial.size:
             target[:] = self.partial[base : base + target.size]

@@ -1,12 +1,13 @@
-"""Reduce gradients between nodes while the backward pass still computes others (DDP).
+"""Reduce gradients between nodes while the backward pass still computes other gradients (DDP).
 
 [Note: buckets of rows] A row is one copy of the whole gradient vector. It is cut into buckets from its end, because the
 backward pass goes from the last block to the first. A bucket's partial sums are exchanged as soon as every block in it
-has finished its backward pass on all ranks of the node; a barrier tells that. Each peer sums an equal part of the
-bucket. (A reduction at the end of a step uses the owners of the flat order instead. All elements of one bucket may have
-the same owner, and all other ranks would send to that one.) Then each peer sends its part of the sums to all peers,
-into their first rows. One exchange is in flight at a time, and any number of all-gathers, which need no buffers. Every
-element is added in the order of the tree, so it does not matter which rank adds it.
+has finished its backward pass on all ranks of the node, which a barrier makes sure. Each peer sums an equal part of the
+bucket. (A reduction at the end of a step lets each peer sum the elements of its shard instead. But all elements of one
+bucket may be in one shard, and then all ranks would send to one peer.) Then each peer sends its part of the sums to all
+peers, into their first rows. One exchange of partial sums is in flight at a time, and any number of all-gathers of
+sums, because these need no buffers. Every element is added in the order of the tree, so it does not matter which rank
+adds it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Bucket(NamedTuple):
     start : int
         First element of the bucket in the row.
     parts : tuple of tuple of Span
-        The ranges that each peer sums. All peers have equally many ranges; some may be empty.
+        For each peer, the ranges of the row that it sums. All peers have equally many ranges; some may be empty.
     """
 
     start: int
@@ -49,11 +50,16 @@ def cut_buckets(
     spans : sequence over peers of sequences of Span
         The ranges of the row that each peer owns.
     size : int
-        Elements of a row.
+        Number of elements of a row.
     counts : sequence of int
-        Number of partial sums that each peer's node sends.
+        For each peer, the number of partial sums that its node sends.
     elements : int or None
-        Elements in flight at once; None is the default of the exchange.
+        Number of elements in flight at once; None is the default of the exchange.
+
+    Returns
+    -------
+    list of Bucket
+        The buckets, the last one of the row first.
     """
     peers = len(counts)
     whole = peers * exchange_step(counts, elements)
@@ -67,7 +73,7 @@ def cut_buckets(
 
 
 def _shared_evenly(spans: Sequence[Span], peers: int) -> tuple[tuple[Span, ...], ...]:
-    """Cut the concatenation of ``spans`` by the shard rule: for each peer, return its range of every span."""
+    """Cut the concatenation of ``spans`` by the shard rule; return, for each peer, its part of every span."""
     total, parts = sum(span.size for span in spans), []
     for shard in Partition(total, peers):
         own = Span(shard.start, shard.stop)
@@ -81,14 +87,14 @@ def _shared_evenly(spans: Sequence[Span], peers: int) -> tuple[tuple[Span, ...],
 
 
 class OverlappedReduction:
-    """Sum one step's rows over the peers, bucket by bucket, as blocks end their backward pass.
+    """Sum the rows of one step over the peers, bucket by bucket, while blocks end their backward pass.
 
     Parameters
     ----------
     store : ParameterStore
-        The parameters: where their gradients are in a row, the memory of the node, and the timeline.
+        The parameters; says where their gradients are in a row, and has the node's memory and the timeline.
     exchange : GradientExchange
-        Sends partial sums; without compression.
+        Sends partial sums between peers; it must not compress them.
     spans : sequence over peers of sequences of Span
         The ranges of the row that each peer owns.
     plan : RowsPlan
@@ -123,11 +129,11 @@ class OverlappedReduction:
 
     @property
     def in_flight(self) -> int:
-        """Number of exchanges and all-gathers that may still be in flight. Not collective."""
+        """The number of exchanges and all-gathers that may still be in flight. Not collective."""
         return (self._exchanging is not None) + len(self._gatherings)
 
     def ended(self, blocks: Sequence[str], fold: Callable[[int, int], None]) -> None:
-        """Take note that ``blocks`` have ended: fold the complete part of the row, and exchange the complete buckets.
+        """Record that the gradients of ``blocks`` are written, and begin to exchange the buckets that are complete now.
 
         Collective over the data group; every rank calls it for the same blocks in the same order.
 
@@ -136,8 +142,8 @@ class OverlappedReduction:
         blocks : sequence of str
             Blocks whose gradients are written. A block may be named more than once.
         fold : callable
-            Called with the range of the row that is newly complete (start, stop). It adds the gradients there to those
-            of earlier grains.
+            Called with start and stop of the range of the row that has become complete. It adds the gradients in this
+            range to those of earlier grains.
         """
         for block in blocks:
             self._ends.pop(block, None)
@@ -155,7 +161,10 @@ class OverlappedReduction:
         self._gatherings[:] = [gathering for gathering in self._gatherings if not gathering.test()]
 
     def finish(self) -> None:
-        """Exchange the remaining buckets, and wait until :attr:`total` has all sums. Collective over the data group."""
+        """Exchange the remaining buckets, and wait until :attr:`total`, this rank's first row, has all sums.
+
+        Collective over the data group.
+        """
         self._final = 0
         while self._buckets:
             self._begin(self._buckets.pop())
@@ -177,7 +186,7 @@ class OverlappedReduction:
         self._timeline.end("reduction", "bucket", begun)
 
     def _arrive(self) -> None:
-        """Wait for the exchange in flight, add up the partial sums, and begin to send the result to all peers."""
+        """Wait for the exchange in flight, add up its partial sums, and begin to send this rank's sums to all peers."""
         if self._exchanging is None:
             return
         (bucket, arriving), self._exchanging = self._exchanging, None

@@ -1,9 +1,10 @@
-"""Define the interface between the engine and gradient buffers: jobs that write gradients, and their exact sum.
+"""Define the interface between the engine and gradient buffers: jobs that write gradients, and their sum over ranks.
 
-Two classes implement it. :class:`~mpizero.parallel.gradients.row_buffer.RowBuffer` keeps gradients in rows: a row is
-one copy of the whole gradient vector (DDP, ZeRO-1, and every strategy while gradients stay local).
-:class:`~mpizero.parallel.gradients.wave_buffer.WaveBuffer` keeps the gradients of one unit, and sums them into shards
-as soon as the unit's backward pass ends (ZeRO-2 and 3). Both sum by the same tree, so the bits are the same.
+Two classes implement the interface. :class:`~mpizero.parallel.gradients.row_buffer.RowBuffer` keeps gradients in rows;
+a row is one copy of the whole gradient vector. It serves DDP and ZeRO-1, and any strategy for gradients that are not
+reduced yet. :class:`~mpizero.parallel.gradients.wave_buffer.WaveBuffer` keeps the gradients of one unit, and sums them
+into shards as soon as the unit's backward pass ends (ZeRO-2 and 3). Both sum by the same tree, so the bits are the
+same.
 """
 
 from __future__ import annotations
@@ -17,23 +18,25 @@ from mpizero.types import Array
 
 
 class Job(NamedTuple):
-    """Describe one micro-batch that a rank computes, or whose collectives it joins; jobs are done in order.
+    """Describe one micro-batch that a rank computes, or whose collectives it only joins. Jobs are run in order.
 
     Attributes
     ----------
     grain : Grain or None
-        The samples; None if the rank computes nothing but must join the collectives of the others.
+        The grain that has the micro-batch; None if this rank computes nothing but must join the other ranks'
+        collectives.
     number : int
-        Number of the micro-batch in its grain.
+        Index of the micro-batch in its grain, from 0.
     target : callable
-        Returns the views that a unit's gradients are written to.
+        Takes a unit and returns the views that the unit's gradients are written to.
     done : callable
-        Called when a unit's gradients are written; collective over the data group if gradients are sharded.
+        Called with a unit when its gradients are written; collective over the data group if gradients are sharded, or
+        if ``ended`` is not None.
     flat : callable
-        Returns all gradients of a unit as one array, when they are written.
+        Takes a unit whose gradients are written and returns all of them as one array.
     ended : callable or None
-        Called with every block whose gradients are complete, before ``done`` of its unit; collective over the data
-        group, as ``done`` then is. None: the buffer does not need it.
+        Called with the name of each block when its gradients are written, before ``done`` is called with its unit;
+        collective over the data group. None: nothing is to be called.
     """
 
     grain: Grain | None
@@ -45,14 +48,14 @@ class Job(NamedTuple):
 
 
 class SumOperands(NamedTuple):
-    """Hold the arrays from which a fused update sums the gradients by itself.
+    """Hold the arrays from which a fused update, one that also sums the gradients, reads them.
 
     Attributes
     ----------
     rows : 2-D array
-        The partial sums; the offsets in the updater's pieces refer to one of its rows.
+        Partial sums of gradients, one in each row. ``UpdatePiece.gradient`` is an index into a row.
     program : int32 array
-        The tree program that sums the rows.
+        The tree program: says which rows are added in which order.
     out : 1-D array
         One of the rows, to which an optimizer that needs norms (LAMB) writes its update directions.
     """
@@ -70,31 +73,41 @@ class GradientReducer(Protocol):
 
     @property
     def largest(self) -> int:
-        """The most elements that could be in flight between peers at once; 0 if there is only one peer."""
+        """The largest number of elements that could be in flight between peers at once; 0 if there is only one peer."""
 
     def owners(self, count: int) -> list[int]:
-        """Return the rank of ``grid.batch`` that computes each of ``count`` grains. Not collective."""
+        """Return, for each of ``count`` grains, the rank of ``grid.batch`` that computes it. Not collective."""
 
     def reserve(self, count: int) -> None:
         """Allocate the memory that a batch of ``count`` grains needs. Collective over all ranks."""
 
     def jobs(self, batch: GlobalBatch, *, summed: bool) -> list[Job]:
-        """Return this rank's jobs in a step. Collective over all ranks if the number of grains is a new one.
+        """Return this rank's jobs in a step.
 
-        ``summed`` says that :meth:`sum` or :meth:`operands` follows, so that the reduction may begin meanwhile.
+        Collective over all ranks if there was no batch of as many grains before. ``summed`` tells whether :meth:`sum`
+        or :meth:`operands` is called after the jobs; then the reduction may begin while they run.
         """
 
     def poll(self) -> None:
-        """Make sums in flight progress. Not collective."""
+        """Let partial sums that are in flight between peers progress. Not collective."""
 
     def finish(self) -> None:
         """Wait for the sums that jobs have begun. Collective over the data group."""
 
     def operands(self) -> SumOperands:
-        """Return what a fused update sums; only if nothing has to be sent before. Collective over the data group."""
+        """Return the arrays that a fused update sums; call it only if no partial sums have to be sent to peers.
+
+        Collective over the data group.
+        """
 
     def sum(self, divisor: Array) -> Array:
-        """Sum the ranges that this rank owns, divide, and return their array. Collective over the data group."""
+        """Sum the gradients of the ranges that this rank owns, divide them by ``divisor``, and return them.
+
+        Collective over the data group.
+        """
 
     def replicate(self) -> None:
-        """Send the sums to all peers, if they keep the whole optimizer state. Collective over the data group."""
+        """If all peers keep the whole optimizer state, send the sums of every peer to all of them.
+
+        Collective over the data group.
+        """

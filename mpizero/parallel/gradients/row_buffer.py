@@ -1,6 +1,6 @@
 """Keep gradients in rows, copies of the whole gradient vector, and sum the rows of all ranks (DDP, ZeRO-1).
 
-A rank computes contiguous grains. Rows are summed at the end of a step, or during its backward pass.
+A rank computes a contiguous run of grains. Rows are summed at the end of a step, or during its backward pass.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from mpizero.types import Array
 class RowBuffer:
     """Add up the gradients of this rank's grains in rows: a row is one copy of the whole gradient vector.
 
-    Implements :class:`~mpizero.parallel.gradients.reducer.GradientReducer`. A node has its rows in one shared window.
-    The sum over all ranks is written to this rank's first row, or to ``shard``.
+    Implements :class:`~mpizero.parallel.gradients.reducer.GradientReducer`. The rows of all ranks of a node are in one
+    shared window. The sum over all ranks is written to this rank's first row, or to the array that ``shard`` returns.
 
     Parameters
     ----------
     store : ParameterStore
-        The parameters: layout, ranks, memory, timeline.
+        The parameters, with their layout, the process grid, the allocator of other memory, and the timeline.
     allocator : Allocator
-        Allocates rows: in host memory, or on a GPU.
+        Allocates rows, in host memory or on a GPU.
     views : GradientViews
         Makes named views of gradients.
     exchange : GradientExchange
-        Sends partial sums to their owners.
+        Sends partial sums to the peers that own the elements.
     accumulate : int
-        Micro-batches of a grain.
+        Number of micro-batches of a full grain.
     by_block : bool
-        Whether every block reports when its gradients are complete, so that the sum may overlap with the backward
+        Whether it is reported when each block's gradients are complete, so that the sum may overlap with the backward
         pass.
     shard : callable, optional
-        Returns the array to which the sums of this rank's ranges are written, concatenated. None: they are written to
-        its first row.
+        Returns the array to which the sums of the ranges that this rank owns are written, concatenated. None: they are
+        written to this rank's first row.
     """
 
     waves = False
@@ -89,14 +89,18 @@ class RowBuffer:
 
     @property
     def largest(self) -> int:
-        """The most elements in flight at once: a row if the sum overlaps, else the largest share times the peers."""
+        """The largest number of elements that could be in flight between peers at once; 0 if there is only one peer.
+
+        It is the size of a row if the sum overlaps with the backward pass, else the number of peers times the size of
+        the largest shard.
+        """
         sizes = [sum(span.size for span in ranges) for ranges in self._ranges]
         if len(sizes) == 1:
             return 0
         return self.layout.gradient_size if self.overlaps else len(sizes) * max(sizes)
 
     def owners(self, count: int) -> list[int]:
-        """Return the rank of ``grid.batch`` that computes each of ``count`` grains. Not collective."""
+        """Return, for each of ``count`` grains, the rank of ``grid.batch`` that computes it. Not collective."""
         return contiguous_owners(self.grid, count)
 
     def row(self, number: int) -> Array:
@@ -111,10 +115,12 @@ class RowBuffer:
     # ------------------------------------------------------------------ micro-batches
 
     def jobs(self, batch: GlobalBatch, *, summed: bool) -> list[Job]:
-        """Return this rank's jobs, which add up the gradients of its micro-batches.
+        """Return this rank's jobs, one for each micro-batch; they add up the gradients in this rank's rows.
 
-        Collective over all ranks if the number of grains is a new one. If the rows are ``summed`` next, the sum may
-        begin during the last job: see [Note: buckets of rows] in ``parallel/gradients/overlap.py``.
+        Collective over all ranks if there was no batch of as many grains before. ``summed`` tells whether the rows are
+        summed after the jobs; then the sum may begin during the last job: see [Note: buckets of rows] in
+        ``parallel/gradients/overlap.py``. If parameters are sharded, jobs without samples are appended, so that all
+        ranks have equally many.
         """
         self.finish()  # of a step that an error has broken off on all ranks
         self._plan, self.overlapped = None, None
@@ -140,26 +146,27 @@ class RowBuffer:
         return jobs + [absent] * (self.rounds(batch.count) - len(jobs))
 
     def rounds(self, count: int) -> int:
-        """Return how many micro-batches of ``count`` grains every rank must join; 0 if parameters are not sharded.
+        """Return how many micro-batches every rank must compute or join, for a batch of ``count`` grains.
 
-        Not collective.
+        Not collective. It is 0 if parameters are not sharded, because then no rank waits for another's micro-batch.
         """
         return -(-count // self.grid.data.size) * self.accumulate if self.store.sharded else 0
 
     def poll(self) -> None:
-        """Make sums in flight progress. Not collective."""
+        """Let partial sums that are in flight between peers progress. Not collective."""
         if self.overlapped is not None:
             self.overlapped.poll()
 
     def finish(self) -> None:
-        """Finish the sums that overlap with the backward pass. Collective over the data group if there are any."""
+        """Wait for the sums that the jobs have begun. Collective over the data group if there are any."""
         if self.overlapped is not None:
             self.overlapped.finish()
 
     def _done(self, row: int, number: int, additions: Sequence[tuple[int, int]] | None, unit: Unit) -> None:
-        """Add one unit's gradients of a micro-batch; after a grain's last one, also add rows to each other.
+        """Add the gradients of ``unit`` in ``row``, from micro-batch ``number``, to the sum over the grain.
 
-        ``additions`` are pairs (target row, source row); None before the last micro-batch of a grain.
+        ``additions`` is None before the grain's last micro-batch. After the last, it is pairs of row numbers (target,
+        source); then each source row is added to its target row, for the elements of the unit.
         """
         base = self.layout.gradient_bases[unit.index]
         self._fold(row, number, additions, base, base + unit.gradients)
@@ -186,14 +193,16 @@ class RowBuffer:
     # ------------------------------------------------------------------ sums
 
     def operands(self) -> SumOperands:
-        """Return the rows of all ranks of the node, from which a fused update sums. Collective over the node."""
+        """Return the rows of all ranks of the node, which a fused update sums. Collective over the node."""
         self._meet()
         return SumOperands(self.window, program_array(self._current().root), self.row(0))
 
     def sum(self, divisor: Array) -> Array:
-        """Sum this rank's ranges and divide by ``divisor``. Collective over the data group.
+        """Sum the rows of all ranks over the ranges that this rank owns, divide by ``divisor``, and return the result.
 
-        If the rows were summed during the backward pass, the sums of all peers are in the first row and are divided.
+        Collective over the data group. The result is the array that ``shard`` returns, else this rank's first row. If
+        the rows were summed during the backward pass, the first row already has the sums of the ranges of all peers,
+        and all of them are divided.
         """
         if self.overlapped is not None:
             for span in (span for spans in self._ranges for span in spans):
@@ -209,7 +218,10 @@ class RowBuffer:
         return result
 
     def replicate(self) -> None:
-        """Send the sums to all peers if they need them and do not have them yet. Collective over the data group."""
+        """Send the sums of every peer to all peers, if all of them need the sums and do not have them yet.
+
+        Collective over the data group.
+        """
         if self.exchange.replicated and self.overlapped is None:
             self.exchange.replicate(self.row(0), self._ranges)
 
@@ -227,7 +239,10 @@ class RowBuffer:
             self.store.memory.barrier("rows")
 
     def _pieces(self) -> tuple[Iterator[RowRange], Array]:
-        """Exchange rows: return an iterator over the pieces that this rank sums, and the tree program. Collective."""
+        """Exchange partial sums; return an iterator over the pieces that this rank must sum, and the tree program.
+
+        Collective over the data group. The program says which rows of a piece are added in which order.
+        """
         plan, residuals = self._current(), self.exchange.residuals()
         rows = RowsToSum(self.window, self._ranges, plan.group_programs, "gradients", residuals)
         return self.exchange.pieces(rows), program_array(plan.root)
@@ -238,7 +253,7 @@ class RowBuffer:
         return self._plan
 
     def _planned(self, count: int) -> RowsPlan:
-        """Return the plan of how the gradients of ``count`` grains are added."""
+        """Return the plan in which order, and by which ranks, the gradients of ``count`` grains are added."""
         if count not in self._plans:
             self._plans[count] = rows_plan(contiguous_shares(self.grid, count), self.grid.group_sizes, count)
         return self._plans[count]
@@ -246,7 +261,10 @@ class RowBuffer:
     # ------------------------------------------------------------------ memory
 
     def reserve(self, count: int) -> None:
-        """Allocate the rows for a batch of ``count`` grains. Collective over all ranks if that number is a new one."""
+        """Allocate the rows for a batch of ``count`` grains.
+
+        Collective over all ranks if there was no batch of as many grains before.
+        """
         needed = self._planned(count).rows * self.grid.node.size
         if count not in self._reserved:  # some data groups may have room for it that others have to make
             reserved, self._reserved = self._reserved, set()  # where this fails, earlier rows may be gone
@@ -266,7 +284,7 @@ class RowBuffer:
 
 
 def _nothing(unit: Unit) -> None:
-    """Do nothing: an absent grain has no gradients to add."""
+    """Do nothing: a job without samples has no gradients to add."""
 
 
 def _no_target(unit: Unit) -> Any:

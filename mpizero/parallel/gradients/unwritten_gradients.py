@@ -2,9 +2,10 @@
 
 [Note: marks] Gradients are written into memory that every step uses again. An element that a layer does not write keeps
 the value of an earlier step. Therefore, in the first step of a model, every element is first set to one fixed NaN, the
-mark. Its bits never result from arithmetic on other numbers. When a block's backward pass has ended, the check looks
-for these bits. Adding to the mark gives the mark again, so the check also finds layers that add. A NaN with other bits
-was computed. Later steps are not checked, unless ``MPIZERO_DEBUG=gradients`` is set.
+mark. No arithmetic on other numbers results in its bits. When a block's backward pass has ended, the check looks for
+these bits. Adding to the mark gives the mark again, so the check also finds layers that add to the old values. A NaN
+with other bits was computed by the layer. Only the first step in which a rank computes is checked, or all steps if
+``MPIZERO_DEBUG=gradients`` is set.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _MARKS: dict[int, tuple[Any, int]] = {4: (np.uint32, 0x7FCA5C3E), 8: (np.uint64,
 
 
 class GradientDict(dict[str, Any]):
-    """Hold nested views that gradients are written to, by name; assigning another array to a name is an error."""
+    """Hold nested views that gradients are written to, by name; assigning another array to a name raises an error."""
 
     __slots__ = ()
 
@@ -35,7 +36,10 @@ class GradientDict(dict[str, Any]):
         super().__init__({name: GradientDict(v) if isinstance(v, Mapping) else v for name, v in views.items()})
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Raise ``LayoutError`` for another array; ``grads[name] += ...`` assigns the same array, which is allowed."""
+        """Raise ``LayoutError`` if ``value`` is not the view with that name.
+
+        ``grads[name] += ...`` assigns the same view again, and is allowed.
+        """
         if name not in self:
             raise LayoutError(f"this layer has no parameter {name!r}{nearest(name, self)}: it has {sorted(self)}")
         if value is not self[name]:
@@ -45,24 +49,24 @@ class GradientDict(dict[str, Any]):
             )
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Raise ``LayoutError`` for other arrays."""
+        """Raise ``LayoutError`` if one of the given values is not the view with its name."""
         for name, value in dict(*args, **kwargs).items():
             self[name] = value
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle and copy as a plain dictionary."""
+        """Make pickling and copying return a plain ``dict``."""
         return dict, (dict(self),)
 
 
 class WriteCheck:
-    """Mark gradients before layers write them, and look for marks that are left: see [Note: marks].
+    """Mark gradients before layers write them, and look for marks that are left (see the module's [Note: marks]).
 
     Parameters
     ----------
     layers : mapping of str to layer
         The blocks of this rank's part of the model, by name.
     frozen : frozenset of str
-        Global names of parameters whose gradients nobody reads.
+        Full names of the frozen parameters, whose gradients are not checked.
     always : bool
         Whether to check every step, not only the first one in which this rank computes.
     """
@@ -73,7 +77,7 @@ class WriteCheck:
         self._looked = self._found = False
 
     def mark(self, views: Mapping[str, Any]) -> None:
-        """Write the mark to all elements of a unit's gradients, given by block. Not collective."""
+        """Write the mark to all elements of a unit's gradients; ``views`` are nested views by block. Not collective."""
         for block, tree in views.items():
             for _, view in self._trained(block, tree):
                 bits, mark = _MARKS[view.dtype.itemsize]
@@ -81,7 +85,10 @@ class WriteCheck:
         self._looked = True
 
     def missed(self, block: str, views: Any) -> LayoutError | None:
-        """Return the error about a block that has left marks; None if there are none. Not collective."""
+        """Return an error to raise if marks are left in the gradients of ``block``; None if there are none.
+
+        Not collective. ``views`` are the nested views of the block's gradients.
+        """
         for name, view in self._trained(block, views):
             host = to_host(view)
             bits, mark = _MARKS[host.dtype.itemsize]
@@ -91,7 +98,10 @@ class WriteCheck:
         return None
 
     def end(self, *, failed: bool) -> None:
-        """End a step; if it was checked, did not fail and left no marks, stop checking. Not collective."""
+        """End a step; if its gradients were checked, no layer raised and no mark was left, check no later step.
+
+        Not collective. ``failed`` tells whether a layer has raised.
+        """
         if self._looked and not (self._found or failed):
             self.on = self.always
         self._looked = self._found = False
@@ -112,7 +122,7 @@ def _unwritten(layer: Any, block: str, name: str, counts: tuple[int, int]) -> La
 
 
 def _owner(layer: Any, name: str) -> tuple[Any, str]:
-    """Return the innermost layer that has a parameter, and the parameter's name there."""
+    """Return the innermost layer that has the parameter ``name`` of ``layer``, and the parameter's name in it."""
     while True:
         children = layer.children() if hasattr(layer, "children") else {}
         child = next((child for child in children if name.startswith(f"{child}.")), None)
@@ -125,7 +135,7 @@ def _owner(layer: Any, name: str) -> tuple[Any, str]:
 
 
 def _method(layer: Any) -> str:
-    """Return the name of the method that writes a layer's gradients, with its file and line."""
+    """Return the name of the method that writes the layer's gradients, with the method's file and line."""
     for kind in type(layer).__mro__:
         for method in ("backward_weights", "backward"):
             if method not in vars(kind):

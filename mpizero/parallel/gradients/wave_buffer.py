@@ -1,4 +1,4 @@
-"""Sum the gradients of one unit at a time, in each wave of grains, into the shards of their owners (ZeRO-2 and 3)."""
+"""Sum the gradients of one unit at a time, in each wave of grains, into the shards of the ranks (ZeRO-2 and 3)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ from mpizero.types import Array
 
 
 class _InFlight(NamedTuple):
-    """Hold partial sums in flight, their start in this rank's shard, and the programs that add them to its stack."""
+    """Hold partial sums of a unit's gradients that are in flight, and how they are added to this rank's stack.
+
+    ``base`` is the index, in this rank's shard, of the unit's first element. ``programs`` are pairs of the number of a
+    row of the stack and the tree program that computes the row. ``arrivals`` is the number of partial sums that arrive.
+    """
 
     arriving: Arriving
     base: int
@@ -34,22 +38,23 @@ class _InFlight(NamedTuple):
 
 
 class WaveBuffer:
-    """Keep the gradients of the current unit in a slot, and the sums of this rank's shard in a stack.
+    """Keep the gradients of the current unit in a slot, and the sums over this rank's shard in a stack.
 
-    Implements :class:`~mpizero.parallel.gradients.reducer.GradientReducer`. A node of several ranks has two slots:
-    one is filled while the other is summed. The stack has a few rows as long as the shard. They hold the nodes of the
-    tree that are not added up yet.
+    Implements :class:`~mpizero.parallel.gradients.reducer.GradientReducer`. A slot is a shared window with one row for
+    each rank of the node. A node of several ranks has two slots: one is filled while the other is summed. The stack is
+    an array of a few rows, each as long as this rank's shard of the gradients. A row holds a partial sum (a node of the
+    tree over grains) that is not added to another yet.
 
     Parameters
     ----------
     store : ParameterStore
-        The parameters: layout, ranks, memory, timeline.
+        The parameters, with their layout, the process grid, the allocator and the timeline.
     views : GradientViews
         Makes named views of gradients.
     exchange : GradientExchange
-        Sends partial sums to their owners.
+        Sends partial sums to the peers that own the elements.
     accumulate : int
-        Micro-batches of a grain.
+        Number of micro-batches of a full grain.
     """
 
     waves = True
@@ -78,22 +83,25 @@ class WaveBuffer:
 
     @property
     def largest(self) -> int:
-        """The most elements that could be in flight at once: the largest share of a unit times the number of peers."""
+        """The largest number of elements that could be in flight between peers at once; 0 if there is only one peer.
+
+        It is the number of peers times the size of the largest range of one unit that a rank owns.
+        """
         peers = len(self.shares)
         sizes = [sum(span.size for span in spans) for share in self.shares for spans in share.gradient_spans]
         return peers * max(sizes, default=0) if peers > 1 else 0
 
     def owners(self, count: int) -> list[int]:
-        """Return the rank of ``grid.batch`` that computes each of ``count`` grains. Not collective."""
+        """Return, for each of ``count`` grains, the rank of ``grid.batch`` that computes it. Not collective."""
         return wave_owners(self.grid, count)
 
     def reserve(self, count: int) -> None:
-        """Do nothing: the memory that ranks share is the same for every batch. Not collective."""
+        """Do nothing, because the shared memory does not depend on the number of grains. Not collective."""
 
     def jobs(self, batch: GlobalBatch, *, summed: bool) -> list[Job]:
-        """Return the jobs of all waves, empty ones for waves in which this rank has no grain.
+        """Return this rank's jobs of all waves; for a wave in which it has no grain, jobs without samples.
 
-        Collective over the data group, as the jobs are.
+        Collective over the data group. The jobs are too.
         """
         self.finish()  # of a step that an error has broken off on all ranks
         if batch.count not in self._plans:
@@ -120,19 +128,25 @@ class WaveBuffer:
         return self._in_flight is not None
 
     def poll(self) -> None:
-        """Make sums in flight progress. Not collective."""
+        """Let partial sums that are in flight between peers progress. Not collective."""
         if self._in_flight is not None:
             self._in_flight.arriving.test()
 
     def finish(self) -> None:
-        """Wait for the partial sums in flight and add them to the stack. Not collective; see [Note: sums in flight]."""
+        """Wait for the partial sums in flight and add them to the stack. Not collective.
+
+        [Note: sums in flight] in :meth:`_reduce` says when they are in flight.
+        """
         if self._in_flight is not None:
             found, self._in_flight = self._in_flight, None
             for piece in found.arriving.pieces():
                 self._merge(piece, found.base + piece.position, found.programs, found.arrivals)
 
     def operands(self) -> SumOperands:
-        """Return the row of the stack that holds the final sums of this rank's shard. Not collective."""
+        """Return the stack, and the tree program that reads the row with the final sums of this rank's shard.
+
+        Not collective.
+        """
         return SumOperands(self.stack, program_array((self._root,)), self.stack[self._root])
 
     def sum(self, divisor: Array) -> Array:
@@ -145,14 +159,17 @@ class WaveBuffer:
         """Do nothing: optimizer state is sharded with the gradients. Not collective."""
 
     def first_row(self) -> Array:
-        """Return the first row of the stack, to which the row buffer writes the sums of gradients that stayed local."""
+        """Return the first row of the stack, as memory for the sums of gradients that a :class:`RowBuffer` collects.
+
+        Not collective.
+        """
         row: Array = self.stack[0]
         return row
 
     # ------------------------------------------------------------------ a unit
 
     def _current(self, unit: Unit) -> Array:
-        """Return this rank's part of the current slot, for the gradients of ``unit``."""
+        """Return a view of this rank's row of the current slot, as long as the gradients of ``unit``."""
         place: Array = self.slots[self._next][self.grid.node.rank][: unit.gradients]
         return place
 
@@ -174,11 +191,13 @@ class WaveBuffer:
             self.timeline.end("reduction", unit, begun)
 
     def _reduce(self, unit: Unit, wave: Wave) -> None:
-        """Sum one unit's gradients of this wave into the stacks of its owners. Collective over the data group.
+        """Sum the gradients of ``unit`` from all ranks' grains of this wave into the stacks of the ranks that own them.
+
+        Collective over the data group.
 
         [Note: sums in flight] With several peers, the last segment of a unit's exchange stays in flight while the next
-        unit is computed. Before this buffer begins the next exchange, it waits for that segment and adds it to the
-        stack. So one segment is in flight at a time, in the order of units and waves.
+        unit is computed. Before the next exchange begins, the buffer waits for that segment and adds it to the stack.
+        So one segment is in flight at a time, in the order of units and waves.
         """
         self.finish()
         self.memory.barrier("unit gradients")

@@ -1,1 +1,1 @@
-"""Run an optimizer on the shards of the parameters that a rank owns."""
+"""Run an optimizer on the ranges of the parameters that a rank updates."""

@@ -1,4 +1,4 @@
-"""Add per-parameter sums over ranks that hold different pipeline stages and tensor parts of a model."""
+"""Add sums over each parameter's elements between ranks that hold different stages and tensor slices of a model."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from mpizero.layout import FlatLayout
 
 
 class GlobalSums:
-    """Add per-parameter values over the ranks of a model group; copies of an element are counted once.
+    """Add one value for each parameter over the ranks of a replica, so that each element of the model counts once.
 
-    Collective over the model group: construction and :meth:`merge`.
+    Construction and :meth:`merge` are collective over the model group, the ranks of a replica.
 
     Parameters
     ----------
     grid : ProcessGrid
         The ranks.
     layout : FlatLayout
-        The parameters that this rank holds. A parameter that several stages use counts on its home stage only. One
-        that all tensor ranks hold whole counts on tensor rank 0 only.
+        The parameters that this rank holds. Values of a parameter that several stages use count only on the stage whose
+        block declares it. Values of a parameter that all tensor ranks hold whole count only on tensor rank 0. Context
+        ranks hold equal parameters; only context rank 0 counts.
     order : sequence of str
-        All trainable parameters of the model, in declared order.
+        The names of all trainable parameters of the model, in declared order.
     """
 
     def __init__(self, grid: ProcessGrid, layout: FlatLayout, order: Sequence[str]) -> None:
@@ -40,9 +41,10 @@ class GlobalSums:
         self.places = places
 
     def merge(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Add each parameter's values over the ranks: return the sums by name, in declared order.
+        """Return, for every trainable parameter of the model, the sum of the values that the ranks pass for it.
 
-        Collective over the model group. The tensor parts of a parameter are added in the order of the tensor ranks.
+        Collective over the model group. ``sums`` holds this rank's values by parameter name. The values of the tensor
+        ranks that hold slices of a parameter are added in the order of these ranks. The result is in declared order.
         """
         local = np.array([sums[name] for name in self.counted], np.float64)
         every = np.empty(sum(self.counts), np.float64)

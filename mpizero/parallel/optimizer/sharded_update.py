@@ -1,4 +1,4 @@
-"""Run an optimizer on the ranges of the parameters that a rank updates, with equal results on every layout."""
+"""Run an optimizer on the ranges of the parameters that a rank updates; results do not depend on the layout."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from mpizero.types import Array
 class TensorTree:
     """Sum the squares of each parameter's elements in float64, in the order of a binary tree over the elements.
 
-    [Note: scalar sums] A rank computes the largest subtrees that lie inside its ranges. Their few values are gathered,
-    and every rank adds them in the same order. So norms have the same bits on every layout.
+    [Note: scalar sums] A rank computes the sums of the largest subtrees that lie inside its ranges. These few numbers
+    are gathered from all ranks, and every rank adds them in the same order. So norms have the same bits on every
+    layout.
 
     Parameters
     ----------
@@ -31,7 +32,8 @@ class TensorTree:
     layout : FlatLayout
         The parameters.
     pieces : sequence of UpdatePiece
-        The pieces that this rank updates; only those of its own share are summed here.
+        The ranges of parameters that this rank updates. Only the pieces in its own shard are summed by this rank; they
+        are kept as ``own``.
     """
 
     def __init__(self, grid: ProcessGrid, layout: FlatLayout, pieces: Sequence[UpdatePiece]) -> None:
@@ -55,7 +57,7 @@ class TensorTree:
 
     @staticmethod
     def _cuts(piece: UpdatePiece) -> Array:
-        """Return the starts and stops of the subtrees in a piece, counted from the piece's start."""
+        """Return the starts (row 0) and stops (row 1) of the largest subtrees in a piece, counted from its start."""
         entry, span = piece.entry, piece.span
         nodes = cover(span.start - entry.offset, span.stop - entry.offset, entry.spec.size)
         leaves = [node.leaves(entry.spec.size) for node in nodes]
@@ -63,10 +65,10 @@ class TensorTree:
         return np.array([[r.start - start for r in leaves], [r.stop - start for r in leaves]], np.int64)
 
     def square_sums(self, values: Array, starts: Sequence[int]) -> dict[str, float]:
-        """Return the sum of squares of every trainable parameter's values.
+        """Return, for every trainable parameter of the layout, by name, the sum of squares of its elements.
 
-        Collective over the data group. ``values`` holds this rank's elements. ``starts[i]`` is where the elements of
-        piece i of its own share begin in it.
+        Collective over the data group. ``values`` holds this rank's elements; those of piece ``own[i]`` begin at index
+        ``starts[i]``.
         """
         local = np.empty(self.counts[self.grid.data.rank], np.float64)
         first, stop = self._cut + np.repeat(np.array(starts, np.int64), self._cuts_of[: len(starts)])
@@ -112,15 +114,15 @@ class UpdateScope:
     Attributes
     ----------
     replicated : bool
-        Whether every node keeps the whole optimizer state (DDP); otherwise each rank keeps that of its own share.
+        Whether every node keeps the whole optimizer state (DDP); otherwise each rank keeps the state of its own shard.
     in_rows : bool
-        Whether the reduced gradient is in a row, a copy of the whole gradient vector. Otherwise it is an array of the
-        owned ranges only.
+        Whether the reduced gradient is a row, a copy of the whole gradient vector. Otherwise it is an array of only the
+        ranges that this rank owns.
     global_sums : GlobalSums or None
-        Adds norms over ranks that hold other parts of the model; None if the model is not split.
+        Adds sums of squares over the ranks that hold other parts of the model; None if the model is not split.
     ties : callable or None
-        Makes the :class:`TieExchange` for the pieces of this rank's own share; None if this pipeline stage shares no
-        parameters with others.
+        Takes the pieces of this rank's own shard and returns their :class:`TieExchange`; None if this pipeline stage
+        shares no parameters with other stages.
     """
 
     replicated: bool
@@ -130,7 +132,9 @@ class UpdateScope:
 
 
 class Updater:
-    """Run an optimizer on the ranges that this rank updates.
+    """Run an optimizer on the ranges of the parameters that this rank updates.
+
+    The *reduced gradient* is the gradient summed over all grains and divided by the total weight and the loss scale.
 
     Parameters
     ----------
@@ -139,7 +143,7 @@ class Updater:
     store : ParameterStore
         The parameters.
     scope : UpdateScope
-        Says which ranges this rank updates.
+        Says which ranges this rank updates, and in which form the reduced gradient is.
     """
 
     def __init__(self, optimizer: Any, store: ParameterStore, scope: UpdateScope) -> None:
@@ -167,33 +171,34 @@ class Updater:
         self.state: dict[str, Array] = {slot: self._new_state() for slot in self.optimizer.slots}
 
     def _new_state(self) -> Array:
-        """Allocate a zeroed array for one slot of this rank's optimizer state."""
+        """Return a new array of zeros for one slot (such as a momentum) of this rank's optimizer state."""
         return self.memory.private("optimizer state", self.size, self.dtype)
 
     def release(self) -> None:
-        """Remove the optimizer state from the counted memory; the updater is not used again. Not collective."""
+        """Stop counting the bytes of the optimizer state; the caller then drops the updater. Not collective."""
         for array in self.state.values():
             self.memory.release("optimizer state", array)
 
     def host_state(self, *, fetch: bool = True) -> dict[str, Array]:
-        """Return the state as arrays on the host: the state itself, or a copy if it is on a GPU. Not collective.
+        """Return the optimizer state as arrays on the host, by slot. Not collective.
 
-        ``fetch=False`` leaves the contents of a copy undefined, for callers that overwrite all of it.
+        They are the state itself, or copies if the state is on a GPU. With ``fetch=False`` the contents of copies are
+        undefined, for callers that overwrite all of them.
         """
         return self.state
 
     def take_state(self, host: Mapping[str, Array]) -> None:
-        """Set the state from the arrays that :meth:`host_state` returned, changed meanwhile. Not collective."""
+        """Set the optimizer state from arrays of :meth:`host_state` that the caller has filled. Not collective."""
 
     def reset(self) -> None:
-        """Reset the state to that before the first step. Not collective."""
+        """Set the optimizer state and the step count to zero, as before the first step. Not collective."""
         for array in self.state.values():
             array[:] = 0
         self.step_count, self.last_rate = 0, None
 
     @property
     def fresh(self) -> bool:
-        """Tell whether this rank's state is that before the first step. Not collective."""
+        """Tell whether this rank's optimizer state and step count are 0, as before the first step. Not collective."""
         return not self.step_count and not any(array.any() for array in self.state.values())
 
     def ask_rate(self) -> float:
@@ -203,7 +208,10 @@ class Updater:
 
     @property
     def rate(self) -> float:
-        """The learning rate of the next step, as last asked for: a user's function may return another each time."""
+        """The learning rate of the next step, as :meth:`ask_rate` last returned it for that step.
+
+        It is not asked for again, because a user's function may return another rate each time.
+        """
         known = self._known_rate is not None and self._known_rate[0] == self.step_count
         return self._known_rate[1] if known and self._known_rate is not None else self.ask_rate()
 
@@ -213,25 +221,27 @@ class Updater:
         self.step_count += 1
 
     def hypers(self) -> dict[int, Array]:
-        """Return the hyperparameters of the next step as arrays, by optimizer group."""
+        """Return the hyperparameters of the next step, an array for each optimizer group, by the group's number."""
         step, rate = self.step_count + 1, self.rate
         return {g: self.optimizer.hyper(step, g, self.dtype, rate) for g in self.groups}
 
     def update_fused(self, rows: Array, program: Array, divisor: Array, out: Array, threads: int) -> None:
-        """Sum, divide and update in one pass over memory. Collective for optimizers that need norms.
+        """Sum the gradients in ``rows``, divide the sum, and update the parameters from it, in one pass over memory.
+
+        Collective over all ranks for optimizers that need norms, else not collective.
 
         Parameters
         ----------
-        rows : array
-            The rows of the node; the offsets in the pieces refer to one of them.
-        program : array
-            The tree program that sums them.
+        rows : 2-D array
+            Partial sums of gradients, one in each row. ``UpdatePiece.gradient`` is an index into a row.
+        program : int32 array
+            The tree program: says which rows are added in which order.
         divisor : 1-element array
-            The total weight.
-        out : array
+            The total weight times the loss scale.
+        out : 1-D array
             One of the rows, to which an optimizer that needs norms (LAMB) writes its update directions.
         threads : int
-            Threads of this rank.
+            Number of threads that this rank uses.
         """
         hypers = self.hypers()
         placed = {group: self._placed(hyper) for group, hyper in hypers.items()}
@@ -256,7 +266,10 @@ class Updater:
         self._made()
 
     def _tied_sum(self, piece: UpdatePiece, rows: Array, program: Array, divisor: Array) -> Array:
-        """Return the averaged gradient of all uses of a parameter, added in declared order."""
+        """Return the reduced gradient of a piece with tied uses: the sum over all uses, added in declared order.
+
+        :meth:`update_fused` describes ``rows``, ``program`` and ``divisor``.
+        """
         tree_sum, own = kernels.backend(rows).fused.tree_sum, rows[0, : piece.size]
         total: Array = kernels.namespace(rows).empty_like(own)
         other = kernels.namespace(rows).empty_like(own)
@@ -267,17 +280,23 @@ class Updater:
         return total
 
     def where_used(self, reduced: Array) -> Array:
-        """Copy a reduced gradient to the device of the update, here the host, and return it. Not collective."""
+        """Return the reduced gradient, copied to where the optimizer runs: the host in this class. Not collective."""
         host: Array = kernels.to_host(reduced)
         return host
 
     def exchange_ties(self, reduced: Array) -> None:
-        """Add the gradients of parameters that several stages use. Collective over the stages' data groups."""
+        """Add up, in ``reduced``, the gradients of the parameters that several pipeline stages use.
+
+        Collective over the data groups of these stages; see :class:`TieExchange`.
+        """
         if self._ties is not None:
             self._ties.add(reduced)
 
     def add_uses(self, reduced: Array) -> None:
-        """Add the gradients of tied uses on this stage to the parameter's own, in declared order. Not collective."""
+        """Add, in ``reduced``, the gradients of a parameter's tied uses to its own, in declared order. Not collective.
+
+        Parameters that :meth:`exchange_ties` has added up are left out.
+        """
         added = frozenset[str]() if self._ties is None else self._ties.names
         for piece in self.tied:
             if home_of(piece.entry.spec) in added:
@@ -287,9 +306,10 @@ class Updater:
                 own += reduced[use : use + piece.size]
 
     def norm(self, reduced: Array) -> tuple[float, str | None]:
-        """Return the global norm of the reduced gradient, and the parameter that makes it infinite or NaN, else None.
+        """Return the global norm of the reduced gradient and None; if it is not finite, return what has failed.
 
-        Collective over all ranks.
+        Collective over all ranks. If the sum of squares is infinite or NaN, return that sum, and the name of the first
+        parameter with such a sum (of the parameter with the largest sum, if each one's is finite).
         """
         sums = self._square_sums(reduced, [piece.gradient for piece in self.trees.own])
         total = float(sum(sums.values()))
@@ -300,12 +320,15 @@ class Updater:
         )
 
     def parts_of(self, name: str, reduced: Array) -> list[Array]:
-        """Return the elements of one parameter's reduced gradient that this rank owns. Not collective."""
+        """Return this rank's elements of the reduced gradient of parameter ``name``, on the host. Not collective."""
         pieces = [p for p in self.trees.own if home_of(p.entry.spec) == name]
         return [kernels.to_host(reduced[p.gradient : p.gradient + p.size]) for p in pieces]
 
     def _square_sums(self, values: Array, starts: Sequence[int]) -> dict[str, float]:
-        """Return the sum of squares of every trainable parameter of the model. Collective over all ranks."""
+        """Return, for every trainable parameter of the model, by name, the sum of squares of its elements.
+
+        Collective over all ranks. ``values`` and ``starts`` are those of :meth:`TensorTree.square_sums`.
+        """
         sums = self.trees.square_sums(values, starts)
         return sums if self._global_sums is None else self._global_sums.merge(sums)
 
@@ -316,7 +339,10 @@ class Updater:
             np.multiply(part, self.dtype.type(factor), out=part)
 
     def update(self, reduced: Array, threads: int) -> None:
-        """Update this rank's parameters from reduced gradients. Collective for optimizers that need norms."""
+        """Update this rank's ranges of the parameters from the reduced gradient.
+
+        Collective over all ranks for optimizers that need norms, else not collective.
+        """
         if self.watch is not None:
             self.watch(kernels.to_host(reduced))
         hypers = self.hypers()
@@ -336,7 +362,10 @@ class Updater:
         self._made()
 
     def _apply_directions(self, directions: Array, hypers: dict[int, Array]) -> None:
-        """Apply LAMB's directions, each scaled by a ratio of two norms (You et al. 2020, algorithm 2). Collective."""
+        """Apply LAMB's update directions, each scaled by a ratio of two norms (You et al. 2020, algorithm 2).
+
+        Collective over all ranks. The norms are those of a parameter's values and of its direction.
+        """
         own = self.trees.own
         values = self._parameters()
         weights = self._square_sums(values, [piece.store for piece in own])
@@ -349,7 +378,7 @@ class Updater:
             self.optimizer.apply_direction(w, direction, hypers[piece.group], ratio)
 
     def state_of(self, slot: str, piece: UpdatePiece) -> Array:
-        """Return the optimizer state of one of this rank's pieces on the host, for reading. Not collective."""
+        """Return the state in ``slot`` of the elements of ``piece``, on the host, for reading. Not collective."""
         values: Array = kernels.to_host(self.state[slot][piece.state : piece.state + piece.size])
         return values
 
@@ -362,5 +391,5 @@ class Updater:
         return scalars
 
     def _parameters(self) -> Array:
-        """Return the store's parameters on the device where the optimizer's kernels run."""
+        """Return the array of the store's parameters on the device where the optimizer's kernels run."""
         return self.store.values

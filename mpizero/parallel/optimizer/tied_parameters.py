@@ -1,10 +1,10 @@
 """Add up gradients of parameters that several pipeline stages use, such as a token table (embedding and head).
 
-[Note: cut ties] Every stage that uses such a parameter stores a copy of it. On different stages, different ranks may
-own the same range of it, because their units differ. First each stage sums the gradients of its own uses over grains.
-Then it receives the gradients of the other stages' uses, and adds all uses in declared order. All stages make the same
-update, so the copies stay equal to the bit without another message. Norms and checkpoints use only the copy on the home
-stage, the stage whose block declares the parameter.
+[Note: cut ties] Every stage that uses such a parameter stores a copy of it. Different data ranks may own the same range
+of it on different stages, because the stages have different units. First each stage sums the gradients of its own uses
+over grains. Then it receives the gradients of the other stages' uses, and adds the gradients of all uses in declared
+order. All stages make the same update, so the copies stay equal to the bit without another message. Norms and
+checkpoints use only the copy on the home stage, the stage whose block declares the parameter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mpizero.types import Array
 
 
 class _Holder(NamedTuple):
-    """Describe one data rank of a stage, and the range of the tied parameter that it owns."""
+    """Describe one data rank of a stage, and the range of a tied parameter's elements that it owns."""
 
     stage: int
     data_rank: int
@@ -32,7 +32,11 @@ class _Holder(NamedTuple):
 
 
 class _Tie(NamedTuple):
-    """Describe, for one rank, a parameter that several stages use; ``tag`` is the MPI tag for its first use."""
+    """Describe, for one rank, a parameter that several stages use.
+
+    ``tag`` is the MPI tag for the first of its uses; the tag of the next use is larger by 2. ``holders`` are the data
+    ranks of all stages that use it. ``mine`` is the range of its elements that this rank owns.
+    """
 
     name: str
     tag: int
@@ -51,9 +55,9 @@ class TieExchange:
     partitioned : PartitionedModel
         This rank's part of the model.
     layouts : mapping of int to FlatLayout
-        The layout of every stage.
+        The layout of every stage, by the stage's number.
     pieces : sequence of UpdatePiece
-        The pieces of this rank's own share.
+        The ranges of parameters in this rank's own shard.
     """
 
     def __init__(
@@ -86,13 +90,14 @@ class TieExchange:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of the tied parameters that this stage shares with others."""
+        """The names of the tied parameters that this stage shares with other stages."""
         return frozenset(tie.name for tie in self.ties)
 
     def add(self, reduced: Array) -> None:
-        """Write the sum of all uses to the gradient of each piece. Collective over the stages' data groups.
+        """Replace the gradient of each shared parameter in ``reduced`` by the sum of the gradients of all its uses.
 
-        Gradients on a GPU are copied to the host for that.
+        Collective over the data groups of the stages that share parameters. Gradients on a GPU are copied to the host
+        to be sent and added, and the sums are copied back.
         """
         with_all = [(tie, *self._start(tie, reduced)) for tie in self.ties]
         for tie, arrived, requests in with_all:
@@ -102,7 +107,14 @@ class TieExchange:
                 self._sum(tie, arrived, reduced)
 
     def _start(self, tie: _Tie, reduced: Array) -> tuple[dict[Use, list[tuple[Span, Array]]], list[Request]]:
-        """Begin to exchange each use's gradient with ranks of other stages that own the same elements."""
+        """Begin to exchange the gradient of each use with the ranks of other stages that own the same elements.
+
+        Returns
+        -------
+        (dict, list of Request)
+            For each use on another stage, the ranges of elements and the buffers that receive their gradients; and the
+            requests of all messages.
+        """
         world, requests, sent = self.grid.world, [], []
         arrived: dict[Use, list[tuple[Span, Array]]] = {}
         for holder in tie.holders:
@@ -146,7 +158,7 @@ class TieExchange:
             yield from arrived[use]
 
     def _gradient(self, tie: _Tie, use: Use, span: Span, reduced: Array) -> Array:
-        """Return the gradient of one use on this stage, over a range of the parameter."""
+        """Return a view, in ``reduced``, of the gradient of one use on this stage, for the elements ``span``."""
         piece = self.pieces[tie.name]
         start = (piece.gradient, *piece.uses)[use.number] + span.start - tie.mine.start
         part: Array = reduced[start : start + span.size]
@@ -165,11 +177,11 @@ def _copied(values: Array) -> Array:
 
 
 def home_of(spec: Any) -> str:
-    """Return the parameter's name in the whole model, also for a copy on another stage. Not collective."""
+    """Return the name that a parameter has in the whole model; for a copy of it, the original's. Not collective."""
     return str(spec.guest or spec.name)
 
 
 def home_trainable(name: str, layouts: Mapping[int, FlatLayout]) -> bool:
-    """Tell whether a parameter that stages share is trained. Not collective."""
+    """Tell whether any stage trains the parameter ``name``; ``layouts`` are those of all stages. Not collective."""
     found = (e.spec for layout in layouts.values() for e in layout.parameters)
     return any(spec.trainable for spec in found if home_of(spec) == name)

@@ -1,1 +1,1 @@
-"""Store parameters as shards or shared copies, and publish them after an update."""
+"""Store parameters as shards or as copies that a node shares, and send updated parameters to all copies."""

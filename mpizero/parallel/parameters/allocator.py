@@ -34,7 +34,10 @@ COMPUTING_ADVICE = "choose a smaller micro_batch, more micro-batches (accumulate
 
 
 def refused(error: MemoryError, what: str, advice: str) -> OutOfMemoryError:
-    """Return an error that says what the missing memory was for; keep one that says so already. Not collective."""
+    """Return an ``OutOfMemoryError`` that says what the memory was for, followed by ``advice``. Not collective.
+
+    If ``error`` is one already, it is returned unchanged.
+    """
     if isinstance(error, OutOfMemoryError):
         return error
     reason = f" ({error})" if str(error) else ""
@@ -43,12 +46,14 @@ def refused(error: MemoryError, what: str, advice: str) -> OutOfMemoryError:
 
 @contextmanager
 def needing(what: str, advice: str) -> Iterator[None]:
-    """Replace a ``MemoryError`` of the block by an error that says what the memory was for. Not collective.
+    """Replace a ``MemoryError`` raised in the ``with`` block by an error that says what the memory was for.
+
+    Not collective.
 
     Raises
     ------
     OutOfMemoryError
-        If the block raises a ``MemoryError``.
+        If the ``with`` block raises a ``MemoryError``.
     """
     try:
         yield
@@ -58,10 +63,10 @@ def needing(what: str, advice: str) -> Iterator[None]:
 
 @contextmanager
 def on_all_ranks(world: Communicator, what: str) -> Iterator[None]:
-    """Allocate memory in this block on all ranks, or raise the same error on all of them.
+    """Raise on all ranks if allocating memory in the ``with`` block has failed on some rank.
 
-    Collective over ``world``, all ranks of the model. If one node has no room, the memory that other nodes have
-    allocated in the block stays allocated: the caller frees it.
+    Collective over ``world``, all ranks of the model. If one node has too little memory, what other nodes have
+    allocated in the ``with`` block stays allocated, and the caller must free it. ``what`` names the memory in errors.
 
     Raises
     ------
@@ -86,13 +91,16 @@ class Allocator(Protocol):
     """Allocate arrays and count their bytes: on the host by :class:`Memory`, or on a GPU."""
 
     def private(self, kind: str, shape: int | tuple[int, ...], dtype: Any) -> Array:
-        """Return a zeroed array of this rank alone. Not collective."""
+        """Return a new array of zeros for this rank alone, and count its bytes under ``kind``. Not collective."""
 
     def release(self, kind: str, array: Array) -> None:
-        """Stop counting a private array that its owner drops. Not collective."""
+        """Stop counting the bytes of a private array; the caller then drops its last reference. Not collective."""
 
     def shared(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: Any) -> tuple[Array, ...]:
-        """Return zeroed arrays that all ranks of the node read and write. Collective over the node."""
+        """Return new arrays of zeros, one for each shape, that all ranks of the node read and write.
+
+        Collective over the node.
+        """
 
     def free_shared(self, kind: str, arrays: Sequence[Array]) -> None:
         """Free the arrays that :meth:`shared` returned. Collective over the node."""
@@ -104,15 +112,15 @@ class Memory:
     Parameters
     ----------
     node : Communicator
-        The ranks that share memory with this one; of size 1 when memory is private.
+        The ranks that share memory with this one; a communicator of size 1 if ranks share no memory.
     progress : MessageProgress, optional
         Finishes messages in flight before every collective of the node.
 
     Attributes
     ----------
     private_bytes, shared_bytes : Counter of str to int
-        What this rank holds alone, and what its node holds together, by kind ("parameters", "gradients",
-        "optimizer state", "buffers", "exchange buffers").
+        Bytes of the arrays that this rank holds alone, and of those that its node holds together, by kind:
+        "parameters", "gradients", "optimizer state", "buffers" or "exchange buffers".
     peak_bytes : int
         The largest :attr:`rank_bytes` so far.
     """
@@ -126,7 +134,7 @@ class Memory:
         self._scratch: dict[str, Array] = {}
 
     def private(self, kind: str, shape: int | tuple[int, ...], dtype: Any) -> Array:
-        """Return a zeroed array of this rank alone. Not collective."""
+        """Return a new array of zeros for this rank alone, and count its bytes under ``kind``. Not collective."""
         with self._wanted(kind, shape, dtype):
             array = np.zeros(shape, dtype)
         self.private_bytes[kind] += array.nbytes
@@ -134,14 +142,15 @@ class Memory:
         return array
 
     def release(self, kind: str, array: Array) -> None:
-        """Stop counting a private array that its owner drops. Not collective."""
+        """Stop counting the bytes of a private array; the caller then drops its last reference. Not collective."""
         self.private_bytes[kind] -= array.nbytes
 
     def scratch(self, name: str, size: int, dtype: Any) -> Array:
-        """Return a message buffer, not zeroed; every call with the same name returns the same memory. Not collective.
+        """Return a message buffer of ``size`` elements, uninitialized. Not collective.
 
-        Messages are cut into pieces of a bucket's size, or of ``comm.reduce.exact.EXCHANGE_ELEMENTS``: see
-        [Note: buckets] in ``parallel/gradients/bucket_tuner.py``.
+        Every call with the same name returns the same memory; if a larger buffer is needed, new memory replaces it.
+        Buffers stay small, because an exchange is cut into segments: see [Note: buckets] in
+        ``parallel/gradients/bucket_tuner.py``.
         """
         nbytes = size * np.dtype(dtype).itemsize
         held = self._scratch.get(name)
@@ -162,20 +171,24 @@ class Memory:
             yield
 
     def drop_scratch(self) -> None:
-        """Free all message buffers; later messages allocate new ones. Not collective; nothing may be in flight."""
+        """Free all message buffers; :meth:`scratch` allocates new ones. Not collective.
+
+        Call it only while no message is in flight.
+        """
         for held in self._scratch.values():
             self.release("exchange buffers", held)
         self._scratch.clear()
 
     def shared(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: Any) -> tuple[Array, ...]:
-        """Return zeroed arrays that all ranks of the node read and write, in one window.
+        """Return new arrays of zeros, one for each shape, that all ranks of the node read and write, in one window.
 
-        Collective over the node. With private memory these are this rank's own arrays.
+        Collective over the node. If ranks share no memory, the arrays are this rank's alone.
 
         Raises
         ------
         SharedMemoryError
-            On all ranks of the node, if it has too little shared memory; see :func:`on_all_ranks` for other nodes.
+            On all ranks of the node, if the node has too little shared memory. Other nodes do not learn of it, unless
+            the call is made inside :func:`on_all_ranks`.
         """
         if self.node.size == 1:
             return tuple(self.private(kind, shape, dtype) for shape in shapes)
@@ -194,7 +207,7 @@ class Memory:
         return arrays
 
     def free_shared(self, kind: str, arrays: Sequence[Array]) -> None:
-        """Free the window of the arrays that :meth:`shared` returned, after last use. Collective over the node."""
+        """Free the window of arrays that :meth:`shared` returned, after their last use. Collective over the node."""
         if self.node.size == 1:
             for array in arrays:
                 self.release(kind, array)
@@ -206,15 +219,19 @@ class Memory:
         window.close()
 
     def barrier(self, tag: str = "") -> None:
-        """Wait for all ranks of the node, and make their earlier writes visible to all. Collective over the node."""
+        """Wait for all ranks of the node, and make their earlier writes to shared arrays visible to all of them.
+
+        Collective over the node.
+        """
         if self.node.size > 1:
             self.progress.finish()
             self.node.node_barrier(self._windows[0][0], tag, counted=True)
 
     def ibarrier(self, tag: str = "") -> Request | None:
-        """Begin a non-blocking :meth:`barrier`; return its request, None for a single rank. Collective over the node.
+        """Begin a non-blocking barrier of the node; return its request, or None if the node has one rank.
 
-        Once the request has ended, :meth:`synchronize` makes the earlier writes of all ranks visible.
+        Collective over the node. After the request has completed, :meth:`synchronize` makes the writes that the ranks
+        made before the barrier visible to this rank.
         """
         if self.node.size == 1:
             return None
@@ -228,16 +245,16 @@ class Memory:
 
     @property
     def rank_bytes(self) -> int:
-        """Bytes that this rank holds now: its private arrays, and an equal part of the node's windows."""
+        """The number of bytes that this rank holds now: its private arrays, and an equal part of the node's windows."""
         return sum(self.private_bytes.values()) + sum(self.shared_bytes.values()) // self.node.size
 
     def kinds(self) -> dict[str, int]:
-        """Return :attr:`rank_bytes` by kind of array."""
+        """Return the bytes that make up :attr:`rank_bytes`, by kind of array."""
         kinds = sorted({*self.private_bytes, *self.shared_bytes})
         return {kind: self.private_bytes[kind] + self.shared_bytes[kind] // self.node.size for kind in kinds}
 
     def close(self) -> None:
-        """Free all windows. Collective over the node."""
+        """Free all windows and message buffers. Collective over the node."""
         self.progress.close()
         while self._windows:
             self._windows.pop()[0].close()

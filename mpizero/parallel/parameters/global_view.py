@@ -2,9 +2,9 @@
 
 [Note: who holds what] An engine's layout describes the parameters on one pipeline stage and tensor rank. A parameter
 with a ``part`` is split: each tensor rank of its stage holds a slice. A parameter without a ``part`` is held whole by
-all tensor ranks, with equal bits, and is read from tensor rank 0. A ``guest`` is a copy of a parameter whose home is
-another stage; its values come from there and are never read from the copy. All ranks of a data group hold the same
-parameters, whole or in shards.
+all tensor ranks, with equal bits, and is read from tensor rank 0. A parameter with a ``guest`` is a copy of a parameter
+that another stage declares; it is never read, only the original is. All ranks of a data group hold the same parameters,
+whole or in shards.
 """
 
 from __future__ import annotations
@@ -27,27 +27,30 @@ Held = Callable[[str], Array]
 
 
 class DeclaredParameter(NamedTuple):
-    """Hold a parameter of the whole model (``entry``), and its spec on the rank that it is read from."""
+    """Hold a parameter of the whole model (``entry``), and its form (``spec``) on a rank that it is read from."""
 
     entry: ParameterUse
     spec: ParameterSpec
 
 
 def speaks_for(spec: ParameterSpec, here: Coordinates) -> bool:
-    """Tell whether a parameter is read from this pipeline stage and tensor rank, which hold it."""
+    """Tell whether a parameter is read from the rank at ``here``, which holds it as ``spec``: no other holds it first.
+
+    It is not if the rank holds a copy of another stage's parameter, or a whole parameter that tensor rank 0 holds too.
+    """
     return spec.guest is None and (spec.part is not None or here.tensor == 0)
 
 
 class GlobalView:
-    """Give access to all parameters of a model under their global names and shapes.
+    """Give access to all parameters of a model under the names and shapes that they have in the whole model.
 
-    Construction is collective over the model group (``grid.model``). If the model is not split, this calls the store,
-    and makes no copies and sends no messages of its own.
+    Construction is collective over the model group (``grid.model``), the ranks of a replica. If the model is not split,
+    the methods call the store, and make no further copies and send no further messages.
 
     Parameters
     ----------
     blocks : mapping of str to sequence of ParameterSpec
-        The parameters of the whole, unsplit model, by block in order of use.
+        The parameters of the whole model, before it is split, by block in order of use.
     store : ParameterStore
         The parameters that this rank holds.
     grid : ProcessGrid
@@ -58,12 +61,12 @@ class GlobalView:
     layout : FlatLayout
         The layout of the whole model, in which each block is a unit; the store's layout if the model is not split.
     nodes : int
-        The largest number of nodes, or of ranks with private memory, in any data group.
+        The largest number of nodes in any data group; without shared memory, of ranks.
 
     Raises
     ------
     LayoutError
-        On every rank, if the parts that ranks hold do not make up the model. It names the parameter.
+        On every rank, if the parts that the ranks hold do not make up the model. The error names the parameter.
     """
 
     def __init__(self, blocks: Mapping[str, Sequence[ParameterSpec]], store: ParameterStore, grid: ProcessGrid) -> None:
@@ -87,7 +90,10 @@ class GlobalView:
         self._sends = [place.context == 0 for place in here]
 
     def _spoken(self, here: Coordinates, specs: Sequence[ParameterSpec]) -> list[list[DeclaredParameter]]:
-        """List the parameters of each unit that are read from a rank."""
+        """Return, for each unit of the whole model, the parameters that are read from the rank at ``here``.
+
+        ``specs`` are the parameters that this rank holds.
+        """
         units: list[list[DeclaredParameter]] = [[] for _ in self.layout.units]
         for spec in specs:
             if speaks_for(spec, here):
@@ -99,7 +105,7 @@ class GlobalView:
 
     @property
     def parameter_count(self) -> int:
-        """Return the number of parameters of the whole model; copies are not counted."""
+        """The number of parameter elements of the whole model; copies are not counted."""
         return self.layout.size
 
     @property
@@ -108,7 +114,7 @@ class GlobalView:
         return self._split or self.store.sharded
 
     def vector(self) -> Array:
-        """Return a new 1-D array of all parameters, in declared order. Collective over the world."""
+        """Return a new 1-D array of all parameters of the whole model, in declared order. Collective over the world."""
         whole = np.empty(self.layout.size, self.store.dtype)
         held = self._held()
         for unit in self.layout.units:
@@ -120,29 +126,30 @@ class GlobalView:
         return whole
 
     def units(self) -> Iterator[Array]:
-        """Yield the values of one unit after the other, each as a new 1-D array; every rank must take all of them.
+        """Yield the values of each unit of :attr:`layout`, one unit after the other, as a new 1-D array.
 
-        Collective over the world. At any time a rank holds one unit, a buffer for its messages and, with sharded
-        parameters, one gathered unit of the model part that it holds (see ``partition/``).
+        Collective over the world: every rank must take the values of all units. At any time a rank holds one unit, a
+        buffer for its messages and, with sharded parameters, one gathered unit of the parameters that it stores.
         """
         held = self._held()
         for unit in self.layout.units:
             yield self._unit(unit, held)
 
     def unit(self, unit: Unit) -> Array:
-        """Return a new 1-D array of one unit of :attr:`layout`. Collective over the world."""
+        """Return the values of one unit of :attr:`layout` as a new 1-D array. Collective over the world."""
         return self._unit(unit, self._held())
 
     def named(self, values: Array) -> dict[str, Array]:
-        """Return copies of all parameters by name, from a vector of them. Not collective."""
+        """Return copies of all parameters by name; ``values`` is a vector of the whole model's. Not collective."""
         parts = ((e.spec, values[e.span.start : e.span.stop]) for e in self.layout.parameters)
         return {spec.name: part.reshape(spec.shape).copy() for spec, part in parts}
 
     def assemble(self, held: Array) -> Array:
-        """Assemble an array in the order of the whole model, from one in the order of the store's layout on each rank.
+        """Assemble a vector with one value for each parameter element of the whole model, such as a momentum.
 
-        Collective over the model group. This is for arrays shaped like the parameters, such as optimizer state. Each
-        rank gives all values of its pipeline stage and tensor rank. Values of guests are not used.
+        Collective over the model group. ``held`` has a value for each element of the parameters on this rank's pipeline
+        stage and tensor rank, in the order of the store's layout. Values for copies of another stage's parameters are
+        not used.
         """
         if not self._split:
             return held.copy()
@@ -159,7 +166,10 @@ class GlobalView:
         return out
 
     def _held(self) -> Held:
-        """Return a function that reads a parameter of this rank's layout; it keeps the last unit that it gathered."""
+        """Return a function that returns the values of a parameter of this rank's layout, by name.
+
+        With sharded parameters the function gathers the parameter's unit, and keeps it until it needs another.
+        """
         layout, store = self.store.layout, self.store
         if not store.sharded:
             return self._views(store.values)
@@ -176,12 +186,18 @@ class GlobalView:
         return read
 
     def _views(self, values: Array) -> Held:
-        """Return a function that reads a parameter from an array in the order of this rank's layout."""
+        """Return a function that returns the values of a parameter by name: a view of ``values``.
+
+        ``values`` is in the order of this rank's layout.
+        """
         by_name = self.store.layout.by_name
         return lambda name: values[by_name[name].span.start : by_name[name].span.stop]
 
     def _assemble(self, unit: Unit, held: Held, out: Array) -> None:
-        """Fill ``out`` with the values of a unit of the whole model. Collective over the world if ``held`` gathers."""
+        """Fill ``out`` with the values of a unit of the whole model; ``held`` reads parameters of this rank's layout.
+
+        Collective over the model group, and over the world if ``held`` gathers units.
+        """
         if not unit.span.size:
             return
         group = self.grid.model
@@ -205,7 +221,10 @@ class GlobalView:
     # ------------------------------------------------------------------ writing
 
     def fill(self, values: Array) -> None:
-        """Set all parameters, guests too, from a vector that is equal on every rank. Collective over the world."""
+        """Set all parameters, and the copies of them on other stages, from a vector of the whole model's parameters.
+
+        Collective over the world. ``values`` must be equal on every rank.
+        """
         if not self._split:
             self.store.fill(values)
             return
@@ -216,7 +235,10 @@ class GlobalView:
         store.publish()
 
     def owned(self, values: Array) -> Array:
-        """Return this rank's shard of a vector of all parameters: its ranges, concatenated. Not collective."""
+        """Return the elements of ``values`` that belong to this rank's shard, concatenated. Not collective.
+
+        ``values`` has a value for each parameter element of the whole model.
+        """
         share = self.store.share
         found = np.empty(share.size, values.dtype)
         for span, offset in zip(share.spans, share.offsets, strict=True):
@@ -224,7 +246,7 @@ class GlobalView:
         return found
 
     def _fill_range(self, values: Array, span: Span, out: Array) -> None:
-        """Copy the values of a range of this rank's layout from a vector of all parameters."""
+        """Fill ``out``, the range ``span`` of this rank's layout, from a vector of the whole model's parameters."""
         for entry, part in self.store.layout.pieces(span):
             home, target = self.home(entry.spec), out[part.start - span.start : part.stop - span.start]
             take(entry.spec, values[home.span.start : home.span.stop], part.start - entry.offset, target)
@@ -232,16 +254,19 @@ class GlobalView:
     # ------------------------------------------------------------------ questions (not collective)
 
     def home(self, spec: ParameterSpec) -> ParameterUse:
-        """Return the parameter of the whole model of which ``spec``, on this rank, is the whole, a slice or a copy."""
+        """Return the parameter of the whole model that this rank holds as ``spec``: whole, as a slice, or as a copy."""
         return self.layout.by_name[spec.guest or spec.name]
 
     def writes(self, spec: ParameterSpec) -> bool:
-        """Tell whether a parameter is read from this rank, and so saved by it."""
+        """Tell whether the parameter that this rank holds as ``spec`` is read from it, and so saved by it."""
         return speaks_for(spec, self.grid.here)
 
 
 def take(spec: ParameterSpec, whole: Array, start: int, out: Array) -> None:
-    """Fill ``out`` with elements from ``start`` on of a rank's (part of a) parameter, from the whole parameter."""
+    """Fill ``out`` with elements of the parameter that a rank holds as ``spec``, from ``whole``, the whole parameter.
+
+    ``start`` is the index of the first element to fill, counted in what the rank holds: the whole parameter or a slice.
+    """
     if spec.part is None:
         out[:] = whole[start : start + out.size]
     else:
@@ -249,12 +274,14 @@ def take(spec: ParameterSpec, whole: Array, start: int, out: Array) -> None:
 
 
 def in_whole(spec: ParameterSpec, start: int, values: Array) -> Iterator[tuple[int, Array]]:
-    """Cut values of a rank's (part of a) parameter, from element ``start`` on, into ranges of the whole parameter.
+    """Cut values of the parameter that a rank holds as ``spec`` into runs that are contiguous in the whole parameter.
+
+    ``start`` is the index of the first of ``values``, counted in what the rank holds: the whole parameter or a slice.
 
     Yields
     ------
     (int, Array)
-        The first element in the whole parameter, and a view of the values from there on.
+        The index in the whole parameter of the first element of a run, and a view of the run's values.
     """
     if spec.part is None:
         yield start, values
@@ -264,14 +291,23 @@ def in_whole(spec: ParameterSpec, start: int, values: Array) -> Iterator[tuple[i
 
 
 def check_holdings(layout: FlatLayout, here: Sequence[Coordinates], held: Sequence[Sequence[ParameterSpec]]) -> None:
-    """Check that the ranks of a model group together hold each element of the model exactly once.
+    """Check that each element of the model is read from exactly one rank of a replica.
 
     Not collective: every rank calls it with the same arguments.
+
+    Parameters
+    ----------
+    layout : FlatLayout
+        The layout of the whole model.
+    here : sequence of Coordinates
+        For each rank of the replica, its position on the axes of parallelism.
+    held : sequence of sequences of ParameterSpec
+        For each rank of the replica, the parameters that it holds.
 
     Raises
     ------
     LayoutError
-        Naming the first parameter that does not fit, and what is wrong with it.
+        If an element is held by no rank, or read from several. The error names the parameter and says what is wrong.
     """
     told: dict[str, list[ParameterSpec]] = {entry.spec.name: [] for entry in layout.parameters}
     for place, specs in zip(here, held, strict=True):

@@ -1,15 +1,16 @@
 """Send updated parameters to the copies on all nodes, during the next forward pass (ZeRO-1 and 2).
 
-[Note: regions] The parameters are cut into regions, in the order in which blocks use them. Each region is gathered from
-its owners by an all-gather of its own; all of them begin at once. Before a rank reads a block, it waits for the regions
-up to the last one that the block uses. Where ranks of a node share one copy, each rank receives a part of the region.
-The region is complete when all of them have received their parts. A non-blocking barrier for each region tells that; a
-rank begins it as soon as its own messages have arrived.
+[Note: regions] The parameters are cut into regions, in the order in which blocks use them. Each region has an
+all-gather of its own, between the peers that own parts of it; all of these all-gathers begin at once. Before a rank
+reads the parameters of a block, it waits for all regions up to the last one that the block uses. If the ranks of a node
+share one copy, each of them receives a part of the region, and the region is complete when all of them have received
+their parts. A non-blocking barrier of the node for each region makes sure of that; a rank begins it as soon as its own
+messages of the region have arrived.
 
-[Note: nobody waits for a rank that waits] Such a barrier ends only when every rank of the node has begun it. So a rank
-must begin all of them before it blocks in anything else. :meth:`Publication.wait` does that: it is called at the end of
-a rank's passes, before any other collective of the node (``MessageProgress.finish``), and before any other use of the
-parameters.
+[Note: nobody waits for a rank that waits] The barrier of a region ends only when every rank of the node has begun it.
+So a rank must begin the barriers of all regions before it blocks in anything else. :meth:`Publication.wait` does that:
+it is called at the end of a rank's forward and backward passes, before any other collective of the node
+(``MessageProgress.finish``), and before any other use of the parameters.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ REGION = 1 << 16
 
 
 class Publication:
-    """Gather the parameters that one update has changed. Construction is collective over the data group.
+    """Send the parameters that one update has changed to the copies on all nodes, region by region.
+
+    A region is a range of the flat parameter vector that has an all-gather of its own. Construction begins the
+    all-gathers; it is collective over the data group.
 
     Parameters
     ----------
@@ -67,11 +71,11 @@ class Publication:
 
     @property
     def ended(self) -> bool:
-        """Tell whether all regions are known to be complete. Not collective."""
+        """Tell whether this rank has waited until all regions were complete. Not collective."""
         return self._ready == len(self._gatherings)
 
     def poll(self) -> bool:
-        """Make messages progress, and tell whether all of this rank's sends and receives have ended. Not collective."""
+        """Let messages progress, and tell whether all of this rank's sends and receives have ended. Not collective."""
         while self._arrived < len(self._gatherings) and self._gatherings[self._arrived].test():
             self._note()
         return self._arrived == len(self._gatherings)
@@ -82,9 +86,10 @@ class Publication:
             gathering.wait()
 
     def wait(self, regions: int | None = None) -> None:
-        """Wait until the first ``regions`` (None: all) are complete.
+        """Wait until the first ``regions`` regions are complete, or all of them if it is None.
 
-        Collective over the data group, in the end: every rank must wait for all regions before the next update.
+        Collective over the data group in this sense: every rank must have waited for all regions before the next
+        update.
         """
         count = len(self._gatherings) if regions is None else regions
         while self._arrived < count:
@@ -98,15 +103,16 @@ class Publication:
             self._memory.synchronize()
 
     def _note(self) -> None:
-        """Begin the barrier that tells the ranks of the node that one more region has arrived here."""
+        """Record that one more region has arrived on this rank, and begin the node's barrier for that region."""
         self._arrived += 1
         self._barriers.append(self._memory.ibarrier("published"))
 
 
 def let_arrive(published: list[Publication], seconds: float = 10.0) -> None:
-    """Wait, for at most ``seconds``, for messages in flight to a store whose memory is about to be freed.
+    """Wait, for at most ``seconds``, until the messages of a publication in flight have ended.
 
-    Not collective. This is for programs that end, or drop a model, without closing it.
+    Not collective. ``published`` is empty or has one publication, of a store whose memory is about to be freed. It is
+    called when a program ends, or drops a model, without closing the model.
     """
     limit = time.monotonic() + seconds
     with contextlib.suppress(MpizeroError):  # others have ended or closed the communicator

@@ -1,4 +1,4 @@
-"""Compute which ranges of parameters and gradients a rank owns, and their offsets in its arrays."""
+"""Compute which ranges of parameters and gradients a rank owns, and where they begin in the rank's arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from mpizero.types import ParameterSpec
 
 @dataclass(frozen=True)
 class Share:
-    """Describe the shard of data rank ``rank``: one range of each unit's parameters, and their gradients."""
+    """Describe the shard that data rank ``rank`` of ``parts`` owns: one range of each unit's parameters.
+
+    It owns the gradients of these parameters, too. All offsets and sizes are in elements.
+    """
 
     layout: FlatLayout
     rank: int
@@ -21,41 +24,41 @@ class Share:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """The owned range of each unit, in the flat vector of all parameters."""
+        """For each unit, the range of the flat vector of all parameters that the rank owns."""
         return self.layout.shards(self.rank, self.parts)
 
     @cached_property
     def size(self) -> int:
-        """Number of owned parameters."""
+        """Number of parameter elements that the rank owns."""
         return sum(span.size for span in self.spans)
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """The start of each unit's owned range in the concatenation of all owned ranges."""
+        """For each unit, where the owned range begins in the concatenation of the owned ranges of all units."""
         return _running([span.size for span in self.spans])
 
     @cached_property
     def gradient_spans(self) -> tuple[tuple[Span, ...], ...]:
-        """For each unit, the owned ranges of its gradients; tied uses have ranges of their own."""
+        """For each unit, the owned ranges of the array of the unit's gradients; tied uses have ranges of their own."""
         return tuple(self.layout.gradient_spans(unit, self.spans) for unit in self.layout.units)
 
     @cached_property
     def gradient_offsets(self) -> tuple[int, ...]:
-        """The start of each unit's owned gradients in the concatenation of all owned gradients."""
+        """For each unit, where its owned gradients begin in the concatenation of the owned gradients of all units."""
         return _running([sum(span.size for span in spans) for spans in self.gradient_spans])
 
     @cached_property
     def gradient_size(self) -> int:
-        """Number of owned gradient elements."""
+        """Number of gradient elements that the rank owns."""
         return sum(span.size for spans in self.gradient_spans for span in spans)
 
     def row_spans(self, unit: int) -> tuple[Span, ...]:
-        """Return the owned ranges of a unit's gradients in a row, a copy of the whole gradient vector."""
+        """Return the owned ranges of a unit's gradients, as ranges of a row (a copy of the whole gradient vector)."""
         base = self.layout.gradient_bases[unit]
         return tuple(span.shift(base) for span in self.gradient_spans[unit])
 
     def shard_position(self, unit: int, gradient: int) -> int:
-        """Return the place of element ``gradient`` of a unit's gradients in the concatenation of owned gradients."""
+        """Return the index of element ``gradient`` of a unit's gradients in the concatenated owned gradients."""
         position = self.gradient_offsets[unit]
         for span in self.gradient_spans[unit]:
             if span.start <= gradient < span.stop:
@@ -67,8 +70,10 @@ class Share:
 class UpdatePiece(NamedTuple):
     """Describe a contiguous range of one trainable parameter that this rank updates.
 
-    ``store``, ``gradient`` and ``state`` are where the range begins in the parameter store, in the reduced gradient and
-    in the optimizer's arrays. ``uses`` are where the gradients of its tied uses begin in the reduced gradient.
+    ``span`` is the range in the flat vector of all parameters. ``store``, ``gradient`` and ``state`` are the indices of
+    its first element in the parameter store, in the reduced gradient and in the arrays of the optimizer state. ``uses``
+    holds the index in the reduced gradient for each tied use of the parameter. ``group`` is the number of the
+    optimizer group.
     """
 
     entry: ParameterUse
@@ -86,7 +91,12 @@ class UpdatePiece(NamedTuple):
 
 
 class UpdateRun(NamedTuple):
-    """Describe neighbouring pieces that one kernel call updates together: their starts, size and optimizer group."""
+    """Describe neighbouring pieces that one kernel call updates together.
+
+    ``store``, ``gradient`` and ``state`` are the indices of the first element in the parameter store, in the reduced
+    gradient and in the arrays of the optimizer state; ``size`` is the number of elements, ``group`` the number of the
+    optimizer group.
+    """
 
     store: int
     gradient: int
@@ -98,19 +108,19 @@ class UpdateRun(NamedTuple):
 def update_pieces(
     shares: Sequence[Share], groups: dict[ParameterSpec, int], store_bases: Sequence[int] | None, in_rows: bool
 ) -> tuple[UpdatePiece, ...]:
-    """List the pieces of parameters that a rank updates.
+    """Return the pieces of parameters that a rank updates; a piece is a contiguous range of one parameter.
 
     Parameters
     ----------
     shares : sequence of Share
-        The shards that it updates: its own, or with replicated optimizer state those of all its peers.
+        The shards that the rank updates: its own or, with replicated optimizer state, the shards of all its peers.
     groups : dict
-        The optimizer's group of each parameter.
+        The number of the optimizer group of each parameter.
     store_bases : sequence of int or None
-        Where each shard starts in a sharded store; None for a store that holds all parameters.
+        For each shard, the index of its first element in a sharded store; None for a store that holds all parameters.
     in_rows : bool
-        Whether the reduced gradient is in a row, a copy of the whole gradient vector. Otherwise it is an array of the
-        owned gradients only.
+        Whether the reduced gradient is a row, a copy of the whole gradient vector. Otherwise it is an array of only the
+        gradients that the rank owns.
     """
     pieces: list[UpdatePiece] = []
     state = 0
@@ -139,7 +149,7 @@ def _locate(share: Share, entry: ParameterUse, inside: int, in_rows: bool) -> in
 
 
 def runs_of(pieces: Sequence[UpdatePiece]) -> tuple[UpdateRun, ...]:
-    """Join neighbouring pieces of the same optimizer group into runs."""
+    """Join pieces of the same optimizer group into runs if one begins where the other ends in all three arrays."""
     runs: list[UpdateRun] = []
     for piece in pieces:
         run = UpdateRun(piece.store, piece.gradient, piece.state, piece.size, piece.group)

@@ -1,4 +1,4 @@
-"""Store parameters: each node (or rank with private memory) has a copy of all, or only its ranks' shards."""
+"""Store the parameters of a rank: each node (or rank, without shared memory) holds all of them, or only its shards."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ SLOTS = 2
 
 
 class ParameterViews(dict[str, Any]):
-    """Hold nested views of parameters, by name; :meth:`poll` makes messages in flight progress.
+    """Hold nested views of parameters, by name; ``poll()`` lets messages in flight progress.
 
-    Layers that consist of other layers call it between those, by :func:`mpizero.nn.layer.poll`.
+    A layer that consists of other layers calls ``poll`` between them, through :func:`mpizero.nn.layer.poll`.
     """
 
     __slots__ = ("poll",)
@@ -40,7 +40,7 @@ class ParameterViews(dict[str, Any]):
 
 
 class ParameterProvider(Protocol):
-    """Define what provides the parameters of units: a :class:`ParameterStore`, or its copy on a GPU."""
+    """Define the interface of a :class:`ParameterStore`, and of its copy on a GPU, to code that reads parameters."""
 
     layout: FlatLayout
     timeline: Timeline
@@ -48,27 +48,32 @@ class ParameterProvider(Protocol):
     def unshard(
         self, unit: Unit, following: Unit | None = None, *, by_block: bool = False
     ) -> AbstractContextManager[dict[str, Any]]:
-        """Yield nested views of a unit's parameters, by block. Collective over the data group if sharded."""
+        """Yield nested views of a unit's parameters, by block; :meth:`ParameterStore.unshard` describes the parameters.
+
+        Collective over the data group if parameters are sharded.
+        """
 
     @property
     def progress(self) -> MessageProgress:
-        """Return the object that runners poll between layers, so that messages in flight progress."""
+        """The object that runners poll between layers, so that messages in flight progress."""
 
     def wait(self, block: str | None = None) -> None:
-        """Wait until the published parameters of a block have arrived; without a block, all parameters."""
+        """Wait until the updated parameters of ``block`` have arrived from their owners; None: those of all blocks."""
 
 
 class ParameterStore:
     """Store the parameters: all of them on every node, or only the shards of the node's ranks.
 
-    With a single node that shares memory, the node's window holds all parameters, and nothing is ever gathered.
+    If there is a single node and its ranks share memory, its window holds all parameters, and no unit is ever gathered.
 
-    [Note: the next unit] A sharded store has two slots for gathered units. While one unit is used, the next one is
-    gathered into the other slot (a prefetch). That begins when the current unit is complete on all ranks of the node:
-    then no rank reads the other slot any more. Every rank gathers the same units in the same order.
+    [Note: the next unit] A sharded store has two slots, buffers for one gathered unit each. While one unit is used, the
+    next one is gathered into the other slot (a prefetch). The prefetch begins when the current unit is complete on all
+    ranks of the node, because no rank reads the other slot any more. Every rank gathers the same units in the same
+    order.
 
-    [Note: newer values on a GPU] If a rank is alone in its data group and trains on a GPU, the GPU has newer parameters
-    than this store. They are copied to the host when :attr:`values`, a range to write, or a unit is asked for.
+    [Note: newer values on a GPU] If a rank is alone in its data group and trains on a GPU, the GPU may have newer
+    parameters than this store. They are copied to the host when :attr:`values`, :meth:`owned` or :meth:`unshard` is
+    used.
 
     Parameters
     ----------
@@ -79,18 +84,19 @@ class ParameterStore:
     memory : Memory
         Allocates the arrays.
     sharded : bool
-        Whether each node keeps only its ranks' shards; units are then gathered when they are needed.
+        Whether each node keeps only its ranks' shards; units are then gathered when they are needed. It has no effect
+        on a single node.
     dtype : numpy dtype
-        The type of all parameters.
+        The data type of all parameters.
     timeline : Timeline, optional
-        Records when units are gathered and parameters published.
+        Records when units are gathered, and when updated parameters are sent.
 
     Attributes
     ----------
     dtype : numpy dtype
-        The type of all parameters.
+        The data type of all parameters.
     version : int
-        How often parameters were published; 1 while they have their initial values.
+        How often :meth:`publish` was called; 1 while the parameters have their initial values.
     """
 
     def __init__(
@@ -131,20 +137,24 @@ class ParameterStore:
 
     @property
     def values(self) -> Array:
-        """All parameters that this node holds. Collective over the data group if some are still in flight."""
+        """The array of all parameters that this node holds. Collective over the data group if some are in flight."""
         if self._published:
             self.wait()
         return self._values_here()
 
     def take_from(self, source: Callable[[Array], None]) -> None:
-        """Set the function that copies newer parameters from a GPU to the store when they are needed. Not collective.
+        """Record that a GPU has newer parameters, which ``source`` copies to the host array that it is given.
 
-        It is dropped when a range is requested for writing; see [Note: newer values on a GPU].
+        Not collective. ``source`` is called when the parameters are needed on the host, and dropped by :meth:`owned`,
+        because the caller then writes newer values on the host; see [Note: newer values on a GPU].
         """
         self._source, self._outdated = source, True
 
     def refresh(self) -> None:
-        """Copy the parameters from the GPU, if they are newer there, even if that was done before. Not collective."""
+        """Copy the parameters from the GPU to the host, even if they were copied since the last update. Not collective.
+
+        Nothing is copied if the host's values are the newest, because they were written after the last update.
+        """
         if self._source is not None:
             self._source(self._values)
             self._outdated = False
@@ -156,7 +166,7 @@ class ParameterStore:
 
     @property
     def base(self) -> int:
-        """Return the position at which this rank's shard starts in the arrays of a sharded store."""
+        """The index of the first element of this rank's shard in the array of a sharded store."""
         return int(self.bases[self.grid.node.rank])
 
     def owned(self, unit: int) -> Array:
@@ -172,14 +182,15 @@ class ParameterStore:
     def unshard(self, unit: Unit, following: Unit | None = None, *, by_block: bool = False) -> Iterator[dict[str, Any]]:
         """Yield read-only nested views of a unit's parameters, by block.
 
-        Collective over the data group when the store is sharded: the unit is gathered for the time of the context.
+        Collective over the data group if the store is sharded; the unit is gathered then, and the views are valid only
+        inside the context.
 
         Parameters
         ----------
         unit : Unit
             The unit to gather now.
         following : Unit or None
-            The unit that every rank needs next, if that is known; its gather begins at once. See [Note: the next unit].
+            The unit that every rank gathers next, if it is known; its gather begins at once. See [Note: the next unit].
         by_block : bool
             Whether the caller itself calls :meth:`wait` for each block before it reads the block's parameters.
         """
@@ -200,20 +211,23 @@ class ParameterStore:
         yield self._views[key]
 
     def unsharded(self, unit: Unit) -> Array:
-        """Return the parameters of the unit that a sharded store has gathered last. Not collective."""
+        """Return the array of the parameters of ``unit``, the unit that a sharded store has gathered last.
+
+        Not collective.
+        """
         return self._slots[(self._next - 1) % len(self._slots)][: unit.gathered]
 
     def publish(self, *, exchange: bool = True, later: bool = False) -> None:
-        """Make updated parameters readable by all ranks. Collective over the data group.
+        """Publish updated parameters: make them readable by all ranks. Collective over the data group.
 
         Parameters
         ----------
         exchange : bool
-            Whether to send every rank's owned ranges to the copies on all nodes. If not, each node has written its
-            whole copy itself.
+            Whether to send the ranges that each rank owns to the copies on all nodes. Pass False if the ranks of each
+            node have written its whole copy.
         later : bool
-            Whether to return while parameters are in flight. The next passes then wait for the parameters of each
-            block; everything else waits for all.
+            Whether to return while parameters are in flight. The next forward pass then waits for each block's
+            parameters before it uses them; anything else waits for all parameters first.
         """
         with self.timeline.span("publication"):
             self.wait()
@@ -227,9 +241,9 @@ class ParameterStore:
         self.version += 1
 
     def wait(self, block: str | None = None) -> None:
-        """Wait until the published parameters of a block have arrived; without a block, all parameters.
+        """Wait until the updated parameters of ``block`` have arrived from their owners; None: those of all blocks.
 
-        Every rank of the data group must end up waiting for all; see [Note: regions] in
+        After each update, every rank of the data group must at some time wait for all blocks; see [Note: regions] in
         ``parallel/parameters/publication.py``.
         """
         if self._published:
@@ -239,14 +253,14 @@ class ParameterStore:
                 self._published.clear()
 
     def _last_region(self, block: str) -> int:
-        """Return how many regions, from the first on, contain all parameters of a block."""
+        """Return how many regions, counted from the first, a rank must wait for before it reads ``block``."""
         ends = [e.span.stop for e in self.layout.entries if e.block == block and e.spec.size]
         return sum(region.start < max(ends, default=0) for _, region in self._regions)
 
     def begin(self, model: Any) -> None:
-        """Set all parameters to the initial values of ``model``; each rank computes those of its own ranges.
+        """Set all parameters to the initial values of ``model``; each rank computes the values of its own ranges.
 
-        Collective over all ranks. A rank needs memory for at most one more tensor at a time.
+        Collective over all ranks. Besides the store, a rank needs memory for at most one tensor at a time.
         """
         from mpizero.nn.initialize import initial_values
 
@@ -263,7 +277,10 @@ class ParameterStore:
         self.publish()
 
     def gathered(self, unit: Unit) -> Array:
-        """Return a new 1-D array of a unit's parameters, without tied uses. Collective over the data group."""
+        """Return a new 1-D array of all parameters of a unit; parameters of other units that it uses are left out.
+
+        Collective over the data group.
+        """
         if not self.sharded:
             return self.values[unit.span.start : unit.span.stop].copy()
         with self.unshard(unit):
@@ -272,7 +289,10 @@ class ParameterStore:
         return values
 
     def fill(self, values: Array) -> None:
-        """Set all parameters from a vector that is equal on every rank. Collective over the data group."""
+        """Set all parameters from ``values``, the flat vector of all parameters, which is equal on every rank.
+
+        Collective over the data group.
+        """
         self.memory.barrier("fill")  # who still reads, reads the old values
         for unit in self.layout.units:
             span = self.share.spans[unit.index]
@@ -280,13 +300,13 @@ class ParameterStore:
         self.publish()
 
     def copy_from(self, other: ParameterStore) -> None:
-        """Copy the parameters of another store of the same layout and grid. Collective over the data group."""
+        """Copy all parameters of ``other``, a store of the same layout and grid. Collective over the data group."""
         for unit in self.layout.units:
             self.owned(unit.index)[:] = other.owned(unit.index)
         self.publish()
 
     def poll(self) -> None:
-        """Make parameters in flight progress. Not collective."""
+        """Let messages with parameters progress. Not collective."""
         if self._coming is not None:
             self._coming[1].test()
         elif self._published:
@@ -316,7 +336,11 @@ class ParameterStore:
             self._coming = None
 
     def _slot_spans(self, unit: Unit, share: Share) -> tuple[Span, ...]:
-        """Return the ranges of a gathered unit that ``share`` owns: of its own parameters, then of each tied use."""
+        """Return the ranges of a slot with the gathered ``unit`` that the rank of ``share`` owns.
+
+        The slot holds the unit's own parameters, and after them each parameter of another unit that a tied use refers
+        to. There is one range for the first, and one for each of the others.
+        """
         spans = [share.spans[unit.index].shift(-unit.span.start)]
         place = unit.span.size
         for entry in unit.aliases:
@@ -337,9 +361,9 @@ class ParameterStore:
         return self.layout.by_name[str(name)].unit
 
     def unit_views(self, unit: Unit, buffer: Array) -> dict[str, Any]:
-        """Return nested views of a unit's parameters, by block, in ``buffer``. Not collective.
+        """Return nested views, by block, of a unit's parameters in ``buffer``. Not collective.
 
-        The buffer holds the gathered unit alone if the store is sharded, and all parameters if not.
+        ``buffer`` holds only the gathered unit if the store is sharded, else all parameters.
         """
         placed: dict[str, list[tuple[str, int, tuple[int, ...]]]] = {block: [] for block in unit.blocks}
         alias = unit.span.size
@@ -357,7 +381,7 @@ class ParameterStore:
 
 
 def flat_names(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Array]]:
-    """Yield the dotted name and the array of every view in a nested dictionary."""
+    """Yield the dotted name, beginning with ``prefix``, and the array of every entry of a nested dictionary."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from flat_names(value, f"{prefix}{name}.")

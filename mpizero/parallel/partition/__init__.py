@@ -1,1 +1,1 @@
-"""Divide a model over ranks: pipeline stages, tensor and context parts."""
+"""Divide a model over ranks: cut it into pipeline stages, and split its layers over tensor and context groups."""

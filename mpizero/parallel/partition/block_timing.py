@@ -26,19 +26,19 @@ class BlockTimes(NamedTuple):
 
 
 def measure_blocks(model: BlockModel, x: Array, y: Array, repeats: int = 3) -> dict[str, BlockTimes]:
-    """Run every block on one micro-batch and return its times, each the shortest of ``repeats``. Not collective.
+    """Run every block on one micro-batch, several times, and return the shortest times by block. Not collective.
 
-    Only one block's parameters, with their initial values, are in memory at a time. The loss is timed with the last
-    block.
+    Only one block's parameters, with their initial values, are in memory at a time. The times of the last block include
+    the loss.
 
     Parameters
     ----------
     model : BlockModel
         The whole model.
     x, y : array
-        A micro-batch like those of the training.
+        Samples and targets of a micro-batch, of the shapes and types that are used in training.
     repeats : int
-        Number of runs of each block, at least 2; the first one also warms up caches.
+        Number of runs of each block; at least 2 are made, because the first one also warms up caches.
 
     Raises
     ------
@@ -75,9 +75,10 @@ def measure_blocks(model: BlockModel, x: Array, y: Array, repeats: int = 3) -> d
 
 
 def measured_costs(model: BlockModel, x: Array, y: Array, config: ShardingConfig, repeats: int = 3) -> list[float]:
-    """Measure the seconds of every block, forward and backward: the ``costs`` of a :class:`ParallelLayout`.
+    """Measure the seconds that each block takes, forward plus backward, for the ``costs`` of a :class:`ParallelLayout`.
 
-    Collective over ``config.comm``. Rank 0 measures and the others wait, so that all ranks cut the model alike.
+    Collective over ``config.comm``. Rank 0 measures as :func:`measure_blocks` does, and every rank returns its times in
+    the order of the blocks, so that all ranks cut the model at the same blocks.
     """
     comm = config.communicator
     costs: list[float] = []
@@ -92,7 +93,10 @@ def measured_costs(model: BlockModel, x: Array, y: Array, config: ShardingConfig
 def _parameters(
     model: BlockModel, block: str, specs: tuple[ParameterSpec, ...], homes: dict[str, ParameterSpec]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Allocate a block's parameters, with their initial values, and uninitialized gradients."""
+    """Allocate a block's parameters, with their initial values, and its gradients, uninitialized; return both by name.
+
+    ``specs`` are the block's parameters. ``homes`` holds, by full name, the parameters that tied ones share.
+    """
     params, grads = {}, {}
     for spec in specs:
         name = spec.tied or joined(block, spec.name)

@@ -11,12 +11,12 @@ from mpizero.types import BlackBoxModel, BlockModel, Init, ParameterSpec
 
 
 def blocks_of(model: Any) -> dict[str, tuple[ParameterSpec, ...]]:
-    """Return the parameter specs of a model, by block; in a black box each parameter counts as one block.
+    """Return the parameter specs of a model, by the name of the block; in a black box each parameter counts as a block.
 
     Raises
     ------
     TypeError
-        If ``model`` is neither a model of blocks nor a black box. It names what is missing.
+        If ``model`` is neither a model of blocks nor a black box; the error names the attributes that either needs.
     """
     if isinstance(model, BlockModel):
         return {name: tuple(block.specs()) for name, block in model.blocks.items()}

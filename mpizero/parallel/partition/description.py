@@ -1,4 +1,4 @@
-"""Describe a model by its parts, so that ranks can check that all of them were given the same model."""
+"""Describe a model by named parts, so that ranks can check that all of them were given the same model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ _APART = frozenset({".blocks", ".loss", ".parameters"})
 
 
 def describe_model(model: Any, blocks: Mapping[str, tuple[ParameterSpec, ...]]) -> dict[str, Any]:
-    """Return the parts of a model by name: those that a user wrote, then those derived from them. Not collective."""
+    """Return what makes up a model, by descriptive names, for a comparison between ranks. Not collective.
+
+    First come the things that the user gave, such as the class, the layers, the loss and the seed; then those derived
+    from them, such as the types and shapes of the parameters. ``blocks`` holds the parameters of every block.
+    """
     described: dict[str, Any] = {"the class of the model": f"{type(model).__module__}.{type(model).__qualname__}"}
     fields = Fingerprint().parts(model).items
     described["the model"] = {step.removeprefix("."): item for step, item in fields.items() if step not in _APART}
@@ -34,13 +38,13 @@ def describe_model(model: Any, blocks: Mapping[str, tuple[ParameterSpec, ...]]) 
 
 
 def _below(layer: Any) -> list[str]:
-    """List the names of all layers inside a layer, in their order; empty for a layer without inner layers."""
+    """List the dotted names of all layers inside ``layer``, in their order; empty if there are none."""
     children = layer.children() if hasattr(layer, "children") else {}
     return [joined(name, inner) for name, child in children.items() for inner in ("", *_below(child))]
 
 
 def _in_pieces(values: Any) -> Any:
-    """Cut an array that is too large to be compared in one piece into several."""
+    """Return ``values`` as an array, or as a list of flat pieces of it if it is too large to be compared at once."""
     array = np.asarray(values)
     pieces = array.nbytes // LARGEST_ARRAY + 1
     return array if pieces == 1 else np.array_split(array.reshape(-1), pieces)

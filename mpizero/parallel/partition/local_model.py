@@ -1,4 +1,4 @@
-"""Cut a model: take the blocks of a rank's pipeline stage, split over its tensor and context group."""
+"""Make a rank's part of a model: the blocks of its pipeline stage, with layers split over tensor and context group."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ Specs = Mapping[str, tuple[ParameterSpec, ...]]
 
 
 class Use(NamedTuple):
-    """Describe one use of a parameter: its pipeline stage, and its number among the uses on that stage."""
+    """Describe one use of a parameter: the pipeline stage that uses it, and which of the uses on that stage it is.
+
+    ``number`` counts the uses on the stage from 0, in declared order.
+    """
 
     stage: int
     number: int
@@ -31,7 +34,7 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalModel:
-    """Hold the blocks of one rank, as a model of its own."""
+    """Hold the blocks of one rank as a model of blocks; the attributes are those of :class:`BlockModel`."""
 
     blocks: Mapping[str, Layer]
     loss: Loss
@@ -41,7 +44,7 @@ class LocalModel:
 
 @dataclass(frozen=True)
 class PartitionedModel:
-    """Hold one rank's part of a model, and the cut of the whole model.
+    """Hold one rank's part of a model, and how the whole model is cut into parts.
 
     Attributes
     ----------
@@ -50,11 +53,11 @@ class PartitionedModel:
     split : BlockModel or BlackBoxModel
         All blocks of the model, split over the tensor and context group.
     parallel_layout : ParallelLayout
-        Sizes of the axes, schedule and cuts.
+        Sizes of the axes of parallelism, pipeline schedule and cuts.
     cuts : tuple of tuple of str
-        The blocks of every chunk of the whole model.
+        For every chunk of the whole model, the names of its blocks.
     stage : int
-        This rank's stage.
+        Number of this rank's pipeline stage.
     """
 
     local: Any
@@ -84,12 +87,12 @@ class PartitionedModel:
 
     @cached_property
     def uses(self) -> dict[str, tuple[Use, ...]]:
-        """The uses of every parameter that several stages use, in declared order."""
+        """For every parameter that several stages use, by its name: all of its uses, in declared order."""
         return {name: uses for name, uses in self._all_uses.items() if len({use.stage for use in uses}) > 1}
 
     @property
     def has_shared_parameters(self) -> bool:
-        """Tell whether this stage uses a parameter that other stages use, too."""
+        """Tell whether this stage uses a parameter that another stage uses too."""
         return any(use.stage == self.stage for uses in self.uses.values() for use in uses)
 
     @cached_property
@@ -108,10 +111,11 @@ class PartitionedModel:
         return found
 
     def specs(self, stage: int) -> Specs:
-        """Return the parameters of a stage's blocks, by block. Not collective.
+        """Return the parameters of the blocks of ``stage``, by block. Not collective.
 
-        If a block uses a parameter whose home is another stage, this stage stores a copy of it. The first use on this
-        stage is that copy (a guest); later uses are tied to it.
+        If a block uses a parameter that a block of another stage declares, ``stage`` stores a copy of the parameter.
+        The first use on ``stage`` is then listed as a parameter whose ``guest`` is the declared name; later uses on
+        ``stage`` are tied to that copy.
         """
         every = blocks_of(self.split)
         here = [block for chunk in self.chunks_of(stage) for block in self.cuts[chunk]]
@@ -134,37 +138,46 @@ class PartitionedModel:
         return result
 
     def layout(self, stage: int, *, one_unit: bool, minimum_unit: int) -> FlatLayout:
-        """Return the layout of a stage's parameters; a unit has blocks of one chunk only. Not collective."""
+        """Return the layout of the parameters of ``stage``; no unit has blocks of two chunks. Not collective.
+
+        With ``one_unit`` each chunk is one unit. ``minimum_unit`` is the least number of elements of a unit.
+        """
         groups = [self.cuts[chunk] for chunk in self.chunks_of(stage)]
         return FlatLayout.build(self.specs(stage), one_unit=one_unit, minimum_unit=minimum_unit, groups=groups)
 
     def run_on(self, x: Any, run: Run) -> Run:
-        """Add to ``run`` how long the whole sequences of micro-batch ``x`` are, which split layers need.
+        """Return ``run`` with the length of the whole sequences of micro-batch ``x``, which split layers need.
 
-        Collective over the context group: one message per micro-batch, instead of one per layer. The first array of
-        ``x`` tells how long sequences are.
+        Collective over the context group: one message per micro-batch, instead of one per layer. The length is computed
+        from the first array of ``x`` on every rank. If no layer is split, ``run`` is returned unchanged.
         """
         return nn.run_on(self.split, leaves_of(x)[0], run) if self.splits_layers else run
 
     def own_loss(self, loss: Any) -> Any:
         """Return ``loss`` adapted to the output of this rank's last block. Not collective.
 
-        If the scores of classes are split over a tensor group, a loss that needs whole predictions is wrapped so that
-        it first joins them.
+        If the scores of classes are split over a tensor group and the loss needs all of them, the returned loss first
+        joins them. None is returned for None.
         """
         return loss if loss is None or self.parallel_layout.tensor == 1 else self.split.loss_on_parts(loss)
 
     def own_places(self, x: Array) -> Array:
-        """Return this rank's places of the sequences in a batch. Not collective."""
+        """Return this rank's positions of the sequences in ``x``; without a context group, all. Not collective."""
         group = getattr(self.split, "group", None) if self.parallel_layout.context > 1 else None
         return x if group is None else nn.cut_batch(x, x, group)[0]
 
     def whole_scores(self, prediction: Array) -> Array:
-        """Return the prediction for this rank's places, with all classes' scores. Collective over the tensor group."""
+        """Return a prediction with the scores of all classes, for this rank's positions of the sequences only.
+
+        Collective over the tensor group.
+        """
         return self.whole_prediction(prediction) if self.parallel_layout.context == 1 else prediction
 
     def whole_prediction(self, prediction: Array) -> Array:
-        """Join the parts of a prediction: all classes and all places. Collective over the tensor and context group."""
+        """Join the parts of a prediction: return the scores of all classes, for all positions of the sequences.
+
+        Collective over the tensor and context group.
+        """
         if not self.splits_layers:
             return prediction
         whole: Array = self.split.whole_prediction(prediction)
@@ -177,14 +190,15 @@ def partition_model(
     parallel_layout: ParallelLayout,
     group_for: Callable[[Group], Group] = lambda group: group,
 ) -> PartitionedModel:
-    """Split a model over a rank's tensor and context group, and take the blocks of its pipeline stage.
+    """Split the layers of a model over this rank's tensor and context group, and take the blocks of its stage.
 
-    Collective over the tensor and context group. ``group_for`` wraps a group for the device where layers compute.
+    Collective over the tensor and context group. ``group_for`` returns a group whose methods take and return arrays on
+    the device where layers compute.
 
     Raises
     ------
     ConfigError
-        If the model is a black box and is to be split, or if it cannot be split or cut as asked.
+        If a black box is to be split, if a layer cannot be split, or if the model cannot be cut into these stages.
     """
     sizes = {"pipeline": parallel_layout.pipeline, "tensor": parallel_layout.tensor, "context": parallel_layout.context}
     if max(sizes.values()) == 1:
@@ -209,7 +223,11 @@ def partition_model(
 
 
 def _refuse_frozen_copies(specs: Specs, chunks: Sequence[int], cuts: Sequence[Sequence[str]]) -> None:
-    """Raise ``ConfigError`` if a frozen layer uses a trained parameter of another stage: its copy would not change."""
+    """Raise ``ConfigError`` if a frozen layer uses a trained parameter of another stage.
+
+    The frozen layer's stage would store a copy of the parameter that is never updated. ``chunks`` holds the stage of
+    every chunk, ``cuts`` the names of its blocks.
+    """
     stage_of = {block: chunks[chunk] for chunk, names in enumerate(cuts) for block in names}
     homes = {joined(block, spec.name): (block, spec) for block in specs for spec in specs[block] if spec.tied is None}
     for block in specs:
@@ -226,7 +244,10 @@ def _refuse_frozen_copies(specs: Specs, chunks: Sequence[int], cuts: Sequence[Se
 
 
 def trainable_names(model: Any) -> list[str]:
-    """Return the names of the trainable parameters of a whole model, in declared order. Not collective."""
+    """Return the names of the trainable parameters of a whole model, in declared order. Not collective.
+
+    Tied uses of a parameter are not listed.
+    """
     return [
         joined(block, spec.name)
         for block, specs in blocks_of(model).items()

@@ -20,16 +20,16 @@ _LAYER = ("specs", "forward", "backward")
 
 
 def check_model(model: Any) -> None:
-    """Raise unless ``model`` is a model of blocks or a black box, and all of its parts have the right types.
+    """Raise an error if ``model`` is neither a model of blocks nor a black box, or has an attribute of a wrong type.
 
     Not collective.
 
     Raises
     ------
     TypeError
-        If a part is wrong. It names the part, what it is and what it must be.
+        If ``model``, one of its blocks or its loss is wrong. The error says what it is and what it must be.
     ConfigError
-        If the type of the parameters, or the seed, cannot be used.
+        If the data type of the parameters, or the seed, cannot be used.
     """
     name = type(model).__name__
     if isinstance(model, type):
@@ -58,14 +58,14 @@ def check_model(model: Any) -> None:
 
 
 def check_own_modules(comm: Communicator, model: Any) -> None:
-    """Raise if several ranks that are threads of one process train the same PyTorch module.
+    """Raise an error if several ranks that are threads of one process train the same PyTorch module.
 
     Collective over ``comm``. These ranks would write to the same gradients at once.
 
     Raises
     ------
     ConfigError
-        On all ranks. It names the module's class and two of the ranks.
+        On all ranks, if two ranks train the same module. The error names the module's class and the two ranks.
     """
     if comm.size == 1 or not isinstance(comm, InMemoryCommunicator) or isinstance(model, BlockModel):
         return
@@ -81,7 +81,7 @@ def check_own_modules(comm: Communicator, model: Any) -> None:
 
 
 def _trained_modules(function: Any) -> dict[int, str]:
-    """Find the PyTorch modules with trainable parameters that a function refers to: return their class names by id."""
+    """Return the class names, by ``id``, of the PyTorch modules with trainable parameters that a function refers to."""
     torch = sys.modules.get("torch")
     found: dict[int, str] = {}
     left = [function] if torch is not None else []

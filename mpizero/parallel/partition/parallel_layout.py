@@ -1,4 +1,4 @@
-"""Describe the axes of parallelism, the pipeline schedule, and how a model is cut into stages."""
+"""Describe the axes of parallelism, the pipeline schedule, and how a model is cut into pipeline stages."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ from mpizero.types import ParameterSpec
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """Describe the sizes and order of the axes, and how a pipeline is cut and scheduled.
+    """Describe the sizes and order of the axes of parallelism, and how a pipeline is cut and scheduled.
 
     Parameters
     ----------
     pipeline, tensor, context : int
         Number of pipeline stages, of tensor ranks that split layers, and of context ranks that split sequences.
     data : int
-        Number of replicas; -1: as many as there are ranks for.
+        Number of replicas; -1 makes as many replicas as there are ranks for.
     order : str
-        Names of the axes, slowest first: ranks that differ only in the last axis have successive numbers. The context
-        axis is added at the end if it is not named.
+        Names of the axes, separated by commas. Ranks that differ only in the last axis have successive numbers. The
+        context axis is added at the end if it is not named.
     schedule : str
-        "gpipe", "1f1b", "interleaved", "zero_bubble" or "zero_bubble_v".
+        The pipeline schedule: "gpipe", "1f1b", "interleaved", "zero_bubble" or "zero_bubble_v".
     virtual_stages : int
-        Chunks of the model on every stage; only for "interleaved". "zero_bubble_v" always has two.
+        Number of chunks on every stage; only for "interleaved". "zero_bubble_v" always has two.
     cuts : sequence of int or None
-        Number of the first block of every chunk but the first; None balances the costs.
+        For every chunk after the first, the index of its first block among the model's blocks, counted from 0. None
+        cuts so that the costs of the stages are balanced.
     costs : sequence of float or None
-        Cost of every block, for the balance, for example from :func:`measured_costs`. None counts floating-point
-        operations, or parameters if the model does not tell its operations.
+        Cost of every block in any unit, for example the seconds from :func:`measured_costs`; used if ``cuts`` is None.
+        None takes the number of floating-point operations, or of parameters if the model cannot count its operations.
     """
 
     pipeline: int = 1
@@ -60,12 +61,12 @@ class ParallelLayout:
         return stages if self.pipeline > 1 else (0,)
 
     def axes(self, world: int) -> Axes:
-        """Return the sizes and order of the axes for a number of ranks. Not collective.
+        """Return the sizes and order of the axes for ``world``, the number of ranks. Not collective.
 
         Raises
         ------
         GridError
-            If the sizes do not fit the number of ranks.
+            If the product of the sizes cannot be the number of ranks.
         """
         return Axes.build(
             world,
@@ -77,12 +78,15 @@ class ParallelLayout:
         )
 
     def cut(self, blocks: Mapping[str, Sequence[ParameterSpec]], model: Any) -> tuple[tuple[str, ...], ...]:
-        """Return the names of the blocks of every chunk. Not collective.
+        """Return, for every chunk, the names of its blocks. Not collective.
+
+        ``blocks`` holds the parameters of every block of ``model``.
 
         Raises
         ------
         ConfigError
-            If there are more chunks than blocks, or cuts or costs do not fit the model.
+            If there are more chunks than blocks, if ``cuts`` leaves a chunk without blocks, if ``costs`` does not have
+            one number for every block, or if counting the model's operations fails.
         """
         names = list(blocks)
         parts = len(self.chunks)
@@ -114,7 +118,7 @@ class ParallelLayout:
         return [float(sum(spec.size for spec in specs)) for specs in blocks.values()]
 
     def comparable(self) -> dict[str, Any]:
-        """Return the settings, all of which must be equal on every rank."""
+        """Return all settings by name, for a check that they are equal on every rank."""
         return {**self.__dict__, "cuts": self.cuts and tuple(self.cuts), "costs": self.costs and tuple(self.costs)}
 
 
@@ -124,9 +128,9 @@ def _require_sequence(name: str, value: Any, expected: str) -> None:
 
 
 def block_operations(model: Any) -> dict[str, float] | None:
-    """Return the floating-point operations of every block for one sample, forward and backward. Not collective.
+    """Return the number of floating-point operations of every block for one sample, forward plus backward.
 
-    None if the model does not tell the shape of its samples, or a block does not count its operations.
+    Return None if the model has no ``sample_shape``, or a block has no method ``operations``. Not collective.
     """
     shape = getattr(model, "sample_shape", None)
     if shape is None:
