@@ -87,7 +87,7 @@ class PlanRequest:
         check_option("--gflops", self.rate / 1e9, positive)
 
     def message(self, nbytes: int) -> float:
-        """Return the seconds that a message of ``nbytes`` between two stages takes; 0 without a machine."""
+        """Return the seconds that a message of ``nbytes`` bytes takes between pipeline stages; 0 without a machine."""
         if self.machine is None:
             return 0.0
         return self.machine.seconds("one to one", nbytes, self.machine.longest_way(self.ranks, self.together))
@@ -101,7 +101,7 @@ def plan(config: Config, request: PlanRequest) -> PlannedRun:
     Raises
     ------
     ConfigError, DataError
-        For the errors in configuration or data that the training itself would raise.
+        For every error in configuration or data for which the training itself would raise it.
     """
     config.parallel.check_ranks(request.ranks)
     model, x, y = _model_and_sample(config)
@@ -146,7 +146,7 @@ class PlannedRun:
     config : Config
         Configuration of the planned training.
     request : PlanRequest
-        Ranks and machine.
+        The number of ranks, the nodes and the machine of the plan.
     training : TrainingPlan
         Memory, messages and work of every rank.
     """

@@ -17,7 +17,8 @@ from mpizero.types import Array
 class CacheMeter:
     """Count the bytes of all arrays that forward passes have kept and backward passes have not freed yet.
 
-    An array that owns its memory counts once, however many caches hold it or views of it.
+    A cache is what a forward pass returns for its backward pass. An array that owns its memory counts once, however
+    many caches contain it or views of it.
 
     Attributes
     ----------
@@ -30,7 +31,7 @@ class CacheMeter:
         self._buffers: dict[int, tuple[int, int]] = {}
 
     def keep(self, kept: object, but: Iterable[object] = ()) -> tuple[Array, ...]:
-        """Start counting the arrays inside ``kept`` that are not inside ``but``; return them, for :meth:`drop`."""
+        """Start counting the arrays inside ``kept`` that are not inside ``but``, and return them, for :meth:`drop`."""
         skipped = {id(array) for value in but for array in buffers(value)}
         found = tuple(array for array in buffers(kept) if id(array) not in skipped)
         for array in found:
@@ -60,7 +61,7 @@ class _Kept(NamedTuple):
 class _MeteredLayer:
     """Wrap a layer and count its caches in ``meter``.
 
-    With ``skip_input`` the layer's input is not counted: the first layer's input are the samples.
+    With ``skip_input`` the layer's input is not counted. That is for the first layer, whose input is the samples.
     """
 
     def __init__(self, layer: Any, meter: CacheMeter, *, skip_input: bool) -> None:

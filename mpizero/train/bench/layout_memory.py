@@ -1,4 +1,4 @@
-"""Measure memory and messages of every rank of a split model beside its plan: ``mpizero bench memory --pipeline``."""
+"""Compare measured with planned memory and messages of each rank: ``mpizero bench memory --pipeline``."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ class RankRow:
         Bytes by kind of memory ("parameters", "gradients", "optimizer state", "activations", "buffers"): counted
         where they are allocated, and computed by the plan.
     pss_at_rest, pss_in_step : int
-        How much larger the rank's proportional set size is after training than before: once freed memory has been
-        returned to the system, and while the process still holds it. The latter is the most that a step has taken,
-        with activations, working arrays and messages.
+        How much larger the rank's proportional set size is after training than before. ``pss_at_rest`` is measured
+        after freed memory has been returned to the system, ``pss_in_step`` before. So the latter includes the memory
+        that the activations, working arrays and messages of a step took.
     planned_working : int
         Most bytes that, by the plan, working arrays of blocks and messages take during a step in addition to
         ``planned``.
@@ -190,7 +190,10 @@ class _Run:
         return self.layout.describe(self.comm.size)
 
     def config(self, comm: Communicator | str) -> ShardingConfig:
-        """Return settings for one grain a replica and step, of micro-batches of one sample. Not collective."""
+        """Return settings by which each replica computes one grain a step. Not collective.
+
+        The grain has ``request.micro_batches`` micro-batches of one sample each.
+        """
         count = self.request.micro_batches
         share = self.layout.share_node_memory
         return ShardingConfig(comm=comm, micro_batch=1, accumulate=count, share_node_memory=share)

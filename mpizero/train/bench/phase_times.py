@@ -185,9 +185,9 @@ def phases_of(step: StepSpans, latest: Mapping[Call, float]) -> dict[str, float]
 
 
 def _own_times(step: StepSpans) -> Iterator[tuple[PhaseSpan, str, float]]:
-    """Yield a span of the whole step, then each span in it, with two facts about the span.
+    """Yield each span, the phase of the innermost span around it, and its own seconds.
 
-    They are the phase of the innermost span around it, and its own seconds: without those of the spans inside it.
+    The first span is the whole step. The own seconds of a span are its duration without the spans inside it.
     """
     root = PhaseSpan(OTHER, "step", step.start, step.stop)
     marks = (root, *step.spans)

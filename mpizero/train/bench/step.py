@@ -1,4 +1,4 @@
-"""Time real training steps phase by phase, beside the least time that each should take: ``mpizero bench step``."""
+"""Time real training steps by phase, and compare with the least time a phase should take: ``mpizero bench step``."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def is_checkpoint(path: Path) -> bool:
 def find_checkpoint(path: Path) -> Path:
     """Return ``path`` if it is a checkpoint, else the newest undamaged checkpoint of the run in that folder.
 
-    If newer checkpoints are damaged, standard error names them, and the checkpoint that is used instead.
+    If newer checkpoints are damaged, messages on standard error name them and the checkpoint that is used instead.
 
     Raises
     ------

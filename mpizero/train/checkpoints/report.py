@@ -141,7 +141,7 @@ def _table_lines(table: Sequence[Mapping[str, Any]] | None) -> list[str]:
 
 
 def _words(settings: Any) -> str:
-    """Format a dict of settings on one line, without settings that are None; format another value as it is."""
+    """Format a dict of settings on one line, without settings that are None; format any other object as one value."""
     if not isinstance(settings, dict):
         return _value(settings)
     return ", ".join(f"{name} {_value(value)}" for name, value in flat(settings).items() if value is not None)

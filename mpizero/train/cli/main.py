@@ -43,7 +43,7 @@ class Interrupted(MpizeroError):  # noqa: N818 - what the user wanted
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parse the command line; print usage errors and help on rank 0 only, and exit with the status for bad usage."""
+    """Parse the command line; print usage errors and help on rank 0 only, and exit with status 78 on bad usage."""
 
     def error(self, message: str) -> NoReturn:
         if launched_rank(os.environ) == 0:

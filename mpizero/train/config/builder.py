@@ -277,9 +277,9 @@ def build_optimizer(config: Config) -> Any:
 
 
 def learning_rate(section: OptimizerSection, steps: int) -> Any:
-    """Build the learning rate schedule, which ends after ``section.schedule_steps`` or, without it, ``steps`` steps.
+    """Build the learning rate schedule that ``section`` describes.
 
-    Not collective.
+    Not collective. "linear" and "cosine" end after ``section.schedule_steps`` steps; if that is None, after ``steps``.
     """
     if section.schedule == "constant":
         return optim.constant(section.lr, warmup=section.warmup)

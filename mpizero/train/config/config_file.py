@@ -108,7 +108,7 @@ def read_config(name: str) -> str:
 def read_together(
     comm: Communicator, name: str, overrides: Sequence[str], preset: Mapping[str, str]
 ) -> tuple[ConfigDocument, Config]:
-    """Read a configuration file on rank 0 and parse it on all ranks; return its text and the configuration.
+    """Read a configuration file on rank 0 and parse it on all ranks; return the document and the configuration.
 
     Collective over ``comm``. ``preset`` has values, as TOML texts by key such as ``train.threads``, of settings that
     are neither in the file nor in ``overrides``.

@@ -69,7 +69,7 @@ class ParallelSection(ConfigSection):
 
     @property
     def zero_stage(self) -> int:
-        """The strategy as a number: 0 for "ddp"."""
+        """The strategy as a number: 0 for "ddp" to 3 for "zero3"."""
         return STRATEGIES.index(self.strategy)
 
     @property
@@ -117,7 +117,7 @@ class ParallelSection(ConfigSection):
             raise self.reject("cuts", f"{wanted}: {chunks} parts of {blocks} blocks") from None
 
     def check_heads(self, heads: int) -> None:
-        """Raise an error if the tensor ranks cannot share the attention heads equally."""
+        """Raise an error if the size of a tensor group does not divide the number of attention heads ``heads``."""
         if heads % self.tensor:
             fit = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
             raise self.reject("tensor", f"must divide model.heads = {heads}; these do: {fit}")

@@ -84,7 +84,7 @@ class GptSection(ModelSection):
         return self.layers + 2
 
     def check_combination(self) -> None:
-        """Raise an error if the number of heads does not divide the width."""
+        """Raise an error if ``heads``, the number of attention heads, does not divide ``dim``."""
         if self.dim % self.heads:
             fit = ", ".join(str(n) for n in range(1, min(self.dim, 64) + 1) if self.dim % n == 0)
             raise self.reject("heads", f"must divide model.dim = {self.dim}; these do: {fit}")
@@ -191,7 +191,7 @@ class OptimizerSection(ConfigSection):
         return "optimizer"
 
     def check_combination(self) -> None:
-        """Raise an error for settings of a schedule without one, and for a last learning rate ``end`` above ``lr``."""
+        """Raise an error if ``end`` or ``schedule_steps`` is given for a constant rate, or ``end`` is above ``lr``."""
         for name in ("end", "schedule_steps"):
             if getattr(self, name) and self.schedule == "constant":
                 raise self.reject(name, 'belongs to the schedules "linear" and "cosine"; a constant rate has no end')
@@ -209,7 +209,7 @@ class SgdSection(OptimizerSection):
     nesterov: bool = setting(False, flag)
 
     def check_combination(self) -> None:
-        """Raise an error for Nesterov momentum or dampening with zero momentum, and for both together."""
+        """Raise an error for Nesterov momentum or dampening if ``momentum`` is 0, and for Nesterov with dampening."""
         super().check_combination()
         if self.nesterov and (not self.momentum or self.dampening):
             raise self.reject("nesterov", "needs optimizer.momentum > 0 and optimizer.dampening = 0")
@@ -357,7 +357,7 @@ def mathematics(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def difference(saved: dict[str, dict[str, Any]], wanted: dict[str, dict[str, Any]]) -> str | None:
-    """Describe the first setting by which two configurations compute different results; None if there is none.
+    """Describe the first setting that makes two configurations compute different results; None if there is none.
 
     Both configurations are results of :meth:`Config.to_dict`.
     """

@@ -1,4 +1,4 @@
-"""Check settings: a check returns the value to use, or raises ValueError whose message says what is allowed."""
+"""Check settings: a check returns the value to use, or raises a ValueError whose message says what is allowed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SettingError(ConfigError):
 
 
 def rejected(key: str, value: object, allowed: str) -> SettingError:
-    """Return the error about a wrong setting; its message says key, value and what is allowed."""
+    """Return the error about a wrong setting; its message has the key, the value and what is allowed."""
     return SettingError(key, f"{key} = {shown(value)}: {allowed}")
 
 

@@ -41,7 +41,7 @@ def check_launch(comm: Communicator, threads: int, environment: Mapping[str, str
 
 
 def check_threads(comm: Communicator, threads: int, environment: Mapping[str, str]) -> CheckResult:
-    """Compare the number of threads of all ranks, and with the CPUs of a Slurm task. Collective over ``comm``."""
+    """Compare the ranks' numbers of threads with each other and with the CPUs of a Slurm task. Collective."""
     name = "threads"
     if wrong := difference(comm.allgather_object(threads)):
         return CheckResult(

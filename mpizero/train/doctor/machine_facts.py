@@ -185,9 +185,9 @@ def shared_space() -> tuple[int, int] | None:
 
 
 def try_kernel() -> tuple[str, CacheFolder | None, float]:
-    """Compile and run one kernel; return the problem ("" if none), the folder of compiled kernels, and the seconds.
+    """Compile and run one kernel; return the problem, the folder of compiled kernels, and the seconds it took.
 
-    Not collective. The folder is None if it could not be determined.
+    Not collective. The problem is "" if there is none. The folder is None if an exception was raised.
     """
     from mpizero.kernels import cache, cpu, native
 

@@ -46,7 +46,7 @@ def check_model(
 
     Collective over ``comm``. The checks are, in this order:
 
-    - values: the model returns what it must, with the right types, shapes and names;
+    - values: the model returns loss, gradients and weight, with the right types, shapes and names;
     - repeats: it returns the same bits every time, whatever was evaluated before and wherever its arrays lie in memory,
       and does not change its arguments;
     - layers, of models of blocks: they overwrite the memory for gradients, and ``backward_input`` with
@@ -62,7 +62,7 @@ def check_model(
     Parameters
     ----------
     model : BlockModel or BlackBoxModel
-        The model as the sharded models take it: one of blocks of layers, or a :class:`~mpizero.FunctionModel`.
+        The model as the sharded models take it: a model of blocks, or a :class:`~mpizero.FunctionModel`.
     x, y : arrays, or nested tuples and mappings of them
         At least two samples, different from each other; the same on all ranks.
     comm : mpi4py communicator, Communicator or None

@@ -1,4 +1,4 @@
-"""Check that loss, gradients and weight are sums over samples: the sums over a batch's pieces give the batch's."""
+"""Check that loss, gradients and weight of a batch are the sums of the values of its pieces."""
 
 from __future__ import annotations
 

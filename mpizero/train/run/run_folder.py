@@ -50,7 +50,7 @@ class RunFolder:
 
     @property
     def marker(self) -> Path:
-        """Path of a file that exists once the run has ended successfully; it holds the result line."""
+        """Path of a file that exists once the run has ended successfully; it holds the result as a line of JSON."""
         return self.root / "run_complete"
 
     @property
@@ -72,7 +72,7 @@ class RunFolder:
             raise self._failed("the file STOP cannot be renamed", error) from None
 
     def open(self) -> None:
-        """Create the folders, check that they can be written, and lock the run's folder against other jobs.
+        """Create run's and checkpoint folder, check that they can be written, and lock the former against other jobs.
 
         Raises
         ------
@@ -260,7 +260,7 @@ def _identity(folder: Path) -> tuple[int, int]:
 
 
 def _step_of(line: bytes) -> float:
-    """Return the step number in a line of metrics; infinity if the line has none, because it is incomplete, say."""
+    """Return the step number in a line of metrics; infinity if the line is incomplete or has no step number."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -66,10 +66,10 @@ class Saver:
         return self._pending is not None and not self._pending.finished
 
     def save(self, step: int, loss: float | None, *, wait: bool) -> None:
-        """Save a checkpoint after ``step`` steps, whose last loss is ``loss``; before, commit a pending save.
+        """Commit a pending save, then save the checkpoint of step ``step``, whose loss is ``loss``.
 
-        If the configuration asks for asynchronous saves and ``wait`` is false, a thread writes the checkpoint;
-        otherwise it is complete on return. Collective over the job's ranks.
+        If the configuration asks for asynchronous saves and ``wait`` is false, a thread writes the checkpoint.
+        Otherwise the checkpoint is complete on return. Collective over the job's ranks.
         """
         self.finish()
         with all_ranks(self._comm):

@@ -46,7 +46,7 @@ class StopSignals(AbstractContextManager["StopSignals"]):
         return self._name
 
     def reason(self, rank: int) -> str:
-        """Return the reason to stop for messages, with this rank's number ``rank``; "" if no signal was caught."""
+        """Return the reason to stop, such as "SIGTERM on rank 3"; "" if no signal was caught. ``rank`` is this rank."""
         return f"{self._name} on rank {rank}" if self._name else ""
 
     def ignore(self) -> None:

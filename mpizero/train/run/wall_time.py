@@ -125,7 +125,7 @@ class WallTime:
         return max(2.0 * (self._step + self._save), min(LEAST_RESERVE, SHARE * self._total))
 
     def worked(self, seconds: float) -> None:
-        """Record the duration of a step without saving.
+        """Record the duration of a step, not counting saving.
 
         Not collective.
         """

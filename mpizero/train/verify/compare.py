@@ -78,7 +78,7 @@ def compare_layouts(
         Returns a new optimizer; the default is plain SGD.
     comm : mpi4py communicator, Communicator, "self" or None
         Each layout runs on the first ranks of ``comm``. With "self" the ranks of a layout are threads of this process,
-        without MPI. None means the world, or "self" if no launcher has started several ranks.
+        without MPI. None means all ranks of the job, or "self" if no launcher has started several ranks.
     steps : int or None
         Number of steps to compare; None for all of a sequence of batches.
     tolerance : float or None

@@ -178,7 +178,10 @@ def of_loss(seen: LossEvidence, counts: Mapping[str, int]) -> Diagnosis:
 
 
 def of_gradient(seen: GradientEvidence, counts: Mapping[str, int]) -> Diagnosis:
-    """Find the probable cause of a gradient that differs although the loss is the same; see :func:`of_loss`."""
+    """Find the probable cause of a gradient that differs although the loss is the same.
+
+    ``counts`` is as for :func:`of_loss`.
+    """
     found, expected, rounding = seen.found, seen.expected, seen.rounding
     if repeated := _repeated(seen.right_again, _same_bits(seen.again, found)):
         return Diagnosis(repeated, _computed(seen))
@@ -205,9 +208,10 @@ def of_gradient(seen: GradientEvidence, counts: Mapping[str, int]) -> Diagnosis:
 
 
 def of_norm(found: float | None, expected: float | None, rounding: Rounding, counts: Mapping[str, int]) -> Diagnosis:
-    """Find the probable cause of a gradient norm that differs although the gradient is the same; see :func:`of_loss`.
+    """Find the probable cause of a gradient norm that differs although the gradient is the same.
 
-    ``found`` is the norm in the layout, ``expected`` in one process; None if no norm was computed.
+    ``found`` is the norm in the layout, ``expected`` in one process; None if no norm was computed. ``counts`` is as for
+    :func:`of_loss`.
     """
     if found is None or not expected:
         return Diagnosis("a missed clip: this layout never asked for the norm" if expected else None)
@@ -309,7 +313,7 @@ def _is_part(extra: Array, part: Array, whole: Array, rounding: Rounding) -> boo
 
 
 def _skipped(seen: GradientEvidence) -> bool:
-    """Tell whether every gradient that differs is the sum over its owner's samples only, not over all ranks."""
+    """Tell whether each gradient that differs is a sum over the samples of the rank that updates it, not of all."""
 
     def multiple(values: Mapping[str, Array], name: str) -> float | None:
         return seen.rounding.factor([values[name]], [seen.own[name]], keep_one=True, summed=True)

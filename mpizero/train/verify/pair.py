@@ -148,7 +148,7 @@ class TrainingPair:
     # ------------------------------------------------------------------ comparing
 
     def _on_first(self, function: Callable[[ObservedTraining], T]) -> T:
-        """Call ``function(reference)`` on rank 0, and return its result on every rank."""
+        """Call ``function(self.reference)`` on rank 0, and return its result on every rank."""
         value: Any = None
         with all_ranks(self.comm, "one process"):
             if self.reference is not None:
@@ -218,7 +218,7 @@ class TrainingPair:
         return self.rounding.same(found, expected)
 
     def _first(self, pairs: Sequence[_Vectors], *, backward: bool = False) -> LocatedDifference | None:
-        """Return the first tensor that differs; with ``backward`` the last one, whose gradient is computed first."""
+        """Return the first tensor in which one of ``pairs`` differs; with ``backward``, the last such tensor."""
         for vectors in pairs:
             masks = [(entry, mask) for entry in self.entries if (mask := vectors.mask(entry)).any()]
             if masks:

@@ -75,8 +75,8 @@ class TrainingState(NamedTuple):
 class BatchGradient(NamedTuple):
     """Hold the loss and the averaged gradient of one batch, before the update.
 
-    ``values`` is the gradient of the whole model as a flat vector; ``reduced`` is this rank's part of it, as the
-    argument of ``Engine.step``. ``totals`` has the sums of losses and weights, ``grains`` the loss sum of each grain of
+    ``values`` is the gradient of the whole model as a flat vector. ``reduced`` has this rank's part of the gradient, as
+    ``Engine.step`` takes it. ``totals`` has the sums of losses and weights, ``grains`` the loss sum of each grain of
     this rank by its number.
     """
 
@@ -150,7 +150,7 @@ class ObservedTraining:
 
     @property
     def layout(self) -> FlatLayout:
-        """Return the layout of the whole model. Not collective."""
+        """Return where each parameter lies in the flat vector of the whole model. Not collective."""
         return self.engine.whole.layout
 
     def batch(self) -> tuple[Any, Any]:
@@ -163,7 +163,7 @@ class ObservedTraining:
             self.model.train(*self.batch())
 
     def state(self) -> TrainingState:
-        """Gather the parameters and the optimizer's arrays of the whole model."""
+        """Gather and return the parameters and the optimizer's arrays of the whole model."""
         updater = self.updater
         slots = {
             slot: gather_pieces(self.engine, self.engine.dtype, partial(updater.state_of, slot))

@@ -84,8 +84,9 @@ def verify(config: Config, comm: Communicator, options: argparse.Namespace) -> i
 def choose(config: Config, comm: Communicator, named: str | None, ranks: int | None) -> list[Layout]:
     """Return the layouts to compare, and check that the model fits them.
 
-    Not collective. ``named`` is the option ``--layouts``; without it, the default layouts for the number of ``ranks``
-    are compared. ``ranks`` is the option ``--ranks``; None means the ranks of the job, or 2 threads.
+    Not collective. ``named`` is the option ``--layouts``. If it is None, the configuration's layout and the default
+    layouts for ``ranks`` ranks are compared. ``ranks`` is the option ``--ranks``; None means the ranks of the job, or 2
+    threads.
 
     Raises
     ------
