@@ -76,7 +76,7 @@ class LanguageModel(Protocol):
         """Length of the longest context that the model takes."""
 
     def logits(self, context: Array) -> Array:
-        """Return the logits of the byte after ``context`` (1-D ids of bytes, of which the last ``sequence`` are used)."""
+        """Return the logits of the byte after ``context``, bytes as 1-D ids; only the last ``sequence`` are used."""
 
 
 @dataclass(frozen=True)
