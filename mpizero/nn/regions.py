@@ -150,7 +150,7 @@ class Gather(ShardedRegion):
         return self.gather(x, "gather")
 
     def backward(self, dy: Array) -> Array:
-        """Return this rank's part of ``dy``, which is the same on all ranks. Not collective."""
+        """Return this rank's part of ``dy``; all ranks pass the same ``dy``. Not collective."""
         return self.take(dy)
 
 

@@ -124,7 +124,7 @@ class ActivationPeaks(NamedTuple):
     kept : int
         The most bytes that are kept for backward passes.
     caches : int
-        The most caches that are kept at once, each for one chunk and one micro-batch.
+        Largest number of caches that are kept at once. There is one cache for each chunk and micro-batch.
     most : int
         The most bytes in use while a block runs: those kept for backward passes, and those of the block.
     total : int
@@ -163,7 +163,7 @@ class StageActivations:
 
     @cached_property
     def figures(self) -> ActivationPeaks:
-        """The largest amounts of memory at any moment of a step."""
+        """The largest amounts of memory that the micro-batches need at any moment of a step."""
         held: dict[tuple[int, int], int] = {}
         kept = caches = most = total = 0
         alone = self.part.partitioned.parallel_layout.pipeline == 1

@@ -142,5 +142,5 @@ class StepPasses:
 
 
 def _rows_read(program: Program) -> int:
-    """Return how many rows the instructions of a tree sum read."""
+    """Return how many arrays the instructions ``program``, which sum gradients in the order of a tree, read."""
     return sum(code != -1 for code in program)

@@ -171,8 +171,9 @@ class RankMemory:
     def _gradients(self) -> MemoryBytes:
         """Return the memory of gradients: rows, or in waves a wave buffer and a stack.
 
-        A row is an array that holds a gradient or a partial sum. The stack keeps partial sums from wave to wave. In
-        both cases the buffer in which micro-batches are added is included.
+        A row is an array that holds a gradient or a partial sum. A wave buffer holds the gradients that the node's
+        ranks computed for one or two units. The stack keeps partial sums from wave to wave. In both cases the buffer in
+        which micro-batches are added is included.
         """
         traffic, shards = self.traffic, self.traffic.part.shards
         step, grid = traffic.training.step, traffic.grid

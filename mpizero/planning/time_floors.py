@@ -131,7 +131,10 @@ class TimeFloors:
         return rows + ties + times * self._barrier(traffic)
 
     def _publication(self, traffic: RankTraffic) -> float:
-        """Return the seconds of the messages that send updated parameters and gather units, and of a node's barrier."""
+        """Return the seconds of the messages that send updated parameters and gather units, and of one barrier.
+
+        Only the ranks of a node join the barrier.
+        """
         found = self._exchanges("gather", traffic.publications()) if traffic.training.row.shard_optimizer else 0.0
         return found + self._exchanges("gather", traffic.gathers()) + self._barrier(traffic)
 

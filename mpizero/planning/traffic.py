@@ -50,11 +50,11 @@ class PlannedTraining:
     config : ShardingConfig
         The settings; the communicator is not used.
     optimizer : optimizer
-        As :func:`mpizero.optim.adapt` returns it.
+        The optimizer, as :func:`mpizero.optim.adapt` returns it.
     step : StepBatches
         The grains of a global batch, and how they are assigned to ranks.
     itemsize : int
-        Bytes of a parameter.
+        Bytes of one element of a parameter.
     sample_bytes : tuple of int
         Bytes of one sample's input, and of its target.
     loss_scale : bool

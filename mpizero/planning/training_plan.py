@@ -54,7 +54,7 @@ class RankPlan:
     operations : int or None
         The rank's floating-point operations in a step; None if a layer does not count its operations.
     caches : int
-        The most caches that the rank holds at once, each for one chunk and one micro-batch.
+        Largest number of caches that the rank holds at once. There is one cache for each chunk and micro-batch.
     """
 
     rank: int
@@ -212,7 +212,10 @@ class TrainingPlan:
         return {}
 
     def _flow(self, traffic: RankTraffic) -> StageActivations:
-        """Return the memory of a rank's micro-batches, computed once for all ranks in the same situation."""
+        """Return the memory of the micro-batches of the rank whose messages are given.
+
+        It is computed once for all ranks with the same stage, tensor rank, context rank and micro-batches.
+        """
         _, tensor, _, context = traffic.grid.here
         key = (traffic.part.partitioned.stage, tensor, context, traffic.jobs)
         if key not in self._flows:
