@@ -64,7 +64,8 @@ class Device(ABC):
     name : str
         Name of the GPU's model.
     held : Counter of str to int
-        Bytes of the arrays that :meth:`keep` has allocated on the GPU, by kind, such as "optimizer state".
+        Bytes of the arrays that :meth:`keep` has allocated on the GPU and that are not released, by kind, such as
+        "optimizer state".
     """
 
     number: int

@@ -120,8 +120,8 @@ PRODUCT_DTYPE: ContextVar[tuple[Multiplier, str] | None] = ContextVar("products"
 def operand(x: Array) -> Array | HalfPrecisionArray:
     """Return ``x`` as an operand for :func:`multiply`: rounded to 16 bits, or ``x`` itself.
 
-    It is rounded if ``PRODUCT_DTYPE`` is set in this thread. The last two axes of ``x`` are matrices. See [Note:
-    products in 16 bits].
+    It is rounded where this thread is in the context of :meth:`mpizero.kernels.device.Device.multiplying_in`. The last
+    two axes of ``x`` are matrices. See [Note: products in 16 bits].
     """
     asked = PRODUCT_DTYPE.get()
     return x if asked is None else _halved(x, *asked)
@@ -159,7 +159,8 @@ def multiply(a: Array | HalfPrecisionArray, b: Array | HalfPrecisionArray, out: 
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
     """Return the product of two float32 matrices on a GPU, in ``out`` if it is given.
 
-    If ``PRODUCT_DTYPE`` is set in this thread, the operands are rounded: see [Note: products in 16 bits].
+    The operands are rounded to 16 bits where this thread is in the context of
+    :meth:`mpizero.kernels.device.Device.multiplying_in`.
     """
     if out is None:
         out = _library(a).empty((a.shape[0], b.shape[1]), a.dtype)

@@ -83,7 +83,7 @@ class Native:
 
 @functools.cache
 def _engine() -> Any:
-    """Return the LLVM engine that owns all machine code; it lives until the process ends, since kernels may run."""
+    """Return the LLVM engine that owns all machine code; it is never freed, because a kernel may still be running."""
     llvm, machine = target()
     module = llvm.parse_assembly(f'target triple = "{machine.triple}"')
     return llvm.create_mcjit_compiler(module, _make_machine())

@@ -150,7 +150,7 @@ class Unit:
 class FlatLayout:
     """Describe the flat array of all parameters and the units that it is cut into.
 
-    Build a layout with :meth:`build`. Every rank builds the same one.
+    Build a layout with :meth:`build`. All ranks of a data group build the same one.
 
     Attributes
     ----------

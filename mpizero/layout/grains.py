@@ -32,7 +32,10 @@ class Grains:
             raise ConfigError(f"grains need samples >= 0 and size >= 1, got {self.samples=} and {self.size=}")
 
     def described(self, micro_batches: int) -> str:
-        """Return a text such as "16 grains of 8, each of 2 micro-batches": number of grains, then samples of each."""
+        """Return a text such as "16 grains of 8, each of 2 micro-batches", where 8 is the number of samples of a grain.
+
+        If ``micro_batches`` is 1, the text says nothing about micro-batches.
+        """
         parts = f", each of {micro_batches} micro-batches" if micro_batches > 1 else ""
         return f"{self.count} grains of {self.size}{parts}"
 

@@ -91,7 +91,7 @@ class NodeOrder:
 def groups_of(axes: Axes, name: str) -> tuple[tuple[int, ...], ...]:
     """Return the members of every group of the kind ``name`` ("tensor", "data", ...), as ranks of the world.
 
-    :data:`GROUPS` lists the kinds. Groups are in the order of their members with coordinate 0 on the group's axes.
+    :data:`GROUPS` lists the kinds. Groups are in ascending order of their smallest rank.
     """
     differing = GROUPS[name]
     places = enumerate(map(axes.coordinates, range(axes.size)))

@@ -33,7 +33,9 @@ class PartRun(NamedTuple):
 
 
 class PartRows(NamedTuple):
-    """Describe which elements of each row of the whole parameter belong to a part; see the module for *row*.
+    """Describe which elements of each row of the whole parameter belong to a part.
+
+    A *row* is the elements that have the same indices on all axes before the axis that is split.
 
     Attributes
     ----------
@@ -75,7 +77,10 @@ def part_shape(part: Part) -> tuple[int, ...]:
 
 
 def part_rows(part: Part) -> PartRows:
-    """Return which elements of each row of the whole parameter belong to the part that a rank holds."""
+    """Return which elements of the whole parameter belong to the part that a rank holds, in terms of rows.
+
+    A *row* is the elements that have the same indices on all axes before the axis that is split.
+    """
     held = part_shape(part)[part.axis]
     inner = prod(part.shape[part.axis + 1 :])
     sizes = [stop - start for start, stop in part.ranges]
@@ -86,7 +91,7 @@ def part_rows(part: Part) -> PartRows:
 
 
 def _join(runs: list[PartRun], run: PartRun) -> None:
-    """Append ``run`` to ``runs``, or lengthen the last run if ``run`` follows it in the whole without a gap.
+    """Append ``run`` to ``runs``, or lengthen the last run if ``run`` follows it in the whole parameter without a gap.
 
     A run without elements is not appended.
     """

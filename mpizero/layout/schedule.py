@@ -2,7 +2,7 @@
 
 A model is cut into *chunks* (contiguous runs of its blocks), and a batch into micro-batches. A schedule assigns each
 chunk to a stage, and gives each stage a *program*, a sequence of instructions. A stage runs its program in order. It
-does not wait for its messages to be received; it waits for those that an instruction needs.
+sends messages without blocking. Before it runs an instruction, it waits for the messages that the instruction needs.
 """
 
 from __future__ import annotations

@@ -61,12 +61,13 @@ def interleaved(stage: int, stages: int, micro_batches: int, virtual: int) -> It
 
 
 def zero_bubble(stage: int, stages: int, micro_batches: int, _virtual: int) -> Iterator[Instruction]:
-    """Yield the instructions of one stage: 1F1B, with weight halves ``stage`` micro-batches after their input halves.
+    """Yield the instructions of one stage: 1F1B, with each weight half delayed by ``stage`` micro-batches.
 
-    Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 2.2 (ZB-H1). The later a stage is in the pipeline, the
-    fewer forward passes it does before its first backward pass, and the more weight halves it keeps for the end, where
-    it would have to wait without them. So every stage holds activations of at most ``stages`` micro-batches, like the
-    first stage of 1F1B.
+    Qi et al. 2023, Zero Bubble Pipeline Parallelism, section 2.2 (ZB-H1). A backward pass is cut into an input half
+    (gradient of the stage's input) and a weight half (gradients of the weights). The later a stage is in the pipeline,
+    the fewer forward passes it does before its first backward pass, and the more weight halves it keeps for the end,
+    where it would have to wait without them. So every stage holds activations of at most ``stages`` micro-batches,
+    like the first stage of 1F1B.
     """
     ahead = min(micro_batches, stages - 1 - stage)
     for micro in range(ahead):

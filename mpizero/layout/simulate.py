@@ -129,8 +129,8 @@ class Simulation:
     def gaps(self) -> tuple[float, ...]:
         """For every stage, the seconds that it waits from the start of its first to the end of its last instruction.
 
-        The papers on zero-bubble schedules count only this waiting time, and not that before a stage's first or after
-        its last instruction.
+        The papers on zero-bubble schedules count only this waiting time, and not the time before a stage's first or
+        after its last instruction.
         """
         spans = (events[-1].end - events[0].start for events in self.events)
         return tuple(span - busy for span, busy in zip(spans, self.busy, strict=True))

@@ -104,7 +104,7 @@ def balanced_chunks(costs: Sequence[float], stage_of: Sequence[int]) -> tuple[in
 
 
 def _moved(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield every result of moving one or two of the inner indices of ``cuts`` by one that leaves no chunk empty."""
+    """Yield all cuts made from ``cuts`` by moving one or two inner indices up or down by 1 without an empty chunk."""
     borders = range(1, len(cuts) - 1)
     moves = [((border, by),) for border in borders for by in (-1, 1)]
     pairs = [(*first, *second) for first, second in combinations(moves, 2) if first[0][0] != second[0][0]]

@@ -38,8 +38,8 @@ def timetable(simulation: Simulation, unit: float | None = None) -> str:
     simulation : Simulation
         The simulated run to show.
     unit : float, optional
-        Seconds per column. By default, the shortest duration of an instruction divided by 1, 2, 3 or 4: by the smallest
-        of these with which all durations are multiples of the unit, or by 1 if there is none.
+        Seconds per column. By default the longest unit of which the durations of all instructions are multiples, among
+        1, 1/2, 1/3 and 1/4 of the shortest duration; if none of these fits, the shortest duration.
 
     Raises
     ------
@@ -71,10 +71,10 @@ def _row(simulation: Simulation, stage: int, step: float, columns: int) -> list[
 
 
 def _unit(simulation: Simulation) -> float:
-    """Return the default time unit of a timetable in seconds: the shortest duration divided by 1, 2, 3 or 4.
+    """Return the default time unit of a timetable in seconds.
 
-    The divisor is the smallest with which the durations of all instructions are multiples of the unit; 1 if there is
-    none.
+    It is the longest unit of which the durations of all instructions are multiples, among 1, 1/2, 1/3 and 1/4 of the
+    shortest duration; if none of these fits, it is the shortest duration.
     """
     durations = {end - start for events in simulation.events for _, start, end in events if end > start}
     shortest = min(durations, default=1.0)

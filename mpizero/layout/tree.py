@@ -154,9 +154,9 @@ class Merge(NamedTuple):
 class Wave:
     """Describe one wave: every worker computes at most one grain, then owners sum what the order of the tree allows.
 
-    A *worker* is a rank that computes grains. Workers form groups, for example one per node, and each group sums its
-    grains before they are sent. An *owner* is a rank that owns a shard of the gradients. It keeps partial sums of
-    earlier waves in its *stack rows*.
+    A *worker* is a rank that computes grains. Workers form groups, for example one per node. Each group sums the
+    gradients of its grains, as far as the order of the tree allows, and sends the partial sums to the owners. An
+    *owner* is a rank that owns a shard of the gradients. It keeps partial sums of earlier waves in its *stack rows*.
 
     Attributes
     ----------

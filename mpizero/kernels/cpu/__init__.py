@@ -1,4 +1,7 @@
-"""Compute on NumPy arrays by kernels that numba has compiled; the modules of this package are imported on first use."""
+"""Compute on NumPy arrays by kernels that numba has compiled; the modules of this package are imported on first use.
+
+The last parameter of some kernels (``scratch``, ``block`` or ``chunk``) is temporary memory, which callers do not pass.
+"""
 
 from __future__ import annotations
 

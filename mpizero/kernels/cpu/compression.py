@@ -1,8 +1,9 @@
 """Compress messages with error feedback: what a message lost is kept in ``residual`` and added to the next message.
 
 ``int8`` sends eight bits for each value, and a scale for each block of ``BLOCK`` consecutive values. ``top`` sends the
-values of largest magnitude with their indices. They are found exactly: the smallest magnitude that is sent is
-determined by counting how often each pattern of its bits occurs, from the highest bits to the lowest.
+values of largest magnitude with their indices. They are found exactly: the smallest magnitude that is sent is found by
+counting how often each pattern of bits occurs in the magnitudes, first of the highest 11 bits and then of 10 bits
+twice.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _LOW_BITS = np.uint32(1023)
 def _largest(values: Array, residual: Array) -> Any:
     """Add ``values`` to ``residual`` and return the largest magnitude of the sum.
 
-    The magnitude is returned as bits (see :func:`formulas.magnitude`).
+    The magnitude is returned as bits (see :func:`mpizero.kernels.formulas.compression.magnitude`).
     """
     largest = np.uint32(0)
     for i in range(values.size):
@@ -65,7 +66,7 @@ def int8_encode(values: Array, residual: Array, scales: Array, codes: Array) -> 
 
 @kernel("void(const f4[::1], const i1[::1], f4[::1])")
 def int8_decode(scales: Array, codes: Array, out: Array) -> None:
-    """Write ``code * scale``, the values that :func:`int8_encode` rounded to, to ``out``."""
+    """Write the values to which :func:`int8_encode` rounded, ``code * scale`` for each code, to ``out``."""
     for block in range(scales.size):
         first = block * BLOCK
         scale, part, whole = scales[block], codes[first : first + BLOCK], out[first : first + BLOCK]

@@ -2,8 +2,8 @@
 
 A *program* is a list of integers that a stack machine executes on the rows of a matrix: ``v >= 0`` pushes row v, ``-1``
 pops the top of the stack and adds it to the entry below, and ``v <= -2`` adds row ``-2 - v`` to the top. Each row holds
-a gradient or a sum of gradients. Element i of the parameters belongs to column ``first + i`` of the matrix. The stack
-holds ``DEPTH`` rows, which is enough for the tree over 32,768 grains.
+a gradient or a sum of gradients. Element i of the parameters belongs to column ``first + i`` of the matrix, where
+``first`` is an argument. The stack holds ``DEPTH`` rows, which is enough for the tree over 32,768 grains.
 
 The machine works on blocks of columns that fit into the first-level cache, so a row is read from memory once, and the
 sum is never written to memory. The last addition of a program is done in the loop of the update.
@@ -114,9 +114,10 @@ def tree_sum(
 ) -> None:
     """Execute a tree program on rows, and write the sum, divided by ``divisor[0]``, to ``out[start:stop]``.
 
-    Row v of the program is row v of ``rows_a`` if v < len(rows_a), otherwise row v - len(rows_a) of ``rows_b``. Element
-    i of ``out`` is computed from columns ``first_a + i`` of ``rows_a`` and ``first_b + i`` of ``rows_b``. ``out`` may
-    be one of the rows, if its elements are in the same columns.
+    ``program`` is a list of integers for a stack machine; the docstring of the module defines them. Row v of the
+    program is row v of ``rows_a`` if v < len(rows_a), otherwise row v - len(rows_a) of ``rows_b``. Element i of ``out``
+    is computed from columns ``first_a + i`` of ``rows_a`` and ``first_b + i`` of ``rows_b``. ``out`` may be a part of a
+    row if its element i is in the column from which it is computed.
     """
     by, both = divisor[0], program.size > 1
     for block in range(start, stop, BLOCK):
@@ -171,7 +172,8 @@ def _tree_kernel(arrays: str) -> Callable[[Callable[..., None]], Kernel]:
 def sgd_tree(total: Any, w: Array, hyper: Array, start: int, stop: int) -> None:
     """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.sgd`` does.
 
-    The bits are the same as with the two calls. ``hyper`` is that of ``optimizer.sgd``.
+    The bits are the same as with the two calls. ``hyper`` holds the scalars that ``optimizer.sgd`` needs. The decorator
+    replaces ``total`` by the arguments ``rows``, ``first``, ``program`` and ``divisor``.
     """
     lr, decay = hyper[0], hyper[1]
     w = w[start:stop]
@@ -183,7 +185,8 @@ def sgd_tree(total: Any, w: Array, hyper: Array, start: int, stop: int) -> None:
 def momentum_tree(total: Any, w: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
     """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.momentum`` does.
 
-    The bits are the same as with the two calls. ``hyper`` is that of ``optimizer.momentum``.
+    The bits are the same as with the two calls. ``hyper`` holds the scalars that ``optimizer.momentum`` needs. The
+    decorator replaces ``total`` by the arguments ``rows``, ``first``, ``program`` and ``divisor``.
     """
     lr, decay, factor, keep = hyper[0], hyper[1], hyper[2], hyper[3]
     of_g, of_m = hyper[4], hyper[5]
@@ -196,7 +199,8 @@ def momentum_tree(total: Any, w: Array, m: Array, hyper: Array, start: int, stop
 def adam_tree(total: Any, w: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
     """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.adam`` does.
 
-    The bits are the same as with the two calls. ``hyper`` is that of ``optimizer.adam``.
+    The bits are the same as with the two calls. ``hyper`` holds the scalars that ``optimizer.adam`` needs. The
+    decorator replaces ``total`` by the arguments ``rows``, ``first``, ``program`` and ``divisor``.
     """
     decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
     rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
@@ -210,7 +214,8 @@ def adam_tree(total: Any, w: Array, m: Array, v: Array, hyper: Array, start: int
 def adamw_tree(total: Any, w: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
     """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.adamw`` does.
 
-    The bits are the same as with the two calls. ``hyper`` is that of ``optimizer.adamw``.
+    The bits are the same as with the two calls. ``hyper`` holds the scalars that ``optimizer.adamw`` needs. The
+    decorator replaces ``total`` by the arguments ``rows``, ``first``, ``program`` and ``divisor``.
     """
     shrink, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
     rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
@@ -224,7 +229,8 @@ def adamw_tree(total: Any, w: Array, m: Array, v: Array, hyper: Array, start: in
 def rmsprop_tree(total: Any, w: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
     """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.rmsprop`` does.
 
-    The bits are the same as with the two calls. ``hyper`` is that of ``optimizer.rmsprop``.
+    The bits are the same as with the two calls. ``hyper`` holds the scalars that ``optimizer.rmsprop`` needs. The
+    decorator replaces ``total`` by the arguments ``rows``, ``first``, ``program`` and ``divisor``.
     """
     lr, decay, alpha, rest, eps = hyper[0], hyper[1], hyper[2], hyper[3], hyper[4]
     w, v = w[start:stop], v[start:stop]
@@ -236,7 +242,8 @@ def rmsprop_tree(total: Any, w: Array, v: Array, hyper: Array, start: int, stop:
 def lion_tree(total: Any, w: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
     """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.lion`` does.
 
-    The bits are the same as with the two calls. ``hyper`` is that of ``optimizer.lion``.
+    The bits are the same as with the two calls. ``hyper`` holds the scalars that ``optimizer.lion`` needs. The
+    decorator replaces ``total`` by the arguments ``rows``, ``first``, ``program`` and ``divisor``.
     """
     shrink, lr, beta1, rest1 = hyper[0], hyper[1], hyper[2], hyper[3]
     beta2, rest2, zero = hyper[4], hyper[5], hyper[6]
@@ -251,8 +258,9 @@ def lamb_direction_tree(
 ) -> None:
     """Sum and divide rows of gradients as ``tree_sum`` does, then write LAMB's direction to ``u``.
 
-    The bits are the same as with ``tree_sum`` into ``u`` and then ``optimizer.lamb_direction``. ``hyper`` is that of
-    ``optimizer.lamb_direction``.
+    The bits are the same as with ``tree_sum`` into ``u`` and then ``optimizer.lamb_direction``. ``hyper`` holds the
+    scalars that ``optimizer.lamb_direction`` needs. The decorator replaces ``total`` by the arguments ``rows``,
+    ``first``, ``program`` and ``divisor``.
     """
     decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
     rest2, first, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]

@@ -103,7 +103,7 @@ def partial_cross_entropy(logits: Array, targets: Array, first: int, terms: Arra
 
 @kernel("void(const T[:,:,::1], const i8[::1], T[:,::1], f8[::1])")
 def merged_cross_entropy(terms: Array, targets: Array, merged: Array, losses: Array) -> None:
-    """Merge the terms of all parts of the classes to the loss of each row, and what its gradient needs.
+    """Compute the loss of each row from the terms of all parts of the classes, and what its gradient needs.
 
     ``terms`` is (parts, 3, rows), as :func:`partial_cross_entropy` writes it for each part. ``merged`` is (2, rows). It
     receives, for each row, the largest logit of all classes, and 1 / (sum of exp(logit - largest)). Sums are added in

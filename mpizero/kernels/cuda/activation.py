@@ -86,7 +86,7 @@ def add_bias_residual(x: Array, bias: Array, residual: Array, y: Array) -> None:
 
 @kernel("void(const T[:,::1], T[::1])")
 def column_sums(x: Array, out: Array) -> None:
-    """Write the sum of each column of ``x`` to ``out``: the gradient of a bias.
+    """Write the sum of each column of ``x`` to ``out``, for example to compute the gradient of a bias.
 
     Each sum starts from 0 and adds the rows in ascending order.
     """

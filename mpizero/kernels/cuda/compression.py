@@ -50,7 +50,7 @@ def int8_encode(values: Array, residual: Array, scales: Array, codes: Array) -> 
 
 @kernel("void(const f4[::1], const i1[::1], f4[::1])")
 def int8_decode(scales: Array, codes: Array, out: Array) -> None:
-    """Write ``code * scale``, the values that :func:`int8_encode` rounded to, to ``out``."""
+    """Write the values to which :func:`int8_encode` rounded, ``code * scale`` for each code, to ``out``."""
     for i in range(cuda.grid(1), out.size, cuda.gridsize(1)):
         out[i] = np.float32(codes[i]) * scales[i // BLOCK]
 
@@ -91,8 +91,9 @@ def _count_tiles(values: Array, threshold: int, more: Array, equal: Array) -> No
 def _collect(residual: Array, threshold: int, starts: Array, allowed: Array, indices: Array, largest: Array) -> None:
     """Move the values of largest magnitude from ``residual`` to ``largest``, and their indices to ``indices``.
 
-    Each tile moves its values above ``threshold``, and its first ``allowed`` values that are equal to it. ``starts``
-    says at which index of the outputs each tile begins to write. Moved values become 0 in ``residual``.
+    Tile t moves its values of a magnitude above ``threshold`` and the first ``allowed[t]`` of its values of a magnitude
+    equal to it, to the elements of the outputs from index ``starts[t]`` on. Moved values become 0 in ``residual``.
+    ``threshold`` is the bits of a magnitude.
     """
     for tile in range(cuda.grid(1), starts.size, cuda.gridsize(1)):
         place, left = starts[tile], allowed[tile]
@@ -130,7 +131,7 @@ def top_encode(values: Array, residual: Array, counts: Array, indices: Array, la
 def _threshold(values: Array, wanted: int) -> tuple[int, int]:
     """Return the smallest magnitude among the ``wanted`` largest, and how many of these are equal to it.
 
-    The magnitude is returned as bits (see :func:`formulas.magnitude`).
+    The magnitude is returned as bits (see :func:`mpizero.kernels.formulas.compression.magnitude`).
     """
     prefix, above = 0, 32
     for shift, width in ((20, 11), (10, 10), (0, 10)):

@@ -22,7 +22,7 @@ def gather(table: Array, ids: Array, out: Array) -> None:
 
 @kernel("void(const T[:,::1], const i8[::1], T[:,::1])")
 def scatter_add(dy: Array, ids: Array, dtable: Array) -> None:
-    """Add row i of ``dy`` to row ``ids[i]`` of ``dtable``, in ascending order of i; skip rows that do not exist.
+    """Add row i of ``dy`` to row ``ids[i]`` of ``dtable``, for i = 0, 1, ...; ignore ids that are not rows of it.
 
     One thread adds all elements of a column, so additions keep their order without atomic operations.
     """

@@ -2,8 +2,8 @@
 
 A *program* is a list of integers that a stack machine executes on the rows of a matrix: ``v >= 0`` pushes row v, ``-1``
 pops the top of the stack and adds it to the entry below, and ``v <= -2`` adds row ``-2 - v`` to the top. Each row holds
-a gradient or a sum of gradients. Element i of the parameters belongs to column ``first + i`` of the matrix. The stack
-holds ``DEPTH`` rows, which is enough for the tree over 32,768 grains.
+a gradient or a sum of gradients. Element i of the parameters belongs to column ``first + i`` of the matrix, where
+``first`` is an argument. The stack holds ``DEPTH`` rows, which is enough for the tree over 32,768 grains.
 
 Every thread executes the program on one column at a time.
 """
@@ -63,9 +63,10 @@ def tree_sum(
 ) -> None:
     """Execute a tree program on rows, and write the sum, divided by ``divisor[0]``, to ``out[start:stop]``.
 
-    Row v of the program is row v of ``rows_a`` if v < len(rows_a), otherwise row v - len(rows_a) of ``rows_b``. Element
-    i of ``out`` is computed from columns ``first_a + i`` of ``rows_a`` and ``first_b + i`` of ``rows_b``. ``out`` may
-    be one of the rows, if its elements are in the same columns.
+    ``program`` is a list of integers for a stack machine; the docstring of the module defines them. Row v of the
+    program is row v of ``rows_a`` if v < len(rows_a), otherwise row v - len(rows_a) of ``rows_b``. Element i of ``out``
+    is computed from columns ``first_a + i`` of ``rows_a`` and ``first_b + i`` of ``rows_b``. ``out`` may be a part of a
+    row if its element i is in the column from which it is computed.
     """
     stack = cuda.local.array(DEPTH, out.dtype)
     by = divisor[0]
@@ -86,7 +87,7 @@ def sgd_tree(
 ) -> None:
     """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.sgd`` does.
 
-    The bits are the same as with the two calls. ``hyper`` is that of ``optimizer.sgd``.
+    The bits are the same as with the two calls. ``hyper`` holds the scalars that ``optimizer.sgd`` needs.
     """
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
@@ -110,7 +111,7 @@ def momentum_tree(
 ) -> None:
     """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.momentum`` does.
 
-    The bits are the same as with the two calls. ``hyper`` is that of ``optimizer.momentum``.
+    The bits are the same as with the two calls. ``hyper`` holds the scalars that ``optimizer.momentum`` needs.
     """
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
@@ -136,7 +137,7 @@ def adam_tree(
 ) -> None:
     """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.adam`` does.
 
-    The bits are the same as with the two calls. ``hyper`` is that of ``optimizer.adam``.
+    The bits are the same as with the two calls. ``hyper`` holds the scalars that ``optimizer.adam`` needs.
     """
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
@@ -162,7 +163,7 @@ def adamw_tree(
 ) -> None:
     """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.adamw`` does.
 
-    The bits are the same as with the two calls. ``hyper`` is that of ``optimizer.adamw``.
+    The bits are the same as with the two calls. ``hyper`` holds the scalars that ``optimizer.adamw`` needs.
     """
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
@@ -187,7 +188,7 @@ def rmsprop_tree(
 ) -> None:
     """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.rmsprop`` does.
 
-    The bits are the same as with the two calls. ``hyper`` is that of ``optimizer.rmsprop``.
+    The bits are the same as with the two calls. ``hyper`` holds the scalars that ``optimizer.rmsprop`` needs.
     """
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
@@ -212,7 +213,7 @@ def lion_tree(
 ) -> None:
     """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.lion`` does.
 
-    The bits are the same as with the two calls. ``hyper`` is that of ``optimizer.lion``.
+    The bits are the same as with the two calls. ``hyper`` holds the scalars that ``optimizer.lion`` needs.
     """
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
@@ -241,8 +242,8 @@ def lamb_direction_tree(
 ) -> None:
     """Sum and divide rows of gradients as ``tree_sum`` does, then write LAMB's direction to ``u``.
 
-    The bits are the same as with ``tree_sum`` into ``u`` and then ``optimizer.lamb_direction``. ``hyper`` is that of
-    ``optimizer.lamb_direction``.
+    The bits are the same as with ``tree_sum`` into ``u`` and then ``optimizer.lamb_direction``. ``hyper`` holds the
+    scalars that ``optimizer.lamb_direction`` needs.
     """
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]

@@ -59,8 +59,8 @@ def layernorm_backward(
     """Write the gradients of :func:`layernorm` to ``dx``, ``dgamma`` and ``dbeta``, from ``dy``, the gradient of y.
 
     ``dgamma`` and ``dbeta`` are sums over the rows in ascending order. ``mean`` and ``rstd`` are what :func:`layernorm`
-    wrote. ``residual`` has the shape of ``x`` and is added to ``dx``, or it has no rows. ``dx`` may not be one of the
-    inputs.
+    wrote. ``residual`` is added to ``dx``; it has the shape of ``x``, or no rows if nothing is to be added. ``dx`` must
+    not be one of the inputs.
     """
     _layernorm_backward_input(dy, x, gamma, mean, rstd, residual, dx)
     _layernorm_backward_weights(dy, x, mean, rstd, dgamma, dbeta)
@@ -127,7 +127,7 @@ def rmsnorm(x: Array, gamma: Array, eps1: Array, y: Array, rstd: Array) -> None:
 def rmsnorm_backward_input(dy: Array, x: Array, gamma: Array, rstd: Array, dx: Array) -> None:
     """Write the gradient of the input of :func:`rmsnorm` to ``dx``, from ``dy``, the gradient of y.
 
-    ``rstd`` is what :func:`rmsnorm` wrote. ``dx`` may not be one of the inputs.
+    ``rstd`` is what :func:`rmsnorm` wrote. ``dx`` must not be one of the inputs.
     """
     T = x.dtype.type  # noqa: N806
     shared = cuda.shared.array(MOST_THREADS, x.dtype)

@@ -27,7 +27,7 @@ from mpizero.types import Array
 
 @kernel("void(const u4[::1], const u4[::1], u4[::1])")
 def philox(counter: Array, key: Array, out: Array) -> None:
-    """Write the four random words of a counter (four words) and a key (two words) to ``out``; a word has 32 bits."""
+    """Write the four random words of 32 bits that Philox computes from a counter (four words) and a key (two words)."""
     if cuda.grid(1) == 0:
         a, b, c, d = philox_words(
             np.uint64(counter[0]),
@@ -143,8 +143,8 @@ def permutation(index: Array, length: int, seed: int, epoch: int) -> None:
     """Replace every index by its image under a random permutation of ``range(length)``, in place.
 
     ``seed`` and ``epoch`` determine the permutation. Indices outside ``range(length)`` become -1. A Feistel network of
-    eight rounds permutes ``range(4**h)``, the smallest such range that is not shorter. An image that is not less than
-    ``length`` is permuted again (cycle walking; Black and Rogaway 2002).
+    eight rounds permutes ``range(4**h)``, the smallest such range with at least ``length`` numbers. An image that is
+    not less than ``length`` is permuted again (cycle walking; Black and Rogaway 2002).
     """
     first, second = round_keys(seed, epoch, 0), round_keys(seed, epoch, 1)
     bits = half_bits(length)

@@ -17,7 +17,7 @@ def standardized(x: Any, mean: Any, rstd: Any) -> Any:
 
 
 def scaled(standard: Any, gamma: Any, beta: Any) -> Any:
-    """Return ``standard * gamma + beta``."""
+    """Return ``standard * gamma + beta``, where ``standard`` comes from :func:`standardized`."""
     return standard * gamma + beta
 
 

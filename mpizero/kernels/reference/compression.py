@@ -34,7 +34,7 @@ def int8_encode(values: Array, residual: Array, scales: Array, codes: Array) -> 
 
 
 def int8_decode(scales: Array, codes: Array, out: Array) -> None:
-    """Write ``code * scale``, the values that :func:`int8_encode` rounded to, to ``out``."""
+    """Write the values to which :func:`int8_encode` rounded, ``code * scale`` for each code, to ``out``."""
     out[:] = codes * np.repeat(scales, BLOCK)[: codes.size]
 
 

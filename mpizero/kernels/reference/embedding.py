@@ -14,7 +14,7 @@ def gather(table: Array, ids: Array, out: Array) -> None:
 
 
 def scatter_add(dy: Array, ids: Array, dtable: Array) -> None:
-    """Add row i of ``dy`` to row ``ids[i]`` of ``dtable``, in ascending order of i; skip rows that do not exist."""
+    """Add row i of ``dy`` to row ``ids[i]`` of ``dtable``, for i = 0, 1, ...; ignore ids that are not rows of it."""
     for row, index in zip(dy, ids, strict=True):
         if 0 <= index < dtable.shape[0]:
             dtable[index] += row

@@ -23,9 +23,9 @@ def tree_sum(
 ) -> None:
     """Execute a tree program on rows, and write the sum, divided by ``divisor[0]``, to ``out[start:stop]``.
 
-    Row v of the program is row v of ``rows_a`` if v < len(rows_a), otherwise row v - len(rows_a) of ``rows_b``. Element
-    i of ``out`` is computed from columns ``first_a + i`` of ``rows_a`` and ``first_b + i`` of ``rows_b``. ``out`` may
-    be one of the rows, if its elements are in the same columns.
+    ``program`` is a list of integers for a stack machine; ``mpizero.kernels.cpu.fused`` defines them. Row v of the
+    program is row v of ``rows_a`` if v < len(rows_a), otherwise row v - len(rows_a) of ``rows_b``. Element i of ``out``
+    is computed from columns ``first_a + i`` of ``rows_a`` and ``first_b + i`` of ``rows_b``.
     """
     rows = [row[first_a:] for row in rows_a] + [row[first_b:] for row in rows_b]
     stack: list[Array] = []
@@ -80,8 +80,8 @@ def lamb_direction_tree(
 ) -> None:
     """Sum and divide rows of gradients as ``tree_sum`` does, then write LAMB's direction to ``u``.
 
-    The bits are the same as with ``tree_sum`` into ``u`` and then ``optimizer.lamb_direction``. ``hyper`` is that of
-    ``optimizer.lamb_direction``.
+    The bits are the same as with ``tree_sum`` into ``u`` and then ``optimizer.lamb_direction``. ``hyper`` holds the
+    scalars that ``optimizer.lamb_direction`` needs.
     """
     tree_sum(rows, first, rows, 0, program, divisor, u, start, stop)
     optimizer.lamb_direction(w, u, m, v, hyper, start, stop)

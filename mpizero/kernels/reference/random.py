@@ -29,7 +29,7 @@ def _words(value: int) -> tuple[int, int]:
 
 
 def philox(counter: Array, key: Array, out: Array) -> None:
-    """Write the four random words of a counter (four words) and a key (two words) to ``out``; a word has 32 bits."""
+    """Write the four random words of 32 bits that Philox computes from a counter (four words) and a key (two words)."""
     out[:] = _philox(counter, (int(key[0]), int(key[1])))[0]
 
 
@@ -142,8 +142,8 @@ def permutation(index: Array, length: int, seed: int, epoch: int) -> None:
     """Replace every index by its image under a random permutation of ``range(length)``, in place.
 
     ``seed`` and ``epoch`` determine the permutation. Indices outside ``range(length)`` become -1. A Feistel network of
-    eight rounds permutes ``range(4**h)``, the smallest such range that is not shorter. An image that is not less than
-    ``length`` is permuted again (cycle walking; Black and Rogaway 2002).
+    eight rounds permutes ``range(4**h)``, the smallest such range with at least ``length`` numbers. An image that is
+    not less than ``length`` is permuted again (cycle walking; Black and Rogaway 2002).
     """
     keys = [int(word) for part in (0, 1) for word in _derived_key(seed, _PERMUTATION, epoch, part)]
     bits = 1
