@@ -57,7 +57,7 @@ class ArgumentError(MpizeroError, TypeError):
 
 
 class StateError(MpizeroError, RuntimeError):
-    """Raised for a call that comes too early, too late or twice, such as a step before there is a gradient."""
+    """Raised for a call that comes too early, too late or twice, such as an optimizer step without a gradient."""
 
 
 class UnsupportedError(MpizeroError, NotImplementedError):
@@ -146,7 +146,7 @@ class CollectiveMismatch(CollectiveError):  # noqa: N818 - says what is wrong
 
 
 class RemoteError(MpizeroError):
-    """Raised on a rank because another rank has failed in a step that all ranks must complete (``all_ranks``).
+    """Raised on a rank because another rank has failed in an operation that all ranks must complete (``all_ranks``).
 
     The message contains the error of that other rank.
     """
@@ -157,7 +157,7 @@ class PeerFailure(MpizeroError):
 
 
 class SharedMemoryError(MpizeroError):
-    """Raised when there is not enough shared memory for a node's window."""
+    """Raised when a node has too little shared memory for a shared window."""
 
     status = ExitStatus.INPUT_OUTPUT
 
@@ -178,7 +178,7 @@ class IntegrityError(MpizeroError):
 
 
 class ModelCheckError(MpizeroError, AssertionError):
-    """Raised for a model that breaks the rules of training; the message names all the rules that it breaks.
+    """Raised for a model that breaks a rule on which training relies; the message names every rule that it breaks.
 
     Attributes
     ----------

@@ -42,7 +42,7 @@ def is_users(file: str) -> bool:
 def users_line(trace: TracebackType | None) -> Line | None:
     """Return the innermost frame of a traceback that is in the user's own code, or None.
 
-    If all frames are in installed packages, because the user's program is one itself, the frame that calls mpizero is
+    If there is none because the user's program is itself an installed package, the frame that calls mpizero is
     returned. The result is None if no such frame exists, for example inside a command such as ``mpizero train``.
     """
     lines = list(_lines(trace))

@@ -88,11 +88,11 @@ def is_rank(environment: Mapping[str, str]) -> bool:
     initialized MPI with these variables, it would pretend to be that rank, and MPI would end it. Any of three signs
     shows that a process is such a program:
 
-    - :data:`RANK_PROCESS`, which a supervised rank sets, holds another process number and the same launcher;
+    - :data:`RANK_PROCESS`, which a supervised rank sets, holds another process ID and the same launcher;
     - the socket that MPICH's launcher opened for the rank is not open in this process, since most children do not
       inherit it;
-    - an ancestor process under the same launcher has loaded mpi4py. This sign finds programs that unsupervised ranks
-      have started.
+    - an ancestor process under the same launcher has loaded mpi4py. This sign finds programs of ranks that mpizero does
+      not supervise.
 
     A program that a rank starts through another mpiexec has another launcher, so it counts as a rank.
     """
@@ -102,7 +102,7 @@ def is_rank(environment: Mapping[str, str]) -> bool:
 
 
 def mark(environment: Mapping[str, str]) -> str:
-    """Return the value for :data:`RANK_PROCESS`: the number of this process and the identity of its launcher."""
+    """Return the value for :data:`RANK_PROCESS`: the process ID and a text that identifies the launcher."""
     return f"{os.getpid()} {_way(environment)}"
 
 
@@ -118,7 +118,7 @@ def _has_socket(environment: Mapping[str, str]) -> bool:
 def _socket(environment: Mapping[str, str], process: int | None = None) -> int | None:
     """Return the inode of the socket between a process and MPICH's launcher; None if the process has none open.
 
-    ``process`` is a process number; None means this process.
+    ``process`` is a process ID; None means this process.
     """
     text = environment.get("PMI_FD", "")
     if not text.isdecimal():
@@ -142,8 +142,8 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
 def job_name(environment: Mapping[str, str]) -> str:
     """Return a name that identifies this job on this node, the same on all of the job's ranks; "" if there is none.
 
-    The name is the namespace of PMIx if one is set. Otherwise it consists of the process number and the start time of
-    the launcher process. That is the nearest ancestor process that does not belong to this rank (a rank may be started
+    The name is the namespace of PMIx if one is set. Otherwise it consists of the process ID and the start time of the
+    launcher process. That is the nearest ancestor process that does not belong to this rank (a rank may be started
     through shells).
     """
     if namespace := environment.get("PMIX_NAMESPACE"):
@@ -157,7 +157,7 @@ def job_name(environment: Mapping[str, str]) -> str:
 
 
 def _above(environment: Mapping[str, str]) -> Iterator[int]:
-    """Yield the numbers of the ancestor processes that belong to the same rank, nearest first.
+    """Yield the process IDs of the ancestor processes that belong to the same rank, nearest first.
 
     They are shells, or the rank that started this program.
     """

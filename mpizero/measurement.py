@@ -17,7 +17,7 @@ class Measurement:
 
     @classmethod
     def of(cls, figures: Sequence[float]) -> Measurement:
-        """Summarize one or more numbers."""
+        """Return the median, the smallest and the largest of one or more numbers."""
         return cls(statistics.median(figures), min(figures), max(figures))
 
     @classmethod

@@ -232,7 +232,7 @@ def explains(target: T) -> T:
     """Decorate a public class or function so that wrong arguments raise an error that lists the right ones.
 
     The error is an :class:`ArgumentError`. Unlike Python's own TypeError, it suggests the most similar argument: ``lr``
-    for ``learning_rate``, for example. Signature and docstring stay as they are.
+    for ``learning_rate``, for example. The signature and the docstring of ``target`` do not change.
     """
     if isinstance(target, type):
         init = target.__init__  # type: ignore[misc]

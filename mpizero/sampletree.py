@@ -156,7 +156,7 @@ class _Walk:
 
 
 def _node(value: Any) -> _Node | None:
-    """Return the description of a node, or None if ``value`` is a leaf."""
+    """Return ``value``, taken apart by one level, as a :class:`_Node`; None if it is a leaf."""
     kind = type(value).__name__
     if value is None:
         return _Node("None", [], [], lambda children: None)

@@ -57,8 +57,8 @@ class FunctionModel:
     Raises
     ------
     ConfigError
-        If there is no parameter, parameters have different or other dtypes, ``frozen`` names an unknown parameter, or a
-        function cannot be called with the arguments above.
+        If there is no parameter, the parameters are neither all float32 nor all float64, ``frozen`` names an unknown
+        parameter, or a function cannot be called with the arguments above.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ def create_locked_folder(target: str, replace: bool) -> LockedFolder:
     Raises
     ------
     CheckpointError
-        If the target exists and ``replace`` is false or it is no checkpoint, or if another run is writing it.
+        If another run is writing ``target``, or it exists and is no checkpoint or may not be replaced.
     OSError
         If the folder cannot be made.
     """
@@ -88,7 +88,7 @@ def _here() -> str:
 def _make_temporary(path: str) -> str:
     """Make an empty folder, at the first of ``path``, ``path-2``, ``path-3``, ... that does not exist; return its path.
 
-    Two containers can have the same host name and process number, so the first path may be taken.
+    Two containers can have the same host name and process ID, so the first path may be taken.
     """
     number = 1
     while True:
@@ -288,7 +288,7 @@ def _is_recent(path: str) -> bool:
 
 
 def _time_in(parent: str) -> float:
-    """Return the current time in seconds by the clock that dates files in ``parent``, which a file server may have."""
+    """Return the time in seconds of the clock that dates files in ``parent``; it may be a file server's clock."""
     probe = os.path.join(parent, f"{DELETED}step_00000000.{_here()}")
     os.mkdir(probe)
     try:
@@ -374,8 +374,8 @@ def write_at(file: int, data: memoryview, offset: int, path: str) -> None:
 def sync_range(file: int, offset: int, nbytes: int, advance: Callable[[int], object]) -> None:
     """Make the system write bytes ``offset:offset + nbytes`` of a file from its cache to disk, 32 MiB at a time.
 
-    ``advance`` is called with each number of bytes, to show progress: on a slow disk one ``fsync`` looks like a hanging
-    call. ``fsync`` must still follow to make the file durable. On systems other than Linux nothing is done.
+    ``advance`` is called with the number of bytes each time, to show progress: one long ``fsync`` looks like hanging.
+    ``fsync`` must still follow to make the file durable. On systems other than Linux nothing is done.
     """
     function = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if function is None:

@@ -71,7 +71,7 @@ class BlockReader:
         return crc
 
     def unproven(self, gathered: Sequence[Sequence[BlockPart]], own_rank: int) -> list[BlockPart]:
-        """Verify blocks from the parts that all ranks have read; return this rank's parts that cannot be verified so.
+        """Verify blocks from the parts that all ranks have read; return this rank's parts that this cannot verify.
 
         A part can be verified if it and other parts follow each other without a gap from the start to the end of the
         block. ``gathered`` holds the parts that each rank has read, by rank. Each rank verifies only blocks of which it

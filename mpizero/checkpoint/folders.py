@@ -49,7 +49,7 @@ class StepFolder:
     Attributes
     ----------
     path : str
-        The folder.
+        Path of the folder.
     step : int
         The step number in the name of the folder.
     problem : str
@@ -83,7 +83,7 @@ class RemovalFailure:
     Attributes
     ----------
     path : str
-        The folder.
+        Path of the folder.
     reason : str
         Why the folder was not removed; the text does not contain the path.
     """
@@ -111,7 +111,7 @@ def _look_at(path: str) -> StepFolder:
 
 
 def survey(folder: str | os.PathLike[str], comm: object = None) -> list[StepFolder]:
-    """Return a description of every step folder in ``folder``, newest first; it tells what is wrong with the folder.
+    """Return a description of every step folder in ``folder``, newest first, including damaged ones.
 
     Collective over ``comm``; only rank 0 reads the folders.
     """
@@ -203,7 +203,7 @@ def prune(
     not removed, and neither is a link. Hidden folders that killed saves and removals have left are removed, too.
 
     Collective over ``comm``; only rank 0 removes. It renames each folder to a hidden name before it deletes the folder.
-    If it cannot remove a folder, it calls ``report`` and continues with the next one.
+    If it cannot remove a folder, it calls ``report`` with a :class:`RemovalFailure` and continues with the next folder.
 
     Raises
     ------

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 def verify(folder: str | os.PathLike[str], report: Callable[[int], object] | None = None) -> int:
-    """Verify every checksum of a checkpoint, and that HDF5 finds its arrays; return the bytes of its state file.
+    """Verify all checksums of a checkpoint and that HDF5 finds its arrays; return the size of ``state.h5`` in bytes.
 
     ``report`` is called with the number of bytes of each checksummed block after the block has been verified.
 
     Raises
     ------
     CheckpointError
-        If something is wrong. The message names the file, the array and the reason. It is a ``CheckpointMissingError``
-        if the checkpoint does not exist.
+        If something is wrong. The message names the file, the array and the reason. The error is a
+        ``CheckpointMissingError`` if the checkpoint does not exist.
     """
     where = os.path.abspath(os.fspath(folder))
     manifest = verify_checksums(where, report)

@@ -67,7 +67,7 @@ def _to_bytes(world: Communicator, arrays: Sequence[LocalArray], attributes: Map
 
 
 def from_bytes(data: bytes | bytearray | memoryview) -> Reader:
-    """Open the bytes that :func:`to_bytes` returned as a checkpoint; each rank can read by itself, as a group of one.
+    """Open the bytes that :func:`to_bytes` returned as a checkpoint, from which each rank can read by itself.
 
     Not collective.
 

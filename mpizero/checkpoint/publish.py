@@ -65,7 +65,7 @@ class TemporaryFolder:
         return self.folder.state
 
     def may_replace(self, target: str) -> bool:
-        """Tell whether the save may replace a checkpoint at ``target``: if ``replace`` was True, or if it is damaged.
+        """Tell whether the save may replace ``target``: if ``replace`` was True, or ``target`` is a damaged checkpoint.
 
         Not collective.
 
@@ -156,7 +156,7 @@ def describe(
     gathered: Sequence[Sequence[PieceSums]],
     attributes: Mapping[str, Any],
 ) -> Manifest:
-    """Build the manifest from the table of arrays and the checksums gathered from all ranks. Not collective.
+    """Build the manifest from shapes and types of arrays and the checksums gathered from all ranks. Not collective.
 
     ``structure`` is the CRC32 of the state file outside the arrays.
     """

@@ -47,7 +47,7 @@ class ArraySource(Source):
         return self._length
 
     def read(self, indices: Indices) -> tuple[Any, Any]:
-        """Return the samples with these indices, in that order; the indices have been checked."""
+        """Return the samples ``(x, y)`` of ``indices``, in the order of ``indices``, which the caller has checked."""
         return map_arrays(lambda a: a[indices], self.x), map_arrays(lambda a: a[indices], self.y)
 
     def describe(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class NpySource(Source):
         return len(self.x)
 
     def read(self, indices: Indices) -> tuple[Array, Array]:
-        """Return the samples with these indices, in that order; the indices have been checked."""
+        """Return the samples ``(x, y)`` of ``indices``, in the order of ``indices``, which the caller has checked."""
         return native(self.x[indices]), native(self.y[indices])
 
     def describe(self) -> dict[str, Any]:

@@ -100,7 +100,7 @@ class Batches:
         return samples
 
     def _samples_with_run(self, order: Indices, start: int) -> tuple[Any, Any]:
-        """Read the samples ``order`` of a global batch from a source whose ``read`` has a parameter ``run``.
+        """Read this rank's samples of a global batch, with indices ``order``, from a source that takes ``run``.
 
         Samples of different epochs are read by separate calls. ``start`` is the number of samples consumed before the
         global batch.

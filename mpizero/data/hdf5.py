@@ -17,8 +17,8 @@ from mpizero.types import Array
 class Hdf5Source(Source):
     """Read samples from two datasets of an HDF5 file; each sample is read when it is requested.
 
-    Contiguous datasets are memory-mapped, so reading shuffled samples needs no HDF5 call. From a chunked dataset, each
-    call of :meth:`read` reads every chunk along the sample axis that holds a requested sample once, in ascending order.
+    Contiguous datasets are memory-mapped, so reading shuffled samples needs no HDF5 call. Of a chunked dataset, each
+    call of :meth:`read` reads every chunk that contains a requested sample only once, in ascending order.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ class Hdf5Source(Source):
         return len(self._x)
 
     def read(self, indices: Indices) -> tuple[Array, Array]:
-        """Return the samples with these indices, in that order; the indices have been checked."""
+        """Return the samples ``(x, y)`` of ``indices``, in the order of ``indices``, which the caller has checked."""
         x, y = (
             native(mapped[indices]) if mapped is not None else _rows(dataset, indices, self.path)
             for mapped, dataset in ((self._mapped_x, self._x), (self._mapped_y, self._y))

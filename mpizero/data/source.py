@@ -52,14 +52,14 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, indices: Indices) -> tuple[Any, Any]:
-        """Return the samples with these indices, in that order; the indices have been checked."""
+        """Return the samples ``(x, y)`` of ``indices``, in the order of ``indices``, which the caller has checked."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Return what distinguishes this data from other data (names, sizes, dtypes), without reading all of it."""
+        """Return values that identify the data, such as names, sizes and dtypes, without reading all of the data."""
 
     def origin(self, indices: Indices) -> Indices:
-        """Return the indices that samples have in the original data, before any split."""
+        """Return the indices, in the original source before any split, of the samples ``indices`` of this source."""
         return indices
 
     @cached_property
@@ -68,14 +68,15 @@ class Source(ABC):
         return takes_run(self.read, f"{type(self).__name__}.read", "indices")
 
     def samples(self, indices: ArrayLike, *, run: Run | None = None) -> tuple[Any, Any]:
-        """Return the samples of ``indices``, in that order: ``(x, y)``, every array with samples on its first axis.
+        """Return the samples ``(x, y)`` of ``indices``, in the order of ``indices``.
 
-        Indices may repeat; an empty list gives arrays with no samples.
+        Every array has the samples on its first axis. Indices may repeat. An empty list gives arrays without samples.
+        ``run`` is passed to :meth:`read` if it has such a parameter.
 
         Raises
         ------
         DataError
-            An index is not in ``range(len(source))``, or :meth:`read` returned a wrong number of samples.
+            If an index is not in ``range(len(source))``, or :meth:`read` returned a wrong number of samples.
         """
         wanted = np.asarray(indices)
         if wanted.size == 0:
@@ -117,16 +118,16 @@ class Source(ABC):
     def split(self, validation: float | None = None) -> tuple[Source, Source]:
         """Divide the samples into ``(train, valid)``, in the same way in every run and on any number of ranks.
 
-        ``round(validation * len(source))`` samples, at least one, are taken for validation. Where neighbouring samples
-        belong together (text), these are the last ones; otherwise a choice that depends on the number of samples alone.
-        With a share of 0 no sample is taken.
+        ``round(validation * len(source))`` samples, but at least one, are taken for validation. They are the last
+        samples if ``in_order`` is True. Otherwise they are a random choice that depends on the number of samples alone.
+        If ``validation`` is 0, no sample is taken; None means ``default_validation``.
 
         Raises
         ------
         ConfigError
-            The share is outside [0, 1).
+            If ``validation`` is outside [0, 1).
         DataError
-            No sample is left for training.
+            If no sample is left for training.
         """
         share = self.default_validation if validation is None else validation
         require("validation", share, number(below=1.0, what="a share of the samples"))
@@ -164,7 +165,7 @@ class Subset(Source):
         return self.stop - self.start
 
     def read(self, indices: Indices, *, run: Run = EVALUATE) -> tuple[Any, Any]:
-        """Return the samples with these indices, in that order; the indices have been checked."""
+        """Return the samples ``(x, y)`` of ``indices``, in the order of ``indices``, which the caller has checked."""
         keywords: dict[str, Any] = {"run": run} if self.takes_run else {}
         return self.source.read(self._places(indices), **keywords)
 
@@ -174,7 +175,7 @@ class Subset(Source):
         return self.source.takes_run
 
     def origin(self, indices: Indices) -> Indices:
-        """Return the indices that samples have in the original data, before any split."""
+        """Return the indices, in the original source before any split, of the samples ``indices`` of this source."""
         return self.source.origin(self._places(indices))
 
     def _places(self, indices: Indices) -> Indices:
@@ -189,7 +190,7 @@ class Subset(Source):
 
 
 def check_samples(values: Array, name: str) -> Array:
-    """Return ``values`` if they can be samples: real numbers with a non-empty first axis; errors name ``name``."""
+    """Return ``values`` if they are real numbers with a non-empty first axis, else raise DataError, naming ``name``."""
     if values.dtype.kind not in "fiub":
         raise DataError(f"{name}: elements of type {values.dtype}; needed are real numbers (float, integer or bool)")
     if values.ndim == 0:
@@ -200,7 +201,7 @@ def check_samples(values: Array, name: str) -> Array:
 
 
 def check_lengths(x: Array, x_name: str, y: Array, y_name: str) -> None:
-    """Raise an error if the numbers of inputs and targets differ."""
+    """Raise DataError if the numbers of inputs ``x`` and of targets ``y`` differ."""
     if len(x) != len(y):
         raise DataError(f"{x_name} has {len(x)} samples and {y_name} has {len(y)}: needed is one target for each input")
 

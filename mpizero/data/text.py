@@ -87,7 +87,7 @@ class TextSource(Source):
         return (self.bytes - 1) // self.sequence
 
     def read(self, indices: Indices) -> tuple[Array, Array]:
-        """Return the samples with these indices, in that order; the indices have been checked."""
+        """Return the samples ``(x, y)`` of ``indices``, in the order of ``indices``, which the caller has checked."""
         text = np.empty((indices.size, self.sequence + 1), np.uint8)
         for row, index in zip(text, indices.tolist(), strict=True):
             self._fill(row, index * self.sequence)

@@ -1,4 +1,4 @@
-"""Compare objects of different ranks, and find the part in which they differ."""
+"""Compare objects between ranks, and find the part in which they differ."""
 
 from mpizero.fingerprint.describe import shown, words
 from mpizero.fingerprint.parts import DEEPEST, LARGEST_ARRAY, Fingerprint, Parts

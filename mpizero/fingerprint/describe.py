@@ -27,7 +27,8 @@ _SHOWN = 120
 def words(subject: str, steps: Iterable[str]) -> str:
     """Return the name of a part of a value for a message, such as "dropout of block 'encoder.2'".
 
-    ``subject`` is the name of the whole value ("block 'encoder.2'"); ``steps`` lead to the part (".dropout").
+    ``subject`` is the name of the whole value ("block 'encoder.2'"). ``steps`` are the expressions that lead from it to
+    the part (".dropout").
     """
     first, *rest = [step for step in steps if step] or [""]
     if first.startswith("['"):

@@ -8,8 +8,8 @@ methods change when mpizero calls them do not count either. For modules, and for
 packages, only the name counts. Three kinds of things are left out:
 
 - fields and variables whose name says that they may differ between ranks: names that begin with an underscore, are
-  ``rank``, ``myrank`` or ``device``, or end in ``_rank`` or ``_device``, in small or capital letters. This does not
-  apply to keys of dictionaries;
+  ``rank``, ``myrank`` or ``device``, or end in ``_rank`` or ``_device``, in lower or upper case. This does not apply to
+  keys of dictionaries;
 - communicators, and mpizero's own sharded models;
 - objects whose content cannot be read: open files, locks, random generators, progress bars, objects of compiled code,
   and arrays of more than 64 MiB. These are listed in :attr:`Fingerprint.left_out`.
@@ -140,7 +140,7 @@ class Fingerprint:
     def members(self, kind: type) -> dict[str, Any]:
         """Return the members of a class that are compared: members that the user's own classes define.
 
-        The class itself and all its base classes are searched. Keys are ``.name``.
+        The class itself and all its base classes are searched. The keys of the result are ``.name``.
         """
         if kind not in self._classes:
             found: dict[str, Any] = {}
@@ -333,14 +333,17 @@ def _offers(kind: type) -> bool:
 
 
 def _is_member(name: str, item: Any) -> bool:
-    """Tell whether an attribute of a class is compared: its name is ``__call__`` or is not left out; it is no slot."""
+    """Tell whether an attribute of a class is compared.
+
+    Slots are not compared, and ``__call__`` is. For other attributes the name decides; see [Note: what counts].
+    """
     if isinstance(item, types.MemberDescriptorType | types.GetSetDescriptorType):
         return False
     return name == "__call__" or _is_compared(name)
 
 
 def _fields(value: Any, kept: Set[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the name and value of each field of an object that is compared; fields named in ``kept`` are not."""
+    """Yield name and value of each field of an object that is compared; fields named in ``kept`` are left out."""
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:

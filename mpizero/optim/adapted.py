@@ -58,8 +58,8 @@ class AdaptedOptimizer:
         Raises
         ------
         TypeError
-            If a value in the optimizer's state is not an array as long as ``w``, or a new entry appears after the first
-            update.
+            If ``update`` has changed ``state["step"]``, added an entry that :attr:`slots` does not name, or set an
+            entry to anything but an array as long as ``w``.
         """
         step = int(hyper[0])
         given: dict[str, Any] = {_STEP: step}

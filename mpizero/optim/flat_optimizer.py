@@ -216,7 +216,7 @@ class FlatOptimizer:
         pool.run(kernel, (w, g, *(state[slot] for slot in self.slots), hyper), 0, w.size, threads)
 
     def apply_tree(self, rows: RowSum, w: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
-        """Compute the averaged gradient that ``rows`` describes; update ``w`` and ``state`` with it in the same pass.
+        """Compute the averaged gradient of ``rows``, and update ``w`` and ``state`` with it, in one pass over memory.
 
         The result has the same bits as ``fused.tree_sum`` followed by :meth:`apply`.
         """

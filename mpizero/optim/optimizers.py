@@ -70,7 +70,7 @@ class SGD(FlatOptimizer):
 @explains
 @dataclass(frozen=True, kw_only=True)
 class Adam(FlatOptimizer):
-    """Implement Adam (Kingma & Ba 2015); weight decay is added to the gradient.
+    """Implement Adam (Kingma & Ba 2015); ``weight_decay`` times the parameters is added to the gradient.
 
     Attributes
     ----------

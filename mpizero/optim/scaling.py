@@ -72,7 +72,7 @@ class DynamicLossScale:
 
 @dataclass(frozen=True)
 class LossScaleState:
-    """Hold the current loss scale and the number of good steps since it last changed; all ranks hold equal values."""
+    """Hold the current loss scale, and the number of good steps since it last changed; they are equal on all ranks."""
 
     policy: DynamicLossScale
     scale: float

@@ -43,7 +43,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[Communicator]:
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    """Provide a random number generator, seeded by rank and test but equally in every run. Not collective."""
+    """Provide a random number generator: another one on each rank, but the same in every run. Not collective."""
     control = request.config.stash.get(_CONTROL, None)
     return np.random.default_rng([len(request.node.name), 0 if control is None else control.rank])
 
@@ -140,7 +140,7 @@ def _agree(item: pytest.Item, report: pytest.TestReport, control: Communicator) 
 
 
 def _end(config: pytest.Config, control: Communicator, text: str, speaks: bool) -> None:
-    """End the MPI job, so this call does not return; ranks with ``speaks`` print ``text`` before.
+    """End the MPI job, and do not return; ranks where ``speaks`` is True print ``text`` first.
 
     The other ranks wait two seconds, so that the text is printed before the job ends.
     """

@@ -66,8 +66,8 @@ def write_pieces(
     Not collective, and without MPI. ``handle`` is the descriptor from :func:`open_state`, which this function closes,
     and ``file`` is the path for error messages. ``offsets`` holds the first byte of each array in the file. The
     checksum of each block is computed from memory just before the block is written, so a reader finds any later damage.
-    ``advance`` is called with a number of bytes twice: when they have been written, and when they have been synced.
-    ``stopped`` is called before each block; if it returns True, writing ends.
+    ``advance`` is called with the number of bytes of each block after it was written, and of each range after it was
+    synced to disk. ``stopped`` is called before each block; if it returns True, writing ends.
 
     Raises
     ------

@@ -15,7 +15,7 @@ _CACHED = 1024 * 1024
 
 
 def crc32_shifted(crc: int, length: int) -> int:
-    """Return the contribution, to the CRC32 of a whole, of a part with CRC32 ``crc`` that ``length`` bytes follow.
+    """Return what bytes with CRC32 ``crc``, followed by ``length`` other bytes, contribute to the CRC32 of the whole.
 
     The CRC32 of the whole is the XOR of the contributions of its parts.
     """
@@ -44,8 +44,9 @@ def block_count(nbytes: int) -> int:
 def judge(length: int, stored: int, segments: Sequence[tuple[int, int, int]]) -> list[bool | None]:
     """Verify the segments (ranges of bytes) of one block that ranks have read by the CRC32 of the block.
 
-    Ranks may cut a block anywhere, and several ranks may read the same bytes. A segment is proven correct if it belongs
-    to a sequence of segments that follow each other without a gap, cover the block, and together have the stored CRC32.
+    Ranks may cut a block anywhere, and several ranks may read the same bytes. A segment can be verified if it belongs
+    to a sequence of segments that follow each other without a gap and cover the block. It is correct if the CRC32 of
+    that sequence is ``stored``.
 
     Parameters
     ----------
@@ -60,8 +61,8 @@ def judge(length: int, stored: int, segments: Sequence[tuple[int, int, int]]) ->
     Returns
     -------
     list of bool or None
-        For each segment True if it is proven correct, False if the CRC32 of the sequence differs, and None if no such
-        sequence contains the segment.
+        For each segment True if it is correct, False if the CRC32 of its sequence is not ``stored``, and None if it
+        cannot be verified.
     """
     before = {0: 0}
     for start, stop, crc in sorted(segments):

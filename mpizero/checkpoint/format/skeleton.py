@@ -48,11 +48,11 @@ class SeekableFile(io.RawIOBase):
         self._position = 0
 
     def seekable(self) -> bool:
-        """Return True: h5py asks."""
+        """Return True, because h5py asks whether it can seek."""
         return True
 
     def readable(self) -> bool:
-        """Return True: h5py asks."""
+        """Return True, because h5py asks whether it can read."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
@@ -115,7 +115,10 @@ class _Recording(SeekableFile):
 
 
 def gaps(nbytes: int, extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the ranges of a file of ``nbytes`` bytes that no extent covers; both are (first byte, number of bytes)."""
+    """Return the ranges of a file of ``nbytes`` bytes that no extent covers.
+
+    Ranges and extents are (first byte, number of bytes).
+    """
     found, end = [], 0
     for start, length in sorted(extents):
         if start > end:
@@ -140,10 +143,11 @@ def build(table: Table, alignment: int = ALIGNMENT, marks: Mapping[str, Any] = M
     HDF5 writes only its own structure. The ``v110`` file format has checksums of that structure, and every HDF5 from
     1.10 on can read it.
 
-    [Note: two alignments] HDF5 aligns all objects whose size is above a threshold, including small objects of its own.
-    So a large alignment would leave a gap after each of its small objects. Therefore arrays of at least ``alignment``
-    bytes are added last, after the file was opened a second time with that alignment as the threshold. So no gap is
-    larger than the array after it.
+    [Note: two alignments] HDF5 aligns every object whose size reaches one threshold, be it an array or a part of HDF5's
+    structure. With a large alignment for all objects there would be a gap after each small object. Therefore the small
+    arrays are added first, with an alignment of 64 bytes. Then the file is opened again with ``alignment`` as threshold
+    and alignment, and the arrays of at least ``alignment`` bytes are added. So no gap is larger than the array after
+    it.
     """
     import h5py
 

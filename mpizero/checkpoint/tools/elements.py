@@ -113,7 +113,7 @@ def convert(values: Array, source: str, target: str) -> Array:
 
 
 def _rounded_to_odd(values: Array) -> Array:
-    """Convert float64 to float32, rounding to odd: rounding the result again, to bfloat16, then has no double error."""
+    """Convert float64 to float32, rounded to odd, so that rounding the result to bfloat16 rounds correctly."""
     narrow = values.astype(np.float32)
     wide, bits, finite = narrow.astype(np.float64), narrow.view(np.uint32), np.isfinite(narrow)
     bits -= (finite & (np.abs(wide) > np.abs(values))).astype(np.uint32)
@@ -134,14 +134,14 @@ def _infinite(values: Array, element: str) -> Array:
 
 
 def widened(values: Array, element: str) -> Array:
-    """Convert 1-D values to float64. Not collective."""
+    """Return 1-D values of the type ``element`` converted to float64. Not collective."""
     return convert(values, element, "float64")
 
 
 def flat(attributes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested attributes to one dictionary with dotted names; lists stay values. Not collective.
+    """Return nested attributes as one dictionary with dotted names; lists are not flattened. Not collective.
 
-    A key that contains a dot is quoted, so that no two attributes get the same name.
+    Each name begins with ``prefix``. A key that contains a dot is quoted, so that no two attributes get the same name.
     """
     found: dict[str, Any] = {}
     for key, value in attributes.items():

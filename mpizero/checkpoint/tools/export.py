@@ -69,7 +69,7 @@ Values = Callable[[ExportedArray], Iterator[Array]]
 
 
 class ExportWriter(Protocol):
-    """Define a function that writes arrays into a new file at ``path``."""
+    """Define the signature of the functions that write arrays into a new file at ``path``."""
 
     def __call__(
         self, path: str, items: Sequence[ExportedArray], values: Values, attributes: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Convert files of tensors that other programs have written to checkpoints."""
+"""Make checkpoints from files of tensors that other programs have written."""
 
 from __future__ import annotations
 
