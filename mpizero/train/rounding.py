@@ -48,7 +48,7 @@ class Rounding:
         return _PER_DOUBLING * self.epsilon * math.log2(2.0 + self.terms)
 
     def near(self, found: float, expected: float) -> bool:
-        """Tell whether two numbers differ by no more than a sum in another order does."""
+        """Tell whether two numbers differ by no more than rounding of sums, or :attr:`tolerance`, allows."""
         return found == expected or abs(found - expected) <= max(self.of_sums, self.tolerance or 0.0) * abs(expected)
 
     def ratio(self, factor: float, counts: float) -> bool:
@@ -62,7 +62,10 @@ class Rounding:
         return self.tolerance is not None and abs(found - expected) <= self.tolerance * abs(expected)
 
     def close(self, found: Array, expected: Array) -> bool:
-        """Tell whether all elements of two arrays differ by no more than sums in another order do."""
+        """Tell whether two arrays differ by no more than rounding of sums, or :attr:`tolerance`, allows.
+
+        Differences are relative to the largest element of ``expected``; if that is 0, return False.
+        """
         size = largest(expected)
         return size > 0 and largest(found - expected) <= max(self.of_sums, self.tolerance or 0.0) * size
 

@@ -67,7 +67,7 @@ class LayoutRequest:
     micro_batches: int
 
     def __post_init__(self) -> None:
-        """Reject a number of micro-batches below 1."""
+        """Raise ConfigError for a number of micro-batches below 1."""
         check_option("--micro-batches", self.micro_batches, whole(1))
 
     def model(self, parameters: int) -> nn.GPT:
@@ -330,8 +330,8 @@ def _lines(table: LayoutTable) -> Iterator[str]:
 def _figures(held: dict[str, int], pss: tuple[int | None, int], sent: int, messages: int) -> str:
     """Format the columns of one line of the table.
 
-    ``held`` has bytes by kind of memory, ``pss`` the growth of the proportional set size at rest (None leaves the
-    column empty) and in a step, ``sent`` bytes, and ``messages`` the number of messages of a step.
+    ``held`` has bytes by kind of memory, ``pss`` the growth of the proportional set size in bytes at rest (None leaves
+    the column empty) and in a step. ``sent`` and ``messages`` are the numbers of bytes and messages sent in a step.
     """
     rest = at_rest(held)
     parts = (*(held[part] for part in PARTS[:3]), held["buffers"], rest, pss[0])

@@ -61,7 +61,7 @@ class MachineRequest:
     threads: int = 1
 
     def __post_init__(self) -> None:
-        """Reject sizes that are too small, an odd number of elements, and folders that do not exist."""
+        """Raise ConfigError for sizes that are too small, an odd number of elements, and folders that do not exist."""
         least = {"elements": 2, "largest": 8, "file_bytes": 0, "repeat": 1}
         for name, bound in least.items():
             check_option(f"--{name.replace('_', '-')}", getattr(self, name), whole(bound))

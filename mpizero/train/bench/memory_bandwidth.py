@@ -71,6 +71,7 @@ class _Pass:
 class PassBenchmark:
     """Time all passes over memory, on arrays of this rank with ``elements`` float32 elements each.
 
+    A pass is a loop that reads and writes whole arrays once, such as a copy or the update by AdamW.
     Construction is not collective; :meth:`measure` is.
     """
 

@@ -142,7 +142,7 @@ def _name(detail: Any) -> str:
 def waits(ranks: Sequence[Sequence[StepSpans]]) -> dict[Call, float]:
     """Return, for every collective, the time at which the last rank entered it. Not collective.
 
-    ``ranks`` has the traced steps of every rank.
+    Times are in seconds of rank 0's clock. ``ranks`` has the traced steps of every rank.
     """
     latest: dict[Call, float] = {}
     for steps in ranks:

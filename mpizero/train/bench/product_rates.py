@@ -48,7 +48,7 @@ class ProductShapes:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        """Reject sizes below 1, and a number of heads that does not divide the features."""
+        """Raise ConfigError for sizes below 1, and if the number of heads does not divide the number of features."""
         for name in ("dim", "heads", "sequence", "batch"):
             check_option(f"--{name}", getattr(self, name), whole(1))
         if self.dim % self.heads:

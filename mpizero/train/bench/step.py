@@ -60,7 +60,7 @@ class StepRequest:
     trace: str | None = None
 
     def __post_init__(self) -> None:
-        """Reject numbers of steps out of range, and a trace file in a folder that does not exist."""
+        """Raise ConfigError for numbers of steps out of range, and a trace file in a folder that does not exist."""
         check_option("--steps", self.steps, whole(1))
         check_option("--warm-up", self.warm_up, whole())
         if self.trace is not None and not Path(self.trace).parent.is_dir():

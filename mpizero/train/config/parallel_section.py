@@ -83,7 +83,7 @@ class ParallelSection(ConfigSection):
         Raises
         ------
         SettingError
-            If the product of the sizes is not ``ranks``.
+            If the product of the axes' sizes is not ``ranks``.
         """
         sizes = {axis: getattr(self, axis) for axis in (*_SPLITTING, "data")}
         try:
@@ -94,7 +94,7 @@ class ParallelSection(ConfigSection):
             raise self.reject(key, f"does not fit this job: {error}") from None
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise an error if the product of the sizes is not the number of ranks of the job."""
+        """Raise an error if the product of the axes' sizes is not ``ranks``, the number of ranks of the job."""
         self.axes(ranks)
 
     def check_blocks(self, blocks: int) -> None:

@@ -25,7 +25,7 @@ class WrongGradient(NamedTuple):
 
     @property
     def ratio(self) -> float | None:
-        """Return right value / given value of the gradient if it is the same along all directions, else None."""
+        """Return the factor by which to multiply the gradient, if one factor makes all slopes right; else None."""
         ratios = [s.seen / s.said for s in self.slopes if s.said]
         if len(ratios) < len(self.slopes):
             return None

@@ -102,7 +102,7 @@ class ParameterPoint:
         return self._noise
 
     def shaken(self, rng: np.random.Generator) -> dict[str, Array]:
-        """Return the change of the gradient when the last bits of the parameters change; measured at the first call."""
+        """Return the gradient's change, by parameter, when the parameters' last bits change; measured at first call."""
         if self._shaken is None:
             moved = shaken(self.at, rng)
             gradients = self.checked.evaluate(moved, self.batch.x, self.batch.y).gradients
@@ -170,9 +170,9 @@ def steep(point: ParameterPoint, rng: np.random.Generator, names: Sequence[str])
 
 
 def scales_of(checked: CheckedModel, at: Named, evaluation: LossAndGradients) -> dict[str, float]:
-    """Return by how much the elements of every trainable parameter are changed: by their root mean square.
+    """Return, for every trainable parameter, by how much its elements are changed: by their root mean square.
 
-    A parameter that is all zeros is changed by about as much as changes the loss by a tenth, within limits.
+    For a parameter that is all zeros, the size is chosen so that the loss changes by about a tenth, within limits.
     """
     own = {name: math.sqrt(float(np.mean(np.square(at[name], dtype=np.float64)))) for name in checked.names}
     largest = max([size for size in own.values() if size > 0], default=0.1)

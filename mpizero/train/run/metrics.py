@@ -26,6 +26,8 @@ def perplexity(loss: float) -> float:
 class Speed:
     """Measure the speed of every step in tokens or samples per second, and the median over undisturbed steps.
 
+    Disturbed are the first steps of a run, and a step after a checkpoint or a validation.
+
     Attributes
     ----------
     unit : str
@@ -51,7 +53,7 @@ class Speed:
         self._disturbed = True
 
     def median(self) -> float | None:
-        """Return the median rate of the undisturbed steps, or of all steps if there are none; None without steps."""
+        """Return the median speed of the undisturbed steps, or of all steps if there are none; None without steps."""
         rates = self._rates or self._all
         return statistics.median(rates) if rates else None
 

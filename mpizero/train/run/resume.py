@@ -120,8 +120,8 @@ def restore(
         If the saved run has other data, or other settings that change the result. The message names the first
         difference.
     CheckpointError
-        If there is no checkpoint of ``step``, or it cannot be loaded. Without ``step``: if a newer checkpoint cannot be
-        opened, or all are damaged. The message names these checkpoints, and says what to do.
+        If there is no checkpoint of ``step``, or it cannot be loaded. If ``step`` is None: a newer checkpoint cannot be
+        opened, or all checkpoints are damaged. The message names these checkpoints, and says what to do.
     """
     found = checkpoint.survey(folder.checkpoints, comm)
     if step is not None:

@@ -72,7 +72,9 @@ class RunFolder:
             raise self._failed("the file STOP cannot be renamed", error) from None
 
     def open(self) -> None:
-        """Create run's and checkpoint folder, check that they can be written, and lock the former against other jobs.
+        """Create the run's folder and the checkpoint folder, check that they are writable, and lock the run's folder.
+
+        The lock keeps other jobs out.
 
         Raises
         ------

@@ -69,7 +69,7 @@ def train(
     -------
     dict
         ``steps``, ``loss`` (of the last step), ``parameters_sha256``, ``ranks``, ``strategy``, ``tokens_per_second``
-        (None where samples have no tokens; then also ``samples_per_second``), ``parameter_count`` and ``layout``.
+        (None if samples have no tokens; ``samples_per_second`` is then there too), ``parameter_count`` and ``layout``.
 
     Raises
     ------
@@ -77,7 +77,7 @@ def train(
         After SIGUSR1 or SIGTERM on any rank, if a file ``STOP`` exists in the run's folder, or shortly before the job's
         time limit. The state is saved, and the message names the reason.
     NonFiniteError
-        After five steps in a row without a finite gradient.
+        After five skipped steps in a row, whose loss or gradient was not finite.
     """
     config.parallel.check_ranks(comm.size)
     agree_to_start(comm, lambda: {"the configuration": config.to_dict()})

@@ -181,7 +181,7 @@ def _run(comparison: LayoutComparison, world: Communicator | None) -> Verdict:
 def record(task: TrainingTask, tell: Progress = _silent) -> ReferenceTrace:
     """Train in one process, and return the figures and hashes that all layouts are compared with.
 
-    Not collective.
+    Not collective. ``tell("one process", step)`` is called after each step.
     """
     started = time.monotonic()
     with placed(task, "self", ONE_PROCESS) as training:
@@ -202,7 +202,10 @@ def _seen(training: ObservedTraining) -> tuple[float | None, float | None, dict[
 
 
 class LayoutComparison(NamedTuple):
-    """Compare one layout with one process: bit by bit, or within the tolerance of ``rounding`` if it has one."""
+    """Compare one layout with one process: bit by bit, or within the tolerance of ``rounding`` if it has one.
+
+    ``trace`` is the training in one process. ``tell(layout, step)`` is called on rank 0 after each step that agrees.
+    """
 
     task: TrainingTask
     layout: Layout

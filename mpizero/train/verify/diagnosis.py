@@ -42,9 +42,9 @@ class LossEvidence:
     weight, weight_expected : float
         What the sum of losses was divided by, in the layout and in one process.
     grains : mapping of int to (float, int)
-        Loss sum of each grain in the layout, and the rank that computed it.
+        By number of the grain, its loss sum in the layout, and the rank that computed it.
     grains_expected : mapping of int to float
-        Loss sum of each grain in one process.
+        By number of the grain, its loss sum in one process.
     rounding : Rounding
         How much rounding may change in this training.
     """

@@ -268,7 +268,10 @@ class ObservedTraining:
         return None
 
     def digests(self) -> dict[Key, bytes]:
-        """Return a hash of every tensor, as this rank sees it: the optimizer's arrays first, then the parameters."""
+        """Return a hash of every tensor as this rank sees it, by quantity and parameter; optimizer arrays come first.
+
+        Keys are such as ``("optimizer slot 'exp_avg'", "head.weight")`` and ``("parameter", "head.weight")``.
+        """
         state = self.state()
         vectors = {slot_name(slot): values for slot, values in sorted(state.slots.items())}
         return {
