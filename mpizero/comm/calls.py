@@ -109,7 +109,10 @@ def _compared(
 
 
 def collective(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P], R]:
-    """Decorate a collective method: one message before each call checks that all ranks call it; see `check_call`."""
+    """Decorate a collective method: one message before each call checks that all ranks call the same method.
+
+    See :func:`check_call`.
+    """
     return _compared(check_call, method)
 
 

@@ -27,6 +27,7 @@ def array(comm: Transport, operation: str, tag: object, value: Array, written: b
     """Raise CollectiveError if ``value`` is not a C-contiguous array whose dtype can be sent.
 
     GPU arrays are allowed if ``comm`` passes them to MPI directly. With ``written`` the array must also be writable.
+    ``operation`` and ``tag`` name the call in the error.
     """
     flags = value.flags if isinstance(value, np.ndarray) else _flags_of_device_array(comm, operation, tag, value)
     if not flags.c_contiguous:

@@ -25,9 +25,10 @@ class Communicator(Transport):
 
     The arrays of one call have the same dtype. All ranks must call the collectives of a communicator in the same order
     and with counts that fit together. Wrong arguments on this rank raise CollectiveError before anything is sent.
-    ``tag`` is a label of the call in counters, traces and errors. A communicator is a context manager and is closed at
-    the end of the block. If the block raises, an InMemoryCommunicator is aborted. An MpiCommunicator stays open,
-    because closing is collective; if the program does not catch the error, the supervision of the process ends the job.
+    A string ``tag`` is a label of the call in counters, traces and errors; an integer ``tag`` is an MPI tag. A
+    communicator is a context manager, closed at the end of the block. If the block raises, an InMemoryCommunicator is
+    aborted. An MpiCommunicator stays open, because closing is collective; if the program does not catch the error, the
+    supervision of the process ends the job.
 
     Attributes
     ----------
@@ -269,7 +270,7 @@ class Communicator(Transport):
         return group
 
     def split_node(self, ranks_per_node: int | None = None, name: str = "") -> Communicator:
-        """Return a communicator of the ranks that share memory with this one, in rank order.
+        """Return a communicator of the ranks that share memory with this rank, in rank order.
 
         Collective over the communicator. ``ranks_per_node=k`` cuts each real node into simulated nodes of ``k``
         consecutive ranks. The caller closes the result.

@@ -33,9 +33,9 @@ def describe_error(error: BaseException) -> str:
 
 
 def user_message(error: BaseException) -> str:
-    """Return the text to print for an error of this package: as from :func:`describe_error`, or its whole traceback.
+    """Return the text to print for an error of this package: the text from :func:`describe_error`.
 
-    The environment variable MPIZERO_TRACEBACK selects the traceback.
+    If the environment variable MPIZERO_TRACEBACK is set, and is not "0", the text is the whole traceback.
     """
     return format_error(error, error.__traceback__) if shows_all() else describe_error(error)
 

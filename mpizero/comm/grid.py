@@ -35,10 +35,10 @@ class ProcessGrid(NodeOrder):
         The data group: the ranks that hold the same parameters. Gradients are summed and state is sharded over it. Its
         ranks differ from one another in the coordinates data and context only; they are ordered by data, then context.
     batch : Communicator
-        The ranks that redistribute samples among themselves: they differ in the coordinate data only. Without context
-        groups this is the same communicator as ``data``.
+        The ranks that redistribute samples among themselves; they differ from one another in the coordinate data only.
+        Without context groups this is the same communicator as ``data``.
     pipeline, tensor, context : Communicator
-        The ranks that differ from this one in the coordinate of that name only.
+        This rank, and the ranks that differ from it in the coordinate of that name only.
     model : Communicator
         The ranks of one replica, which are given the same samples; ordered by pipeline, then tensor, then context.
     node : Communicator
@@ -127,12 +127,18 @@ class ProcessGrid(NodeOrder):
 
     @property
     def tensor_group(self) -> CommunicatorGroup:
-        """The group that sums and gathers for layers split over the tensor axis. The first access is collective."""
+        """The object by which layers that are split over the tensor axis sum and gather arrays.
+
+        The first access is collective over ``tensor``.
+        """
         return self._group("tensor", self.tensor)
 
     @property
     def context_group(self) -> CommunicatorGroup:
-        """The group that sums and gathers for layers split over the context axis. The first access is collective."""
+        """The object by which layers that are split over the context axis sum and gather arrays.
+
+        The first access is collective over ``context``.
+        """
         return self._group("context", self.context)
 
     def _group(self, name: str, comm: Communicator) -> CommunicatorGroup:
@@ -147,7 +153,7 @@ class ProcessGrid(NodeOrder):
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
-        """The communicators that the grid has made (not ``world``), each once, in the same order on all their ranks."""
+        """The communicators that the grid has made (not ``world``), each once, in the same order on every rank."""
         found = (*(getattr(self, name) for name in GROUPS), self.node, self.peers)
         return tuple({id(communicator): communicator for communicator in found}.values())
 

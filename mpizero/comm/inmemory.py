@@ -77,7 +77,7 @@ class _Mailbox:
 
 
 class _Group:
-    """Hold the state that the threads of one communicator share: its members, exchanges and messages."""
+    """Hold the state that the threads of one communicator share: its members, its collectives and its messages."""
 
     def __init__(self, job: _Job, members: Sequence[int]) -> None:
         self.job = job

@@ -51,7 +51,8 @@ class Leftover(NamedTuple):
 def leftovers(folder: str = SHARED_FOLDER, age: float = AGE) -> list[Leftover]:
     """Return this user's shared-memory files in ``folder`` that are unused, or whose use cannot be determined.
 
-    ``spared`` is set where the use cannot be determined or the file was changed less than ``age`` seconds ago.
+    The attribute ``spared`` of a returned file is set if its use cannot be determined, or if the file was changed less
+    than ``age`` seconds ago.
     """
     found = []
     with contextlib.suppress(OSError):
@@ -66,8 +67,9 @@ def leftovers(folder: str = SHARED_FOLDER, age: float = AGE) -> list[Leftover]:
 def session_folders(folder: str | None = None, age: float = AGE) -> list[Leftover]:
     """Return the session folders that killed Open MPI launchers of this user have left on this host.
 
-    ``folder`` is the folder of temporary files; None is Python's default. ``spared`` is set where the use of a file in
-    the session folder cannot be determined, or the session folder was changed less than ``age`` seconds ago.
+    ``folder`` is the folder of temporary files; None is Python's default. The attribute ``spared`` of a returned
+    session folder is set if the use of a file in it cannot be determined, or if the folder was changed less than
+    ``age`` seconds ago.
     """
     top = Path(folder or tempfile.gettempdir()) / f"ompi.{socket.gethostname()}.{os.getuid()}"
     found = []

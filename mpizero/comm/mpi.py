@@ -119,7 +119,7 @@ class MpiCommunicator(Communicator):
     # ------------------------------------------------------------------ comparison of calls
 
     def mismatch_term(self) -> int:
-        """Return this rank's number for the check of calls: if calls match, all ranks' add up to 0 modulo ``MODULUS``.
+        """Return this rank's number for the check of calls: its sum over ranks is 0 mod ``MODULUS`` if calls match.
 
         Sends nothing, but all ranks must call it before the same collective. See [Note: one sum] in registry.py.
         """
@@ -344,7 +344,7 @@ class MpiCommunicator(Communicator):
         return max(1, self._limit // buffer.itemsize)
 
     def _to_all(self, send: Array, recv: Array, counts: Sequence[int]) -> tuple[_Blocks, _Blocks]:
-        """Return send and receive blocks of an all-to-all in which each rank sends all of ``send`` to every rank."""
+        """Return send and receive blocks of an all-to-all in which rank i sends its ``counts[i]`` elements to all."""
         return (send, [send.size] * self.size, [0] * self.size), (recv, counts, _starts(counts))
 
     def _start(self, send: _Blocks, recv: _Blocks) -> Request:
@@ -357,11 +357,11 @@ class MpiCommunicator(Communicator):
     def _blocks(self, exchange: Callable[..., Any], send: _Blocks, recv: _Blocks) -> list[MPI.Request]:
         """Call ``exchange``, an Alltoallw or Ialltoallw, on blocks of any length; return the requests to wait for.
 
-        [Note: why Alltoallw] Displacements before MPI 4 have 32 bits, and no rank can see whether another one exceeds
-        that. Alltoallw takes a datatype for each rank, so a rank can describe distant blocks by derived datatypes and
+        [Note: why Alltoallw] Displacements before MPI 4 have 32 bits, and a rank cannot know whether another rank needs
+        more. Alltoallw takes a datatype for each rank, so a rank can describe distant blocks by derived datatypes and
         still use the same collective. For small buffers it is as fast as Alltoallv (measured, MPICH, 2-8 ranks).
 
-        [Note: long blocks] Only the sender and the receiver of a block know its length. If it is longer than one
+        [Note: long blocks] Only the sender and the receiver of a block know its length. If a block is longer than one
         message, its first piece is sent in the collective, and the rest by point-to-point messages.
         """
         derived: list[MPI.Datatype] = []
@@ -374,7 +374,7 @@ class MpiCommunicator(Communicator):
         return rest if begun is None else [*rest, begun]
 
     def _rest(self, start: Callable[..., MPI.Request], blocks: _Blocks) -> list[MPI.Request]:
-        """Start messages, by ``start`` (Isend or Irecv), for the pieces of long blocks after the first of each."""
+        """Call ``start`` (Isend or Irecv) for all but the first piece of each long block; return the requests."""
         array, counts, starts = blocks
         length = self._length(array)
         if max(counts) <= length:

@@ -65,7 +65,7 @@ class Counters:
 
 
 class Request(ABC):
-    """Represent a non-blocking operation in flight; keeps its buffers alive until it has ended."""
+    """Represent a non-blocking operation in flight, and keep its buffers alive until the operation has ended."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -73,7 +73,7 @@ class Request(ABC):
 
     @abstractmethod
     def test(self) -> bool:
-        """Make progress and tell whether the operation has ended. Not collective."""
+        """Let the messages make progress, and tell whether the operation has ended. Not collective."""
 
 
 class SharedMemory(ABC):
@@ -177,7 +177,7 @@ class Transport(ABC):
         return self.error(operation, tag, reason, array)
 
     def mismatch_term(self) -> int:
-        """Return this rank's number for the check of calls: if calls match, all ranks' add up to 0 modulo ``MODULUS``.
+        """Return this rank's number for the check of calls: its sum over ranks is 0 mod ``MODULUS`` if calls match.
 
         Sends nothing, but all ranks must call it before the same collective. The number covers the calls of this
         communicator and of communicators of subsets of its ranks, see [Note: one sum] in registry.py. Communicators

@@ -98,9 +98,9 @@ class HostStagedGroup(_LayerGroup):
         return self._like(x, self._group.all_max(to_host(x), tag))
 
     def all_gather(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
-        """Return ``x`` of all ranks, concatenated along ``axis``; rank i's has length ``sizes[i]`` there.
+        """Return ``x`` of all ranks, concatenated along ``axis``.
 
-        Collective over the group.
+        Collective over the group. ``x`` of rank i has length ``sizes[i]`` along ``axis``.
         """
         return self._like(x, self._group.all_gather(to_host(x), axis, sizes, tag))
 
@@ -112,9 +112,9 @@ class HostStagedGroup(_LayerGroup):
         return self._like(x, self._group.reduce_scatter(to_host(x), axis, sizes, tag))
 
     def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> ShiftRequest:
-        """Start to send ``arrays`` to rank + ``by`` and to receive equal shapes from rank - ``by``, modulo the size.
+        """Start to send ``arrays`` to rank + ``by`` and to receive arrays of the same shapes from rank - ``by``.
 
-        Collective over the group.
+        Collective over the group. Rank numbers are taken modulo the size of the group.
         """
         device = None if all(isinstance(x, np.ndarray) for x in arrays) else self._device
         return _DeviceShift(self._group.shift([to_host(x) for x in arrays], by, tag), device)
@@ -139,9 +139,9 @@ class GpuAwareLayerGroup(_LayerGroup):
         return self._for(x).all_max(x, tag)
 
     def all_gather(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
-        """Return ``x`` of all ranks, concatenated along ``axis``; rank i's has length ``sizes[i]`` there.
+        """Return ``x`` of all ranks, concatenated along ``axis``.
 
-        Collective over the group.
+        Collective over the group. ``x`` of rank i has length ``sizes[i]`` along ``axis``.
         """
         return self._for(x).all_gather(x, axis, sizes, tag)
 
@@ -153,8 +153,9 @@ class GpuAwareLayerGroup(_LayerGroup):
         return self._for(x).reduce_scatter(x, axis, sizes, tag)
 
     def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> ShiftRequest:
-        """Start to send ``arrays`` to rank + ``by`` and to receive equal shapes from rank - ``by``, modulo the size.
+        """Start to send ``arrays`` to rank + ``by`` and to receive arrays of the same shapes from rank - ``by``.
 
-        Collective over the group. ``arrays`` are either all GPU arrays or all host arrays.
+        Collective over the group. Rank numbers are taken modulo the size of the group. ``arrays`` are either all GPU
+        arrays or all host arrays.
         """
         return self._for(arrays[0]).shift(arrays, by, tag)

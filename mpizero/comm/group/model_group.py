@@ -120,9 +120,10 @@ class CommunicatorGroup:
         return self._reduce("all_max", x, np.maximum, tag)
 
     def all_gather(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
-        """Return the arrays of all ranks, concatenated along ``axis``; rank r's has length ``sizes[r]`` there.
+        """Return the arrays of all ranks, concatenated along ``axis``.
 
-        Collective over the group. All dtypes of :data:`mpizero.comm.checks.MOVABLE` are accepted.
+        Collective over the group. The array of rank i has length ``sizes[i]`` along ``axis``. All dtypes of
+        :data:`mpizero.comm.checks.MOVABLE` are accepted.
         """
         axis, sizes = self._along("all_gather", x, axis, sizes, tag)
         if x.shape[axis] != sizes[self.rank]:
@@ -151,11 +152,11 @@ class CommunicatorGroup:
         return block.reshape(*x.shape[:axis], sizes[self.rank], *x.shape[axis + 1 :])
 
     def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> GroupShift:
-        """Start to send ``arrays`` to rank + ``by`` and to receive equal shapes from rank - ``by``, modulo the size.
+        """Start to send ``arrays`` to rank + ``by`` and to receive arrays of the same shapes from rank - ``by``.
 
-        Collective over the group: all ranks pass the same shapes and the same ``by``. C-contiguous arrays are not
-        copied, so they must not change before ``wait()`` has returned. If ``by`` is a multiple of the size, nothing is
-        sent and ``wait()`` returns ``arrays`` themselves.
+        Collective over the group: all ranks pass the same shapes and the same ``by``. Rank numbers are taken modulo the
+        size of the group. C-contiguous arrays are not copied, so they must not change before ``wait()`` of the result
+        has returned. If ``by`` is a multiple of the size, nothing is sent and ``wait()`` returns ``arrays`` themselves.
         """
         for x in arrays:
             self._check("shift", x, tag)

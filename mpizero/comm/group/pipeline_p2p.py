@@ -65,7 +65,7 @@ def key_of(x: Any) -> Any:
 class PipelineP2P:
     """Send activations and their gradients between the stages of one pipeline.
 
-    The messages of a route must be received in the order in which they are sent. Not thread-safe.
+    The messages of a :class:`Route` must be received in the order in which they are sent. Not thread-safe.
 
     Parameters
     ----------
@@ -134,7 +134,10 @@ class PipelineP2P:
             )
 
     def post(self, route: Route, micro: int, key: Any, peer: int) -> None:
-        """Start to receive the array for micro-batch ``micro`` before it is needed, if its shape is already known."""
+        """Start to receive the array that stage ``peer`` sends for micro-batch ``micro``, before it is needed.
+
+        Does nothing if the shape of the array is not known yet, or if ``peer`` is this stage.
+        """
         known = self._known.get((route, key))
         if peer != self.comm.rank and known is not None:
             self._expect(route, micro, known, peer)

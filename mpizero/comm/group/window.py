@@ -173,7 +173,10 @@ class WindowGroup:
         return place.halves[self._half]
 
     def _compare(self, call: tuple[object, ...], tag: str) -> None:
-        """Wait at the barrier until every rank has written, compare their calls, and switch to the other half."""
+        """Wait at the barrier until every rank has written, and switch to the other half of the window.
+
+        Raises on every rank if the ranks have written different calls; ``call`` is as for :meth:`_open`.
+        """
         place = self._places.get(call)
         number = _signature(call) if place is None else place.signature
         numbers = self._signatures[self._half]

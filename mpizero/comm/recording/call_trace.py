@@ -101,7 +101,7 @@ class CallTrace:
     sequence : int
         Number of the current or last collective, the same on all ranks; point-to-point calls are not numbered.
     operation, tag : str
-        The current or last call, for example ``"allgatherv"`` and ``"blocks.3"``.
+        Name and label of the current or last call, for example ``"allgatherv"`` and ``"blocks.3"``.
     entered : float
         ``time.monotonic()`` when the rank entered the call; 0.0 while it is not inside a call.
     started : int
@@ -112,7 +112,7 @@ class CallTrace:
     joint_tasks : int
         Number of joint tasks (see ``present_task``) that the rank has finished.
     transfers : tuple of FileTransfer
-        Files that the rank is reading or writing now. Other ranks may be waiting for it.
+        Files that the rank is reading or writing now, while other ranks may be waiting for this rank.
     """
 
     __slots__ = (
@@ -303,7 +303,7 @@ def number_of(call: Signature) -> int:
 def describe_call(call: Signature, shown: int | None = _SHOWN) -> str:
     """Return a call as text: operation, tag, dtype, counts and further arguments. Not collective.
 
-    The text is cut after ``shown`` characters; None means not at all.
+    The text is cut after ``shown`` characters; with None it is not cut.
     """
     operation, tag, *rest = call
     parts = [operation, repr(tag)] if tag else [operation]

@@ -35,7 +35,10 @@ class CommunicatorEntry:
 
 @dataclass
 class CommunicatorRegistry:
-    """List all communicators of this process, and the functions that free resources which an error has left open."""
+    """List all communicators of this process, and the functions that free resources which an error has left open.
+
+    Each communicator is identified by a key, a string that is the same on all its ranks.
+    """
 
     live: list[CommunicatorEntry] = field(default_factory=list)
     #: The last closed communicators by key; other ranks may still wait in calls of them.
@@ -127,7 +130,10 @@ class CommunicatorRegistry:
         return next((entry for entry in (*self.live, *self.closed.values()) if entry.key == key), None)
 
     def inside(self, trace: CallTrace) -> list[CommunicatorEntry]:
-        """Return the open communicators of two or more ranks that are all ranks of the communicator of ``trace``."""
+        """Return the open communicators of two or more ranks that lie inside the communicator of ``trace``.
+
+        That is so if all their ranks are ranks of that communicator; the communicator itself is included.
+        """
         if trace not in self._inside:
             whole = next((set(entry.members) for entry in self.live if entry.trace is trace), set[int]())
             entries = [e for e in self.live if len(e.members) > 1 and whole.issuperset(e.members)]
@@ -135,7 +141,7 @@ class CommunicatorRegistry:
         return self._inside[trace]
 
     def mismatch_term(self, trace: CallTrace) -> int:
-        """Return this rank's number for the check of calls: if calls match, all ranks' add up to 0 modulo ``MODULUS``.
+        """Return this rank's number for the check of calls: its sum over ranks is 0 mod ``MODULUS`` if calls match.
 
         Not collective.
 

@@ -81,7 +81,7 @@ class HalfPrecision(Codec):
 
     @property
     def overflows(self) -> bool:
-        """True for float16, in which values above 65,504 become infinite."""
+        """True for float16, in which values of magnitude 65,520 and more become infinite."""
         return self.name == "float16"
 
     def packed(self, count: int) -> int:
@@ -102,7 +102,7 @@ class EightBits(Codec):
     """Round values to 8-bit integers, with one float32 scale for each block of 256 values."""
 
     def packed(self, count: int) -> int:
-        """Return the bytes of a message of ``count`` values: 4 for each block, 1 for each value, rounded up to 4 n."""
+        """Return the bytes of a message of ``count`` values: 4 a block and 1 a value, rounded up to a multiple of 4."""
         return 4 * (-(-count // BLOCK) + -(-count // 4))
 
     def encode(self, values: Array, residual: Array, message: Array) -> None:

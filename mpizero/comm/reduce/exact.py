@@ -1,4 +1,4 @@
-"""Sum gradients and gather parameters over the data ranks, in the order of the canonical tree.
+"""Sum gradients over the data ranks, in the order of the binary tree over grains, and gather parameters.
 
 A *row* is one copy of the whole gradient vector: the gradient of one or several grains. A *group* is either the ranks
 of one node, which share a window with the rows of all these ranks, or a single rank with private memory. *Peers* are
@@ -61,7 +61,7 @@ class RowsToSum(NamedTuple):
     Attributes
     ----------
     values : array, shape (rows of the group, stride)
-        The rows of this rank's group; each is one copy of the whole gradient vector.
+        The rows of this rank's group (of its node, or its own); each is one copy of the whole gradient vector.
     ranges : sequence over peers of sequences of Span
         The ranges of elements that each peer owns.
     programs : sequence over groups of sequences of program
@@ -88,6 +88,8 @@ def fresh(name: str, size: int, dtype: Any) -> Array:
 
 class ExactExchange:
     """Exchange partial sums between peers, so that every rank can sum the elements that it owns.
+
+    A group is the ranks of one node that share memory, or a single rank.
 
     Parameters
     ----------
@@ -117,12 +119,12 @@ class ExactExchange:
         return self._elements
 
     def resize(self, elements: int | None) -> None:
-        """Change the number of elements in flight for the next exchanges. Not collective, but called on all ranks."""
+        """Change the number of elements in flight in later exchanges. Not collective; all ranks must pass the same."""
         self._elements = elements
 
     @property
     def group_index(self) -> int:
-        """Index of this rank's group."""
+        """Index of this rank's group (usually its node) among all groups."""
         return self.peers.rank
 
     def pieces(self, rows: RowsToSum) -> Iterator[RowRange]:
@@ -138,7 +140,7 @@ class ExactExchange:
             yield from self.begin_segment(segment, wait=True).pieces()
 
     def segments(self, rows: RowsToSum) -> Iterator[Segment]:
-        """Cut the exchange between several groups into segments that fit the buffers. Not collective."""
+        """Yield the segments of the exchange of ``rows``, each small enough for the buffers. Not collective."""
         counts = [len(programs) for programs in rows.programs]
         step = exchange_step(counts, self.elements)
         totals = [sum(span.size for span in spans) for spans in rows.ranges]
@@ -152,7 +154,7 @@ class ExactExchange:
         """Compute this rank's partial sums of a segment and start to exchange them.
 
         Collective over the peers. When this returns, the segment's rows have been read and may be overwritten. There
-        are buffers for one segment only, so what it receives must be added before the next segment begins.
+        are buffers for one segment only, so the received partial sums must be added before the next segment begins.
 
         Parameters
         ----------
@@ -221,7 +223,7 @@ class ExactExchange:
     ) -> Request | None:
         """Start an all-to-all and return its request. Collective over the peers.
 
-        With ``wait`` it is finished, by the faster blocking call, and the result is None. Counts are in elements.
+        With ``wait`` do it by the blocking call, which is faster, and return None. Counts are in elements.
         """
         if wait:
             self.peers.alltoallv(send, send_counts, recv, recv_counts, tag)
@@ -239,7 +241,10 @@ def _in_place(rows: Array, spans: Sequence[Span]) -> Iterator[RowRange]:
 
 
 def _window(spans: Sequence[Span], low: int, high: int) -> list[tuple[int, Span]]:
-    """Return the parts of ``spans`` in ``low:high`` of their concatenation, as (position in that, span) pairs."""
+    """Return the parts of ``spans`` that lie in ``low:high`` of the concatenation of ``spans``.
+
+    Each part is a pair: its position in the concatenation, and the part as a Span.
+    """
     parts, position = [], 0
     for span in spans:
         start, stop = max(low, position), min(high, position + span.size)
@@ -272,8 +277,8 @@ def begin_gather(
 ) -> Gathering:
     """Start an all-gather: each peer sends the values of its spans, and every peer receives them in ``target``.
 
-    Collective over ``peers``. It needs no buffers. Until the result has ended, the arrays in ``send`` must not be
-    written, and the spans of other ranks in ``target`` must not be used.
+    Collective over ``peers``. It needs no buffers. Until ``wait()`` of the result has returned, the arrays in ``send``
+    must not be written, and the spans of other ranks in ``target`` must not be used.
 
     Parameters
     ----------

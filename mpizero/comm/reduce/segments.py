@@ -71,12 +71,13 @@ def tree_sum(rows: Array, first: int, program: Array, divisor: Array, out: Array
 
 
 class Segment:
-    """Describe one segment of an exchange: some of the elements that each peer owns, and this rank's sums over them.
+    """Describe one segment of an exchange: some of the elements that each peer owns, and the sums to send for them.
 
     ``windows`` holds, for each peer, the ranges of its elements in this segment, each as a pair: the position in the
     concatenation of all ranges that the peer owns, and the range itself. ``counts`` is the number of partial sums that
     each group sends, and ``sums`` are the tree programs of the partial sums of this rank's group. ``residuals`` holds,
-    for each peer, the part that earlier compressed messages to this peer have left out.
+    for each peer, the part that earlier compressed messages to this peer have left out. A group is the ranks of one
+    node that share memory, or a single rank.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Segment:
         self.one = np.ones(1, rows.dtype)
 
     def add(self, peer: int, number: int, out: Array) -> None:
-        """Compute partial sum ``number`` of the segment's elements that ``peer`` owns, and write it to ``out``."""
+        """Compute the sum ``sums[number]`` over the segment's elements that ``peer`` owns, and write it to ``out``."""
         place = 0
         for _, span in self.windows[peer]:
             tree_sum(self.rows, span.start, self.sums[number], self.one, out[place : place + span.size])

@@ -21,7 +21,7 @@ _PACKAGES = ("mpizero", "numpy", "mpi4py", "numba", "h5py", "threadpoolctl")
 def versions() -> dict[str, str]:
     """Return the versions of Python, mpizero and the packages that it uses, by name.
 
-    Not collective. The version is "missing" if a package is not installed, and "from source" if mpizero itself is not.
+    Not collective. The version of a package that is not installed is "missing"; for mpizero itself it is "from source".
     The result is cached, so the caller must not change it.
     """
     found = {"python": platform.python_version()}

@@ -49,7 +49,10 @@ class PeerGroup:
 
 
 class PeerGroups:
-    """Hold the peer groups of this process, and read and write the status boards of all of them."""
+    """Hold the peer groups of this process, and read and write the status boards of all these groups.
+
+    A status slot is a dictionary that a rank writes about itself; its keys are listed in received_slots.py.
+    """
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
@@ -109,7 +112,7 @@ class PeerGroups:
 
     @property
     def leads(self) -> bool:
-        """True if this node has the lowest rank of every group of this process."""
+        """True if the lowest rank of every peer group of this process is on this node."""
         return all(group.members[0] in group.status_board.ranks for group in self.groups)
 
     # ------------------------------------------------------------------ status boards
@@ -170,7 +173,7 @@ class PeerGroups:
         return all(group.status_board.claim() for group in self.groups)
 
     def close(self) -> None:
-        """Close all groups and the startup board. Not collective."""
+        """Close all peer groups and the startup board. Not collective."""
         for group in self.groups:
             group.close()
         self.close_startup_board()

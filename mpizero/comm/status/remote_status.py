@@ -58,7 +58,9 @@ class StatusServer:
 
 
 class RemoteStatus:
-    """Read the status of ranks on other nodes, and send them the status of this node's ranks on request.
+    """Read the status slots of ranks on other nodes, and send them the slots of this node's ranks on request.
+
+    A status slot is a dictionary that a rank writes about itself.
 
     The constructor is collective over the ranks of ``allgather``, a function that takes a picklable object and returns
     the list of all ranks' objects. ``host`` is the name of this rank's host.
@@ -135,7 +137,7 @@ class RemoteStatus:
         return self._last
 
     def close(self) -> None:
-        """Stop the server. Not collective."""
+        """Stop this rank's status server, if it has one. Not collective."""
         self._closing = True
         for server in self._servers:
             with contextlib.suppress(OSError):
@@ -171,7 +173,7 @@ class RemoteStatus:
             yield proof + len(body).to_bytes(_LENGTH, "big") + body
 
     def _proof(self, what: bytes, rank: int, text: bytes) -> bytes:
-        """Return the HMAC by the job's secret of ``what`` ("ask" or "answer"), the server's ``rank`` and ``text``."""
+        """Return the HMAC, by the job's secret, of ``what`` ("ask" or "answer"), the server's ``rank`` and ``text``."""
         return hmac.digest(self._secret, b"%s %d:" % (what, rank) + text, "sha256")
 
     def _reply(self) -> bytes:

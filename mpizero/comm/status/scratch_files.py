@@ -17,7 +17,7 @@ def scratch_folders() -> Iterator[str]:
 
 @contextlib.contextmanager
 def anonymous_file() -> Iterator[int]:
-    """Open an empty temporary file, yield its descriptor to a ``with`` block, and remove the file at its end.
+    """Open an empty temporary file for a ``with`` block, yield its descriptor, and remove it at the end of the block.
 
     The file is made by ``os.memfd_create``, or in one of :func:`scratch_folders` if that does not work.
 

@@ -29,6 +29,8 @@ _GONE = 2**32 - 1
 class StartupBoard:
     """Read and write the file with the status slots of this job's ranks on this node.
 
+    A status slot is a dictionary that a rank writes about itself.
+
     Parameters
     ----------
     name : str

@@ -83,8 +83,8 @@ class EarlyExit:
     def look(self, waited: float) -> bool:
         """End the job if other ranks cannot finish without this one; else return False. Not collective.
 
-        ``waited`` is the number of seconds since this rank has reached the end of its program. As the ``give_up`` of
-        :func:`agree_minimum`, False means to keep waiting.
+        ``waited`` is the number of seconds since this rank has reached the end of its program. The result False makes
+        :func:`agree_minimum`, which calls this as its ``give_up``, go on waiting.
         """
         if waited - self._looked >= _LOOK:
             self._looked = waited

@@ -49,7 +49,11 @@ EMBEDDED = "MPIZERO_EMBEDDED"
 
 
 class Guard(JobExit):
-    """Install and remove the supervision of this process. There is one instance, see [Note: one guard]."""
+    """Install and remove the supervision of this process. There is one instance, see [Note: one guard].
+
+    A supervised process catches its uncaught errors and the end of its program, to end all ranks together. It also
+    writes its status for the other ranks.
+    """
 
     def __init__(self) -> None:
         super().__init__(launched=is_several(os.environ))
@@ -73,7 +77,7 @@ class Guard(JobExit):
         self._imported = True
 
     def install(self, *, keep: bool = False) -> None:
-        """Set the hooks, and begin to write the status of this rank for the other ranks of the node. Not collective.
+        """Set hooks for errors and exit, and begin to write the status of this rank for others. Not collective.
 
         A second call only stores ``keep``. With ``keep`` the process stays supervised until its end, even without
         communicators. That is for processes that run nothing but mpizero.

@@ -61,7 +61,7 @@ def calls_in_progress(register: CommunicatorRegistry, since: Callable[[float], f
     """Return the communicator calls in progress, each as [key, communicator, sequence, operation, tag, seconds].
 
     ``key`` identifies the communicator, ``communicator`` is its name, ``sequence`` the number of the collective in it,
-    and ``seconds`` how long the call has lasted. ``since(moment)`` returns the seconds since a ``time.monotonic()``.
+    and ``seconds`` how long the call has lasted. ``since(t)`` returns the seconds since the ``time.monotonic()`` t.
     """
     return [
         [e.key, e.trace.name, e.trace.sequence, e.trace.operation, e.trace.tag[:80], since(entered)]
@@ -73,7 +73,7 @@ def calls_in_progress(register: CommunicatorRegistry, since: Callable[[float], f
 def transfers_in_progress(traces: Iterable[CallTrace], since: Callable[[float], float]) -> list[list[Any]]:
     """Return the files that are being read or written, each as [name, bytes so far, seconds since the last bytes].
 
-    ``since(moment)`` returns the seconds since a ``time.monotonic()``.
+    ``since(t)`` returns the seconds since the ``time.monotonic()`` t.
     """
     return [[t.what, t.bytes, since(t.moved)] for trace in traces for t in tuple(trace.transfers)]
 
@@ -81,7 +81,8 @@ def transfers_in_progress(traces: Iterable[CallTrace], since: Callable[[float], 
 class Heartbeat:
     """Write the status slot of this rank to its status boards at every tick of the supervisor.
 
-    ``context`` is a function that returns further entries of the slot, such as the training step.
+    A status slot is a dictionary that a rank writes about itself. ``context`` is a function that returns further
+    entries of the slot, such as the training step.
     """
 
     def __init__(
@@ -123,7 +124,10 @@ class Heartbeat:
         return slot
 
     def slot(self, now: float) -> Slot:
-        """Return the current status slot of this rank: the source line that it executes, its calls in progress, etc."""
+        """Return the current status slot of this rank: its present source line, its calls in progress, and more.
+
+        ``now`` is the present ``time.monotonic()``.
+        """
 
         def since(moment: float) -> float:
             return self._supervisor.since(moment, now)

@@ -142,7 +142,10 @@ class JobExit:
         return self._mpi() is not None
 
     def _on_c_exit(self) -> None:
-        """Report why the MPI library has called C's ``exit()``, if the calls of the ranks show it; end the process."""
+        """Report why the MPI library has called C's ``exit()``, and end the process with an exit status other than 0.
+
+        Does nothing if the calls of the ranks do not show why.
+        """
         if self.process != os.getpid() or self.mismatch_watch is None or not self._ending_lock.acquire(blocking=False):
             return
         call = next((entry.trace for entry in self.register.live if entry.trace.entered), None)

@@ -92,7 +92,7 @@ class PythonHooks:
             self._excepthook(kind, error, trace)
 
     def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
-        """Pass an error of a thread to the listener if there are other ranks and it passed through this package.
+        """Pass an error of a thread to the listener if there are other ranks and its traceback contains this package.
 
         Otherwise show the error by ``threading.__excepthook__``.
         """
