@@ -144,7 +144,10 @@ def _meet(grid: ProcessGrid, own: _RankBatch) -> Array:
 
 
 def _check_replicas(grid: ProcessGrid, own: _RankBatch, digests: Array) -> None:
-    """Raise ``DataError`` if ranks of one replica have different samples. Collective over all ranks in that case."""
+    """Raise ``DataError`` if ranks of one replica have different samples. Collective over all ranks if it raises.
+
+    ``digests`` are the checksums of the samples of all ranks, by world rank.
+    """
     for rank in range(grid.world.size):
         first = grid.axes.group(rank, GROUPS["model"])[0]
         if digests[rank] != digests[first]:
@@ -160,7 +163,7 @@ def _check_replicas(grid: ProcessGrid, own: _RankBatch, digests: Array) -> None:
 def _refuse(comm: Communicator, own: _RankBatch) -> NoReturn:
     """Raise ``DataError`` that says whose batch is invalid or how two ranks' batches differ. Collective over all ranks.
 
-    It is called on every rank as soon as the batch of one rank is invalid.
+    It is called on every rank if the batch of one rank is invalid, or if the batches of two ranks differ.
     """
     tree = own.tree
     arrays = dict(zip(tree.paths, ((str(leaf.dtype), leaf.shape[1:]) for leaf in tree.leaves), strict=True))

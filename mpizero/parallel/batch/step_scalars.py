@@ -59,8 +59,8 @@ class Totals(NamedTuple):
         Raises
         ------
         DataError
-            If the divisor is smaller or larger than the normal numbers of ``dtype``: the divided gradient would become
-            zero or infinite.
+            If the divisor is below the smallest or above the largest normal number of ``dtype``: the divided gradient
+            would become zero or infinite.
         """
         divisor, (least, most) = self.weight * scale, _LIMITS[dtype.itemsize]
         if not least <= divisor <= most and math.isfinite(self.weight):
@@ -178,10 +178,10 @@ class GrainScalars:
         self._late = self._late if self._late is not None else error
 
     def check(self, grain: int, block: str, views: Any) -> None:
-        """Record if a gradient of ``block``, computed from one grain, is not finite. Not collective.
+        """Check that the gradients of ``block``, computed from ``grain``, are finite; record the first that is not.
 
-        ``views`` are the nested views of the block's gradients. Only the first such value of a grain is recorded;
-        frozen parameters are not checked.
+        Not collective. ``views`` are the nested views of the block's gradients. Nothing is checked if a value of the
+        grain has already been recorded. Gradients of frozen parameters are not checked.
         """
         if grain in self._bad:
             return
@@ -300,8 +300,8 @@ class GrainScalars:
         """Describe an averaged gradient that is not finite, or whose squares overflow, though each grain's was finite.
 
         Collective over all ranks. ``parts`` are this rank's elements of the averaged gradient of the parameter
-        ``tensor``; ``norm`` is the sum of squares that overflowed. The description names the rank with the largest
-        element.
+        ``tensor``; ``norm`` is the sum of squares of all elements, which is not finite. The description names the rank
+        with the largest element.
         """
         finite = all(np.isfinite(part).all() for part in parts)
         largest = max((float(np.abs(part).max()) for part in parts if part.size), default=-1.0) if finite else np.inf

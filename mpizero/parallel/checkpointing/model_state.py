@@ -52,7 +52,7 @@ def local_arrays(
 
 
 def _everything(spec: ParameterSpec) -> bool:
-    """Return True: select every parameter. For loading, where a rank reads all that it holds, also copies."""
+    """Return True, to select every parameter: in loading, a rank reads all that it holds, also copies."""
     return True
 
 

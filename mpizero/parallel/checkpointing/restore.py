@@ -184,7 +184,8 @@ def _read_aside(
     Returns
     -------
     (list of LocalArray, list of LocalArray)
-        The same ranges of the arrays twice: with the memory that they belong in, unfilled, and with the values read.
+        The ranges of the arrays with the memory that their values are to be copied to, and the same ranges with new
+        memory that holds the values.
     """
     with all_ranks(world, "restore"):
         requests = [rows.request(array) for array in group]
@@ -252,7 +253,7 @@ class _Need(NamedTuple):
 
 
 class RowReading:
-    """Read the rows of arrays that a tensor group splits once for the whole group, and give each rank its slices.
+    """Read rows of the arrays that a tensor group splits, each row on one rank only, and give each rank its slices.
 
     Construction is collective over the group.
 
@@ -280,8 +281,8 @@ class RowReading:
     def request(self, array: HeldArray) -> LocalArray:
         """Return the request by which this rank reads ``array``.
 
-        If the ranges of all slices are long enough, it is for this rank's pieces, in their own memory. Otherwise it is
-        for this rank's share of the rows that the group needs, in a new buffer.
+        If the ranges of all slices are long enough, the request is for this rank's pieces, in their own memory.
+        Otherwise the request is for this rank's share of the rows that the group needs, in a new buffer.
         """
         if array.path not in self._needs:
             return array.local()

@@ -61,7 +61,7 @@ class ComputeDevice:
         return memory
 
     def parameter_provider(self, store: ParameterStore) -> ParameterProvider:
-        """Return the provider of the parameters of ``store`` on the device where layers compute."""
+        """Return the object that provides the parameters of ``store`` on the device where layers compute."""
         return store
 
     def updater(self, optimizer: Any, store: ParameterStore, scope: UpdateScope) -> Updater:
@@ -69,7 +69,7 @@ class ComputeDevice:
         return Updater(optimizer, store, scope)
 
     def held(self) -> dict[str, int]:
-        """Return the bytes of model state that this rank keeps on a GPU, by kind. Not collective."""
+        """Return the bytes of model state that this rank keeps on a GPU, by kind; empty on the host. Not collective."""
         return {}
 
     def group(self, group: Group) -> Group:
@@ -193,7 +193,10 @@ class CudaComputeDevice(ComputeDevice):
         return HostStagedP2P(comm, self.device) if self._indirect else GpuAwareP2P(comm, self.device)
 
     def describe(self) -> str:
-        """Return a text with this rank's GPU, the type of products, and the path of messages. Not collective."""
+        """Return a text that names this rank's GPU, the type of products, and whether messages pass the host.
+
+        Not collective.
+        """
         products = "" if self.sixteen is None else f", products in {self.sixteen}"
         messages = "" if self._found is None else f", messages go {self._path}"
         return f"; layers compute on GPUs, here number {self.device.number} ({self.device.name}){products}{messages}"

@@ -106,15 +106,15 @@ class DeviceUpdater(Updater):
     def update_fused(self, rows: Array, program: Array, divisor: Array, out: Array, threads: int) -> None:
         """Sum the gradients in ``rows`` on the GPU, divide the sum, and update the parameters from it.
 
-        Collective for optimizers that need norms. :meth:`Updater.update_fused` describes the parameters.
+        Collective over all ranks for optimizers that need norms. :meth:`Updater.update_fused` describes the parameters.
         """
         super().update_fused(rows, self._placed(program), self._placed(divisor), out, _ONE_THREAD)
         self.device_parameters.updated(on_host=False)
 
     def update(self, reduced: Array, threads: int) -> None:
-        """Update this rank's parameters from ``reduced``, the averaged gradients on the GPU.
+        """Update this rank's ranges of the parameters from ``reduced``, the averaged gradients on the GPU.
 
-        Collective for optimizers that need norms.
+        Collective over all ranks for optimizers that need norms.
         """
         super().update(reduced, _ONE_THREAD)
         self.device_parameters.updated(on_host=False)
@@ -158,8 +158,8 @@ class StagedUpdater(DeviceUpdater):
     def update_fused(self, rows: Array, program: Array, divisor: Array, out: Array, threads: int) -> None:
         """Sum the gradients in ``rows`` and divide the sum on the host, copy it to the GPU, and update there.
 
-        Collective for optimizers that need norms. :meth:`Updater.update_fused` describes the parameters; ``out`` is not
-        used here.
+        Collective over all ranks for optimizers that need norms. :meth:`Updater.update_fused` describes the parameters;
+        ``out`` is not used here.
         """
 
         def tree(at: int, first: int, target: Array) -> None:
@@ -177,16 +177,19 @@ class StagedUpdater(DeviceUpdater):
         self._update(fills | {piece: partial(tied, piece) for piece in self.tied})
 
     def update(self, reduced: Array, threads: int) -> None:
-        """Update this rank's parameters from ``reduced``, the averaged gradients on the host.
+        """Update this rank's ranges of the parameters from ``reduced``, the averaged gradients on the host.
 
-        Collective for optimizers that need norms.
+        Collective over all ranks for optimizers that need norms.
         """
         if self.watch is not None:
             self.watch(reduced)
         self._update({run: copied(reduced[run.gradient : run.gradient + run.size]) for run in self.runs})
 
     def _update(self, fills: Mapping[UpdateRun | UpdatePiece, Fill]) -> None:
-        """Update this rank's parameters; for each run or piece, a function in ``fills`` writes its gradients."""
+        """Update this rank's ranges of the parameters, section by section.
+
+        ``fills`` holds, for each run or piece, a function that writes gradients of its elements to a host array.
+        """
         hypers, norms = self.hypers(), self.optimizer.needs_tensor_norms
         placed = {group: self._placed(hyper) for group, hyper in hypers.items()}
         for first, cuts in self._blocks(sorted(fills, key=lambda run: run.state)):

@@ -115,8 +115,9 @@ class BlockEvaluator:
     """Evaluate a model of blocks, unit by unit.
 
     If parameters are sharded, a unit is gathered before its forward pass and freed afterwards, and again for its
-    backward pass. ``loss_scale`` returns the current loss scale. ``run_on`` completes the ``Run`` for a micro-batch
-    ``x``. "Collective if sharded" in the methods means: over the data group, if parameters or gradients are sharded.
+    backward pass. ``loss_scale`` returns the current loss scale. ``run_on`` adds the length of sequences to the ``Run``
+    of a micro-batch ``x``. "Collective if sharded" in the methods means: over the data group, if parameters or
+    gradients are sharded.
     """
 
     def __init__(

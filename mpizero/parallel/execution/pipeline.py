@@ -42,10 +42,10 @@ _BACKWARD_KINDS = ("backward", "backward_input")
 class _Flight:
     """Hold the data of one micro-batch on a chunk, from its forward pass to the end of its backward pass.
 
-    If a layer raises, ``fail`` is called with the error, and ``failed`` is set. The messages of the micro-batch are
-    still sent and received, but nothing more is computed from it, so that no rank waits for this one. ``caches`` holds
-    what the forward pass of each block has kept for its backward pass, ``pending`` what the backward pass for its input
-    has kept for the weights, and ``loss`` what the loss has kept.
+    If a layer raises, ``fail`` is called with the error, ``failed`` is set, and nothing more is computed from the
+    micro-batch. Its messages are still sent and received, so that no rank waits for this one. ``caches`` holds what the
+    forward pass of each block has kept for its backward pass, ``pending`` what the backward pass for the block's input
+    has kept for that for its weights, and ``loss`` what the forward pass of the loss has kept.
     """
 
     fail: Callable[[Exception], None]
@@ -201,7 +201,8 @@ class PipelineRunner:
     def _send(self, route: Route, micro: int, x: Any, peer: int, value: Any, flight: _Flight) -> None:
         """Send ``value``, which a chunk has computed from the samples ``x``, to stage ``peer``.
 
-        If the chunk has failed, a message that says so is sent instead.
+        ``route`` says which chunk receives it, and in which pass. If the chunk has failed, a message that says so is
+        sent instead.
         """
         with self._computing(flight) as working:
             if working:

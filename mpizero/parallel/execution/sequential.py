@@ -28,9 +28,9 @@ def agreeable_errors(grid: ProcessGrid) -> tuple[type[Exception], ...]:
     """Return the types of layer errors that are recorded and raised at the end of the step, on all ranks together.
 
     Not collective. After such an error a rank still joins the collectives of the step. Other errors are raised at once.
-    If layers are split over a tensor or context group, no type can wait: the other ranks of the group wait inside the
-    layer that has raised on this one. Only ``DataError`` can in a tensor group without a context group, because all
-    ranks of the group have the same samples and raise it too.
+    If layers are split over a tensor or context group, all errors are: the other ranks of the group wait inside the
+    layer that has raised on this one. One exception is ``DataError`` in a tensor group without a context group: all
+    ranks of the group have the same samples, so all of them raise it.
     """
     if grid.tensor.size * grid.context.size == 1:
         return (Exception,)
@@ -121,7 +121,10 @@ class WatchedJob:
         self.timeline.end("local sums", unit, begun)
 
     def _check(self, unit: Unit, block: str, views: Any) -> None:
-        """Check that a block's gradients are finite; if some are not, find the first parameter and record it."""
+        """Check that a block's gradients are finite; if one is not, record it in the scalars.
+
+        If it is not finite because the layer has not written it, an error that says so is recorded.
+        """
         if self.job.grain is None:
             return
         flat, ranges = self.job.flat(unit), unit.gradient_ranges[block]

@@ -2,12 +2,12 @@
 
 [Note: buckets of rows] A row is one copy of the whole gradient vector. It is cut into buckets from its end, because the
 backward pass goes from the last block to the first. A bucket's partial sums are exchanged as soon as every block in it
-has finished its backward pass on all ranks of the node, which a barrier makes sure. Each peer sums an equal part of the
-bucket. (A reduction at the end of a step lets each peer sum the elements of its shard instead. But all elements of one
-bucket may be in one shard, and then all ranks would send to one peer.) Then each peer sends its part of the sums to all
-peers, into their first rows. One exchange of partial sums is in flight at a time, and any number of all-gathers of
-sums, because these need no buffers. Every element is added in the order of the tree, so it does not matter which rank
-adds it.
+has finished its backward pass on all ranks of the node; a barrier of the node makes sure of that. Each peer sums an
+equal part of the bucket. (A reduction at the end of a step lets each peer sum the elements of its shard instead. But
+all elements of one bucket may be in one shard, and then all ranks would send to one peer.) Then each peer sends its
+part of the sums to all peers, into their first rows. One exchange of partial sums is in flight at a time, and any
+number of all-gathers of sums, because these need no buffers. Every element is added in the order of the tree, so it
+does not matter which rank adds it.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class OverlappedReduction:
             self._begin(self._buckets.pop())
 
     def poll(self) -> None:
-        """Make messages in flight progress. Not collective."""
+        """Let exchanges and all-gathers in flight progress. Not collective."""
         if self._exchanging is not None:
             self._exchanging[1].test()
         self._gatherings[:] = [gathering for gathering in self._gatherings if not gathering.test()]

@@ -92,7 +92,7 @@ class GradientReducer(Protocol):
         """Let partial sums that are in flight between peers progress. Not collective."""
 
     def finish(self) -> None:
-        """Wait for the sums that jobs have begun. Collective over the data group."""
+        """Wait for the sums over peers that jobs have begun to compute. Collective over the data group."""
 
     def operands(self) -> SumOperands:
         """Return the arrays that a fused update sums; call it only if no partial sums have to be sent to peers.

@@ -226,7 +226,7 @@ class RowBuffer:
             self.exchange.replicate(self.row(0), self._ranges)
 
     def local_sum(self) -> Array:
-        """Return the sum of this rank's grains as a new array. Not collective."""
+        """Return the sum of the gradients of this rank's grains, as a new array like a row. Not collective."""
         held = [row for _, row in self._current().folds[self.grid.place].held]
         total = np.zeros(self.layout.gradient_size, self.dtype)
         for number, row in enumerate(held):
@@ -253,7 +253,7 @@ class RowBuffer:
         return self._plan
 
     def _planned(self, count: int) -> RowsPlan:
-        """Return the plan in which order, and by which ranks, the gradients of ``count`` grains are added."""
+        """Return the plan that says in which order, and by which ranks, the gradients of ``count`` grains are added."""
         if count not in self._plans:
             self._plans[count] = rows_plan(contiguous_shares(self.grid, count), self.grid.group_sizes, count)
         return self._plans[count]

@@ -101,7 +101,7 @@ class WaveBuffer:
     def jobs(self, batch: GlobalBatch, *, summed: bool) -> list[Job]:
         """Return this rank's jobs of all waves; for a wave in which it has no grain, jobs without samples.
 
-        Collective over the data group. The jobs are too.
+        Collective over the data group, and so are the jobs.
         """
         self.finish()  # of a step that an error has broken off on all ranks
         if batch.count not in self._plans:
@@ -156,7 +156,7 @@ class WaveBuffer:
         return reduced
 
     def replicate(self) -> None:
-        """Do nothing: optimizer state is sharded with the gradients. Not collective."""
+        """Do nothing: each rank has the optimizer state of its shard only, and needs no other sums. Not collective."""
 
     def first_row(self) -> Array:
         """Return the first row of the stack, as memory for the sums of gradients that a :class:`RowBuffer` collects.

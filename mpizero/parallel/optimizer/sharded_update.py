@@ -57,7 +57,7 @@ class TensorTree:
 
     @staticmethod
     def _cuts(piece: UpdatePiece) -> Array:
-        """Return the starts (row 0) and stops (row 1) of the largest subtrees in a piece, counted from its start."""
+        """Return the starts (row 0) and stops (row 1), in elements of the piece, of the subtrees that make it up."""
         entry, span = piece.entry, piece.span
         nodes = cover(span.start - entry.offset, span.stop - entry.offset, entry.spec.size)
         leaves = [node.leaves(entry.spec.size) for node in nodes]
@@ -285,7 +285,7 @@ class Updater:
         return host
 
     def exchange_ties(self, reduced: Array) -> None:
-        """Add up, in ``reduced``, the gradients of the parameters that several pipeline stages use.
+        """Replace, in ``reduced``, gradients of parameters that several stages use by the sums over all their uses.
 
         Collective over the data groups of these stages; see :class:`TieExchange`.
         """
@@ -306,10 +306,10 @@ class Updater:
                 own += reduced[use : use + piece.size]
 
     def norm(self, reduced: Array) -> tuple[float, str | None]:
-        """Return the global norm of the reduced gradient and None; if it is not finite, return what has failed.
+        """Return the global norm of the reduced gradient, and None or the name of a parameter whose norm overflows.
 
-        Collective over all ranks. If the sum of squares is infinite or NaN, return that sum, and the name of the first
-        parameter with such a sum (of the parameter with the largest sum, if each one's is finite).
+        Collective over all ranks. If the sum of all squares is not finite, the first value is that sum. The second is
+        then the first parameter whose own sum is not finite or, if there is none, the parameter with the largest sum.
         """
         sums = self._square_sums(reduced, [piece.gradient for piece in self.trees.own])
         total = float(sum(sums.values()))
@@ -333,7 +333,7 @@ class Updater:
         return sums if self._global_sums is None else self._global_sums.merge(sums)
 
     def scale(self, reduced: Array, factor: float) -> None:
-        """Multiply the reduced gradients that this rank updates from by ``factor``. Not collective."""
+        """Multiply ``reduced`` by ``factor``, in the ranges that this rank updates. Not collective."""
         for run in self.runs:
             part = reduced[run.gradient : run.gradient + run.size]
             np.multiply(part, self.dtype.type(factor), out=part)

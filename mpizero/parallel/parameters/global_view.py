@@ -34,9 +34,10 @@ class DeclaredParameter(NamedTuple):
 
 
 def speaks_for(spec: ParameterSpec, here: Coordinates) -> bool:
-    """Tell whether a parameter is read from the rank at ``here``, which holds it as ``spec``: no other holds it first.
+    """Tell whether values of a parameter are read from the rank at ``here``, which holds the parameter as ``spec``.
 
-    It is not if the rank holds a copy of another stage's parameter, or a whole parameter that tensor rank 0 holds too.
+    Slices are read from every tensor rank. Of a parameter that all tensor ranks hold whole, only the values on tensor
+    rank 0 are read. A copy of another stage's parameter is never read.
     """
     return spec.guest is None and (spec.part is not None or here.tensor == 0)
 
@@ -61,7 +62,7 @@ class GlobalView:
     layout : FlatLayout
         The layout of the whole model, in which each block is a unit; the store's layout if the model is not split.
     nodes : int
-        The largest number of nodes in any data group; without shared memory, of ranks.
+        The largest number of nodes in any data group, or of ranks if they share no memory.
 
     Raises
     ------

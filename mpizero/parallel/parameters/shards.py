@@ -53,12 +53,15 @@ class Share:
         return sum(span.size for spans in self.gradient_spans for span in spans)
 
     def row_spans(self, unit: int) -> tuple[Span, ...]:
-        """Return the owned ranges of a unit's gradients, as ranges of a row (a copy of the whole gradient vector)."""
+        """Return the owned ranges of the gradients of unit number ``unit``, as ranges of the whole gradient vector."""
         base = self.layout.gradient_bases[unit]
         return tuple(span.shift(base) for span in self.gradient_spans[unit])
 
     def shard_position(self, unit: int, gradient: int) -> int:
-        """Return the index of element ``gradient`` of a unit's gradients in the concatenated owned gradients."""
+        """Return the index, in the concatenated owned gradients, of an element that the rank owns.
+
+        It is element ``gradient`` of the gradients of unit number ``unit``.
+        """
         position = self.gradient_offsets[unit]
         for span in self.gradient_spans[unit]:
             if span.start <= gradient < span.stop:
@@ -149,7 +152,11 @@ def _locate(share: Share, entry: ParameterUse, inside: int, in_rows: bool) -> in
 
 
 def runs_of(pieces: Sequence[UpdatePiece]) -> tuple[UpdateRun, ...]:
-    """Join pieces of the same optimizer group into runs if one begins where the other ends in all three arrays."""
+    """Join successive pieces of the same optimizer group into runs.
+
+    Two pieces are joined if the second begins where the first ends in the parameter store, in the reduced gradient and
+    in the optimizer state.
+    """
     runs: list[UpdateRun] = []
     for piece in pieces:
         run = UpdateRun(piece.store, piece.gradient, piece.state, piece.size, piece.group)

@@ -170,7 +170,7 @@ class ParameterStore:
         return int(self.bases[self.grid.node.rank])
 
     def owned(self, unit: int) -> Array:
-        """Return a writable view of this rank's range of a unit's parameters. Not collective."""
+        """Return a writable view of this rank's range of the parameters of unit number ``unit``. Not collective."""
         for published in self._published:
             published.wait_own()  # what is still being sent must not change
         span = self.share.spans[unit]
@@ -339,7 +339,7 @@ class ParameterStore:
         """Return the ranges of a slot with the gathered ``unit`` that the rank of ``share`` owns.
 
         The slot holds the unit's own parameters, and after them each parameter of another unit that a tied use refers
-        to. There is one range for the first, and one for each of the others.
+        to. The first range is of the unit's own parameters; then there is one range for each of the others.
         """
         spans = [share.spans[unit.index].shift(-unit.span.start)]
         place = unit.span.size

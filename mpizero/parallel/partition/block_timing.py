@@ -18,7 +18,10 @@ from mpizero.types import Array, BlockModel, ParameterSpec, Run
 
 
 class BlockTimes(NamedTuple):
-    """Hold the seconds that one block takes for one micro-batch."""
+    """Hold the seconds that one block takes for one micro-batch.
+
+    They are the times of its forward pass, and of its backward pass for its input and for its weights.
+    """
 
     forward: float
     backward_input: float

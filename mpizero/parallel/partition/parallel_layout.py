@@ -56,7 +56,7 @@ class ParallelLayout:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """The stage of every chunk, in the order of chunks; without a pipeline there is one chunk."""
+        """For every chunk of the model, in order, the number of its stage; without a pipeline there is one chunk."""
         stages = chunk_stages(self.schedule, self.pipeline, self.virtual_stages)
         return stages if self.pipeline > 1 else (0,)
 
@@ -66,7 +66,7 @@ class ParallelLayout:
         Raises
         ------
         GridError
-            If the product of the sizes cannot be the number of ranks.
+            If the product of the sizes cannot be the number of ranks, or ``order`` is not valid.
         """
         return Axes.build(
             world,
