@@ -1,4 +1,4 @@
-"""Implement the communicator over threads of one process, without MPI: for notebooks, debuggers and unit tests.
+"""Implement the interface Communicator over threads of one process, without MPI: for notebooks, debuggers and tests.
 
 [Note: threads] Every collective is one numbered exchange. Each rank posts a copy of its data and goes on; to wait for
 the collective means to wait until all ranks have posted their data. Each rank also posts the hash of its calls, so
@@ -95,7 +95,7 @@ class _Group:
 class _ThreadRequest(Request):
     """Represent a non-blocking operation that has ended when ``ready()`` is true; then ``finish`` is called once.
 
-    ``waits_for()`` returns the ranks that have not done their part yet.
+    ``waits_for()`` returns the ranks for whose data the operation still waits.
     """
 
     __slots__ = ("_communicator", "_finish", "_operation", "_ready", "_sequence", "_tag", "_waits_for")

@@ -1,4 +1,4 @@
-"""Implement the communicator over MPI, by mpi4py."""
+"""Implement the interface :class:`.Communicator` over MPI, by mpi4py."""
 
 from __future__ import annotations
 

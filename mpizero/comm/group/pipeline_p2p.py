@@ -41,7 +41,7 @@ class Route(NamedTuple):
 
     @property
     def tag(self) -> int:
-        """MPI tag of the arrays on this route; the headers have this tag + 1."""
+        """MPI tag of the arrays on this route; the headers, which announce the shapes of arrays, have this tag + 1."""
         return 4 * self.border + (0 if self.kind == "forward" else 2)
 
 
