@@ -134,7 +134,8 @@ class _Layout:
     """Hold the offsets, in bytes, of fields in NumPy's array objects, its dtype objects and Python's object header.
 
     ``data``, ``ndim``, ``shape``, ``dtype`` and ``flags`` are fields of an array; ``kind``, ``byte_order`` and
-    ``type_number`` are fields of a dtype; ``type`` is the type of any object. NumPy's C ABI fixes them since 1.0.
+    ``type_number`` are fields of a dtype; ``type`` is the type of any object. NumPy has not changed its fields since
+    version 1.0, because they are part of its C ABI.
     """
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ _tanh = _elementary.hyperbolic_tangent
 def _affine(x: Any, rows: Any, inputs: Any, weight: Any, bias: Any, outputs: Any, y: Any) -> None:
     """Write ``x @ weight + bias`` to ``y``, where ``x`` is (rows, inputs) and ``y`` is (rows, outputs), both flattened.
 
-    Four rows of ``weight`` are added at a time, so that ``y`` is loaded and stored a quarter as often.
+    Four rows of ``weight`` are read at a time, so that ``y`` is loaded and stored a quarter as often.
     """
     quads = inputs - inputs % 4
     for r in range(rows):

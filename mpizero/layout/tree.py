@@ -201,8 +201,8 @@ class WavePlan:
 def wave_plan(total: int, groups: Sequence[int]) -> WavePlan:
     """Assign ``total`` grains to workers in waves and plan the sums of each wave.
 
-    ``groups[i]`` is the number of workers of group i: of node i, say. In every wave worker w computes the w-th of the
-    grains that are left.
+    ``groups[i]`` is the number of workers of group i: of node i, say. In wave k, worker w computes grain number
+    k * (number of workers) + w.
     """
     workers = sum(groups)
     stack: list[tuple[TreeNode, int]] = []

@@ -1,9 +1,9 @@
 """Compute sums, maxima and dot products of one row of a matrix, in an order that is the same on every CPU.
 
-LLVM does not vectorize a sum of floats, because that would change its order. The order here is fixed and vectorizes. A
-row is cut into blocks of at most ``BLOCK`` elements. A block is first reduced to h = (its size) / 8 sums: sum j adds
-elements j, j + h, j + 2 h, ..., j + 7 h. Four lanes then add these h sums. At last the sums of the blocks are added in
-order.
+LLVM does not vectorize a sum of floats in the order of the loop, because that would change the order. These functions
+use a fixed order that can be vectorized. A row is cut into blocks of at most ``BLOCK`` elements. A block is first
+reduced to h = (its size) / 8 sums: sum j adds elements j, j + h, j + 2 h, ..., j + 7 h. Four lanes then add these h
+sums. At last the sums of the blocks are added in order.
 """
 
 from __future__ import annotations

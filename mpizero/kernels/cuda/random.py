@@ -1,4 +1,4 @@
-"""Draw counter-based random numbers (Philox 4x32-10) on the GPU: one thread per Philox block (or per index)."""
+"""Draw counter-based random numbers (Philox 4x32-10) on the GPU: one thread per Philox block, or per permuted index."""
 
 from __future__ import annotations
 

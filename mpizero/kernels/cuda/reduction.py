@@ -19,7 +19,10 @@ _is_finite = formulas.is_finite
 
 
 def _range_of(firsts: Array, node: int) -> int:
-    """Return the number k of the range that a node belongs to: ``firsts[k] <= node < firsts[k + 1]``."""
+    """Return the number k of the range that a node belongs to: ``firsts[k] <= node < firsts[k + 1]``.
+
+    ``firsts`` holds the number of the first node of each range, and at the end the number of all nodes.
+    """
     low, high = 0, firsts.size - 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -65,9 +68,10 @@ def _collect(stack: Array, count: int) -> float:
 
 @kernel("void(const T[::1], const T[::1], const i8[::1], const i8[::1], const i8[::1], f8[::1])")
 def _product_nodes(x: Array, y: Array, starts: Array, stops: Array, firsts: Array, nodes: Array) -> None:
-    """Write the sum of the products ``x * y`` of each tile of each range to ``nodes``.
+    """Write the sum of the products ``x * y`` of each tile to ``nodes``.
 
-    Node ``firsts[k] + j`` is the sum of tile j of range k: ``TILE`` elements, fewer at the end of the range.
+    Range k is ``starts[k]:stops[k]``, cut into tiles of ``TILE`` elements (fewer at its end). Node ``firsts[k] + j`` is
+    the sum of tile j of range k.
     """
     stack = cuda.local.array(_LEVELS, np.float64)
     for node in range(cuda.grid(1), nodes.size, cuda.gridsize(1)):
@@ -81,9 +85,10 @@ def _product_nodes(x: Array, y: Array, starts: Array, stops: Array, firsts: Arra
 
 @kernel("void(const f8[::1], const i8[::1], const i8[::1], const i8[::1], f8[::1])")
 def _sum_nodes(x: Array, starts: Array, stops: Array, firsts: Array, nodes: Array) -> None:
-    """Write the sum of each tile of each range of ``x``, the nodes of the level below, to ``nodes``.
+    """Write the sum of each tile of ``x``, the nodes of the level below, to ``nodes``.
 
-    Node ``firsts[k] + j`` is the sum of tile j of range k: ``TILE`` elements, fewer at the end of the range.
+    Range k is ``starts[k]:stops[k]``, cut into tiles of ``TILE`` elements (fewer at its end). Node ``firsts[k] + j`` is
+    the sum of tile j of range k.
     """
     stack = cuda.local.array(_LEVELS, np.float64)
     for node in range(cuda.grid(1), nodes.size, cuda.gridsize(1)):

@@ -28,10 +28,10 @@ def running_softmax(
 
     ``scores`` is (samples, heads, queries, keys), a tile of all scores: some of this rank's queries and some keys.
     Query i of the tile sees the tile's keys 0 to i + ``offset``. Scores of other keys become 0. ``maxima`` and ``sums``
-    (samples, length, heads) hold, for each query of this rank, the largest scaled score and the sum of exp(scaled score
-    - maximum) over all tiles so far; they start from -inf and 0. The first query of the tile has index ``start`` in
-    them. ``factors`` (samples, heads, queries) receives the factors by which sums over earlier tiles must be
-    multiplied. Milakov and Gimelshein, 2018, algorithm 3.
+    (samples, length, heads) hold, for each query of this rank, the maximum of scale1[0] * scores and the sum of
+    exp(scale1[0] * scores - maximum) over all tiles so far; they start from -inf and 0. The first query of the tile has
+    index ``start`` in them. ``factors`` (samples, heads, queries) receives the factors by which sums over earlier tiles
+    must be multiplied. Milakov and Gimelshein, 2018, algorithm 3.
     """
     T = scores.dtype.type  # noqa: N806
     shared = cuda.shared.array(MOST_THREADS, scores.dtype)
@@ -64,8 +64,8 @@ def known_softmax(scores: Array, scale1: Array, offset: int, start: int, maxima:
 
     ``scores`` is (samples, heads, queries, keys), a tile of all scores: some of this rank's queries and some keys.
     Query i of the tile sees the tile's keys 0 to i + ``offset``. Scores of other keys become 0. ``maxima`` and
-    ``shares`` (samples, length, heads) hold, for each query of this rank, the largest scaled score and 1 / (sum of
-    exp(scaled score - maximum)) over all tiles. The first query of the tile has index ``start`` in them.
+    ``shares`` (samples, length, heads) hold, for each query of this rank, the maximum of scale1[0] * scores and 1 /
+    (sum of exp(scale1[0] * scores - maximum)) over all tiles. The first query of the tile has index ``start`` in them.
     """
     T = scores.dtype.type  # noqa: N806
     samples, heads, queries, keys = scores.shape

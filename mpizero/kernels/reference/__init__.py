@@ -1,1 +1,1 @@
-"""Compute what every kernel computes in plain NumPy, with the same names and signatures: slow, but easy to check."""
+"""Compute in plain NumPy what each kernel computes, under the same name and signature: slow, but easy to check."""

@@ -1,6 +1,6 @@
 """Pack and unpack ranges, convert to and from 16-bit formats, and scale, in NumPy, as a reference for the kernels.
 
-To round to bfloat16, the distances to its two neighbours are compared.
+A number is rounded to bfloat16 by comparing its distances to the two nearest bfloat16 numbers.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def tree_sum(
 def _tree(update: Callable[..., None]) -> Callable[..., None]:
     """Make the reference of a fused kernel from ``update``, the reference of an optimizer's kernel.
 
-    The function made sums rows of gradients, divides the sum and calls ``update`` with it as gradient.
+    The new function sums rows of gradients, divides the sum, and calls ``update`` with the result as the gradient.
     """
 
     def tree(rows: Array, first: int, program: Array, divisor: Array, w: Array, *rest: Any) -> None:

@@ -12,7 +12,7 @@ _DROPOUT, _PERMUTATION = 0xD809, 0x9E12
 
 
 def _philox(counter: Array, key: tuple[int, int]) -> Array:
-    """Return the random words (n, 4) of n counters of four words each, all under one key of two words."""
+    """Return an array (n, 4) of the random words of n counters, (n, 4), all under one key of two words."""
     c = np.asarray(counter, np.uint64).reshape(-1, 4)
     k = list(key)
     for _ in range(10):
@@ -34,7 +34,7 @@ def philox(counter: Array, key: Array, out: Array) -> None:
 
 
 def _element_words(key0: int, key1: int, site: int, elements: Array, per: int) -> Array:
-    """Return the four random words of the Philox block that each element belongs to: (elements, 4).
+    """Return an array (elements, 4): for each element, the four random words of the Philox block it belongs to.
 
     Element i belongs to block i // per.
     """
@@ -46,7 +46,7 @@ def _element_words(key0: int, key1: int, site: int, elements: Array, per: int) -
 
 
 def _unit64(words: Array) -> Array:
-    """Return two uniform numbers on [0, 1), of 53 bits each, from the four words of each block: (blocks, 2)."""
+    """Return an array (blocks, 2): two uniform numbers on [0, 1) of 53 bits from the four words of each block."""
     high, low = words[:, 0::2] >> np.uint64(5), words[:, 1::2] >> np.uint64(6)
     return np.asarray((high * np.uint64(2**26) + low) / 2.0**53)
 

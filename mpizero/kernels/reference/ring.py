@@ -34,10 +34,10 @@ def running_softmax(
 
     ``scores`` is (samples, heads, queries, keys), a tile of all scores: some of this rank's queries and some keys.
     Query i of the tile sees the tile's keys 0 to i + ``offset``. Scores of other keys become 0. ``maxima`` and ``sums``
-    (samples, length, heads) hold, for each query of this rank, the largest scaled score and the sum of exp(scaled score
-    - maximum) over all tiles so far; they start from -inf and 0. The first query of the tile has index ``start`` in
-    them. ``factors`` (samples, heads, queries) receives the factors by which sums over earlier tiles must be
-    multiplied. Milakov and Gimelshein, 2018, algorithm 3.
+    (samples, length, heads) hold, for each query of this rank, the maximum of scale1[0] * scores and the sum of
+    exp(scale1[0] * scores - maximum) over all tiles so far; they start from -inf and 0. The first query of the tile has
+    index ``start`` in them. ``factors`` (samples, heads, queries) receives the factors by which sums over earlier tiles
+    must be multiplied. Milakov and Gimelshein, 2018, algorithm 3.
     """
     seen = _seen(scores, offset)
     before, totals = (_rows(state, start, scores.shape[2]) for state in (maxima, sums))
@@ -56,8 +56,8 @@ def known_softmax(scores: Array, scale1: Array, offset: int, start: int, maxima:
 
     ``scores`` is (samples, heads, queries, keys), a tile of all scores: some of this rank's queries and some keys.
     Query i of the tile sees the tile's keys 0 to i + ``offset``. Scores of other keys become 0. ``maxima`` and
-    ``shares`` (samples, length, heads) hold, for each query of this rank, the largest scaled score and 1 / (sum of
-    exp(scaled score - maximum)) over all tiles. The first query of the tile has index ``start`` in them.
+    ``shares`` (samples, length, heads) hold, for each query of this rank, the maximum of scale1[0] * scores and 1 /
+    (sum of exp(scale1[0] * scores - maximum)) over all tiles. The first query of the tile has index ``start`` in them.
     """
     largest, share = (_rows(state, start, scores.shape[2])[..., None] for state in (maxima, shares))
     with np.errstate(over="ignore", invalid="ignore"):  # of keys that are not seen
