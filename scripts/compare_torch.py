@@ -3,8 +3,8 @@
     python scripts/compare_torch.py                  # 50 steps in float32 and in float64
     python scripts/compare_torch.py --time           # seconds of a step, interleaved, and their ratio
 
-Needs ``pip install torch==2.13.0`` (the CPU build). Exits with 1 where losses differ by more than 1e-5 (float32) or
-1e-10 (float64), relative to PyTorch's.
+Needs ``pip install torch==2.13.0`` (the CPU build). The exit status is 1 if the losses of a step differ by more than
+1e-5 (float32) or 1e-10 (float64), relative to PyTorch's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np  # noqa: E402
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command line."""
+    """Parse the command line, and return its options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("steps", 50), ("dim", 64), ("layers", 2), ("heads", 4), ("sequence", 64), ("batch", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -69,7 +69,7 @@ class TorchBlock(nn.Module):
         self.mlp = nn.ModuleDict({"c_fc": nn.Linear(dim, 4 * dim), "c_proj": nn.Linear(4 * dim, dim)})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute attention, then the feed-forward layers."""
+        """Add attention to ``x``, then the feed-forward layers, and return the result."""
         samples, length, dim = x.shape
         qkv = self.attn["c_attn"](self.ln_1(x)).view(samples, length, 3, self.heads, dim // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
@@ -80,7 +80,7 @@ class TorchBlock(nn.Module):
 
 
 class TorchGPT(nn.Module):
-    """Build the model of :class:`mpizero.nn.GPT` in PyTorch; its parameters have GPT-2's names."""
+    """The model of :class:`mpizero.nn.GPT` in PyTorch; its parameters have GPT-2's names."""
 
     def __init__(self, model: GPT) -> None:
         super().__init__()
@@ -105,21 +105,24 @@ class TorchGPT(nn.Module):
         return self.lm_head(self.transformer["ln_f"](h))
 
     def mean_loss(self, x: np.ndarray, y: np.ndarray) -> torch.Tensor:
-        """Return the mean cross-entropy; targets below 0 are ignored."""
+        """Return the mean cross-entropy of the targets ``y``, given the tokens ``x``; targets below 0 are ignored."""
         logits = self(torch.from_numpy(x))
         target = torch.from_numpy(y).flatten()
         return nn.functional.cross_entropy(logits.flatten(0, 1), target.clamp(min=-1), ignore_index=-1)
 
 
 def torch_twin(model: GPT, named: dict[str, np.ndarray]) -> TorchGPT:
-    """Build the PyTorch model with copies of the given weights."""
+    """Build the same model in PyTorch, with copies of the weights ``named`` (by mpizero's names)."""
     twin = TorchGPT(model)
     twin.load_state_dict({name: torch.from_numpy(value.copy()) for name, value in to_torch(model, named).items()})
     return twin
 
 
 def here(model: GPT, named: dict[str, np.ndarray]) -> Callable[[int, np.ndarray, np.ndarray], float]:
-    """Return a training step of mpizero on one process: loss, gradients, AdamW."""
+    """Return a function that does one training step of mpizero in this process and returns the mean loss.
+
+    Its arguments are the number of the step, inputs and targets. It updates the weights ``named`` in place by AdamW.
+    """
     optimizer = AdamW(lr=LEARNING_RATE, weight_decay=DECAY)
     specs = {spec.name: spec for spec in model_specs(model) if spec.tied is None}
     state = {name: {slot: np.zeros(spec.size, model.dtype) for slot in optimizer.slots} for name, spec in specs.items()}
@@ -138,7 +141,10 @@ def here(model: GPT, named: dict[str, np.ndarray]) -> Callable[[int, np.ndarray,
 
 
 def there(model: GPT, twin: TorchGPT) -> Callable[[int, np.ndarray, np.ndarray], float]:
-    """Return the same training step in PyTorch, with weight decay on matrices only."""
+    """Return a function that does the same training step on the PyTorch model ``twin`` and returns the mean loss.
+
+    As in mpizero, weight decay is only on the parameters of ``model`` that decay: its matrices.
+    """
     decays = {name for name, spec in zip(to_torch_names(model), model_specs(model), strict=True) if spec.decay}
     parameters = dict(twin.named_parameters())
     groups = [
@@ -163,13 +169,13 @@ def to_torch_names(model: GPT) -> list[str]:
 
 
 def library_text() -> np.ndarray:
-    """Read a megabyte of the standard library's sources as bytes."""
+    """Return the first MiB of the sources of Python's standard library, as an array of bytes."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))
     return np.frombuffer(b"".join(path.read_bytes() for path in files)[: 1 << 20], np.uint8)
 
 
 def batches(text: np.ndarray, options: argparse.Namespace, seed: int = 0):  # noqa: ANN201
-    """Yield random windows of the text and the same windows one byte later."""
+    """Yield without end inputs and targets: random windows of the text, and the same windows one byte later."""
     rng = np.random.default_rng(seed)
     while True:
         starts = rng.integers(0, len(text) - options.sequence - 1, options.batch)
@@ -178,7 +184,10 @@ def batches(text: np.ndarray, options: argparse.Namespace, seed: int = 0):  # no
 
 
 def pair(options: argparse.Namespace, dtype: str) -> tuple[Callable[..., float], Callable[..., float]]:
-    """Build both training steps from the same weights, mapped to PyTorch's names and back."""
+    """Return the training steps of mpizero and of PyTorch, which begin with the same weights.
+
+    The weights are mapped to PyTorch's names and back, so that this mapping is tested, too.
+    """
     model = GPT(options.dim, options.layers, options.heads, options.sequence, dtype=dtype, seed=1)
     named = initial_parameters(model)
     twin = torch_twin(model, named)
@@ -186,7 +195,7 @@ def pair(options: argparse.Namespace, dtype: str) -> tuple[Callable[..., float],
 
 
 def compare(options: argparse.Namespace, dtype: str) -> bool:
-    """Train with both libraries, and print the largest relative difference of the losses."""
+    """Train with both libraries; print the largest relative difference of losses, and tell if it is small enough."""
     ours, theirs = pair(options, dtype)
     worst, losses = 0.0, (0.0, 0.0)
     for index, (x, y) in zip(range(options.steps), batches(library_text(), options), strict=False):
@@ -201,7 +210,7 @@ def compare(options: argparse.Namespace, dtype: str) -> bool:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Print the time of a float32 step of both libraries; their steps alternate in one process."""
+    """Print the median time of a float32 step of both libraries, whose steps alternate in this process."""
     keep_freed_memory()
     steps = pair(options, "float32")
     source = batches(library_text(), options)
@@ -221,7 +230,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Compare losses, or with ``--time`` the time of a step."""
+    """Compare losses, or with ``--time`` the time of a step; return the exit status."""
     options = arguments()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if options.time:

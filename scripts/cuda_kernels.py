@@ -1,14 +1,14 @@
-"""Compile every CUDA kernel to machine code, without a GPU, and check the assembler's report.
+"""Compile every CUDA kernel to machine code, without a GPU, and check registers, spills and use of doubles.
 
     python scripts/cuda_kernels.py                   # all kernels: prints a table; exit status 1 if one is wrong
     python scripts/cuda_kernels.py --only loss.      # only kernels whose name begins with "loss."
 
-Each kernel of mpizero/kernels/cuda is compiled by numba-cuda to PTX, in float32 and in float64, for every target, with
-the types of arguments with which it is launched. ptxas then makes machine code of the PTX. A kernel is wrong if it does
-not compile, if its registers spill to memory, or if its float32 form has instructions on doubles that DOUBLES does not
-allow.
+Each kernel of mpizero/kernels/cuda is compiled by numba-cuda to PTX, in float32 and in float64, for every target (a
+compute capability), with the types of arguments with which it is launched. The assembler ptxas then translates the PTX
+to machine code. A kernel is wrong if it does not compile, if its registers spill to memory, or if its float32 form has
+more instructions on doubles than the table DOUBLES in this script allows.
 
-Needs ``pip install 'numba-cuda[cu13]' 'cuda-toolkit[nvcc]==13.*'``; exits with 69 where they are missing.
+Needs ``pip install 'numba-cuda[cu13]' 'cuda-toolkit[nvcc]==13.*'``; the exit status is 69 if they are missing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ UNAVAILABLE = 69
 
 
 class Allowed(NamedTuple):
-    """Hold the most instructions on doubles that a float32 kernel may have, and the reason for them."""
+    """Hold the largest allowed number of instructions on doubles in a float32 kernel, and the reason for them."""
 
     most: int
     reason: str
@@ -61,7 +61,11 @@ _REGISTERS = re.compile(r"Used (\d+) registers")
 
 @dataclass(frozen=True)
 class Row:
-    """Hold the result of compiling one kernel with one dtype for one target."""
+    """Hold the result of compiling one kernel with one dtype for one target.
+
+    ``spill`` is the number of bytes of registers that are spilled to memory. ``doubles`` are the instructions on
+    doubles: pairs of a name and how often it occurs. ``error`` is the message if the kernel does not compile, else "".
+    """
 
     kernel: str
     dtype: str
@@ -72,7 +76,7 @@ class Row:
     error: str = ""
 
     def complaint(self, allowed: dict[str, Allowed]) -> str:
-        """Describe what is wrong with this result; "" if nothing is."""
+        """Return a text that says what is wrong with this result, or ""; ``allowed`` is as DOUBLES."""
         if self.error:
             return self.error
         if self.spill:
@@ -94,7 +98,7 @@ HEADER = f"{'kernel':42} {'type':4} {'target':6} {'registers':>9} {'spill':>6} {
 
 
 def declared() -> set[str]:
-    """Return the names of the kernels that the sources declare, as "file.kernel"."""
+    """Return the names "file.kernel" of all kernels that the sources declare, without importing them."""
     return {
         f"{path.stem}.{name}"
         for path in FOLDER.glob("*.py")
@@ -104,7 +108,11 @@ def declared() -> set[str]:
 
 
 def _declared_by(node: ast.stmt) -> list[str]:
-    """Return the kernels that a statement declares: a decorated function, or names for results of ``..._kernel``."""
+    """Return the names of the kernels that a statement declares.
+
+    It declares one if it is a function decorated with ``kernel(...)``. An assignment declares its target names if it
+    assigns the result of a function whose name ends with ``_kernel``.
+    """
     if isinstance(node, ast.FunctionDef):
         made = any(ast.unparse(decorator).startswith("kernel(") for decorator in node.decorator_list)
         return [node.name] if made else []
@@ -114,7 +122,7 @@ def _declared_by(node: ast.stmt) -> list[str]:
 
 
 def kernels() -> dict[str, Any]:
-    """Import all kernels, and return them by "file.kernel"; end the script if a declared kernel is not found."""
+    """Import all kernels, and return them by "file.kernel"; end the script if they differ from the declared ones."""
     from mpizero.kernels.cuda.launch import CudaKernel
 
     found = {}
@@ -129,12 +137,15 @@ def kernels() -> dict[str, Any]:
 
 
 def dtypes(kernel: Any) -> tuple[str, ...]:
-    """Return the dtypes for which a kernel is compiled; a kernel without the type variable ``T`` counts as float32."""
+    """Return the dtypes for which a kernel is compiled: "f4" and "f8", or only "f4" if its types do not vary."""
     return ("f4",) if kernel.signature.template is None else ("f4", "f8")
 
 
 def ptx(kernel: Any, dtype: str, target: tuple[int, int]) -> str:
-    """Compile a kernel to PTX for the argument types of its launch."""
+    """Compile a kernel for the argument types with which it is launched, and return the PTX code.
+
+    ``target`` is a compute capability (major, minor).
+    """
     from numba import cuda, types
     from numba.cuda import dispatcher
 
@@ -146,7 +157,13 @@ def ptx(kernel: Any, dtype: str, target: tuple[int, int]) -> str:
 
 
 def assembled(code: str, target: tuple[int, int]) -> str:
-    """Assemble PTX to machine code, and return ptxas's report; raise RuntimeError with the report if it fails."""
+    """Assemble PTX code to machine code, and return the report of ptxas.
+
+    Raises
+    ------
+    RuntimeError
+        If ptxas fails; the message is its report.
+    """
     from cuda.pathfinder import find_nvidia_binary_utility
 
     with tempfile.NamedTemporaryFile("w", suffix=".ptx", encoding="utf-8") as file:
@@ -160,7 +177,7 @@ def assembled(code: str, target: tuple[int, int]) -> str:
 
 
 def resources(said: str) -> tuple[int, int]:
-    """Return the largest numbers of registers and of spilled bytes in a report of ptxas."""
+    """Return the largest number of registers and the largest number of spilled bytes in ``said``, a report of ptxas."""
     spills, registers = _SPILL.findall(said), _REGISTERS.findall(said)
     if not spills or not registers:
         raise RuntimeError(f"ptxas said nothing about registers: {said.strip()}")
@@ -168,12 +185,12 @@ def resources(said: str) -> tuple[int, int]:
 
 
 def instructions_on_doubles(code: str) -> Counter[str]:
-    """Count the PTX instructions that read or write doubles, by the instruction's name."""
+    """Return how many instructions in PTX code read or write doubles, by the name of the instruction."""
     return Counter(word for word, modifiers in _INSTRUCTION.findall(code) if ".f64" in modifiers)
 
 
 def examine(name: str, kernel: Any) -> list[Row]:
-    """Compile one kernel with every dtype for every target, and return the results."""
+    """Compile one kernel with every dtype for every target, and return a row for each."""
     rows = []
     for dtype in dtypes(kernel):
         for target in TARGETS:
@@ -189,20 +206,23 @@ def examine(name: str, kernel: Any) -> list[Row]:
 
 
 def examine_file(names: list[str]) -> list[Row]:
-    """Compile the kernels of one file in one process, so that the helpers that they share are compiled once."""
+    """Compile the kernels ``names`` of one file, and return their rows.
+
+    All kernels of a file are compiled in one process, so that helper functions which they share are compiled once.
+    """
     found = kernels()
     return [row for name in names for row in examine(name, found[name])]
 
 
 def complaints(rows: list[Row], allowed: dict[str, Allowed]) -> list[str]:
-    """Describe what is wrong with each result, and which entries of ``allowed`` no kernel needs."""
+    """Return a line of text for each row that is wrong, and for each entry of ``allowed`` that no kernel needs."""
     wrong = [f"{row.kernel} {row.dtype} {row.target}: {said}" for row in rows if (said := row.complaint(allowed))]
     needed = {row.kernel for row in rows if row.dtype == "f4" and row.doubles}
     return wrong + [f"DOUBLES has an entry for {name}, which needs none" for name in sorted(allowed.keys() - needed)]
 
 
 def main() -> int:
-    """Compile all chosen kernels, and print the table and what is wrong."""
+    """Compile all chosen kernels, print a table of results and what is wrong, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="NAME", default="", help="kernels whose name begins so, as loss.softmax")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: the processors)")

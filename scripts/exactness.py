@@ -6,10 +6,10 @@ Trains small GPTs on every combination of
 * DDP, ZeRO-1, ZeRO-2, ZeRO-3,
 * node-shared windows, private memory, and simulated nodes of two ranks,
 
-in several cases: clipping, dropout, tied embeddings, LAMB, numbers of grains that the ranks do not divide. All runs of
-a case must end with the same sha256 over all parameters. Each number of ranks is one launch, which runs all its
-trainings one after the other. With ``--in-turn`` each case runs each strategy with only one kind of memory, and with
-another kind on the next number of ranks.
+in several cases: clipping, dropout, tied embeddings, LAMB, numbers of grains that the ranks do not divide. All
+trainings of a case must end with the same SHA-256 of all parameters. For each number of ranks one job is started, which
+runs its trainings one after the other. With ``--in-turn`` a case and strategy run with only one of the three kinds of
+memory, which changes with the number of ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ SEQUENCE, VOCABULARY = 12, 48
 
 @dataclass(frozen=True)
 class Case:
-    """Describe one training whose result must not depend on how it is run."""
+    """Describe a training whose result must not depend on ranks, strategy and memory.
+
+    ``batch`` and ``grain`` are the numbers of samples in the global batch and in a grain.
+    """
 
     name: str
     batch: int = 12
@@ -57,7 +60,7 @@ class Case:
     optimizer: str = "adamw"
 
     def wrapped(self) -> Any:
-        """Return the model: 2 blocks, with sizes that no number of ranks divides."""
+        """Return the model of this case: a GPT whose parameters no tested number of ranks divides evenly."""
         return mz.nn.GPT(
             dim=28, layers=2, heads=2, sequence=SEQUENCE, vocabulary=VOCABULARY, dropout=self.dropout, tied=self.tied
         )
@@ -69,7 +72,10 @@ class Case:
         ]
 
     def batches(self, steps: int, rank: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield this rank's part of each global batch: uneven parts, which the library redistributes."""
+        """Yield rank ``rank``'s part of each of ``steps`` global batches; ranks may have different numbers of samples.
+
+        ``size`` is the number of ranks.
+        """
         rng = np.random.default_rng(7)
         for _ in range(steps):
             text = rng.integers(0, VOCABULARY, (self.batch, SEQUENCE + 1))
@@ -91,14 +97,12 @@ CASES = (
 
 
 def train(case: Case, comm: Any, strategy: str, memory: str, steps: int) -> str:
-    """Train one case with one strategy and one kind of memory, and return the hash of the parameters.
-
-    Collective over ``comm``.
+    """Train one case with one strategy and one kind of memory (a key of ``MEMORIES``). Collective over ``comm``.
 
     Returns
     -------
     str
-        Hash of the parameters.
+        SHA-256 of the parameters after the last step.
     """
     with mz.ShardingConfig(comm=comm, micro_batch=case.grain, clip=case.clip, **MEMORIES[memory]) as config:
         model = mz.distribute(case.wrapped(), case.update(), strategy=strategy, config=config)
@@ -109,7 +113,7 @@ def train(case: Case, comm: Any, strategy: str, memory: str, steps: int) -> str:
 
 
 def ways(size: int, in_turn: bool) -> Iterator[tuple[Case, str, str]]:
-    """Yield the case, strategy and kind of memory of each training on ``size`` ranks."""
+    """Yield the case, strategy and kind of memory of each training on ``size`` ranks; ``in_turn`` is ``--in-turn``."""
     for number, (case, strategy) in enumerate(itertools.product(CASES, STRATEGIES)):
         for turn, memory in enumerate(MEMORIES):
             if not in_turn or (number + size) % len(MEMORIES) == turn:
@@ -117,7 +121,10 @@ def ways(size: int, in_turn: bool) -> Iterator[tuple[Case, str, str]]:
 
 
 def everything(comm: Any, args: argparse.Namespace, where: str) -> list[dict[str, str]]:
-    """Run all trainings of this number of ranks, and return one row for each, with its hash."""
+    """Run all trainings on the ranks of ``comm``, and return a row for each.
+
+    The keys of a row are "case", "where" (MPI library and number of ranks), "strategy", "memory" and "sha256".
+    """
     return [
         {"case": case.name, "where": where, "strategy": strategy, "memory": memory}
         | {"sha256": train(case, comm, strategy, memory, args.steps)}
@@ -130,7 +137,7 @@ Everything = Callable[[Any, argparse.Namespace, str], list[dict[str, Any]]]
 
 
 def worker(args: argparse.Namespace, everything: Everything) -> None:
-    """Run as one rank of a launch; rank 0 writes the rows to a file."""
+    """Run ``everything`` as one rank of an MPI job; rank 0 writes the rows to the file ``args.worker``."""
     from mpi4py import MPI
 
     vendor = MPI.get_vendor()[0]
@@ -140,7 +147,10 @@ def worker(args: argparse.Namespace, everything: Everything) -> None:
 
 
 def launch(mpiexec: str, python: str, ranks: int, args: argparse.Namespace, script: str, *more: str) -> list[Any]:
-    """Start one MPI job of ``script``, and return the rows that its rank 0 writes."""
+    """Run ``script`` as an MPI job on ``ranks`` ranks, and return the rows that its rank 0 writes.
+
+    ``more`` are further options of the script. If the job fails, end this script.
+    """
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
     if os.geteuid() == 0:
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -158,7 +168,7 @@ def launch(mpiexec: str, python: str, ranks: int, args: argparse.Namespace, scri
 
 
 def in_threads(ranks: int, args: argparse.Namespace, everything: Everything) -> list[dict[str, Any]]:
-    """Run all trainings on ranks that are threads of this process, without MPI."""
+    """Run ``everything`` on ranks that are threads of this process, without MPI, and return its rows."""
     from mpizero.testing import run_in_threads
 
     with contextlib.redirect_stderr(io.StringIO()):  # drops the warnings "nodes have 2, 1 ranks"
@@ -167,7 +177,10 @@ def in_threads(ranks: int, args: argparse.Namespace, everything: Everything) -> 
 
 
 def report(rows: list[dict[str, str]]) -> bool:
-    """Print one line for each case and each run that differs; return whether all hashes of each case agree."""
+    """Print a line for each case, and for each training whose hash differs from the case's most frequent one.
+
+    Tell whether all hashes of each case are equal.
+    """
     print(f"\n{'case':24s} {'runs':>5s}  sha256 of the parameters")
     equal = True
     for case in CASES:
@@ -203,7 +216,10 @@ def arguments(description: str, ranks: str, threads: str) -> argparse.ArgumentPa
 def runs(
     args: argparse.Namespace, everything: Everything, script: str, *more: str
 ) -> Iterator[tuple[list[dict[str, Any]], float]]:
-    """Run every requested job, under mpiexec with ``more`` options or as threads, and yield its rows and seconds."""
+    """Run all jobs that ``args`` requests, under mpiexec or as threads; yield the rows and the seconds of each.
+
+    ``script`` and its options ``more`` are what mpiexec starts.
+    """
     jobs = [(args.mpiexec, args.python, int(n)) for n in args.ranks.split(",") if n]
     if args.second_mpiexec:
         python = args.second_python or sys.executable
@@ -216,7 +232,7 @@ def runs(
 
 
 def main() -> None:
-    """Launch all jobs, and compare the hashes."""
+    """Run all jobs, and compare the hashes; exit with status 1 if hashes of one case differ."""
     parser = arguments(__doc__, "1,2,3,4,8", "1,3,4")
     parser.add_argument("--in-turn", action="store_true", help="one kind of memory for each case and strategy, in turn")
     args = parser.parse_args()

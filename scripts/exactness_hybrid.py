@@ -2,15 +2,17 @@
 
 Trains a GPT of 16 blocks and an MLP of 16 blocks
 
-* on every factorization pipeline x data of 2, 4, 6 and 8 ranks, with every schedule and every ZeRO stage; shared
-  memory, private memory and simulated nodes alternate from run to run. All runs of a case must end with the sha256 of
-  one process. The numbers of micro-batches are not multiples of the stages;
-* with tensor or context groups beside stages and replicas, twice each. Every loss must be that of one process within
-  1e-5 (float32) or 1e-12 (float64), and the second run must repeat the bits of the first.
+* on every factorization pipeline x data of 2, 4, 6 and 8 ranks, with every schedule and every ZeRO stage. Shared
+  memory, private memory and simulated nodes alternate from training to training. All trainings of a case must end with
+  the SHA-256 (of all parameters) that one process gets. The numbers of micro-batches are not multiples of the number of
+  stages;
+* with tensor or context groups, alone and together with stages and replicas. Each training is done twice. Every loss
+  must agree with that of one process within 1e-5 (float32) or 1e-12 (float64), relative to it, and the second training
+  must repeat the bits of the first.
 
-Each number of ranks is one launch, which runs all its trainings one after the other. With ``--quick`` every
-factorization runs every schedule with only one ZeRO stage and one case, which change from run to run. With
-``--in-turn`` it runs every schedule with all ZeRO stages, each with only one case.
+For each number of ranks one job is started, which runs its trainings one after the other. With ``--quick`` each
+combination of factorization and schedule runs with only one ZeRO stage and one case, which change from one combination
+to the next. With ``--in-turn`` it runs with all ZeRO stages, each with only one case.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class Case:
     dtype: str = "float32"
 
     def wrapped(self) -> Any:
-        """Return the model, of 16 blocks."""
+        """Return the model of this case: a GPT or an MLP of 16 blocks."""
         if self.model == "mlp":
             widths = [7, 9, 8] * (BLOCKS // 3)
             return mz.nn.MLP(features=7, hidden=widths, outputs=4, activation="tanh", dtype=self.dtype, seed=3)
@@ -63,7 +65,10 @@ class Case:
         ]
 
     def batches(self, steps: int, rank: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield this replica's part of each global batch: uneven parts, which the library redistributes."""
+        """Yield the part of replica ``rank`` in each of ``steps`` global batches; parts may have different sizes.
+
+        ``size`` is the number of replicas.
+        """
         rng = np.random.default_rng(7)
         mine = slice(rank * self.batch // size, (rank + 1) * self.batch // size)
         for _ in range(steps):
@@ -90,7 +95,10 @@ ROUNDED = (
 
 @dataclass(frozen=True)
 class Way:
-    """Describe how a training is split over ranks; all remaining ranks are replicas."""
+    """Describe how a training is distributed: sizes of the axes, ZeRO stage, schedule and kind of memory.
+
+    All ranks that ``pipeline``, ``tensor`` and ``context`` do not use are for replicas.
+    """
 
     pipeline: int = 1
     tensor: int = 1
@@ -106,7 +114,10 @@ class Way:
 
 
 def exact_ways(size: int, quick: bool, in_turn: bool) -> Iterator[tuple[Case, Way]]:
-    """Yield the trainings on ``size`` ranks that must have the bits of one process: pipeline x data."""
+    """Yield the trainings on ``size`` ranks that must have the bits of one process: those without split layers.
+
+    ``quick`` and ``in_turn`` are the options ``--quick`` and ``--in-turn``.
+    """
     number = pair = 0
     for stages in (s for s in range(2, size + 1) if size % s == 0):
         for schedule in SCHEDULES:
@@ -124,7 +135,10 @@ def exact_ways(size: int, quick: bool, in_turn: bool) -> Iterator[tuple[Case, Wa
 
 
 def rounded_ways(size: int, quick: bool) -> Iterator[tuple[Case, Way]]:
-    """Yield the trainings on ``size`` ranks that agree within rounding: those with tensor or context groups."""
+    """Yield the trainings on ``size`` ranks that agree with one process within rounding: tensor or context groups.
+
+    ``quick`` is the option ``--quick``.
+    """
     shapes = [
         (stages, tensor, context)
         for stages in (1, 2, 4)
@@ -143,16 +157,14 @@ def rounded_ways(size: int, quick: bool) -> Iterator[tuple[Case, Way]]:
 
 
 def train(case: Case, comm: Any, way: Way, steps: int) -> tuple[str, list[float]]:
-    """Train one case on one layout, and return the hash of the parameters and all losses.
-
-    Collective over ``comm``.
+    """Train one case, distributed as ``way`` says. Collective over ``comm``.
 
     Returns
     -------
     str
-        Hash of the parameters.
+        SHA-256 of the parameters after the last step.
     list of float
-        The losses.
+        The loss of each step.
     """
     with mz.ShardingConfig(comm=comm, micro_batch=case.grain, clip=case.clip, **MEMORIES[way.memory]) as config:
         model = mz.HybridShardedModel(
@@ -173,7 +185,12 @@ def train(case: Case, comm: Any, way: Way, steps: int) -> tuple[str, list[float]
 
 
 def everything(comm: Any, args: argparse.Namespace, where: str) -> list[Row]:
-    """Run all trainings of this number of ranks, those that round twice, and return one row for each."""
+    """Run all trainings on the ranks of ``comm``, and return a row for each.
+
+    Trainings that agree only within rounding are done twice. The keys of a row are "case", "where" (MPI library and
+    number of ranks), "way" (text), "sha256", "losses", "repeats" (whether the second training had the same bits) and
+    "rounds" (whether the training agrees only within rounding).
+    """
     exact = [(case, way, 1) for case, way in exact_ways(comm.size, args.quick, args.in_turn)]
     rounded = [(case, way, 2) for case, way in rounded_ways(comm.size, args.quick)]
     rows = []
@@ -185,7 +202,7 @@ def everything(comm: Any, args: argparse.Namespace, where: str) -> list[Row]:
 
 
 def alone(cases: Sequence[Case], steps: int) -> dict[str, Row]:
-    """Train all cases in one process, and return hash and losses by case."""
+    """Train all cases in one process; return by the case's name a row with its "sha256" and "losses"."""
     found = {}
     for case in cases:
         with mz.ShardingConfig(comm="self", micro_batch=case.grain, clip=case.clip) as config:
@@ -197,13 +214,13 @@ def alone(cases: Sequence[Case], steps: int) -> dict[str, Row]:
 
 
 def differs(row: Row, expected: dict[str, Row]) -> bool:
-    """Tell whether the parameters or a loss of a training have other bits than in one process."""
+    """Tell whether parameters or losses of a training differ in a bit from those of one process (``expected``)."""
     wanted = expected[row["case"]]
     return (row["sha256"], row["losses"]) != (wanted["sha256"], wanted["losses"])
 
 
 def announce(rows: Sequence[Row], expected: dict[str, Row], seconds: float) -> None:
-    """Print one line about a launch that has ended; the tables follow at the end."""
+    """Print one line about a job that has ended: how many of its trainings are right, and its ``seconds``."""
     exact = [row for row in rows if not row["rounds"]]
     equal = sum(not differs(row, expected) for row in exact)
     repeated = sum(row["repeats"] for row in rows if row["rounds"])
@@ -215,7 +232,7 @@ def announce(rows: Sequence[Row], expected: dict[str, Row], seconds: float) -> N
 
 
 def report_exact(rows: Sequence[Row], expected: dict[str, Row]) -> bool:
-    """Print one line for each case and each run that differs from one process; return whether none differs."""
+    """Print a line for each case, and for each training that differs from one process; tell if none differs."""
     print(f"\n{'pipeline x data':32s} {'runs':>5s} {'equal':>5s}  sha256 of one process")
     equal = True
     for case in EXACT:
@@ -229,7 +246,11 @@ def report_exact(rows: Sequence[Row], expected: dict[str, Row]) -> bool:
 
 
 def report_rounded(rows: Sequence[Row], expected: dict[str, Row]) -> bool:
-    """Print the largest difference of a loss by case, and every run beyond its bound or without repeated bits."""
+    """Print the largest relative difference of a loss for each case, and every training that is wrong.
+
+    A training is wrong if a difference exceeds the bound, or if the second training has other bits. Tell whether none
+    is wrong.
+    """
     print(f"\n{'tensor or context > 1':32s} {'runs':>5s} {'largest':>8s} {'bound':>6s}  where")
     good = True
     for case in ROUNDED:
@@ -248,7 +269,7 @@ def report_rounded(rows: Sequence[Row], expected: dict[str, Row]) -> bool:
 
 
 def main() -> None:
-    """Launch all jobs, and compare their results with one process."""
+    """Run all jobs, and compare their results with one process; exit with status 1 if some are wrong."""
     parser = arguments(__doc__, "2,4,6,8", "")
     parser.add_argument("--quick", action="store_true", help="a tenth of the runs")
     parser.add_argument("--in-turn", action="store_true", help="every schedule and ZeRO stage with one case, in turn")

@@ -2,8 +2,9 @@
 
     python scripts/failure_table.py [--ranks 2 4 8] [--faults raise kill ...] [--launcher "mpiexec python" ...]
 
-It prints a line for each case: seconds from the fault until every rank had ended, exit status, verdict and message.
-The launchers are those in the variable MPIZERO_MPIEXEC, or the mpiexec beside this Python.
+It prints a line for each job: launcher, fault, number of ranks, seconds from the fault until every rank had ended, exit
+status, and a verdict, which is "ok" or says what is wrong. The default launchers are those in the environment variable
+MPIZERO_MPIEXEC, or the mpiexec in the folder of this Python interpreter.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ MISMATCHES = (*ORDERS, "operation", "extra", "missing", *REFUSED)
 
 
 def run(launcher: tuple[str, str], fault: str, ranks: int, debug: bool) -> Ended:
-    """Start one job, and wait for its end."""
+    """Run one job on ``ranks`` ranks in which one rank fails as ``fault`` names it, and return how it ended.
+
+    ``launcher`` is an mpiexec and a Python interpreter. With ``debug`` all collectives are compared before they start.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         program = TESTS / ("program.py" if fault in FAILURES else "programs/contract_program.py")
@@ -42,7 +46,7 @@ def run(launcher: tuple[str, str], fault: str, ranks: int, debug: bool) -> Ended
 
 
 def verdict(ended: Ended, fault: str) -> str:
-    """Return "ok" if the job ended as it must, else what is wrong."""
+    """Return "ok" if the job with ``fault`` ended as it must, else a text that says what is wrong."""
     expected = 1 if fault == "raise" else None
     tracebacks = ended.err.count("Traceback (most recent call last)")
     wrong = [
@@ -57,12 +61,12 @@ def verdict(ended: Ended, fault: str) -> str:
 
 
 def named(ended: Ended) -> bool:
-    """Tell whether a mismatch was reported with the source lines of both sides."""
+    """Tell whether the report of a wrong collective names at least two source lines, those of the ranks that differ."""
     return ended.err.count("contract_program.py:") >= 2
 
 
 def main() -> None:
-    """Print the table; exit with status 1 if a job did not end as it must."""
+    """Run all jobs, and print the table; exit with status 1 if a job did not end as it must."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--faults", nargs="+", default=[*FAILURES, *MISMATCHES], choices=[*FAILURES, *MISMATCHES])

@@ -1,14 +1,16 @@
-"""Train a model that does not fit into one process with limited memory, but into several with the same limit each.
+"""Train a model that is too large for one process with limited memory on several processes with the same limit each.
 
     python scripts/memory_limit.py [--layers 40] [--ranks 4] [--limit-mb 300] [--launcher "MPIEXEC PYTHON"]
 
-Three trainings of one model run, all with FSDPModel (ZeRO-3) on private memory: one process without a limit, one
-process with the limit, and --ranks processes with the same limit each. The limit is on the memory that a process
-allocates beyond what it had before the model was made (RLIMIT_DATA: heap and private mappings); the kernel refuses
-more. Expected is that the one process with the limit ends with an error that says so, that the ranks train, and that
-their losses and parameters have the bits of the process without a limit. The exit status is then 0, otherwise 1.
+Three trainings of one model run, all with FSDPModel (ZeRO-3) and ``share_node_memory=False``: on one process without a
+limit, on one process with the limit, and on --ranks processes with the same limit each. The limit is on the memory that
+a process allocates in addition to what it had before the model was made (RLIMIT_DATA: heap and private mappings); the
+operating system refuses more. The exit status is 0 if the one process with the limit ends with an error that says that
+memory is short, the --ranks processes train, and their losses and parameters have the bits of the process without a
+limit. Otherwise it is 1.
 
-The launcher is the first in the variable MPIZERO_MPIEXEC, or the mpiexec beside this Python.
+The default launcher is the first in the environment variable MPIZERO_MPIEXEC, or the mpiexec in the folder of this
+Python interpreter.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ CLASSES = 8
 
 
 def parse() -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line, and return its options."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--width", type=int, default=1024, help="of every layer (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=40, help="(default: %(default)s)")
@@ -47,7 +49,11 @@ def parse() -> argparse.Namespace:
 
 
 def train(options: argparse.Namespace, width: int, layers: int, steps: int) -> dict[str, Any]:
-    """Train on all ranks, and return losses, hash, number of parameters, and the memory that each rank used."""
+    """Train an MLP on all ranks, and return a JSON document. Collective over all ranks.
+
+    Its keys are "losses" (of each step, in hexadecimal), "sha256" (of the parameters), "parameters" (their number) and
+    "ranks": for each rank its memory in bytes ("counted" by the library, and the growth of "pss" and "rss").
+    """
     import numpy as np
     from mpi4py import MPI
 
@@ -70,7 +76,7 @@ def train(options: argparse.Namespace, width: int, layers: int, steps: int) -> d
 
 
 def worker(options: argparse.Namespace) -> None:
-    """Run as one rank of one training."""
+    """Run as one rank of a training, with the limit if ``options.worker`` is "limited"; rank 0 prints the result."""
     from mpi4py import MPI
 
     from mpizero.train.run.process_memory import allocated
@@ -87,7 +93,7 @@ def worker(options: argparse.Namespace) -> None:
 
 
 class Ended(NamedTuple):
-    """Hold the end of a training: its exit status, its figures (None if it failed), its standard error."""
+    """Hold the end of a training: exit status, the result of :func:`train` (None if it failed), and standard error."""
 
     status: int
     found: dict[str, Any] | None
@@ -95,7 +101,7 @@ class Ended(NamedTuple):
 
 
 def run(launcher: tuple[str, str], options: argparse.Namespace, kind: str, ranks: int) -> Ended:
-    """Start one training, and wait for its end."""
+    """Run one training on ``ranks`` ranks, and return how it ended; ``kind`` is "free" (no limit) or "limited"."""
     from tests.faults.jobs import run_job
 
     command = [Path(__file__).resolve(), "--worker", kind]
@@ -109,7 +115,7 @@ def run(launcher: tuple[str, str], options: argparse.Namespace, kind: str, ranks
 
 
 def told(name: str, ended: Ended) -> str:
-    """Return the line of the table for one training."""
+    """Return the line of the table for the training ``name``."""
     if ended.found is None:
         return f"{name:22s}  {'ended with status ' + str(ended.status):>46s}"
     ranks = ended.found["ranks"]

@@ -1,11 +1,11 @@
-"""Run one job for each of many typical mistakes, and print what its user sees: message, seconds, exit status.
+"""Run one job for each of many typical mistakes of users, and print message, seconds and exit status of each.
 
     python scripts/mistake_table.py [--ranks 1 2 4] [--only batches ...] [--launcher "mpiexec python" ...] [--page]
 
-The mistakes are the functions in scripts/mistakes/*.py, which declare the expected exit status and message. A job has
-failed if it hangs, ends with another status, or does not print the message; the exit status of this script is then 1.
-``--page`` writes the table into docs/failures.md. The launchers are those in the variable MPIZERO_MPIEXEC, or the
-mpiexec beside this Python.
+The mistakes are the functions in scripts/mistakes/*.py, which declare the expected exit status and message. The exit
+status of this script is 1 if a job hangs, ends with another status, or does not print the message. ``--page`` writes
+the table into docs/failures.md. The default launchers are those in the environment variable MPIZERO_MPIEXEC, or the
+mpiexec in the folder of this Python interpreter.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ LIMIT = 60.0
 
 @dataclass(frozen=True)
 class Row:
-    """Hold the result of one mistake on one number of ranks."""
+    """Hold the result of one mistake on one number of ranks.
+
+    ``topic`` is the mistake's file, ``done`` says what was done wrong, ``ended`` is the job's end (None if it hangs),
+    ``message`` what its user sees, and ``verdict`` "ok" or what is wrong.
+    """
 
     topic: str
     done: str
@@ -55,14 +59,17 @@ class Row:
 
 
 def topics(only: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name of each file of mistakes, with its mistakes by name."""
+    """Yield the name of each file of mistakes, and its mistakes by name; ``only`` names the files, empty for all."""
     for path in sorted(MISTAKES.glob("*.py")):
         if path.stem not in ("case", "__init__") and (not only or path.stem in only):
             yield path.stem, mistakes_of(importlib.import_module(path.stem))
 
 
 def run(launcher: tuple[str, str], topic: str, name: str, ranks: int, expected: Mistake) -> Ended | None:
-    """Run one job to its end; return None if it hangs."""
+    """Run the mistake ``name`` of file ``topic`` as a job on ``ranks`` ranks; return its end, or None if it hangs.
+
+    ``launcher`` is an mpiexec and a Python interpreter.
+    """
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         command, environment = [MISTAKES / f"{topic}.py", name], dict(expected.environment)
         try:
@@ -72,7 +79,7 @@ def run(launcher: tuple[str, str], topic: str, name: str, ranks: int, expected: 
 
 
 def verdict(ended: Ended | None, topic: str, expected: Mistake) -> str:
-    """Return "ok" if the job ended as declared, "hang", or what is wrong."""
+    """Return "ok" if the job ended as ``expected`` says, "hang" if it did not end, else what is wrong."""
     if ended is None:
         return "hang"
     said = " ".join((ended.out + ended.err).split())
@@ -86,7 +93,10 @@ def verdict(ended: Ended | None, topic: str, expected: Mistake) -> str:
 
 
 def message(ended: Ended | None, expected: Mistake) -> str:
-    """Return the first line of output that has the first declared piece of text, without the rank's prefix."""
+    """Return the first line of the job's output that contains the first text of ``expected.says``; "" if none does.
+
+    The prefix that names the rank is removed.
+    """
     if ended is None:
         return ""
     lines = (ended.err + "\n" + ended.out).splitlines()
@@ -95,7 +105,7 @@ def message(ended: Ended | None, expected: Mistake) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """Return the rows as a Markdown table; a mistake on several numbers of ranks is one line."""
+    """Return the rows as a Markdown table, with one line for each mistake on all its numbers of ranks."""
     lines = ["| what was done | what is said | ranks: seconds, status |", "|---|---|---|"]
     together: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
@@ -108,13 +118,13 @@ def table(rows: list[Row]) -> str:
 
 
 def write_page(text: str) -> None:
-    """Write the table between its marks in docs/failures.md."""
+    """Write the table ``text`` between the marks "mistakes: begin" and "mistakes: end" in docs/failures.md."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
 
 
 def main() -> None:
-    """Print the table; exit with status 1 if a mistake did not end as it must."""
+    """Run all chosen mistakes, and print their results; exit with status 1 if a job did not end as it must."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--only", nargs="+", default=[], metavar="TOPIC", help="files of scripts/mistakes")

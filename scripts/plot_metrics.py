@@ -1,4 +1,4 @@
-"""Draw the loss of one or several runs from their ``metrics.jsonl`` (needs the extra ``plot``)."""
+"""Draw the losses of one or several runs of `mpizero train` from their ``metrics.jsonl`` (needs matplotlib)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Any
 
 
 def read(run: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's metrics; ``run`` is its folder or the file itself."""
+    """Return "step", "loss" and "validation_loss" (or None) of each line in the metrics of a run.
+
+    ``run`` is the run's folder, or its file ``metrics.jsonl``.
+    """
     path = run / "metrics.jsonl" if run.is_dir() else run
     if path.exists() and not path.is_file():
         sys.exit(f"{path}: not a regular file; give the folder of a run of `mpizero train`")
@@ -23,7 +26,7 @@ def read(run: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Draw the losses of all given runs into one picture."""
+    """Draw the losses of all runs on the command line into one picture."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, or metrics files")
     parser.add_argument("--output", type=Path, default=Path("loss.png"))

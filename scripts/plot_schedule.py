@@ -1,4 +1,4 @@
-"""Show a pipeline schedule's timetable as text, and as a picture (which needs the extra ``plot``)."""
+"""Show the timetable of a pipeline schedule as text, and as a picture (which needs matplotlib)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ COLOURS = {"forward": "C0", "backward": "C2", "backward_input": "C9", "backward_
 
 
 def draw(simulation: Simulation, output: Path) -> None:
-    """Write one picture: one line per stage, one box per instruction, later chunks of a stage hatched."""
+    """Write a picture of a simulated schedule to ``output``: one line per stage, one box per instruction.
+
+    Instructions of later chunks of a stage are paler.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -58,7 +61,7 @@ def draw(simulation: Simulation, output: Path) -> None:
 
 
 def seconds(text: str) -> tuple[float, float, float]:
-    """Parse the seconds of a chunk's forward pass, and of the input and weight half of its backward pass."""
+    """Parse three numbers of seconds: of a forward pass, and of the input and weight halves of a backward pass."""
     try:
         forward, inputs, weights = map(float, text.split(","))
     except ValueError:
@@ -70,7 +73,7 @@ def seconds(text: str) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    """Print the timetable; with ``--output`` also write the picture."""
+    """Print the timetable of the chosen schedule; with ``--output`` also write the picture."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("schedule", choices=SCHEDULES)
     parser.add_argument("--stages", type=int, default=4)

@@ -1,10 +1,10 @@
-"""Print figures of a checkout's structure: lines, modules, levels of imports, cycles, modules that a step calls.
+"""Print numbers about the structure of the sources: lines, modules, levels and cycles of imports, modules of a step.
 
     python scripts/structure_report.py [FOLDER] [--json]
 
-FOLDER is a checkout of any age (default: this one). In the figures, a room of ``mpizero.parallel`` is one of its
-sub-packages, or a module outside of them. Levels are the length of the longest chain of imports; a cycle counts with
-all its members. Arrows are the imports between rooms.
+FOLDER is a checkout of mpizero of any version (default: this one). A *room* of ``mpizero.parallel`` is one of its
+sub-packages, or a module directly in it. *Levels* is the number of modules (or rooms) in the longest chain of imports,
+where all members of a cycle count. *Arrows* is the number of pairs in which one module (or room) imports the other.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ class Sources:
         self.trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in self.paths.items()}
 
     def imports(self, *, typing: bool = False) -> Graph:
-        """Return for each module the modules of the package that it imports; ``typing`` adds those for types only."""
+        """Return for each module of mpizero the modules of mpizero that it imports.
+
+        Imports under ``if TYPE_CHECKING`` are left out unless ``typing`` is True.
+        """
         graph = {name: {found for found in self._imported(name, typing) if found in self.paths} for name in self.paths}
         return {name: found - {name} for name, found in graph.items()}
 
@@ -77,7 +80,7 @@ class Sources:
                 yield from (name if name in self.paths else source for name in inner)
 
     def twice(self) -> list[str]:
-        """Return the names of public classes that several modules define."""
+        """Return the names that are public classes in more than one module."""
         names = Counter(
             node.name
             for parsed in self.trees.values()
@@ -87,19 +90,19 @@ class Sources:
         return sorted(name for name, count in names.items() if count > 1)
 
     def folders(self) -> Counter[str]:
-        """Return the number of modules in each folder, without ``__init__``."""
+        """Return the number of modules in each folder; ``__init__.py`` does not count."""
         paths = [path.relative_to(self.root) for path in self.paths.values() if path.name != "__init__.py"]
         return Counter(path.parent.as_posix() for path in paths)
 
 
 def below(graph: Graph, package: str) -> Graph:
-    """Return the part of an import graph inside a package, without the package's ``__init__``."""
+    """Return the part of an import graph between modules of ``package``, without its ``__init__``."""
     kept = {name for name in graph if name.startswith(package + ".")}
     return {name: graph[name] & kept for name in kept}
 
 
 def merged(graph: Graph, depth: int) -> Graph:
-    """Return the graph of packages: modules are merged if the first ``depth`` parts of their names are equal."""
+    """Return an import graph in which modules are merged if the first ``depth`` parts of their names are equal."""
     rooms: Graph = defaultdict(set)
     for name, targets in graph.items():
         room = ".".join(name.split(".")[:depth])
@@ -108,7 +111,10 @@ def merged(graph: Graph, depth: int) -> Graph:
 
 
 def components(graph: Graph) -> list[list[str]]:
-    """Return the strongly connected components by Tarjan's algorithm; imported components come first."""
+    """Return the strongly connected components of an import graph, by Tarjan's algorithm.
+
+    A component comes after those that it imports.
+    """
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -134,7 +140,7 @@ def components(graph: Graph) -> list[list[str]]:
 
 
 def levels(graph: Graph) -> int:
-    """Return the length of the longest chain of imports; a cycle counts with all its members."""
+    """Return the number of modules in the longest chain of imports; all members of a cycle count."""
     height: dict[str, int] = {}
     for members in components(graph):
         outside = {target for name in members for target in graph[name]} - set(members)
@@ -143,12 +149,12 @@ def levels(graph: Graph) -> int:
 
 
 def arrows(graph: Graph) -> int:
-    """Return the number of imports in a graph."""
+    """Return the number of edges of an import graph."""
     return sum(map(len, graph.values()))
 
 
 def cycles(graph: Graph) -> list[str]:
-    """Return the cycles: the components with more than one member, each as a line of names."""
+    """Return the import cycles: strongly connected components of more than one member, each as a line of names."""
     return [" ".join(members) for members in components(graph) if len(members) > 1]
 
 
@@ -158,7 +164,7 @@ def lines(folder: Path) -> int:
 
 
 def step_modules(root: Path) -> list[str]:
-    """Run one ZeRO-2 step in a new process, and return the modules whose functions it calls."""
+    """Run one ZeRO-2 step of the checkout ``root`` in a new process; return the modules whose functions it calls."""
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
         [sys.executable, "-c", STEP], cwd=root, env=environment, capture_output=True, text=True, check=False
@@ -171,7 +177,7 @@ def step_modules(root: Path) -> list[str]:
 
 
 def report(root: Path) -> dict[str, Any]:
-    """Return the figures of a checkout, by name."""
+    """Return all printed values for the checkout ``root``, by the text that is printed before each."""
     sources = Sources(root)
     runtime, typing = sources.imports(), sources.imports(typing=True)
     parallel = below(runtime, PARALLEL)
@@ -204,7 +210,7 @@ def report(root: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the figures as a table, or as JSON."""
+    """Print the values as a table, or as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=Path(__file__).parents[1], help="a checkout")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -32,7 +32,7 @@ PARTS = ("syscalls", "kills", "damage", "disk")
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command line."""
+    """Parse the command line, and return its options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="a sample of each part, in about a minute")
     parser.add_argument("--only", action="append", choices=PARTS, help="this part; may be repeated")

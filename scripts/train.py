@@ -1,6 +1,7 @@
 """Train a small GPT with parameters, gradients and optimizer state sharded over all ranks.
 
-Run it as ``mpiexec -n 8 python scripts/train.py``, with any number of ranks: the printed hash does not depend on it.
+Run it as ``mpiexec -n 8 python scripts/train.py``, with any number of ranks: the printed hash of the parameters does
+not depend on that number.
 """
 
 from __future__ import annotations

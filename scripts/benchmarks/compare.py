@@ -1,15 +1,16 @@
 """Train one GPT with mpizero, PyTorch and DeepSpeed alternately, and print tokens a second, memory and ratios.
 
-All contenders train the same architecture on CPU, with AdamW, on the same number of ranks of one thread each, with the
-same number of samples a rank, and without clipping. They are mpizero's four strategies, started by mpiexec; PyTorch's
-DDP, DDP with ZeroRedundancyOptimizer, and FSDP2; and DeepSpeed's ZeRO-1, 2 and 3. The latter two use gloo and start
-with the environment of torchrun. "products alone" computes only the matrix products of the same step by NumPy, as a
-limit for all. Every contender is first run alone, to measure its memory. Then all of them are started, and each in turn
-trains a few steps while the others sleep, so that a slow moment of the machine affects them alike. Ratios are taken
-inside a round. The tables show medians over rounds, and in parentheses least and most.
+A contender is one implementation of the same training: the same architecture on CPU, with AdamW and without clipping,
+on the same number of ranks of one thread each, with the same number of samples on each rank. The contenders are
+mpizero's four strategies, started by mpiexec; PyTorch's DDP, DDP with ZeroRedundancyOptimizer, and FSDP2; and
+DeepSpeed's ZeRO-1, 2 and 3. PyTorch and DeepSpeed use gloo and start with the environment variables of torchrun.
+"products alone" computes only the matrix products of the same step by NumPy; no contender can be faster. Every
+contender is first run alone, to measure its memory. Then all of them are started. In each round every contender trains
+a few steps while the others sleep, so that a slow moment of the machine affects all alike. Ratios are computed from
+times of the same round. The tables show medians over rounds, and in parentheses the smallest and largest value.
 
-With ``--bits`` nothing is timed: each contender trains with one global batch on 1, 2 and 4 ranks, and the bits of the
-results are compared.
+With ``--bits`` nothing is timed: each contender trains with the same global batches on 1, 2 and 4 ranks, and the bits
+of the resulting parameters are compared.
 
 PyTorch and DeepSpeed need an environment of their own, whose interpreter is given by ``--peers-python``:
 ``python3 -m venv peers && DS_BUILD_OPS=0 peers/bin/pip install torch==2.13.0 deepspeed`` (the CPU build of PyTorch).
@@ -59,7 +60,7 @@ BUILD = "from deepspeed.accelerator import get_accelerator as get; get().create_
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command line."""
+    """Parse the command line, and return its options."""
     options = parser(__doc__, rounds=7, mpiexec=True, json=True)
     options.add_argument("--preset", choices=PRESETS, default="base", help="shapes that the options below change")
     for name in ("ranks", "dim", "layers", "heads"):
@@ -84,7 +85,7 @@ def arguments() -> argparse.Namespace:
 
 
 def worker(args: argparse.Namespace) -> None:
-    """Run as one rank of one contender."""
+    """Run as one rank of the contender ``args.be``, until the benchmark closes the connection."""
     shape = {name: getattr(args, name) for name in SHAPE}
     one: Any
     if args.be in PEERS:
@@ -106,7 +107,10 @@ def worker(args: argparse.Namespace) -> None:
 
 
 def team(args: argparse.Namespace, name: str, own_adam: bool) -> Team:
-    """Start the ranks of one contender: mpizero's by mpiexec, the others with torchrun's environment."""
+    """Start the ranks of the contender ``name``: mpizero's by mpiexec, the others with the variables of torchrun.
+
+    ``own_adam`` says whether DeepSpeed uses its own fused Adam; otherwise it uses PyTorch's.
+    """
     values = {key: getattr(args, key) for key in SHAPE}
     words = [__file__, *(word for key, value in values.items() for word in (f"--{key}", str(value)))]
     if args.grain:
@@ -138,7 +142,10 @@ def team(args: argparse.Namespace, name: str, own_adam: bool) -> Team:
 
 
 def require(args: argparse.Namespace) -> bool:
-    """End with advice if a module is missing; return whether DeepSpeed's own fused Adam can be built."""
+    """Check that PyTorch and DeepSpeed are installed as needed, or end the script with advice.
+
+    Return True if DeepSpeed takes part and its own fused Adam can be built.
+    """
     wanted = {name.partition("-")[0] for name in args.contenders if name in PEERS}
     environment = one_thread() | {
         "DS_ACCELERATOR": "cpu",
@@ -166,7 +173,10 @@ def require(args: argparse.Namespace) -> bool:
 
 @contextlib.contextmanager
 def watched(pids: Sequence[int]) -> Iterator[dict[str, int]]:
-    """Measure the largest memory of one process, and of all, until the end of the block; yield a dictionary of both."""
+    """Measure the memory (PSS, in bytes) of processes until the end of the block.
+
+    Yield a dictionary that is updated meanwhile: "rank" is the largest memory of one process, "node" of all together.
+    """
     most = {"rank": 0, "node": 0}
     stop = threading.Event()
 
@@ -187,7 +197,11 @@ def watched(pids: Sequence[int]) -> Iterator[dict[str, int]]:
 
 
 def memory(args: argparse.Namespace, name: str, own_adam: bool) -> dict[str, Any]:
-    """Run one contender alone, and return its version and its memory."""
+    """Run the contender ``name`` alone for a few steps.
+
+    Return what its "prepare" returns, and its memory in bytes: the largest of one rank, of all ranks together, and of
+    all ranks before the model was built.
+    """
     with team(args, name, own_adam) as alone:
         pids = list(alone.pids.values())
         with watched(pids) as before:
@@ -199,7 +213,7 @@ def memory(args: argparse.Namespace, name: str, own_adam: bool) -> dict[str, Any
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run all contenders, first each alone and then alternately, and return the figures."""
+    """Run all contenders, first each alone and then alternately; return all results as a JSON document."""
     own_adam = require(args)
     names = args.contenders
     results: dict[str, dict[str, Any]] = {name: {} for name in names}
@@ -234,7 +248,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def report(found: dict[str, Any]) -> str:
-    """Return the figures as a table for people."""
+    """Format the result of :func:`measure` as tables."""
     shape, results = found["configuration"], found["results"]
     versions = sorted({row["version"] for row in results.values()} - {"mpizero"})
     lines = [
@@ -262,7 +276,10 @@ def report(found: dict[str, Any]) -> str:
 
 
 def compare_bits(args: argparse.Namespace) -> dict[str, list[str]]:
-    """Train each contender with one global batch on 1, 2 and 4 ranks, and return the hashes of the parameters."""
+    """Train each contender with the same global batches on 1, 2 and 4 ranks.
+
+    Return by contender the hashes of the resulting parameters, for the three numbers of ranks.
+    """
     own_adam = require(args)
     total = args.ranks * args.batch
     if total % 4:
@@ -282,7 +299,7 @@ def compare_bits(args: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def report_bits(args: argparse.Namespace, found: dict[str, list[str]]) -> str:
-    """Return the hashes, and whether they agree, as text for people."""
+    """Format the result of :func:`compare_bits`: for each contender its hashes, and whether they are equal."""
     lines = [f"after 10 steps with {args.ranks * args.batch} sequences each, on 1, 2 and 4 ranks:"]
     for name, hashes in found.items():
         different = len(set(hashes))
@@ -292,7 +309,7 @@ def report_bits(args: argparse.Namespace, found: dict[str, list[str]]) -> str:
 
 
 def main() -> None:
-    """Run all contenders, and print the figures or the comparison of bits."""
+    """Run all contenders, and print speed and memory, or with ``--bits`` the comparison of bits."""
     args = arguments()
     if args.be:
         worker(args)

@@ -1,12 +1,13 @@
-"""Measure the time in a training step of checking that all ranks call the same collectives (the contract).
+"""Measure how long a training step takes to check that all ranks call the same collectives (the contract).
 
     mpiexec -n 2 python scripts/benchmarks/contract_overhead.py [--rounds 30] [--steps 100] [--hidden 64 64]
 
 Steps with and without the contract alternate. Both train a small model, whose step of about 1 ms calls the same
-collectives as a large one. Without the contract, `CallTrace.begin` only counts, and `mismatch_term` is 0. The figure is
-the median over rounds of the ratio of neighbouring steps, with its quartiles. On a busy machine use many short rounds,
-and take the fastest. The last figure does not depend on other programs: it is the processor time of the contract's
-calls in a step, as a share of the step.
+collectives as a large one. Without the contract, `CallTrace.begin` only counts calls, and `mismatch_term` is 0. The
+printed overhead is the ratio of the times with and without the contract in the same round: median over the rounds, and
+quartiles. On a busy machine use many short rounds, and look at the times of the fastest twentieth of the rounds. The
+last printed figure does not depend on other programs: it is the processor time of the contract's calls in a step, in
+percent of a step of 1 ms.
 """
 
 from __future__ import annotations
@@ -26,25 +27,25 @@ from mpizero.comm.recording.call_trace import CallTrace
 
 
 def count_only(self: CallTrace, call: tuple[Any, ...]) -> int:
-    """Count a call without recording it, in place of ``CallTrace.begin``."""
+    """Count a call without recording it, and return its number; replaces ``CallTrace.begin``."""
     sequence = self.started = self.started + 1
     return sequence
 
 
 class Switch:
-    """Switch the contract on and off."""
+    """Switch the contract (the check that all ranks call the same collectives) on and off."""
 
     def __init__(self) -> None:
         self.begin, self.number = CallTrace.begin, MpiCommunicator.mismatch_term
 
     def set(self, on: bool) -> None:
-        """Install the real methods, or methods that do nothing but count."""
+        """Install the real methods of the contract if ``on``, else methods that only count calls."""
         CallTrace.begin = self.begin if on else count_only
         MpiCommunicator.mismatch_term = self.number if on else lambda self: 0
 
 
 def seconds(model: Any, x: Any, y: Any, steps: int) -> float:
-    """Train ``steps`` steps, and return the seconds of one."""
+    """Train ``steps`` steps, and return the mean seconds of one."""
     started = time.perf_counter()
     for _ in range(steps):
         model.train(x, y)
@@ -52,7 +53,7 @@ def seconds(model: Any, x: Any, y: Any, steps: int) -> float:
 
 
 def processor_seconds(work: Callable[[], object], times: int = 2000, rounds: int = 25) -> float:
-    """Return the processor time of one call of ``work``, the least of some rounds."""
+    """Return the processor time of one call of ``work``, in seconds: the least mean of ``times`` calls in a round."""
     found = []
     for _ in range(rounds):
         started = time.thread_time()
@@ -74,14 +75,14 @@ def records(work: Callable[[], object]) -> int:
 
 
 def cost_of_a_step(comm: MpiCommunicator, calls: float) -> float:
-    """Return the processor time that recording and comparing a step's calls takes, beyond counting them."""
+    """Return the processor time, in seconds, in which the contract records and compares the calls of a step."""
     trace, call = CallTrace("cost"), ("allreduce", "cost", "f", 1000, "sum")
     record = processor_seconds(lambda: trace.begin(call)) - processor_seconds(lambda: count_only(trace, call))
     return calls * record + processor_seconds(comm.mismatch_term)
 
 
 def main() -> None:
-    """Measure, and print one line on rank 0."""
+    """Measure the overhead of the contract, and print one line on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=100)

@@ -1,11 +1,11 @@
-"""Measure the share of the GEMM rate that one process reaches over a whole training step of a GPT.
+"""Measure the rate (operations a second) of a whole training step of a GPT as a fraction of the GEMM rate.
 
 One process with one thread times alternately: a whole step (forward, backward, AdamW); forward and backward alone; and
-the matrix products of the linear layers with the step's shapes, by the same BLAS, into allocated arrays. The rate of
-these products is the GEMM rate. A step's rate is the operations of all its products, as the layers count them, divided
-by its seconds; products of attention that are skipped as masked do not count. The step's share is its rate divided by
-the GEMM rate of the same round. The tables show medians over rounds and, in parentheses, least and most.
-``--clock cpu`` measures processor time, for machines on which other programs run.
+only the matrix products of the linear layers with the step's shapes, by the same BLAS, into allocated arrays. The rate
+of these products is the GEMM rate. A step's rate is the number of operations of all its matrix products, as the layers
+count them, divided by its seconds. Products of attention that are skipped because they are masked do not count. The
+step's rate is divided by the GEMM rate of the same round. The tables show medians over rounds and, in parentheses, the
+smallest and largest value. ``--clock cpu`` measures processor time, for machines on which other programs run.
 
 ``--kinds`` also prints the time of each kind of layer in forward and backward, and the rate of its products.
 """
@@ -44,7 +44,7 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command line."""
+    """Parse the command line, and return its options."""
     options = parser(__doc__, rounds=7)
     options.add_argument("--dim", type=int, default=512)
     options.add_argument("--layers", type=int, default=6)
@@ -58,7 +58,7 @@ def arguments() -> argparse.Namespace:
 
 
 def seconds(args: argparse.Namespace, work: Callable[[], Any]) -> float:
-    """Return the seconds of one call by the chosen clock."""
+    """Call ``work`` once, and return the seconds by the clock that ``args.clock`` names."""
     clock = CLOCKS[args.clock]
     started = clock()
     work()
@@ -68,7 +68,10 @@ def seconds(args: argparse.Namespace, work: Callable[[], Any]) -> float:
 def compare(
     args: argparse.Namespace, works: dict[str, Callable[[], Any]], counted: float, products: LinearProducts
 ) -> None:
-    """Time all works alternately, and print their seconds, rates and shares of the GEMM rate."""
+    """Time all functions in ``works`` alternately, and print their times, rates and fractions of the GEMM rate.
+
+    ``works["products"]`` is ``products``, which has its own number of operations; the others have ``counted``.
+    """
     for work in works.values():
         work()
     found = alternate(args.rounds, list(works), lambda name: seconds(args, works[name]), quiet=True)
@@ -86,7 +89,10 @@ def compare(
 
 @contextmanager
 def timed_methods(args: argparse.Namespace, spent: Counter[str], operations: Counter[str]) -> Iterator[None]:
-    """Inside the block, add the seconds of the layers' methods, without those of inner layers, to ``spent``."""
+    """Inside the block, add the seconds of each method of each layer to ``spent``, by the method's name.
+
+    Time in the methods of inner layers is counted only there. Operations of linear layers are added to ``operations``.
+    """
     clock, inside = CLOCKS[args.clock], [0.0]
     rows = args.batch * args.sequence
 
@@ -134,7 +140,7 @@ def timed_methods(args: argparse.Namespace, spent: Counter[str], operations: Cou
 
 
 def tell_kinds(args: argparse.Namespace, work: Callable[[], Any]) -> None:
-    """Print the median seconds and the rate of each kind of layer."""
+    """Print the median seconds of each kind of layer in ``work``, and the rate of its matrix products."""
     rounds: list[Counter[str]] = []
     operations: Counter[str] = Counter()
     for _ in range(args.rounds):
@@ -150,7 +156,7 @@ def tell_kinds(args: argparse.Namespace, work: Callable[[], Any]) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Time steps and products of one GPT, and print the tables."""
     args = arguments()
     gpt = mz.nn.GPT(dim=args.dim, layers=args.layers, heads=args.heads, sequence=args.sequence, vocabulary=VOCABULARY)
     text = np.random.default_rng(0).integers(0, VOCABULARY, (args.batch, args.sequence + 1))

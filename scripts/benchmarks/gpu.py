@@ -1,14 +1,15 @@
-"""Compare training on a GPU: its losses with the CPU's, its AdamW with a copy, its tokens a second with PyTorch's.
+"""Test training on a GPU: compare losses with the CPU's, the AdamW kernel with a copy, and speed with PyTorch's.
 
-There are three parts, each on this process's first GPU. Contenders run alternately, and ratios are taken inside a
-round. The output has medians over rounds and, in parentheses, least and most.
+There are three parts, each on this process's first GPU. In each part, what is compared runs alternately, and ratios are
+computed from times of the same round. The output has medians over rounds and, in parentheses, the smallest and largest
+value.
 
 1. ``losses``: a small GPT in float32 trains some steps on the GPU and on the CPU. The largest relative difference of
    their losses must stay below 1e-4.
-2. ``kernel``: the fused AdamW kernel (reads 4 and writes 3 floats an element) beside a copy within the GPU's memory of
-   as many bytes: its share of the GPU's copy rate.
-3. ``train``: whole steps of a GPT in float32 and with products in bfloat16, beside PyTorch's eager mode (float32 and
-   autocast to bfloat16) with its fused AdamW, where a PyTorch that finds the GPU can be imported.
+2. ``kernel``: the fused AdamW kernel (which reads 4 and writes 3 floats for each element) is compared with a copy of as
+   many bytes within the GPU's memory. The result is the kernel's rate as a fraction of the copy's.
+3. ``train``: whole steps of a GPT in float32, and with products in bfloat16, are compared with PyTorch's eager mode
+   (float32, and autocast to bfloat16) and its fused AdamW, if PyTorch can be imported and finds the GPU.
 
 Without a GPU the script says why and ends with status 69. In Numba's simulator only the first part runs, because the
 speed of the simulator means nothing.
@@ -39,7 +40,7 @@ RATE = 1e-3
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command line."""
+    """Parse the command line, and return its options."""
     options = parser(__doc__, rounds=7)
     options.add_argument("--parts", default=",".join(PARTS), help="(default: %(default)s)")
     options.add_argument("--parameters", type=float, default=100e6, help="of the kernel (default: %(default).0f)")
@@ -56,18 +57,21 @@ def arguments() -> argparse.Namespace:
 
 
 def shape_of(args: argparse.Namespace) -> dict[str, int]:
-    """Return the sizes of the model, as its constructor names them."""
+    """Return the sizes of the GPT by the names of its constructor's parameters."""
     return {name: getattr(args, name) for name in ("dim", "layers", "heads", "sequence", "vocabulary")}
 
 
 def samples(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
-    """Return one batch of random token ids, and the ids that follow them as targets."""
+    """Return one batch of random token ids, and as targets the id that follows each."""
     ids = np.random.default_rng(0).integers(0, args.vocabulary, (args.batch, args.sequence + 1))
     return ids[:, :-1].copy(), ids[:, 1:].copy()
 
 
 def losses(args: argparse.Namespace) -> bool:
-    """Compare the losses of GPU and CPU, and return whether they agree within the bound."""
+    """Train a small GPT on GPU and CPU, and print the largest relative difference of their losses.
+
+    Tell whether it is below ``LIMIT``.
+    """
     small = {"dim": 64, "layers": 2, "heads": 4, "sequence": 32, "vocabulary": 64, "batch": 8}
     args = argparse.Namespace(
         **{**vars(args), **{name: min(size, getattr(args, name)) for name, size in small.items()}}
@@ -89,7 +93,7 @@ def losses(args: argparse.Namespace) -> bool:
 
 
 def kernel(args: argparse.Namespace, device: devices.Device) -> None:
-    """Compare the rate of the fused AdamW kernel with the GPU's copy rate."""
+    """Print the rates, in GB/s, of the fused AdamW kernel and of a copy within the GPU's memory, and their ratio."""
     import cupy
 
     size, repeat = int(args.parameters), 10
@@ -119,7 +123,7 @@ def kernel(args: argparse.Namespace, device: devices.Device) -> None:
 
 
 class Ours:
-    """Train a GPT with mpizero on the GPU."""
+    """Train a GPT with mpizero on the GPU; ``precision`` is the setting ``mixed_precision``."""
 
     def __init__(self, args: argparse.Namespace, precision: str | None) -> None:
         self.config = mz.ShardingConfig(device="cuda", micro_batch=args.batch, mixed_precision=precision)
@@ -128,20 +132,20 @@ class Ours:
         self.batch = samples(args)
 
     def step(self) -> None:
-        """Train one step; the host has the new parameters afterwards."""
+        """Train one step."""
         self.model.train(*self.batch)
 
     def wait(self) -> None:
-        """Do nothing: a step has already waited for the GPU."""
+        """Do nothing: ``train`` itself waits for the loss, which the GPU computes."""
 
     def close(self) -> None:
-        """Free the model."""
+        """Free the model's memory and communicators."""
         self.model.close()
         self.config.close()
 
 
 class Torch:
-    """Train a GPT with PyTorch in eager mode on the GPU."""
+    """Train a GPT with PyTorch in eager mode on the GPU, with autocast to bfloat16 if ``precision`` is not None."""
 
     def __init__(self, args: argparse.Namespace, precision: str | None) -> None:
         import torch
@@ -162,7 +166,7 @@ class Torch:
         self.optimizer.zero_grad()
 
     def wait(self) -> None:
-        """Wait for the GPU."""
+        """Wait until the GPU has finished all work."""
         self.torch.cuda.synchronize()
 
     def close(self) -> None:
@@ -170,7 +174,7 @@ class Torch:
 
 
 def contenders(args: argparse.Namespace) -> dict[str, Any]:
-    """Build all trainings that can run here: mpizero's, and PyTorch's if it finds the GPU."""
+    """Build all trainings that can run on this machine, by name: mpizero's, and PyTorch's if PyTorch finds the GPU."""
     made: dict[str, Any] = {f"mpizero {p or 'float32'}": Ours(args, p) for p in (None, "bfloat16")}
     try:
         import torch
@@ -210,7 +214,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Run the chosen parts, and return the exit status."""
+    """Run the chosen parts, and return the exit status: 0, 1 if losses differ too much, or 69 without a GPU."""
     args = arguments()
     count, reason = devices.found()
     if not count:

@@ -1,8 +1,8 @@
 """Send one message of 2.5 GiB of uint8 by each kind of call, and check every byte that arrives.
 
-Start it on two ranks: ``mpiexec -n 2 python scripts/benchmarks/long_messages.py``. Each rank takes the size of the
-message in memory. ``--limit`` is the length of the pieces into which messages are cut. A limit above the size sends the
-message in one piece, which shows whether the MPI library can send more than 2 GiB.
+Start it on two ranks: ``mpiexec -n 2 python scripts/benchmarks/long_messages.py``. Each rank needs as much memory as
+the message is long. ``--limit`` is the number of bytes of the pieces into which mpizero cuts messages. If it exceeds
+the length, the message is sent in one piece, which shows whether the MPI library can send more than 2 GiB at once.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ PERIOD = 251
 
 
 def pattern(size: int) -> np.ndarray:
-    """Return bytes in which a piece at a wrong place is recognized."""
+    """Return ``size`` bytes whose period of 251 reveals a piece that arrives at a wrong position."""
     block = np.arange(PERIOD * 4096, dtype=np.uint32) % PERIOD
     return np.resize(block.astype(np.uint8), size)
 
 
 def right(arrived: np.ndarray) -> bool:
-    """Tell whether all bytes are those of :func:`pattern`, compared piece by piece to save memory."""
+    """Tell whether all bytes are those of :func:`pattern`; they are compared in pieces, to save memory."""
     step = PERIOD << 16
     cuts = range(0, arrived.size, step)
     return all(np.array_equal(arrived[i : i + step], pattern(min(step, arrived.size - i))) for i in cuts)
 
 
 def message(comm: MpiCommunicator, size: int) -> np.ndarray | None:
-    """Send the message from rank 0 to rank 1, and return the bytes that arrived, None on other ranks."""
+    """Send ``size`` bytes from rank 0 to rank 1 by point-to-point; return them on rank 1, and None on the others."""
     if comm.rank == 0:
         comm.send(pattern(size), 1)
     elif comm.rank == 1:
@@ -44,14 +44,17 @@ def message(comm: MpiCommunicator, size: int) -> np.ndarray | None:
 
 
 def broadcast(comm: MpiCommunicator, size: int) -> np.ndarray | None:
-    """Broadcast the message from rank 0 to all ranks, and return the bytes that arrived."""
+    """Broadcast a message of ``size`` bytes from rank 0 to all ranks, and return the received bytes."""
     buffer = pattern(size) if comm.rank == 0 else np.zeros(size, np.uint8)
     comm.broadcast(buffer)
     return buffer
 
 
 def blocks(comm: MpiCommunicator, size: int) -> np.ndarray | None:
-    """Send the message as the one block of an all-to-all, from rank 0 to rank 1, and return the bytes that arrived."""
+    """Send ``size`` bytes from rank 0 to rank 1 by an all-to-all whose other blocks are empty.
+
+    Return the received bytes on rank 1, None on the others.
+    """
     sent, taken = [0] * comm.size, [0] * comm.size
     if comm.rank == 0:
         sent[1] = size
@@ -66,7 +69,7 @@ PATHS = {path.__name__: path for path in (message, broadcast, blocks)}
 
 
 def main() -> None:
-    """Send the message once by every kind of call, and print whether it arrived."""
+    """Send a message once by every kind of call, and print the seconds and whether every byte arrived."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bytes", type=int, default=5 << 29, help="length of the message (default 2.5 GiB)")
     parser.add_argument("--limit", type=int, default=MESSAGE_LIMIT, help="length of a piece (default 1 GiB)")

@@ -1,18 +1,21 @@
 """Compare mpizero's gradient sum and AdamW update with MPI's collectives, plain loops, PyTorch and plain sums.
 
-In each of three comparisons the contenders run alternately. Ratios are taken inside a round. The tables show medians
-over rounds, and in parentheses least and most.
+In each of three comparisons several implementations run alternately. Ratios are computed from times of the same round.
+The tables show medians over rounds, and in parentheses the smallest and largest value.
 
-1. Two ranks with one computed gradient each; timed until every rank can read the new parameters. ``mpizero`` is the
-   library's fused pass over its shared window. The others use ``Reduce_scatter`` and ``Allgather``, or ``Allreduce``,
-   with the library's AdamW kernel or with NumPy. ``stream`` is a plain Numba loop with the same reads and writes (5 and
-   3 an element) over the same memory; ``stream, private`` is that loop over private arrays of each rank.
-2. One process: the AdamW kernel, a plain Numba loop with its reads and writes (4 and 3), and PyTorch's fused AdamW.
-3. Two ranks train a GPT with several micro-batches a rank. Their gradients are added by the canonical tree
-   (``exact``), or one after the other into one buffer (``plain``, ``accumulate``). ``one micro-batch`` computes the
-   same samples in one larger product, for orientation.
+1. Two ranks have computed one gradient each. Timed is what follows until every rank can read the new parameters.
+   ``mpizero`` is the library's fused pass over its shared window. The others use ``Reduce_scatter`` and ``Allgather``,
+   or ``Allreduce``, and update with the library's AdamW kernel or with NumPy. ``stream`` is a plain Numba loop with the
+   same reads and writes (5 and 3 for each element) over the same memory. ``stream, private`` is the same loop over
+   private arrays of each rank.
+2. One process runs the AdamW kernel, a plain Numba loop with the same reads and writes (4 and 3 for each element), and
+   PyTorch's fused AdamW.
+3. Two ranks train a GPT with several micro-batches on each rank. The gradients of the micro-batches are added in the
+   order of the binary tree over the grains (``exact``), or one after the other into one buffer (``plain``, by the
+   setting ``accumulate``). ``one micro-batch`` computes the same samples in one larger micro-batch, for orientation.
 
-PyTorch comes from ``--peers-python`` (see ``scripts/benchmarks/compare.py``); without it the second part has no peer.
+``--peers-python`` names an interpreter that has PyTorch (see ``scripts/benchmarks/compare.py``); without PyTorch the
+second comparison leaves it out.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ TOUCHED_ALONE = {KERNEL: 7, KERNEL_STREAM: 7, TORCH: 7}
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command line."""
+    """Parse the command line, and return its options."""
     options = parser(__doc__, rounds=9, mpiexec=True, json=True)
     options.add_argument("--parameters", type=float, default=20e6, help="(default: %(default).0f)")
     options.add_argument("--strategy", choices=("ddp", "zero1"), default="ddp")
@@ -58,7 +61,11 @@ def arguments() -> argparse.Namespace:
 
 
 def streams() -> tuple[Any, Any]:
-    """Return two plain Numba loops: with the reads and writes of sum and update, and of the update alone."""
+    """Return two plain Numba loops over float arrays.
+
+    The first reads 5 arrays and writes 3, like sum and update together. The second reads 4 and writes 3, like the
+    update alone.
+    """
     import numba
 
     @numba.njit(error_model="numpy")
@@ -80,7 +87,10 @@ def streams() -> tuple[Any, Any]:
 
 
 class Exchanges:
-    """Run one rank of the first comparison: each case goes from one gradient a rank to new parameters on all ranks."""
+    """Run one rank of the first comparison: sum one gradient of each rank, and update the parameters on all ranks.
+
+    ``cases`` has the compared implementations by name.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
         from mpi4py import MPI
@@ -115,7 +125,7 @@ class Exchanges:
         }
 
     def fused(self) -> Callable[[], None]:
-        """Return the engine's step after the backward pass: sum the ranks' gradients in the window and update."""
+        """Return a function that does what the engine does after a backward pass: sum in the window and update."""
         from mpizero.comm.reduce.segments import program_array
 
         engine = self.model.engine
@@ -131,23 +141,26 @@ class Exchanges:
         return run
 
     def reduce_scatter(self, update: Callable[[slice, np.ndarray], None]) -> None:
-        """Sum this rank's part of the gradient, update that part of the parameters, and gather all parts."""
+        """Sum this rank's half of the gradients by ``Reduce_scatter``, update that half of the parameters, gather both.
+
+        ``update(part, gradient)`` updates the slice ``part`` of the parameters.
+        """
         self.world.Reduce_scatter(self.gradient, self.part, self.counts)
         update(self.mine, self.part)
         self.world.Allgatherv(self.mpi.IN_PLACE, [self.weights, self.counts])
 
     def allreduce(self, update: Callable[[slice, np.ndarray], None]) -> None:
-        """Sum the whole gradient on every rank, and update all parameters on every rank."""
+        """Sum the whole gradients on every rank by ``Allreduce``, and update all parameters on every rank."""
         self.world.Allreduce(self.gradient, self.work[0])
         update(slice(0, self.weights.size), self.work[0])
 
     def kernel(self, part: slice, gradient: np.ndarray) -> None:
-        """Update a part of the parameters by the library's AdamW kernel."""
+        """Update the slice ``part`` of the parameters with the library's AdamW kernel."""
         state = {slot: values[part] for slot, values in self.moments.items()}
         self.optimizer.apply(self.weights[part], gradient, state, self.hyper)
 
     def numpy(self, part: slice, gradient: np.ndarray) -> None:
-        """Update a part of the parameters by NumPy, into work arrays that are already allocated."""
+        """Update the slice ``part`` of the parameters with AdamW in NumPy, using preallocated arrays."""
         shrink, beta1, rest1, beta2, rest2, rate, correction, eps = self.hyper
         w, (m, v) = self.weights[part], (values[part] for values in self.moments.values())
         step = self.work[1][: gradient.size]
@@ -167,7 +180,7 @@ class Exchanges:
         np.subtract(w, step, out=w)
 
     def same_memory(self) -> Callable[[], None]:
-        """Return the plain loop over the same memory as the fused pass."""
+        """Return a function that runs the plain Numba loop over the same memory as the library's fused pass."""
         engine = self.model.engine
         (run,) = engine.updater.plain_runs
         w, state = engine.updater._run_arrays(run.store, run.state, run.size)
@@ -176,17 +189,20 @@ class Exchanges:
         return lambda: self.stream(w, m, v, a, b)
 
     def own_memory(self) -> Callable[[], None]:
-        """Return the plain loop over private arrays of this rank."""
+        """Return a function that runs the plain Numba loop over private arrays of this rank."""
         w, m, v, a, b = (np.zeros(self.part.size, np.float32) for _ in range(5))
         return lambda: self.stream(w, m, v, a, b)
 
     def turn(self, case: str, warmup: int, steps: int) -> float:
-        """Return the seconds of one update, between two barriers."""
+        """Run ``case`` ``warmup`` times, then time ``steps`` runs between two barriers; return the seconds of one."""
         return timed(self.cases[case], self.world.Barrier, warmup, steps) / steps
 
 
 class Alone:
-    """Run the second comparison: the AdamW kernel and the plain loop in one process."""
+    """Run the second comparison without PyTorch's part: the AdamW kernel and a plain Numba loop, in one process.
+
+    ``cases`` has both by name.
+    """
 
     rank = 0
 
@@ -204,12 +220,15 @@ class Alone:
         }
 
     def turn(self, case: str, warmup: int, steps: int) -> float:
-        """Return the seconds of one update."""
+        """Run ``case`` ``warmup`` times, then time ``steps`` runs; return the seconds of one."""
         return timed(self.cases[case], lambda: None, warmup, steps) / steps
 
 
 class Sums:
-    """Run one rank of the third comparison: one GPT, whose gradients are summed in two ways."""
+    """Run one rank of the third comparison: train a GPT with gradients that are summed in different ways.
+
+    ``models`` has a sharded model for each way, by its name.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
         from mpi4py import MPI
@@ -232,13 +251,13 @@ class Sums:
             self.models[name] = mz.distribute(gpt, mz.AdamW(lr=1e-3), strategy=args.strategy, config=config)
 
     def turn(self, case: str, warmup: int, steps: int) -> float:
-        """Return the seconds of one step, between two barriers."""
+        """Train the model ``case`` ``warmup`` steps, then ``steps`` between two barriers; return the seconds of one."""
         model = self.models[case]
         return timed(lambda: model.train(self.x, self.y), self.world.Barrier, warmup, steps) / steps
 
 
 def worker(args: argparse.Namespace) -> None:
-    """Run as one process of a team."""
+    """Run as one process of the comparison ``args.be``, until the benchmark closes the connection."""
     one: Any
     if args.be == "torch":
         from comparing.peers import FusedAdamW
@@ -251,7 +270,7 @@ def worker(args: argparse.Namespace) -> None:
 
 
 def team(args: argparse.Namespace, name: str) -> Team:
-    """Start the processes of one comparison."""
+    """Start the processes of the comparison ``name``: "sum", "kernel", "exact", or "torch" for PyTorch's part."""
     words = ["--parameters", str(args.parameters), "--strategy", args.strategy, "--micro-batch", str(args.micro_batch)]
     ranks = 1 if name in ("kernel", "torch") else RANKS
     launch = [args.peers_python if name == "torch" else sys.executable]
@@ -261,7 +280,7 @@ def team(args: argparse.Namespace, name: str) -> Team:
 
 
 def measure(args: argparse.Namespace, part: str) -> dict[str, list[float]]:
-    """Return the seconds of every case of one comparison, by round."""
+    """Run the comparison ``part``; return for each implementation the seconds of one update or step in each round."""
     names = {"sum": (OURS, *COLLECTIVES, *STREAMS), "kernel": (KERNEL, KERNEL_STREAM, TORCH)}.get(
         part, (EXACT, PLAIN, WHOLE)
     )
@@ -283,7 +302,7 @@ def measure(args: argparse.Namespace, part: str) -> dict[str, list[float]]:
 
 
 def report(part: str, seconds: dict[str, list[float]], parameters: int) -> str:
-    """Return the figures of one comparison as a table for people."""
+    """Format the result of :func:`measure` for the comparison ``part`` as a table."""
     base = {"sum": OURS, "kernel": KERNEL, "exact": EXACT}[part]
     per_rank = parameters / (RANKS if part == "sum" else 1)
     touched = {"sum": TOUCHED, "kernel": TOUCHED_ALONE}.get(part, {})
@@ -301,7 +320,7 @@ def report(part: str, seconds: dict[str, list[float]], parameters: int) -> str:
 
 
 def main() -> None:
-    """Run all comparisons, and print their figures."""
+    """Run the chosen comparisons, and print their tables or one JSON document."""
     args = arguments()
     if args.be:
         worker(args)

@@ -3,16 +3,16 @@
 Start it with ``scripts/two_hosts.sh -- python scripts/benchmarks/overlap.py``, by the mpiexec of a cluster, or on one
 node with ``--memory private``. Every strategy trains a GPT (dim 256, 4 layers) in three ways alternately:
 
-* ``hidden``: what the library does,
-* ``sums``: the same, but no gradients are sent while blocks compute. Under ZeRO-2 and 3 each unit's exchange is waited
-  for as soon as it has begun; under DDP whole gradients are exchanged after the backward pass (ZeRO-1 always does so),
-* ``waiting``: every message is waited for as soon as it has begun.
+* ``hidden``: as the library does it, with all overlap;
+* ``sums``: no gradients are sent while blocks compute. Under ZeRO-2 and 3 a rank waits for each unit's exchange as soon
+  as it has begun. Under DDP whole gradients are exchanged after the backward pass (ZeRO-1 always does so);
+* ``waiting``: a rank waits for every message of gradients and parameters as soon as it has begun.
 
-All three compute the same bits. Times are those of the slowest rank; ratios are taken inside a round of three steps.
-*Messages* is the time that a rank spends in messages, the mean over ranks.
+All three compute the same bits. Times are those of the slowest rank. A round is one step in each way, and ratios are
+computed from times of the same round. *In messages* is the time that a rank spends in messages, as a mean over ranks.
 
-With ``--buckets`` it checks instead whether ``bucket_mb = "auto"`` chooses well: every strategy trains until the size
-of its buckets is chosen, and then with all sizes alternately.
+With ``--buckets`` it checks instead whether ``bucket_mb = "auto"`` chooses well: every strategy trains until "auto" has
+chosen a size, and then with all sizes that it tried, alternately.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MESSAGES = ("publication", "reduction")
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command line."""
+    """Parse the command line, and return its options."""
     options = parser(__doc__, rounds=11, json=True)
     options.add_argument("--strategies", default="ddp,zero1,zero2,zero3", help="(default: %(default)s)")
     options.add_argument("--memory", default="shared", choices=("shared", "private"), help="(default: %(default)s)")
@@ -59,7 +59,7 @@ def arguments() -> argparse.Namespace:
 
 @contextmanager
 def waiting_for_sums() -> Iterator[None]:
-    """Inside the block, exchange gradients without overlap with computation."""
+    """Inside the ``with`` block, exchange gradients without overlap with computation."""
     begin, behind = exact.ExactExchange.begin_segment, row_buffer.overlaps_reduction
 
     def begun(self: exact.ExactExchange, segment: Any, **_: Any) -> Any:
@@ -76,7 +76,7 @@ def waiting_for_sums() -> Iterator[None]:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Inside the block, wait for every message as soon as it has begun."""
+    """Inside the ``with`` block, wait for every message of gradients and parameters as soon as it has begun."""
     begin = exact.begin_gather
 
     def begun(*values: Any, **named: Any) -> exact.Gathering:
@@ -101,7 +101,7 @@ WAYS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 
 
 class Training:
-    """Train a GPT by one strategy, on one batch again and again."""
+    """Train a GPT with one strategy, always on the same batch; ``bucket_mb`` is as in ``ShardingConfig``."""
 
     def __init__(self, strategy: str, args: argparse.Namespace, bucket_mb: str | None = None) -> None:
         shared = args.memory == "shared"
@@ -114,7 +114,10 @@ class Training:
         self.x, self.y = tokens[:, :-1], tokens[:, 1:]
 
     def step(self) -> tuple[float, float]:
-        """Train one step, and return the slowest rank's seconds and the mean seconds of a rank in messages."""
+        """Train one step; return the seconds of the slowest rank, and the seconds in messages as a mean over ranks.
+
+        Collective over all ranks.
+        """
         WORLD.Barrier()
         with traced(self.model.engine) as timeline:
             timeline.take()
@@ -132,7 +135,11 @@ class Training:
 
 
 def measure(strategy: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Train in all three ways alternately, after two rounds that do not count, and return the figures."""
+    """Train in all three ways alternately, and return a JSON document.
+
+    Its keys are "strategy", "seconds" (for each way, of the slowest rank in each round) and "messages" (for each way,
+    seconds in messages). Two rounds before them do not count.
+    """
     training = Training(strategy, args)
 
     def one(way: str) -> tuple[float, float]:
@@ -149,7 +156,11 @@ def measure(strategy: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def sweep(strategy: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Train until a size of buckets is chosen, then alternately with every size that was tried."""
+    """Train until ``bucket_mb="auto"`` has chosen a size, then alternately with every size that it tried.
+
+    Return a JSON document with the keys "strategy", "chosen" (MiB), and "seconds": for each size in MiB, of the slowest
+    rank in each round.
+    """
     training = Training(strategy, args, "auto")
     for _ in range(TRIALS):
         training.step()
@@ -167,7 +178,7 @@ def sweep(strategy: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def swept(result: dict[str, Any]) -> str:
-    """Return a line with the size that one strategy chose, and the time of its steps with every size."""
+    """Format the result of :func:`sweep` as one line."""
     seconds, chosen = result["seconds"], result["chosen"]
     if not seconds:
         return f"{result['strategy']:6s} nothing travels: no size was tried"
@@ -179,7 +190,7 @@ def swept(result: dict[str, Any]) -> str:
 
 
 def row(result: dict[str, Any]) -> str:
-    """Return one strategy's figures as a line of the table."""
+    """Format the result of :func:`measure` as a line of the table."""
     seconds, messages = result["seconds"], result["messages"]
     figures = [1e3 * statistics.median(part[way]) for part in (seconds, messages) for way in WAYS]
     ratios = [f"   {Measurement.of_ratios(seconds[way], seconds['hidden'])}" for way in ("waiting", "sums")]
@@ -187,7 +198,7 @@ def row(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure every strategy, and print the figures on rank 0."""
+    """Measure every chosen strategy, and print the results on rank 0."""
     args = arguments()
     if WORLD.size == 1:
         sys.exit("one rank sends no messages: start this with mpiexec or scripts/two_hosts.sh")

@@ -1,13 +1,14 @@
 """Measure how long pipeline stages wait in real steps, and compare with a simulation with the measured times.
 
-It trains a GPT on two ranks of one thread each, with every schedule in turn, several times over. In each step every
-instruction is timed without its waits. The medians of these times are given to ``mpizero.layout.simulate``. The idle
-share that it finds is compared with the measured one. The idle share of a step is the time in which a stage does not
-compute, divided by the time from the common start of the pipeline to the end of its last stage, as a mean over the
-stages. The median over the runs is compared.
+It trains a GPT on two ranks of one thread each, with every schedule in turn. All this is one run; several runs follow
+each other. In each step every instruction of the schedule (a forward or backward pass of one micro-batch on one chunk)
+is timed, without the time in which it waits for messages. ``mpizero.layout.simulate`` computes from the medians of
+these times an expected idle share, which is compared with the measured one. The idle share of a step is the time in
+which a stage does not compute, divided by the time from the common start of the pipeline to the end of its last stage,
+as a mean over the stages. Medians over the runs are compared.
 
-The exit status is 1 if a schedule's idle share is over three percentage points above the simulated one, or if a
-zero-bubble schedule idles as long as 1F1B. Nothing else may run on the cores.
+The exit status is 1 if a schedule's measured idle share is more than three percentage points above the simulated one,
+or if the share of a zero-bubble schedule is not below that of 1F1B. No other program may run on the cores.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Row = dict[str, Any]
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command line."""
+    """Parse the command line, and return its options."""
     options = parser(__doc__, mpiexec=True, json=True)
     options.add_argument("--ranks", type=int, default=2, help="stages")
     options.add_argument("--dim", type=int, default=256)
@@ -54,9 +55,10 @@ def arguments() -> argparse.Namespace:
 
 
 class Probe:
-    """Time every instruction that a pipeline runner executes.
+    """Time every instruction that a pipeline runner executes, and compute idle shares.
 
-    It replaces two methods of the runner, because a hook in the runner would cost time in every user's step.
+    The probe replaces two methods of the runner, because a hook in the runner would cost time in every user's step.
+    ``seconds`` has the times of instructions by kind and chunk, ``idle`` the idle share of this stage in each step.
     """
 
     def __init__(self, runner: Any, world: Any) -> None:
@@ -76,7 +78,7 @@ class Probe:
         self.idle.append(1 - (sum(map(sum, self.seconds.values())) - busy_before) / (ended - started))
 
     def execute(self, instruction: Any, watched: Any, run_of: Any) -> None:
-        """Run one instruction, and record its seconds without waiting."""
+        """Run one instruction of the schedule, and record its seconds, less those in which it waited for messages."""
         pipeline_p2p = self.runner.pipeline_p2p
         started, waited = time.perf_counter(), pipeline_p2p.waited
         self._execute(instruction, watched, run_of)
@@ -84,13 +86,17 @@ class Probe:
         self.seconds[instruction.kind, instruction.chunk].append(taken)
 
     def clear(self) -> None:
-        """Drop the times of the steps so far, which warm up."""
+        """Drop all times recorded so far, those of the warm-up steps."""
         self.seconds.clear()
         self.idle.clear()
 
 
 def measured(args: argparse.Namespace, schedule: str) -> Row:
-    """Train some steps by one schedule, and return the median times. Collective over all ranks."""
+    """Train some steps with one schedule, and return medians over the steps. Collective over all ranks.
+
+    The keys are "idle" (idle share of each stage), "costs" (seconds of an instruction, by "kind chunk") and "seconds"
+    (of a step).
+    """
     from mpi4py import MPI
 
     import mpizero as mz
@@ -119,7 +125,7 @@ def measured(args: argparse.Namespace, schedule: str) -> Row:
 
 
 def simulated(args: argparse.Namespace, schedule: str, costs: dict[str, float]) -> list[float]:
-    """Simulate the schedule with the measured times, and return the idle share of every stage."""
+    """Simulate the schedule with the measured ``costs``, and return the idle share of every stage."""
     from mpizero.layout import Costs, build_schedule, simulate
 
     built = build_schedule(schedule, args.ranks, args.micro_batches, SCHEDULES[schedule])
@@ -134,7 +140,7 @@ def simulated(args: argparse.Namespace, schedule: str, costs: dict[str, float]) 
 
 
 def worker(args: argparse.Namespace) -> None:
-    """Run as one rank: train with all schedules; rank 0 prints the rows of all runs."""
+    """Run as one rank: train with all schedules in all runs; rank 0 prints the results as JSON."""
     from mpi4py import MPI
 
     rows = []
@@ -147,7 +153,11 @@ def worker(args: argparse.Namespace) -> None:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Row]:
-    """Return the medians over all runs, by schedule."""
+    """Return medians over all runs by schedule.
+
+    The keys of each are "measured" and "simulated" (idle shares, means over stages), "stages" (the measured idle share
+    of each stage), "milliseconds" (of a step) and "costs" (milliseconds of an instruction, by "kind chunk").
+    """
     found: dict[str, Row] = {}
     for schedule in dict.fromkeys(row["schedule"] for row in rows):
         mine = [row for row in rows if row["schedule"] == schedule]
@@ -162,7 +172,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Row]:
 
 
 def complaints(found: dict[str, Row]) -> list[str]:
-    """Describe the schedules that wait longer than they should."""
+    """Return a line of text for each schedule whose measured idle share is too large."""
     wrong = [
         f"{schedule} waits {row['measured']:.1%}, more than {MARGIN:.0%} over the simulated {row['simulated']:.1%}"
         for schedule, row in found.items()
@@ -176,7 +186,7 @@ def complaints(found: dict[str, Row]) -> list[str]:
 
 
 def print_table(args: argparse.Namespace, found: dict[str, Row]) -> None:
-    """Print one line for each schedule, with the times of its chunks."""
+    """Print one line for each schedule: idle shares, and the times of its chunks."""
     print(
         f"{args.ranks} ranks on {described()}, "
         f"{args.micro_batches} micro-batches of {args.micro_batch} x {args.sequence} tokens, "
@@ -200,7 +210,7 @@ def print_table(args: argparse.Namespace, found: dict[str, Row]) -> None:
 
 
 def main() -> None:
-    """Measure, simulate, and print the comparison."""
+    """Measure and simulate all schedules, and print the comparison."""
     args = arguments()
     if args.be:
         worker(args)

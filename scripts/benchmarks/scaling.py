@@ -1,20 +1,22 @@
 #!/usr/bin/env python
 """Compare measured steps with their expected time, bytes with the plan, and time with the number of parameters.
 
-``model``: a GPT trains under every strategy on one and on two ranks, alternately. The median step is compared with the
-time that ``mpizero plan --machine`` expects. The factor measured / expected on one rank contains what the expectation
-leaves out (layers besides their products, Python). On two ranks, "over factor" is measured / (factor x expected), the
-error of the expectation. Without ``--machine`` the machine is measured first, on as many ranks.
+``model``: a GPT trains with every strategy on one and on two ranks, alternately. The time of a step is compared with
+the time that ``mpizero plan --machine`` expects. On one rank, the ratio measured / expected (the factor) is above 1,
+because the plan leaves out Python and what layers do besides matrix products. On two ranks, the column "over factor" is
+measured / (factor x expected); its distance from 1 is the error of the plan. Without ``--machine`` the speed of the
+machine is measured first.
 
-``bytes``: every strategy trains on 4 and 8 ranks, on shared and on private memory, also with pipelines and tensor
-groups. The counted bytes, messages and memory must be those of the plan; else the exit status is 1. Nothing is timed,
-so the number of cores does not matter.
+``bytes``: every strategy trains on 4 and 8 ranks, with shared and with private memory, also with pipelines and tensor
+groups. Bytes sent, messages and memory are counted and must be equal to those of the plan; otherwise the exit status is
+1. Nothing is timed, so the number of cores does not matter.
 
-``growth``: GPTs of one width and 4 to 64 million parameters train on the same tokens, one process each, alternately. A
-line is fitted to the medians, with least relative error; printed are the time per parameter, and each model's distance
-from the line. ``--dim`` chooses the width.
+``growth``: GPTs of the same width, with 4 to 64 million parameters, train on the same tokens, one process each,
+alternately. A line (seconds of a step over number of parameters) is fitted to the medians, with least relative error.
+Printed are the time per parameter, and each model's distance from the line. ``--dim`` is the width.
 
-The tables show medians over rounds, and in parentheses least and most. Nothing else should run meanwhile.
+The tables show medians over rounds, and in parentheses the smallest and largest value. No other program should run
+meanwhile.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ BATCH, GRAIN, TOKENS = 8, 4, (4, 128)
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command line."""
+    """Parse the command line, and return its options."""
     options = parser(__doc__, rounds=7, mpiexec=True)
     options.add_argument("part", choices=("model", "bytes", "growth"))
     options.add_argument("--machine", type=Path, metavar="FILE", help="of `mpizero bench machine`, for model")
@@ -72,7 +74,7 @@ def arguments() -> argparse.Namespace:
 
 
 def be_one(args: argparse.Namespace) -> None:
-    """Run as one rank of one training."""
+    """Run as one rank of a training with strategy ``args.be``, until the benchmark closes the connection."""
     from comparing.ours import Ours
 
     one = Ours(args.be, args.shape, args.shape["grain"])
@@ -81,7 +83,7 @@ def be_one(args: argparse.Namespace) -> None:
 
 
 def team(args: argparse.Namespace, name: str, strategy: str, shape: dict[str, int]) -> Team:
-    """Start the ranks of one training."""
+    """Start the ranks of a training with a strategy; ``shape`` has the sizes of the model, and "ranks" and "grain"."""
     launch = [args.mpiexec, "-n", str(shape["ranks"]), sys.executable, __file__, args.part]
     words = ["--be", strategy, "--shape", json.dumps(shape)]
     return Team(name, shape["ranks"], lambda path: [[*launch, *words, "--socket", path]])
@@ -90,7 +92,10 @@ def team(args: argparse.Namespace, name: str, strategy: str, shape: dict[str, in
 def measure(
     args: argparse.Namespace, trainings: dict[str, tuple[str, dict[str, int]]]
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Run all trainings alternately; return the seconds of a step by round, and the numbers of parameters."""
+    """Run all trainings alternately; ``trainings`` has by name the strategy and the shape of each.
+
+    Return by name the seconds of a step in each round, and by name the number of parameters.
+    """
     teams: dict[str, Team] = {}
     try:
         for name, (strategy, shape) in trainings.items():
@@ -113,7 +118,7 @@ def measure(
 
 
 def expected(machine: Path, ranks: int, strategy: str) -> float:
-    """Return the seconds that ``mpizero plan`` expects of a step of the small GPT."""
+    """Return the seconds that ``mpizero plan`` expects for a step of the small GPT on ``ranks`` ranks."""
     settings = (f"parallel.strategy={strategy}", f"train.global_batch={ranks * BATCH}", f"train.micro_batch={GRAIN}")
     words = [sys.executable, "-m", "mpizero", "plan", str(CONFIG), "--ranks", str(ranks), "--json"]
     words += ["--machine", str(machine), *(word for setting in settings for word in ("--set", setting))]
@@ -122,7 +127,7 @@ def expected(machine: Path, ranks: int, strategy: str) -> float:
 
 
 def check_model(args: argparse.Namespace) -> None:
-    """Print the expected seconds of steps beside the measured ones."""
+    """Run the part "model": print a table of expected and measured times of steps."""
     with tempfile.TemporaryDirectory(prefix="scaling-") as folder:
         machine = args.machine or Path(folder) / "machine.json"
         if not args.machine:
@@ -154,7 +159,7 @@ def check_model(args: argparse.Namespace) -> None:
 
 
 def check_growth(args: argparse.Namespace) -> None:
-    """Print the time of a step for each number of parameters, and the fitted line."""
+    """Run the part "growth": print the time of a step for each number of parameters, and the fitted line."""
     batch, sequence = TOKENS
     shape = {"dim": args.dim, "heads": max(1, args.dim // 64), "sequence": sequence, "vocabulary": 256, "batch": batch}
     trainings: dict[str, tuple[str, dict[str, int]]] = {}
@@ -181,7 +186,7 @@ def check_growth(args: argparse.Namespace) -> None:
 
 
 def check_bytes(args: argparse.Namespace) -> None:
-    """Run every layout, and compare the counted bytes, messages and memory with the plan."""
+    """Run the part "bytes": compare counted bytes, messages and memory with the plan; exit with 1 if some differ."""
     wrong = 0
     print(f"{'ranks':>5s} {'layout':44s} {'memory':8s} {'bytes sent':>14s} {'messages':>9s}  as planned, on all ranks")
     for ranks, layout in LAYOUTS:
@@ -196,7 +201,7 @@ def check_bytes(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Run the chosen part, and print its table."""
+    """Run the part that the command line names, and print its table."""
     args = arguments()
     if args.be and args.part == "bytes":
         found: list[dict[str, Any]] = rows(json.loads(args.be))

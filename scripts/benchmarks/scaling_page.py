@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Make the tables of docs/scaling.md from ``mpizero plan --json`` on an assumed cluster, and compare or write them.
+"""Compute the tables of docs/scaling.md with ``mpizero plan --json`` for an assumed cluster; compare or write them.
 
-Without options, every table is made and compared with the page; differences are printed, and the exit status is then 1.
-With ``--write`` the new tables are written into the page. ``--tables`` chooses some of them. ``--machine`` writes the
-machine file of the assumed cluster anew, from ``growing/assumed.py``. Nothing is measured, and no rank is started. A
-plan of the largest model takes about ten seconds and half a gigabyte.
+Without options, every table is computed and compared with the page. If some differ, the differences are printed and the
+exit status is 1. With ``--write`` the new tables are written into the page. ``--tables`` names the tables to compute.
+With ``--machine`` only the machine file of the assumed cluster is written, from ``growing/assumed.py``. Nothing is
+measured, and no MPI job is started. A plan of the largest model takes about ten seconds and half a gigabyte of memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mpizero.planning.machine_file import write_machine  # noqa: E402
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command line."""
+    """Parse the command line, and return its options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ",".join(table.name for table in tables())
     parser.add_argument("--tables", default=names, help="(default: %(default)s)")
@@ -38,7 +38,7 @@ def arguments() -> argparse.Namespace:
 
 
 def replaced(page: str, table: Table, text: str) -> str:
-    """Return the page with a table between its marks."""
+    """Return the text of the page, in which ``text`` replaces what is between the marks of a table."""
     start, stop = f"<!-- table: {table.name} -->", "<!-- end -->"
     before, mark, rest = page.partition(start)
     if not mark or stop not in rest:
@@ -47,7 +47,7 @@ def replaced(page: str, table: Table, text: str) -> str:
 
 
 def main() -> None:
-    """Make the chosen tables, and compare them with the page or write them."""
+    """Compute the chosen tables, and compare them with the page, or with ``--write`` write them into it."""
     args = arguments()
     if args.machine:
         write_machine(str(MACHINE), Assumed().machine(rows=2048, dim=12288))

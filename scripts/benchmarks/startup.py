@@ -1,11 +1,12 @@
 """Measure the seconds of ``import mpizero``, and from ``mpiexec`` to the end of the first step; or memory.
 
-A first run, which is not counted, compiles the kernels. Then the import, the interpreter alone, and jobs of 2 and 8
-ranks run alternately. The time of a job is from before ``mpiexec`` to the end of the first step on the last rank. Its
-parts are those of the slowest rank: until Python runs the script; imports with ``MPI_Init``; building the model; the
-step.
-``--memory`` instead builds a model of 64 million parameters on 8 ranks of one node. It compares the growth of the
-processes' memory (proportional set size, summed over the ranks) with the size of one copy of the parameters.
+A first run, which is not counted, compiles the kernels. Then these run alternately: an interpreter that does nothing,
+one that imports mpizero, and jobs of 2 and of 8 ranks. The time of a job is from before ``mpiexec`` to the end of the
+first step on the slowest rank. The slowest rank's time is divided into four parts: until Python runs the script
+("python"); imports with ``MPI_Init`` ("imports"); building the model ("model"); the first step ("step").
+
+With ``--memory`` a model of 64 million parameters is built on 8 ranks of one node instead. The growth of the processes'
+memory (proportional set size, summed over the ranks) is compared with the size of one copy of the parameters.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PARTS = ("python", "imports", "model", "step")
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command line."""
+    """Parse the command line, and return its options."""
     options = parser(__doc__, rounds=7, mpiexec=True, json=True)
     options.add_argument("--ranks", default="2,8", help="of the jobs (default: %(default)s)")
     options.add_argument("--strategy", default="ddp", choices=("ddp", "zero1", "zero2", "zero3"))
@@ -35,7 +36,10 @@ def arguments() -> argparse.Namespace:
 
 
 def job(started: float, strategy: str) -> None:
-    """Run as one rank: build a small GPT and train one step; rank 0 prints the seconds of each part."""
+    """Run as one rank: build a small GPT and train one step; rank 0 prints the seconds of each part as JSON.
+
+    ``started`` is the value of ``time.monotonic()`` before ``mpiexec`` was started.
+    """
     marks = [started, time.monotonic()]
     import numpy as np
     from mpi4py import MPI
@@ -60,7 +64,10 @@ def job(started: float, strategy: str) -> None:
 
 
 def memory(parameters: int, strategy: str) -> None:
-    """Run as one rank: build a model and read all of it; rank 0 prints the growth of each rank's memory."""
+    """Run as one rank: build a model and read all its parameters; rank 0 prints JSON.
+
+    It has the bytes of one copy of the parameters, the growth of each rank's memory, and the bytes of windows.
+    """
     from mpi4py import MPI
 
     import mpizero as mz
@@ -87,7 +94,7 @@ def memory(parameters: int, strategy: str) -> None:
 
 
 def leaves(tree: Any) -> Any:
-    """Yield the arrays of nested dictionaries."""
+    """Yield all arrays in nested dictionaries."""
     for value in tree.values():
         if isinstance(value, dict):
             yield from leaves(value)
@@ -96,19 +103,22 @@ def leaves(tree: Any) -> Any:
 
 
 def launched(args: argparse.Namespace, ranks: int, *words: str) -> dict[str, Any]:
-    """Run one job, and return the JSON document that its rank 0 printed."""
+    """Run this script with the options ``words`` on ``ranks`` ranks; return the JSON document that rank 0 printed."""
     return dict(result_of(args.mpiexec, ranks, __file__, "--strategy", args.strategy, *words))
 
 
 def python(code: str) -> float:
-    """Run ``code`` in a new interpreter, and return the number that it prints, or else its seconds."""
+    """Run ``code`` in a new interpreter; return the number that it prints, or if it prints none the seconds it took."""
     started = time.monotonic()
     printed = output_of([sys.executable, "-c", code])
     return float(printed) if printed else time.monotonic() - started
 
 
 def seconds(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure imports and jobs alternately."""
+    """Time interpreters, imports and jobs alternately, and return a JSON document.
+
+    "seconds" has the values of all rounds by what was timed, and "parts" the median seconds of the parts of each job.
+    """
     sizes = [int(size) for size in args.ranks.split(",")]
     runs: dict[str, list[dict[str, Any]]] = {f"{n} ranks": [] for n in sizes}
     for n in sizes:
@@ -132,7 +142,7 @@ def seconds(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def report(found: dict[str, Any]) -> str:
-    """Return the figures for people."""
+    """Format the result of :func:`seconds` as a table."""
     lines = [f"{'seconds':18s}{'median':>8s}{'least':>8s}{'most':>8s}" + "".join(f"{part:>9s}" for part in PARTS)]
     for name, values in found["seconds"].items():
         measured, parts = Measurement.of(values), found["parts"].get(name, {})
@@ -144,7 +154,7 @@ def report(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure start-up times, or with ``--memory`` memory, and print the figures."""
+    """Measure start-up times, or with ``--memory`` memory, and print the results."""
     args = arguments()
     if args.be == "job":
         job(args.started, args.strategy)

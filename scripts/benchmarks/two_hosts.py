@@ -1,18 +1,20 @@
 """Time summing a gradient over two hosts by mpizero's hierarchical exchange, its flat exchange, and MPI_Allreduce.
 
-Start it with ``scripts/two_hosts.sh -- python scripts/benchmarks/two_hosts.py``, or by the mpiexec of a cluster. Every
-contender sums one float32 gradient of each rank over all ranks, and leaves the sum where the parameters are updated:
+Start it with ``scripts/two_hosts.sh -- python scripts/benchmarks/two_hosts.py``, or by the mpiexec of a cluster. Each
+of these contenders sums one float32 gradient of each rank over all ranks:
 
-* ``hierarchical``: the ranks of a node sum in shared memory, and peers exchange slices,
-* ``flat``: the same library with private memory, so that all ranks exchange slices with all others,
-* ``hierarchical-half``, ``flat-half``: the first half of these exchanges, after which each slice's owner has its sum,
+* ``hierarchical``: mpizero; the ranks of a node sum in shared memory, and peers exchange slices;
+* ``flat``: mpizero with private memory; all ranks exchange slices with all others;
+* ``hierarchical-half``, ``flat-half``: only the first half of these exchanges (a reduce-scatter), after which the owner
+  of each slice has its sum;
 * ``bf16``, ``int8``, ``topk``: the hierarchical exchange with messages of 16 bits, of 8 bits, or of only the largest
-  hundredth of the values (``gradient_compression``),
-* ``allreduce``: ``MPI_Allreduce`` of the MPI library, in place,
+  hundredth of the values (``gradient_compression``);
+* ``allreduce``: ``MPI_Allreduce`` of the MPI library, in place;
 * ``link``: no sum; every rank exchanges with its peer as many bytes as in the hierarchical exchange.
 
-Each round runs each contender once, and begins with another one. Times are those of the slowest rank. Ratios are taken
-inside a round, and medians over rounds. Bytes are those of one host, counted by its network interfaces with headers.
+Each round runs each contender once, and begins with another one. Times are those of the slowest rank. Ratios are
+computed from times of the same round; printed are medians over the rounds. Bytes are those that one host sends, counted
+by its network interfaces, with headers.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ CONTENDERS = ("link", "hierarchical", "flat", "allreduce", "hierarchical-half", 
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command line."""
+    """Parse the command line, and return its options."""
     options = parser(__doc__, rounds=7, json=True)
     options.add_argument("--parameters", default="4e6,20e6", help="sizes of the gradient (default: %(default)s)")
     options.add_argument("--contenders", default=",".join(CONTENDERS), help="(default: %(default)s)")
@@ -49,7 +51,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Exchange:
-    """Exchange the gradient of a black-box model by the library, without computing it."""
+    """Run the contender ``name`` of mpizero: sum ``gradient`` over the ranks as the gradient of a black-box model."""
 
     def __init__(self, gradient: Any, name: str) -> None:
         kind, _, half = name.partition("-")
@@ -62,27 +64,30 @@ class Exchange:
         self.totals = self.model.engine.local_gradients(np.zeros((1, 1)), np.zeros(1))
 
     def __call__(self) -> None:
-        """Average the gradients of all ranks in place; doing so again changes nothing, as all are equal then."""
+        """Average the gradients of all ranks in place.
+
+        Afterwards all ranks have the same gradient, so further calls send as many bytes and change no value.
+        """
         self.model.engine.reduce_local(self.totals)
 
     @property
     def sent(self) -> int:
-        """Return the bytes that the library counts as sent by this rank."""
+        """The number of bytes that this rank has sent so far, as mpizero counts them."""
         return self.model.engine.grid.bytes_sent
 
     @property
     def peers(self) -> Any:
-        """Return the communicator of this rank's peers."""
+        """The communicator of this rank's peers."""
         return self.model.engine.grid.peers
 
     def close(self) -> None:
-        """Free the model and its windows."""
+        """Free the model's windows and communicators."""
         self.model.close()
         self.config.close()
 
 
 def allreduce(size: int) -> Callable[[], None]:
-    """Return a function that sums one gradient a rank by ``MPI_Allreduce``."""
+    """Return a function that sums one gradient of ``size`` elements of each rank by ``MPI_Allreduce``, in place."""
     gradient = np.ones(size, np.float32)
 
     def run() -> None:
@@ -93,7 +98,10 @@ def allreduce(size: int) -> Callable[[], None]:
 
 
 def link(size: int, node_size: int, peers: Any) -> Callable[[], None]:
-    """Return a function that sends the bytes of the hierarchical exchange, a reduce-scatter and an all-gather."""
+    """Return a function that sends as many bytes as the hierarchical exchange of ``size`` elements, without sums.
+
+    ``node_size`` is the number of ranks of a node, ``peers`` the communicator of this rank's peers.
+    """
     part = size // node_size // peers.size
     send = np.ones(part * peers.size, np.float32)
     recv = np.empty_like(send)
@@ -107,7 +115,10 @@ def link(size: int, node_size: int, peers: Any) -> Callable[[], None]:
 
 
 def counted(node: MPI.Comm) -> int:
-    """Return the bytes that all hosts have sent, as their network interfaces count them."""
+    """Return the bytes that all hosts together have sent so far, as their network interfaces count them.
+
+    ``node`` is the communicator of this rank's node. Collective over all ranks.
+    """
     mine = 0
     if node.rank == 0:
         files = (path / "statistics" / "tx_bytes" for path in INTERFACES.iterdir() if path.name != "lo")
@@ -116,7 +127,7 @@ def counted(node: MPI.Comm) -> int:
 
 
 def timed(run: Callable[[], None], node: MPI.Comm) -> tuple[float, int]:
-    """Call ``run`` once, and return the slowest rank's seconds and the bytes sent by all hosts."""
+    """Call ``run`` once on all ranks; return the slowest rank's seconds, and the bytes that all hosts sent."""
     before = counted(node)
     WORLD.Barrier()
     started = time.perf_counter()
@@ -127,7 +138,11 @@ def timed(run: Callable[[], None], node: MPI.Comm) -> tuple[float, int]:
 
 
 def measure(size: int, names: list[str], rounds: int, node: MPI.Comm) -> dict[str, Any]:
-    """Run all contenders, first once without timing, then in ``rounds`` rounds, and return the figures."""
+    """Run the contenders ``names`` with gradients of ``size`` elements, and return a JSON document.
+
+    Its "rows" have for each contender "seconds" (in each round) and "bytes_a_host" (median). One round before them does
+    not count.
+    """
     nodes = int(WORLD.allreduce(int(node.rank == 0)))
     gradient = np.random.default_rng(WORLD.rank).standard_normal(size, np.float32)
     exchanges = {
@@ -151,7 +166,7 @@ def measure(size: int, names: list[str], rounds: int, node: MPI.Comm) -> dict[st
 
 
 def table(result: dict[str, Any]) -> str:
-    """Return the figures of one size of the gradient as a table for people."""
+    """Format the result of :func:`measure` as a table."""
     base = result["rows"].get("hierarchical")
     size = 4 * result["parameters"]
     lines = [
@@ -170,7 +185,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure every size of the gradient, and print the tables."""
+    """Measure gradients of every size in ``--parameters``, and print a table for each, or one JSON document."""
     args = arguments()
     names = chosen("--contenders", args.contenders, CONTENDERS)
     node = WORLD.Split_type(MPI.COMM_TYPE_SHARED)

@@ -1,1 +1,1 @@
-"""Run mpizero, PyTorch and DeepSpeed on the same training, for compare.py and others."""
+"""Run the same training with mpizero, PyTorch and DeepSpeed, for compare.py and other benchmarks."""

@@ -1,4 +1,4 @@
-"""Run one rank of a training by mpizero, or of only the matrix products of the same step."""
+"""Run one rank of a training with mpizero, or only the matrix products of one rank's training step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ LIMIT = "products alone"
 
 
 class Ours:
-    """Train a GPT under one strategy; ``shape`` has ranks, dim, layers, heads, batch, sequence and vocabulary."""
+    """Train a GPT with mpizero on this rank, with one strategy.
+
+    ``shape`` has the sizes "ranks", "dim", "layers", "heads", "batch" (sequences of a rank), "sequence" and
+    "vocabulary". ``grain`` is the ``micro_batch`` of the configuration; None takes all sequences of a rank.
+    """
 
     def __init__(self, strategy: str, shape: dict[str, int], grain: int | None) -> None:
         from mpi4py import MPI
@@ -24,7 +28,7 @@ class Ours:
         self.mz, self.world, self.strategy, self.shape, self.grain = mz, MPI.COMM_WORLD, strategy, shape, grain
 
     def prepare(self) -> dict[str, Any]:
-        """Build the model on all ranks, and return its number of parameters and version."""
+        """Build the model, collective over all ranks; return its parameter count, the library, and the BLAS."""
         from mpizero.train.doctor.machine_facts import blas
 
         mz, shape = self.mz, self.shape
@@ -36,19 +40,20 @@ class Ours:
         return {"parameters": self.model.parameter_count, "version": "mpizero", "note": blas()}
 
     def turn(self, warmup: int, steps: int) -> float:
-        """Return the seconds of ``steps`` steps, between two barriers."""
+        """Train ``warmup`` steps, then time ``steps`` steps between two barriers; return their seconds together."""
         return timed(lambda: self.model.train(self.x, self.y), self.world.Barrier, warmup, steps)
 
     def digest(self) -> str:
-        """Return the hash of all parameters."""
+        """Return the SHA-256 of all parameters."""
         found: str = self.model.parameters_sha256()
         return found
 
 
 class LinearProducts:
-    """Compute three products for each linear map of a GPT: forward, gradient of the input, gradient of the weights.
+    """Compute the matrix products of all linear layers of a GPT in one training step.
 
-    With ``reuse``, maps of the same shape share their arrays.
+    Each layer has three: forward, gradient of the input, gradient of the weights. With ``reuse=True``, layers of the
+    same shape share their arrays. ``operations`` is the number of floating-point operations of all products.
     """
 
     def __init__(self, shape: dict[str, int], *, reuse: bool = False) -> None:
@@ -65,7 +70,7 @@ class LinearProducts:
                 self.products += made * (count if reuse else 1)
 
     def __call__(self) -> None:
-        """Compute all products of a step's linear maps."""
+        """Compute all products once."""
         from mpizero.kernels.blas import matmul
 
         for left, right, out in self.products:
@@ -73,7 +78,10 @@ class LinearProducts:
 
 
 class Products:
-    """Time only the matrix products of one rank's step; attention's are not run, but added by their operations."""
+    """Time only the matrix products of one rank's step.
+
+    Those of attention are not run. Their time is estimated from their number of operations, at the rate of the others.
+    """
 
     def __init__(self, strategy: str, shape: dict[str, int], grain: int | None) -> None:
         from mpi4py import MPI
@@ -81,7 +89,7 @@ class Products:
         self.world, self.shape = MPI.COMM_WORLD, shape
 
     def prepare(self) -> dict[str, Any]:
-        """Allocate operands and results, and count the operations of attention."""
+        """Allocate operands and results, and count operations; return no parameter count, the version, and the BLAS."""
         from mpizero.nn import GPT, model_operations
         from mpizero.train.doctor.machine_facts import blas
 
@@ -93,12 +101,12 @@ class Products:
         return {"parameters": None, "version": f"NumPy {np.__version__}", "note": blas()}
 
     def turn(self, warmup: int, steps: int) -> float:
-        """Return the seconds that the products of ``steps`` steps take, between two barriers."""
+        """Return the seconds of the products of ``steps`` steps, timed between two barriers after ``warmup`` steps."""
         return self.stretch * timed(self.linear, self.world.Barrier, warmup, steps)
 
 
 def data(shape: dict[str, int], rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return one rank's part of the global batch, of random tokens."""
+    """Return inputs and targets of one rank's part of a global batch of random tokens."""
     total = shape["ranks"] * shape["batch"]
     text = np.random.default_rng(0).integers(0, shape["vocabulary"], (total, shape["sequence"] + 1))
     mine = text[rank * shape["batch"] : (rank + 1) * shape["batch"]]
@@ -106,7 +114,7 @@ def data(shape: dict[str, int], rank: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def timed(step: Callable[[], Any], barrier: Callable[[], Any], warmup: int, steps: int) -> float:
-    """Call ``step`` ``warmup`` times, then ``steps`` times between two barriers, and return the latter's seconds."""
+    """Call ``step`` ``warmup`` times, then ``steps`` times between two barriers; return the seconds between these."""
     for _ in range(warmup):
         step()
     barrier()

@@ -1,4 +1,4 @@
-"""Run one rank of a training of the same GPT by PyTorch or DeepSpeed, in the environment of their launchers."""
+"""Run one rank of a training of the same GPT with PyTorch or DeepSpeed, with torchrun's environment variables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RATE = 1e-3
 
 
 class Block(nn.Module):
-    """Compute a pre-norm transformer block: fused causal attention, GELU by tanh."""
+    """Compute a pre-norm transformer block with fused causal attention and the tanh approximation of GELU."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute attention, then the feed-forward layers."""
+        """Add attention to ``x``, then the feed-forward layers, and return the result."""
         samples, length, dim = x.shape
         qkv = self.qkv(self.norm1(x)).view(samples, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(*qkv, is_causal=True)
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Build the model of ``mpizero.nn.GPT`` in PyTorch: learned positions, the token embedding tied to the head."""
+    """The model of ``mpizero.nn.GPT`` in PyTorch: learned positions, and a head tied to the token embedding."""
 
     def __init__(self, shape: dict[str, int]) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(dim)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss."""
+        """Return the mean cross-entropy of the targets ``y``, given the tokens ``x``."""
         h = self.token(x) + self.position(torch.arange(x.shape[1]))
         for block in self.blocks:
             h = block(h)
@@ -54,7 +54,7 @@ class GPT(nn.Module):
 
 
 class Peer:
-    """Train a GPT on one rank; subclasses wrap the model for a strategy and define its step."""
+    """Train a GPT with another library than mpizero on one rank; subclasses define the library and the strategy."""
 
     def __init__(self, shape: dict[str, int]) -> None:
         self.shape, self.rank = shape, int(os.environ["RANK"])
@@ -62,7 +62,7 @@ class Peer:
         torch.manual_seed(0)
 
     def prepare(self) -> dict[str, Any]:
-        """Build the model on all ranks, and return its number of parameters and version."""
+        """Build the model, collective over all ranks; return its parameter count, the library's version, and a note."""
         self.join()
         plain = GPT(self.shape)
         count = sum(p.numel() for p in plain.parameters())
@@ -72,30 +72,30 @@ class Peer:
         return {"parameters": count, "version": version, "note": note}
 
     def join(self) -> None:
-        """Initialize the process group by torchrun's environment."""
+        """Initialize PyTorch's process group from torchrun's environment variables."""
         distributed.init_process_group("gloo")
 
     def wrap(self, plain: nn.Module) -> tuple[str, str]:
-        """Make ``self.model`` and ``self.optimizer``; return the library's version, and a note for the reader."""
+        """Set ``self.model`` and ``self.optimizer``; return the library's version, and a note for the table."""
         raise NotImplementedError
 
     def step(self) -> None:
-        """Train one step."""
+        """Train one step on this rank's samples."""
         loss = self.model(self.x, self.y)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def turn(self, warmup: int, steps: int) -> float:
-        """Return the seconds of ``steps`` steps, between two barriers."""
+        """Train ``warmup`` steps, then time ``steps`` steps between two barriers; return their seconds together."""
         return timed(self.step, distributed.barrier, warmup, steps)
 
     def values(self) -> list[torch.Tensor]:
-        """Return all parameters, whole."""
+        """Return all parameters, gathered if they are sharded."""
         return list(self.model.state_dict().values())
 
     def digest(self) -> str:
-        """Return the hash of all parameters."""
+        """Return the SHA-256 of all parameters."""
         found = hashlib.sha256()
         for value in self.values():
             found.update(value.detach().numpy().tobytes())
@@ -103,20 +103,20 @@ class Peer:
 
 
 class TorchDDP(Peer):
-    """Train by DistributedDataParallel with the fused AdamW."""
+    """Train with PyTorch's DistributedDataParallel and fused AdamW."""
 
     def wrap(self, plain: nn.Module) -> tuple[str, str]:
-        """Wrap the model so that all of its state is replicated."""
+        """Set up a model with replicated parameters, gradients and optimizer state; return the version, and no note."""
         self.model = nn.parallel.DistributedDataParallel(plain)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, fused=True)
         return f"PyTorch {torch.__version__}", ""
 
 
 class TorchZero1(Peer):
-    """Train by DistributedDataParallel with ZeroRedundancyOptimizer around the fused AdamW."""
+    """Train with PyTorch's DistributedDataParallel, and ZeroRedundancyOptimizer around the fused AdamW."""
 
     def wrap(self, plain: nn.Module) -> tuple[str, str]:
-        """Wrap the model so that optimizer state is sharded."""
+        """Set up a model with sharded optimizer state; return the version, and no note."""
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         self.model = nn.parallel.DistributedDataParallel(plain)
@@ -127,10 +127,10 @@ class TorchZero1(Peer):
 
 
 class TorchFSDP2(Peer):
-    """Train by ``fully_shard`` on every block and on the whole, with the fused AdamW."""
+    """Train with PyTorch's ``fully_shard`` (FSDP2) on every block and on the whole model, and the fused AdamW."""
 
     def wrap(self, plain: Any) -> tuple[str, str]:
-        """Wrap the model so that parameters, gradients and optimizer state are sharded."""
+        """Set up a model with sharded parameters, gradients and optimizer state; return the version, and no note."""
         from torch.distributed.fsdp import fully_shard
 
         mesh = distributed.init_device_mesh("cpu", (self.shape["ranks"],))
@@ -142,23 +142,26 @@ class TorchFSDP2(Peer):
         return f"PyTorch {torch.__version__}", ""
 
     def values(self) -> list[torch.Tensor]:
-        """Gather and return all whole parameters."""
+        """Gather and return all parameters."""
         return [value.full_tensor() for value in self.model.state_dict().values()]
 
 
 class DeepSpeed(Peer):
-    """Train by one of DeepSpeed's ZeRO stages on CPU over gloo."""
+    """Train with one of DeepSpeed's ZeRO stages on CPU over gloo."""
 
     stage = 0
 
     def join(self) -> None:
-        """Initialize the process group by DeepSpeed's own call."""
+        """Initialize PyTorch's process group by ``deepspeed.init_distributed``."""
         import deepspeed
 
         deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
 
     def wrap(self, plain: nn.Module) -> tuple[str, str]:
-        """Wrap the model in DeepSpeed's engine, with DeepSpeed's own fused Adam if it can be built here."""
+        """Wrap the model in DeepSpeed's engine; return the version, and a note that names the Adam it uses.
+
+        That is DeepSpeed's own fused Adam if it can be built on this machine, else PyTorch's.
+        """
         import deepspeed
 
         own = os.environ.get("COMPARE_DEEPSPEED_ADAM") == "own"
@@ -180,13 +183,13 @@ class DeepSpeed(Peer):
         return f"DeepSpeed {deepspeed.__version__}", f"{'DeepSpeed' if own else 'PyTorch'}'s fused AdamW"
 
     def step(self) -> None:
-        """Train one step by the calls of DeepSpeed's engine."""
+        """Train one step on this rank's samples by the methods of DeepSpeed's engine."""
         loss = self.model(self.x, self.y)
         self.model.backward(loss)
         self.model.step()
 
     def values(self) -> list[torch.Tensor]:
-        """Return all parameters; stage 3 gathers them."""
+        """Return copies of all parameters, which are gathered first under stage 3."""
         import deepspeed
 
         parameters = list(self.model.module.parameters())
@@ -195,19 +198,19 @@ class DeepSpeed(Peer):
 
 
 class DeepSpeed1(DeepSpeed):
-    """Train by ZeRO-1, which shards optimizer state."""
+    """Train with DeepSpeed's ZeRO-1, which shards optimizer state."""
 
     stage = 1
 
 
 class DeepSpeed2(DeepSpeed):
-    """Train by ZeRO-2, which shards optimizer state and gradients."""
+    """Train with DeepSpeed's ZeRO-2, which shards optimizer state and gradients."""
 
     stage = 2
 
 
 class DeepSpeed3(DeepSpeed):
-    """Train by ZeRO-3, which shards optimizer state, gradients and parameters."""
+    """Train with DeepSpeed's ZeRO-3, which shards optimizer state, gradients and parameters."""
 
     stage = 3
 
@@ -223,7 +226,7 @@ CLASSES: dict[str, type[Peer]] = {
 
 
 class FusedAdamW:
-    """Run only PyTorch's fused AdamW, on one flat tensor."""
+    """Run only PyTorch's fused AdamW, on one 1-D tensor of ``size`` elements."""
 
     def __init__(self, size: int) -> None:
         torch.set_num_threads(1)
@@ -232,5 +235,5 @@ class FusedAdamW:
         self.optimizer = torch.optim.AdamW([self.weights], lr=RATE, fused=True)
 
     def turn(self, warmup: int, steps: int) -> float:
-        """Return the seconds of one update."""
+        """Update ``warmup`` times, then time ``steps`` updates; return the mean seconds of one."""
         return timed(self.optimizer.step, lambda: None, warmup, steps) / steps

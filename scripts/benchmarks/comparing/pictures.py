@@ -1,4 +1,4 @@
-"""Draw bar charts of a comparison as PNG (needs the extra ``plot``)."""
+"""Draw bar charts of the results of compare.py as PNG files (needs ``pip install 'mpizero[plot]'``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ OURS, THEIRS, BOUND = "tab:blue", "tab:gray", "tab:red"
 
 
 def draw(found: dict[str, Any], folder: Path, ours: Sequence[str], limit: str) -> list[Path]:
-    """Draw ``speed.png``, and ``memory.png`` if memory was measured, into ``folder``, and return their paths."""
+    """Draw ``speed.png``, and ``memory.png`` if memory was measured, into ``folder``; return the paths of the files.
+
+    ``found`` are the results of compare.py. Contenders named in ``ours`` are mpizero's and get another color. ``limit``
+    names the contender that is drawn as a line, as the upper limit of speed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     rows = {name: row for name, row in found["results"].items() if name != limit}
     colors = [OURS if name in ours else THEIRS for name in rows]

@@ -1,1 +1,1 @@
-"""Measure and plan how the cost of training grows with the model: parts of scaling.py and scaling_page.py."""
+"""Hold modules of scaling.py and scaling_page.py, which measure and plan how costs grow with model and ranks."""

@@ -1,4 +1,4 @@
-"""Describe an assumed cluster, which was not measured, and make its machine file."""
+"""Describe an assumed cluster, which was not measured, as a machine file of `mpizero plan`."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ ELEMENTS, LARGE = 10**9, 10**9
 
 @dataclass(frozen=True)
 class Assumed:
-    """Describe nodes of eight ranks, each a quarter of a socket; all ranks of a node send through one link.
+    """Describe a cluster: the speed of its ranks, and of the one network link that all ranks of a node share.
 
     Attributes
     ----------
     ranks_per_node, threads : int
-        Ranks of a node, and cores of a rank.
+        Number of ranks on a node, and number of cores of each rank.
     rate : float
-        Float32 operations a second that the products of one rank reach, all ranks at once.
+        Float32 operations a second of one rank's matrix products while all ranks compute.
     memory : float
-        Bytes a second that a pass of one rank moves, all ranks at once.
+        Bytes a second that one rank reads and writes in a pass over memory while all ranks do so.
     link : float
-        Bytes a second that a node sends to others, and takes from them at the same time.
+        Bytes a second that a node sends to other nodes, and the same number that it receives meanwhile.
     inside : float
-        Bytes a second from one rank to another of its node.
+        Bytes a second from one rank to another rank of its node.
     latency : float
-        Seconds of the smallest message, from one rank to one other.
+        Seconds of the smallest message from one rank to another.
     collective : float
         Seconds of the smallest collective, and of a barrier.
     """
@@ -45,7 +45,7 @@ class Assumed:
     collective: float = 2e-5
 
     def machine(self, rows: int, dim: int) -> Machine:
-        """Return the contents of the machine file, with a product of ``rows`` rows and ``dim`` features."""
+        """Return the contents of the machine file; its one matrix product has ``rows`` rows and ``dim`` features."""
         passes = tuple(self._pass(name, *MIXES[name]) for name in NEEDED)
         seconds = _exactly(2 * rows * dim * 3 * dim / self.rate)
         product = MatrixProduct("query, key, value", "forward", 1, rows, dim, 3 * dim, True, seconds, seconds)

@@ -1,4 +1,4 @@
-"""Compare the memory and messages that ranks count in a training with the plan."""
+"""Compare the bytes of memory and messages that ranks count in a training with those of `mpizero plan`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ PARAMETERS, MICRO_BATCHES = 400_000, 4
 
 
 def rows(layout: dict[str, int]) -> list[dict[str, Any]]:
-    """Train with every strategy on shared and private memory, and return one row for each on rank 0.
+    """Train with every strategy, once with shared and once with private memory, and compare counts with the plan.
 
-    Collective over all ranks of the job.
+    ``layout`` has the sizes of the axes ("pipeline", "tensor"). Return one row for each training (see :func:`_row`) on
+    rank 0. Collective over all ranks of the job.
     """
     from mpizero.comm.startup.launch import world
 
@@ -34,7 +35,11 @@ def rows(layout: dict[str, int]) -> list[dict[str, Any]]:
 
 
 def _row(table: LayoutTable) -> dict[str, Any]:
-    """Return a row with the number of figures (bytes, messages, parts of memory) that are not as planned."""
+    """Return a row of results for one training on all its ranks.
+
+    Its keys are "layout" and "memory" (texts), "sent" (bytes), "messages", and "wrong": how many of the ranks' counts
+    (bytes sent, messages, bytes of each kind of memory) differ from the plan.
+    """
     wrong = 0
     for rank in table.rows:
         wrong += rank.sent != rank.planned_sent

@@ -1,4 +1,4 @@
-"""Define the tables of docs/scaling.md, and format them from plans."""
+"""Define the tables of docs/scaling.md, and format them from the results of `mpizero plan`."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ Plan = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """Describe a row of a table by the training that is planned for it.
+    """Describe the training that is planned for one row of a table.
 
     Attributes
     ----------
     name : str
         Unique name of the row.
     ranks : int
-        Number of ranks of the plan.
+        Number of ranks of the training.
     settings : tuple of str
-        Settings that differ from the configuration file, as for ``--set``.
+        Settings that replace those of the configuration file, each "section.name=value" as for ``--set``.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Row:
     settings: tuple[str, ...]
 
     def plan(self) -> Plan:
-        """Run ``mpizero plan``, and return its JSON document."""
+        """Run ``mpizero plan`` for this training, and return the JSON document that it prints."""
         command = [sys.executable, "-m", "mpizero", "plan", str(CONFIG), "--ranks", str(self.ranks), "--json"]
         command += ["--ranks-per-node", str(RANKS_PER_NODE), "--memory-per-node", MEMORY_PER_NODE]
         command += ["--machine", str(MACHINE)]
@@ -57,18 +57,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Describe a table of the page.
+    """Describe a table of docs/scaling.md.
 
     Attributes
     ----------
     name : str
-        Name of the table's place in the page.
+        Name of the table in the mark that precedes it in the page.
     head : tuple of str
         Titles of the columns.
     rows : tuple of Row
         Rows of the table.
     cells : callable
-        Returns the cells of a row, given the row and its plan.
+        Function of a row and its plan (the document of ``mpizero plan``) that returns the texts of the row's cells.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Table:
     cells: Callable[[Row, Plan], Sequence[str]]
 
     def line(self, row: Row, plan: Plan) -> str:
-        """Return one row of the table as Markdown."""
+        """Return one row of the table as a line of Markdown."""
         return line(self.cells(row, plan))
 
 
@@ -87,7 +87,7 @@ def line(cells: Sequence[str]) -> str:
 
 
 def tables() -> tuple[Table, ...]:
-    """Return all tables of the page."""
+    """Return all tables of docs/scaling.md."""
     whole = len(STRATEGIES)
     parts = ("parameters", "gradients", "optimizer state", "buffers", "activations, work")
     sent = ("gradients", "parameters", "activations", "rest")
@@ -123,7 +123,7 @@ def _bubble_rows() -> Iterator[Row]:
 
 
 def _share(micro: int) -> tuple[str, str]:
-    """Return the settings by which each replica has a grain of ``micro`` micro-batches."""
+    """Return the settings with which each replica computes one grain of ``micro`` micro-batches in a step."""
     return f"train.global_batch={REPLICAS * micro}", f"train.accumulate={micro}"
 
 
@@ -142,36 +142,36 @@ def _weak_rows() -> Iterator[Row]:
 
 
 def seconds(plan: Plan) -> float:
-    """Return the expected seconds of a step."""
+    """Return the seconds that a step is expected to take."""
     found: float = plan["expected"]["seconds"]
     return found
 
 
 def efficiency(plan: Plan) -> float:
-    """Return the share of a step in which ranks compute forward and backward, the mean over ranks."""
+    """Return the fraction of a step's time in which ranks compute forward and backward passes, as a mean over ranks."""
     busy = statistics.fmean(rank["forward"] + rank["backward"] for rank in plan["expected"]["ranks"])
     return busy / seconds(plan)
 
 
 def fullest(plan: Plan) -> Plan:
-    """Return the plan of the rank that needs most memory."""
+    """Return the part of the plan for the rank that needs the most memory."""
     found: Plan = max(plan["ranks"], key=lambda rank: rank["bytes"])
     return found
 
 
 def mine(rank: Plan, *parts: str) -> float:
-    """Return a rank's bytes in the named kinds of memory, with its equal part of shared windows."""
+    """Return the bytes that a rank needs for the kinds of memory ``parts``, with its equal share of shared windows."""
     held = [rank["memory"][part] for part in parts if part in rank["memory"]]
     return sum(part["private"] + part["shared"] / part["sharers"] for part in held)
 
 
 def giga(nbytes: float, digits: int = 1) -> str:
-    """Format bytes as gigabytes."""
+    """Format a number of bytes in gigabytes (10^9 bytes), with ``digits`` decimals."""
     return f"{nbytes / 1e9:,.{digits}f}"
 
 
 def percent(share: float) -> str:
-    """Format a share in percent."""
+    """Format a fraction in percent."""
     return f"{100 * share:.1f} %"
 
 
@@ -203,7 +203,10 @@ def _sent(row: Row, plan: Plan) -> list[str]:
 
 
 def _phases(row: Row, plan: Plan) -> list[str]:
-    """Return the seconds of the slowest rank's phases, which become a column of the table."""
+    """Return the seconds of each phase of the slowest rank, then of the whole step, and the efficiency.
+
+    :func:`markdown` writes them as a column of the table.
+    """
     parts = plan["expected"]["ranks"][plan["expected"]["rank"]]
     return [*map(time, parts.values()), time(seconds(plan)), percent(efficiency(plan))]
 
@@ -226,7 +229,7 @@ def _growth(row: Row, plan: Plan) -> list[str]:
 
 
 def markdown(table: Table, plans: Mapping[Row, Plan]) -> str:
-    """Return a whole table as Markdown."""
+    """Return a whole table as Markdown; ``plans`` has the plan of each of its rows."""
     rows = [table.cells(row, plans[row]) for row in table.rows]
     if table.name == "seconds":
         phases = list(plans[table.rows[0]]["expected"]["ranks"][0])

@@ -1,8 +1,9 @@
-"""Run contenders alternately on one machine: parse options, start processes, time rounds.
+"""Run several programs that are compared (contenders) alternately on one machine.
 
-A benchmark starts all *teams*; a team is the processes of one contender. They connect to the benchmark and wait. It
-then lets one team at a time work, while the others sleep in a read, so that contenders that follow each other see the
-same machine. Messages are lines of JSON over a Unix socket, because every contender's interpreter supports that.
+A benchmark starts all *teams*; a team is the processes of one contender. The processes connect to the benchmark and
+wait. The benchmark then lets one team at a time work, while the others sleep in a read from the socket. So contenders
+are measured within seconds of each other, in the same state of the machine. Messages are lines of JSON over a Unix
+socket, because every contender's Python interpreter supports that.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ K = TypeVar("K")
 
 
 def parser(doc: str, *, rounds: int = 0, mpiexec: bool = False, json: bool = False) -> argparse.ArgumentParser:
-    """Return a parser with the options that several benchmarks have; ``rounds`` is their default number."""
+    """Return a parser with the options that several benchmarks have; ``doc`` is the description in its help.
+
+    ``rounds`` is the default of ``--rounds``; 0 leaves the option out. ``mpiexec`` and ``json`` say whether to add the
+    options of these names, and with ``mpiexec`` the hidden options of processes that the benchmark starts.
+    """
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if rounds:
         made.add_argument("--rounds", type=int, default=rounds, help="(default: %(default)s)")
@@ -44,7 +49,7 @@ def parser(doc: str, *, rounds: int = 0, mpiexec: bool = False, json: bool = Fal
 
 
 def chosen(option: str, text: str, known: Iterable[str]) -> list[str]:
-    """Return the names that an option lists; end the script if one is unknown."""
+    """Return the names in ``text``, the comma-separated value of an option; end the script if one is not ``known``."""
     names = [name for name in text.split(",") if name]
     if unknown := sorted(set(names) - set(known)):
         sys.exit(f"{option}: unknown {', '.join(unknown)}; expected {', '.join(known)}")
@@ -52,7 +57,10 @@ def chosen(option: str, text: str, known: Iterable[str]) -> list[str]:
 
 
 def output_of(command: Sequence[str], status: Container[int] = (0,)) -> str:
-    """Run a command, with one thread a process, and return its standard output; end the script if it fails."""
+    """Run a command with one thread in each process, and return its standard output.
+
+    If its exit status is not in ``status``, end the script.
+    """
     done = subprocess.run(command, env=one_thread(), capture_output=True, text=True, check=False)
     if done.returncode not in status:
         sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
@@ -60,16 +68,16 @@ def output_of(command: Sequence[str], status: Container[int] = (0,)) -> str:
 
 
 def result_of(mpiexec: str, ranks: int, *words: str) -> Any:
-    """Run an MPI job with this Python, and return the JSON document in the last line that it prints."""
+    """Run ``words`` with this Python as an MPI job, and return the JSON document in the last line that it prints."""
     return json.loads(output_of([mpiexec, "-n", str(ranks), sys.executable, *words]).splitlines()[-1])
 
 
 class TeamError(Exception):
-    """Raised when a contender ended or did not reply; the message has the end of its output."""
+    """Raised when a process of a team has ended or does not reply; the message has the end of the team's output."""
 
 
 def serve(path: str, rank: int, actions: Mapping[str, Callable[..., Any]]) -> None:
-    """Run as one process of a team: perform the actions that the benchmark asks for, until it closes the connection.
+    """Run as one process of a team: call the functions that the benchmark asks for, until it closes the connection.
 
     Parameters
     ----------
@@ -78,7 +86,8 @@ def serve(path: str, rank: int, actions: Mapping[str, Callable[..., Any]]) -> No
     rank : int
         Number of this process in its team.
     actions : mapping of str to callable
-        The actions by name; arguments come as keywords, and results must be values for JSON.
+        The functions by the names that the benchmark uses. They are called with keyword arguments only, and must
+        return values that JSON can hold.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
@@ -95,18 +104,18 @@ def _say(stream: Any, value: Any) -> None:
 
 
 class Team:
-    """Start the processes of one contender, and let them perform actions.
+    """Start the processes of one contender (a program that is compared), and call functions in them.
 
     Parameters
     ----------
     name : str
         Name of the contender in messages.
     ranks : int
-        Number of processes that connect.
+        Number of processes that will connect to the socket; each must call :func:`serve`.
     commands : callable
-        ``commands(path)`` returns the commands to start, given the socket's path.
+        ``commands(path)`` returns the commands to start. ``path`` is the path of the socket.
     environment : mapping
-        Environment variables of the commands, besides those of :func:`one_thread`.
+        Environment variables of the commands, in addition to those of :func:`one_thread`.
     """
 
     def __init__(
@@ -161,7 +170,7 @@ class Team:
             self._streams[told["rank"]], self.pids[told["rank"]] = stream, told["pid"]
 
     def ask(self, do: str, **order: Any) -> list[Any]:
-        """Let all processes perform the action ``do`` at once, and return their results by rank.
+        """Call the function ``do`` with the arguments ``order`` in all processes at once; return the results by rank.
 
         Raises
         ------
@@ -186,7 +195,7 @@ class Team:
         return "\n".join([f"{self.name} {what}; the end of what it wrote:", *lines[-25:]])
 
     def close(self) -> None:
-        """Close the connections, so that the processes end, and kill those that do not."""
+        """Close the connections, so that the processes end, and kill those that have not ended after 30 seconds."""
         for stream in self._streams.values():
             stream.close()
         for job in self._jobs:
@@ -198,22 +207,23 @@ class Team:
         self._folder.cleanup()
 
     def __enter__(self) -> Team:
-        """Return the team."""
+        """Return this team."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the team."""
+        """Call :meth:`close`."""
         self.close()
 
 
 def alternate(
     rounds: int, names: Sequence[K], measure: Callable[[K], T], *, warm_up: int = 0, quiet: bool = False
 ) -> dict[K, list[T]]:
-    """Measure every name once in each round, and return the values by name; each round begins with another name.
+    """Call ``measure(name)`` for every name in each round; return the values of all rounds by name.
 
-    Before these, ``warm_up`` rounds run that are not kept. With ``quiet`` the progress is not printed.
+    Each round begins with another name. First ``warm_up`` rounds run whose values are dropped. With ``quiet=True`` no
+    progress is printed.
     """
     found: dict[K, list[T]] = {name: [] for name in names}
     for number in range(-warm_up, rounds):
@@ -227,18 +237,18 @@ def alternate(
 
 
 def tell(line: str) -> None:
-    """Print a line about the progress on standard error."""
+    """Print a line about the progress to standard error."""
     print(line, file=sys.stderr, flush=True)
 
 
 def one_thread() -> dict[str, str]:
-    """Return environment variables with which numerical libraries use one thread, and this checkout is imported."""
+    """Return this process's environment, changed so that BLAS uses one thread and Python imports this checkout."""
     threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | dict.fromkeys(threads, "1") | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def beside(python: str, program: str) -> str:
-    """Return the path of a program beside an interpreter; its bare name, to be searched in PATH, if it is not there."""
+    """Return the path of ``program`` in the folder of the interpreter ``python``; if it is not there, its bare name."""
     own = Path(python).with_name(program)
     return str(own) if own.exists() else program
