@@ -131,7 +131,10 @@ class DeviceUpdater(Updater):
 
 
 class StagedUpdater(DeviceUpdater):
-    """Update on a GPU from gradients on the host, which are copied to the GPU in sections (see the module's note)."""
+    """Update on a GPU from gradients on the host.
+
+    The gradients are copied to the GPU in sections of successive elements, each as long as the pinned host buffer.
+    """
 
     def __init__(
         self, optimizer: Any, store: ParameterStore, scope: UpdateScope, device_parameters: DeviceParameters

@@ -44,8 +44,8 @@ class _Flight:
 
     If a layer raises, ``fail`` is called with the error, ``failed`` is set, and nothing more is computed from the
     micro-batch. Its messages are still sent and received, so that no rank waits for this one. ``caches`` holds what the
-    forward pass of each block has kept for its backward pass, ``pending`` what the backward pass for the block's input
-    has kept for that for its weights, and ``loss`` what the forward pass of the loss has kept.
+    forward pass of each block has kept for its backward pass. ``pending`` holds what a block's ``backward_input`` has
+    kept for its ``backward_weights``. ``loss`` holds what the forward pass of the loss has kept.
     """
 
     fail: Callable[[Exception], None]

@@ -162,7 +162,10 @@ class PartitionedModel:
         return loss if loss is None or self.parallel_layout.tensor == 1 else self.split.loss_on_parts(loss)
 
     def own_places(self, x: Array) -> Array:
-        """Return this rank's positions of the sequences in ``x``; without a context group, all. Not collective."""
+        """Return ``x`` cut to this rank's positions of the sequences; without a context group, ``x`` itself.
+
+        Not collective.
+        """
         group = getattr(self.split, "group", None) if self.parallel_layout.context > 1 else None
         return x if group is None else nn.cut_batch(x, x, group)[0]
 
