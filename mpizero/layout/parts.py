@@ -154,6 +154,8 @@ def _runs(rows: PartRows, start: int, stop: int) -> Iterator[PartRun]:
 def take_rows(rows: PartRows, whole: Array, start: int, out: Array) -> None:
     """Copy a range of a part's elements from an array of the whole parameter to ``out``.
 
+    A *row* is the elements that have the same indices on all axes before the axis that is split.
+
     Parameters
     ----------
     rows : PartRows

@@ -27,7 +27,10 @@ from mpizero.types import Array
 
 @kernel("void(const u4[::1], const u4[::1], u4[::1])")
 def philox(counter: Array, key: Array, out: Array) -> None:
-    """Write the four random words of 32 bits that Philox computes from a counter (four words) and a key (two words)."""
+    """Write the four random words that Philox computes from a counter (four words) and a key (two words) to ``out``.
+
+    A word has 32 bits.
+    """
     if cuda.grid(1) == 0:
         a, b, c, d = philox_words(
             np.uint64(counter[0]),

@@ -29,7 +29,10 @@ def _words(value: int) -> tuple[int, int]:
 
 
 def philox(counter: Array, key: Array, out: Array) -> None:
-    """Write the four random words of 32 bits that Philox computes from a counter (four words) and a key (two words)."""
+    """Write the four random words that Philox computes from a counter (four words) and a key (two words) to ``out``.
+
+    A word has 32 bits.
+    """
     out[:] = _philox(counter, (int(key[0]), int(key[1])))[0]
 
 
