@@ -76,7 +76,10 @@ class LanguageModel(Protocol):
         """Length of the longest context that the model takes."""
 
     def logits(self, context: Array) -> Array:
-        """Return the logits of the byte after ``context``, bytes as 1-D ids; only the last ``sequence`` are used."""
+        """Return the logits of the byte after ``context``, a 1-D array of bytes as integers.
+
+        Only the last :attr:`sequence` bytes of the context are used.
+        """
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class LocalLanguageModel:
         return self.model.sequence
 
     def logits(self, context: Array) -> Array:
-        """Return the logits of the byte after ``context`` (1-D ids). Not collective."""
+        """Return the logits of the byte after ``context`` (1-D, bytes as integers). Not collective."""
         window = context[-self.sequence :]
         result: Array = nn.evaluate(self.model, self.parameters, window[np.newaxis])[0, -1]
         return result
@@ -111,7 +114,7 @@ class ShardedLanguageModel:
         return length
 
     def logits(self, context: Array) -> Array:
-        """Return the logits of the byte after ``context`` (1-D ids). Collective over the model's ranks."""
+        """Return the logits of the byte after ``context`` (1-D, bytes as integers). Collective over the ranks."""
         window = context[-self.sequence :]
         result: Array = self.model.predict(window[np.newaxis])[0, -1]
         return result

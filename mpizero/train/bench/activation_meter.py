@@ -52,7 +52,7 @@ class CacheMeter:
 
 
 class _Kept(NamedTuple):
-    """Hold the cache of a block or loss and the arrays counted in it, which thereby stay alive while they count."""
+    """Hold the cache of a block or loss, and the arrays counted in it, so that they stay alive while counted."""
 
     cache: Any
     found: tuple[Array, ...]

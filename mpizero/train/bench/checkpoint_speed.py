@@ -303,7 +303,11 @@ class _Bench:
         return found | {f"{cold}verification": found[f"{cold}load"] - found[f"{cold}load unverified"]}
 
     def peaks(self) -> dict[str, tuple[int, int, int]]:
-        """Return the peak memory that a save and a load need beside the arrays, as in CheckpointFigures.peaks."""
+        """Return the peak memory that a save and a load need beside the arrays, in bytes, by name of the operation.
+
+        The three numbers are the memory counted by ``tracemalloc``, the growth of the resident size, and the growth of
+        the proportional set size, each the largest over the ranks.
+        """
         found = {}
         backend = self.request.backends[0]
         # The first save loads libraries, once.

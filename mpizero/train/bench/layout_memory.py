@@ -55,7 +55,7 @@ class LayoutRequest:
     Attributes
     ----------
     memory : MemoryRequest
-        The number of parameters, the strategies, whether node memory is shared, and the number of steps.
+        The number of parameters, the strategies, whether the ranks of a node share memory, and the number of steps.
     layout : ParallelSection
         How the model is split over ranks. Its strategy is ignored: each strategy of :attr:`memory` is measured.
     micro_batches : int

@@ -257,7 +257,7 @@ def place_of(error: BaseException) -> str:
 
 
 def origin_of(model: Any, member: str) -> str:
-    """Describe where a model's code is: for a function model its function ``member``, with file and line.
+    """Describe where a model is defined: for a function model, by file and line of its function ``member``.
 
     For other models, return the name of the class.
     """

@@ -273,7 +273,7 @@ class Trainer:
 
     @property
     def farewell(self) -> str:
-        """Return the last message of a run that was stopped: the reason, the step, and where it is saved."""
+        """Return the last message of a run that was stopped: the reason, the step, and where its state is saved."""
         where = self.folder.checkpoints
         return f"stopped by {self.stop.reason} after step {self.step}: saved in {where}; go on with --resume"
 

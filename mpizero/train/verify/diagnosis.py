@@ -150,7 +150,7 @@ class GradientEvidence:
 def of_loss(seen: LossEvidence, counts: Mapping[str, int]) -> Diagnosis:
     """Find the probable cause of a loss that differs.
 
-    ``counts`` has the numbers by which a sum may have been divided, by the name of what they count.
+    ``counts`` has the numbers by which a sum may have been divided, by what they count, such as ``{"ranks": 4}``.
     """
     rounding, wrong, right = seen.rounding, seen.wrong_ranks, seen.right_ranks
     if repeated := _repeated(rounding.same(seen.again, seen.expected), seen.again == seen.first):
@@ -313,7 +313,7 @@ def _is_part(extra: Array, part: Array, whole: Array, rounding: Rounding) -> boo
 
 
 def _skipped(seen: GradientEvidence) -> bool:
-    """Tell whether each gradient that differs is a sum over the samples of the rank that updates it, not of all."""
+    """Tell whether each wrong gradient is the sum over the samples of one rank, the rank that updates the parameter."""
 
     def multiple(values: Mapping[str, Array], name: str) -> float | None:
         return seen.rounding.factor([values[name]], [seen.own[name]], keep_one=True, summed=True)

@@ -157,7 +157,7 @@ class TrainingPair:
         return result
 
     def _compare_states(self, mine: TrainingState, number: int) -> Finding | None:
-        """Compare parameters and optimizer arrays after step ``number``, or the start values for 0."""
+        """Compare parameters and optimizer arrays after ``number`` steps; return the first difference or None."""
         quantity = PARAMETER if number else "start value"
         reason = UNREPEATED if number else "start values that depend on the rank: key them by seed, name and element"
         theirs = self._on_first(lambda one: one.state())
@@ -218,7 +218,7 @@ class TrainingPair:
         return self.rounding.same(found, expected)
 
     def _first(self, pairs: Sequence[_Vectors], *, backward: bool = False) -> LocatedDifference | None:
-        """Return the first tensor in which one of ``pairs`` differs; with ``backward``, the last such tensor."""
+        """Return the first tensor in which one of ``pairs`` differs, or None; with ``backward``, the last one."""
         for vectors in pairs:
             masks = [(entry, mask) for entry in self.entries if (mask := vectors.mask(entry)).any()]
             if masks:
@@ -237,7 +237,7 @@ class TrainingPair:
         return self.tolerance * change + rounding
 
     def _views(self, number: int, vectors: _Vectors, before: Array | None) -> Finding | None:
-        """Compare the parameters that each rank sees, and its own copies of them, with one process."""
+        """Compare the parameters that each rank sees, and its own copies; return the first difference or None."""
         mine = self._first([vectors])
         if mine is not None and before is not None:
             reason = diagnosis.of_update(vectors.found[mine.places], before[mine.places], PARAMETER)
@@ -303,7 +303,7 @@ class TrainingPair:
         return _explained(LocatedDifference(finding), diagnosis.of_loss(found, self._counts())).finding
 
     def _compare_parts(self, looked: TensorParts, theirs: TensorParts) -> RankGradients | None:
-        """Compare this rank's gradients of a tensor, before ranks add them up, with one process; None if impossible."""
+        """Compare this rank's micro-batch gradients of a tensor with one process; None if it has none to compare."""
         parts = looked.parts if self.layout.parallel.context == 1 else {}
         shared = sorted(parts.keys() & theirs.parts.keys())
         if not shared:
