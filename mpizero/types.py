@@ -65,7 +65,7 @@ class ParameterSpec:
     init : Init
         Initial values.
     decay : bool
-        Whether weight decay applies (false for biases, norms and embeddings).
+        Whether weight decay applies. Layers set it to False for biases, norms and embeddings.
     trainable : bool
         False for a frozen parameter, which has no gradient and no optimizer state.
     tied : str or None
@@ -114,8 +114,8 @@ class Run:
         The epoch that the caller passed to ``train``.
     length : int
         Length of the whole sequences; 0 if unknown. Where a context group splits sequences, a rank cannot compute the
-        length from the positions that it holds, because numbers of positions differ by one between ranks. If ``length``
-        is 0, each layer that needs it asks the other ranks with one small message.
+        length from the positions that it holds, because the number of positions may differ by one between ranks. If
+        ``length`` is 0, each layer that needs it asks the other ranks with one small message.
     """
 
     training: bool = False

@@ -61,7 +61,7 @@ def create_locked_folder(target: str, replace: bool) -> LockedFolder:
     Raises
     ------
     CheckpointError
-        If another run is writing ``target``, or it exists and is no checkpoint or may not be replaced.
+        If another run is writing ``target``, or ``target`` exists and may not be replaced.
     OSError
         If the folder cannot be made.
     """

@@ -50,7 +50,7 @@ class PortableError(NamedTuple):
 
 
 def portable_error(error: Exception) -> PortableError:
-    """Return the description of an exception that can be sent to other ranks. Not collective."""
+    """Convert an exception to a :class:`PortableError`, which can be sent to other ranks. Not collective."""
     if isinstance(error, CheckpointError):
         kind = next((kind for kind, known in _KINDS.items() if type(error) is known), "checkpoint")
         return PortableError(kind, getattr(error, "errno", 0) or 0, str(error))

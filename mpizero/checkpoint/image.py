@@ -26,7 +26,7 @@ from mpizero.comm.startup.convert import communicator_of
 from mpizero.crc import crc32
 from mpizero.errors import CheckpointError
 
-#: Last bytes of an image. The eight bytes before them are the manifest's length (little-endian).
+#: Last bytes of the byte string. The eight bytes before them are the manifest's length in bytes (little-endian).
 MAGIC = b"mpizero1"
 
 

@@ -36,9 +36,9 @@ def write(
     """Save arrays and attributes as a checkpoint; its folder appears only when the checkpoint is complete.
 
     Collective over ``comm``. The ranks write into a hidden folder beside ``folder`` and sync its files to disk. Then
-    rank 0 renames the hidden folder to ``folder``. If one rank fails (because of a full disk or an unwritable folder,
-    say), every rank raises the same error, what was written is removed, and older checkpoints are not changed.
-    Leftovers of killed saves are removed.
+    rank 0 renames the hidden folder to ``folder``. If one rank fails, for example because the disk is full, every rank
+    raises the same error, the hidden folder is removed, and older checkpoints are not changed. Leftovers of killed
+    saves are removed.
 
     Parameters
     ----------
@@ -67,8 +67,8 @@ def write(
     ------
     CheckpointError
         On every rank, if the pieces of all ranks do not make up whole arrays, the folder exists and may not be
-        replaced, or another run is writing it. For system errors it is a :class:`CheckpointIOError`, which is also an
-        ``OSError`` with ``errno``.
+        replaced, or another run is writing it. A system error is raised as a :class:`CheckpointIOError`, which is also
+        an ``OSError`` with ``errno``.
     ConfigError
         If the back end is unknown or not installed, or the alignment is not allowed.
     """

@@ -47,7 +47,7 @@ class TextSource(Source):
         goes through folders). "stdlib" is this Python's own standard library: its ``.py`` files without tests, in the
         order of the SHA-256 of their paths. So the last files, which are taken for validation, are a random choice.
     sequence : int
-        Number of bytes of one sample.
+        Number of bytes of each input and of each target.
     validation : float
         Share of the samples that :meth:`split` takes for validation by default. It takes the last samples.
 

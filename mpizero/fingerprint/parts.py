@@ -138,9 +138,9 @@ class Fingerprint:
         return _object(self, value)
 
     def members(self, kind: type) -> dict[str, Any]:
-        """Return the members of a class that are compared: members that the user's own classes define.
+        """Return the members of a class that are compared, by ``.name``.
 
-        The class itself and all its base classes are searched. The keys of the result are ``.name``.
+        They are the members that the class itself or a base class defines, if that class is the user's own.
         """
         if kind not in self._classes:
             found: dict[str, Any] = {}

@@ -22,11 +22,11 @@ _STEP = "step"
 class AdaptedOptimizer:
     """Apply a user's optimizer, any object with ``update(params, grads, state)``, to the shards that a rank owns.
 
-    ``update`` must change the 1-D arrays ``params`` in place and be elementwise. ``state["step"]`` is the number of the
+    ``update`` must change the 1-D array ``params`` in place, element by element. ``state["step"]`` is the number of the
     step, from 1. The other entries of ``state`` are the optimizer's state arrays, each as long as ``params``. If the
-    optimizer has an attribute ``slots``, it names the state arrays, and they start at zero. Otherwise, if the optimizer
-    has a method ``init_state(size, dtype)``, that returns the dictionary of initial state arrays. Otherwise the first
-    ``update`` must add the arrays to ``state``.
+    optimizer has an attribute ``slots``, this attribute names the state arrays, and they start at zero. Otherwise, if
+    the optimizer has a method ``init_state(size, dtype)``, the method returns a dictionary of the initial state arrays.
+    If it has neither, the first ``update`` must add the arrays to ``state``.
 
     Parameters
     ----------

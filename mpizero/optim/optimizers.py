@@ -53,7 +53,7 @@ class SGD(FlatOptimizer):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Name of the momentum array; empty if :attr:`momentum` is 0."""
+        """Name of the momentum array; no name if :attr:`momentum` is 0, because there is no such array then."""
         return ("momentum_buffer",) if self.momentum else ()
 
     @property

@@ -173,7 +173,7 @@ def _apart(u: Array, v: Array, tolerance: float) -> Array:
 
 
 def _largest(u: Array, v: Array) -> tuple[float, float]:
-    """Return the largest absolute and the largest relative difference of finite values."""
+    """Return the largest absolute and the largest relative difference between two arrays of finite values."""
     if not u.size:
         return 0.0, 0.0
     with np.errstate(over="ignore", invalid="ignore"):

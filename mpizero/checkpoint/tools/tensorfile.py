@@ -70,7 +70,7 @@ def library() -> Any:
 def write(
     path: str, items: Sequence[Any], values: Callable[[Any], Iterator[Array]], attributes: Mapping[str, Any]
 ) -> None:
-    """Write arrays, and the attributes as metadata, into a new file with the bytes that the library would write."""
+    """Write arrays, and the attributes as metadata; the new file has the bytes that ``safetensors`` would write."""
     entries: dict[str, Any] = {"__metadata__": {METADATA: canonical_json(dict(attributes), "attributes")}}
     if any(item.name in entries for item in items):
         raise ConfigError(
