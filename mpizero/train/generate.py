@@ -114,7 +114,10 @@ class ShardedLanguageModel:
         return length
 
     def logits(self, context: Array) -> Array:
-        """Return the logits of the byte after ``context`` (1-D, bytes as integers). Collective over the ranks."""
+        """Return the logits of the byte after ``context`` (1-D, bytes as integers).
+
+        Collective over the model's ranks.
+        """
         window = context[-self.sequence :]
         result: Array = self.model.predict(window[np.newaxis])[0, -1]
         return result
