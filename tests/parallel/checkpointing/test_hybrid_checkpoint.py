@@ -127,7 +127,10 @@ def uninterrupted() -> list[str]:
 
 
 def loads(comm: Any, name: str, images: dict[str, bytes]) -> None:
-    """Load each of the images; the arrays are those that were saved, and exact layouts go on alike."""
+    """Load each of the images; the arrays are those that were saved, and exact layouts go on alike.
+
+    After the first image they go on for many steps; after the others, which leave the same arrays, for two.
+    """
     with Placed(comm, LAYOUTS[name]) as placed:
         for number, (writer, image) in enumerate(images.items()):
             placed.model.deserialize(image)
@@ -136,7 +139,8 @@ def loads(comm: Any, name: str, images: dict[str, bytes]) -> None:
             same = comm.rank != number % comm.size or contents(again) == contents(image)
             parallel_assert(comm, same, f"{writer} -> {name}: arrays")
             if name in EXACT and writer in EXACT:
-                parallel_assert(comm, placed.train(STEPS) == uninterrupted(), f"{writer} -> {name}: steps")
+                steps = STEPS if number == 0 else 2
+                parallel_assert(comm, placed.train(steps) == uninterrupted()[:steps], f"{writer} -> {name}: steps")
             else:
                 placed.train(1)
 

@@ -174,7 +174,8 @@ def test_steps_that_do_not_compare_are_tried_again() -> None:
 def test_tuning_changes_no_bit_and_all_ranks_settle_on_one_size(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket_tuner, "SIZES", SMALL)
     steps = WARM + ROUNDS * len(SMALL) + 1
-    for strategy, memory in zip(STRATEGIES, (*MEMORIES[1:], *MEMORIES[1:]), strict=True):
+    cases = list(zip(STRATEGIES, (*MEMORIES[1:], *MEMORIES[1:]), strict=True))
+    for strategy, memory in cases[:: 1 if world.size < 4 else 3]:
         plain, _, _ = trained(world, strategy, steps, **memory)
         auto, _, chosen = trained(world, strategy, steps, bucket_mb="auto", **memory)
         told = world.allgather_object(chosen)

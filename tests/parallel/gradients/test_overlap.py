@@ -112,7 +112,7 @@ def test_a_step_that_fails_leaves_nothing_on_its_way_between_processes(world: An
         ("ddp", "weights", {**MEMORIES[2], "bucket_mb": FINE}),
         ("ddp", "forward", {**PRIVATE, "bucket_mb": FINE}),
     )
-    for strategy, what, memory in cases:
+    for strategy, what, memory in cases[:: 1 if world.size < 4 else 2]:
         failed, clean = after_a_failure(world, strategy, what, memory)
         parallel_assert(world, failed == clean, f"{strategy} {what} {memory}")
 
@@ -327,6 +327,8 @@ def test_every_use_sees_all_that_was_published(how: str) -> None:
 @pytest.mark.usefixtures("fine")
 def test_every_use_sees_all_that_was_published_between_processes(world: Any) -> None:
     for place, how in enumerate(LOOKS):
+        if world.size > 3 and place % 3 != world.size // 4:  # few ranks have done them all
+            continue
         strategy, memory = ("zero1", "zero2")[place % 2], MEMORIES[1 + place // 2 % 2]
         expected, found = looked(None, strategy, {}, how), looked(world, strategy, memory, how)
         same = all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True) if a is not None)
