@@ -22,7 +22,7 @@ LAYOUTS = [
     (2, ("parallel.tensor=2", "parallel.share_node_memory=false")),
     (2, ("parallel.context=2", "parallel.share_node_memory=false", "optimizer.name=lamb")),
     (4, ("parallel.pipeline=2", "parallel.tensor=2", "parallel.ranks_per_node=2", "parallel.schedule=zero_bubble")),
-    (8, ("parallel.pipeline=2", "parallel.tensor=2", "parallel.strategy=zero3", "parallel.share_node_memory=false")),
+    (4, ("parallel.tensor=2", "parallel.strategy=zero3", "parallel.share_node_memory=false")),
 ]
 
 INTERLEAVED = (
@@ -86,7 +86,7 @@ def test_what_does_not_fit_ends_with_status_1_and_one_line(mpizero):
     [
         (3, ["parallel.pipeline=2"], "3 ranks are not a multiple of pipeline=2"),
         (2, ["parallel.tensor=2", "model.heads=1"], "parallel.tensor = 2"),
-        (8, ["parallel.pipeline=8"], "more stages than layers"),
+        (4, ["parallel.pipeline=4"], "more stages than layers"),
         (2, ["parallel.schedule=best"], "parallel.schedule"),
         (2, ["train.colour=3"], "train.colour"),
         (0, [], "--ranks 0"),
