@@ -1,1 +1,1 @@
-"""Make typical mistakes of users, a file for each topic: for ``scripts/mistake_table.py``."""
+"""Make typical mistakes of users, one function for each: run by ``scripts/mistake_table.py``."""

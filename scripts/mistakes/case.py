@@ -19,20 +19,20 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Mistake:
-    """Declare the message and exit status to which a mistake must lead.
+    """Hold the message and exit status that a job with a mistake must end with, and how to run it.
 
     Attributes
     ----------
     says : tuple of str
-        Pieces of text that the output of the job must contain, all of them.
+        Texts that the output of the job must contain, all of them.
     status : int or tuple of int
-        Exit status of the job, or all that are allowed, where launchers return different ones.
+        Exit status of the job; a tuple of all allowed ones if launchers return different ones.
     ranks : tuple of int
-        Numbers of ranks to run it on.
+        Numbers of ranks on which the mistake is run, one job for each.
     names_line : bool
         Whether the output must name a line of the mistake's file.
     environment : mapping of str to str
-        Environment variables to set.
+        Environment variables to set for the job, by name.
     """
 
     says: tuple[str, ...]
@@ -43,7 +43,7 @@ class Mistake:
 
 
 def mistake(*says: str, status: int | tuple[int, ...], **settings: Any) -> Callable[[Any], Any]:
-    """Declare a function as a mistake; see :class:`Mistake`."""
+    """Declare a function as a mistake, with the values of :class:`Mistake`; ``says`` may be several texts."""
 
     def declare(function: Any) -> Any:
         function.mistake = Mistake(says, status, **settings)
@@ -53,12 +53,12 @@ def mistake(*says: str, status: int | tuple[int, ...], **settings: Any) -> Calla
 
 
 def mistakes_of(module: Any) -> dict[str, Any]:
-    """Return the mistakes that a module declares, in its order."""
+    """Return the mistakes (functions) that a module declares by name, in the order of their definition."""
     return {name: value for name, value in vars(module).items() if isinstance(getattr(value, "mistake", None), Mistake)}
 
 
 def main() -> None:
-    """Run the mistake that the command line names."""
+    """Run the mistake that the only argument on the command line names."""
     cases = mistakes_of(sys.modules["__main__"])
     if len(sys.argv) != 2 or sys.argv[1] not in cases:
         raise SystemExit(f"expected one of {', '.join(cases)}")
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def rank() -> int:
-    """Return this process's rank in the world."""
+    """Return this process's rank in ``MPI.COMM_WORLD``."""
     from mpi4py import MPI
 
     return int(MPI.COMM_WORLD.Get_rank())
@@ -79,7 +79,7 @@ def samples(count: int = 8) -> tuple[Array, Array]:
 
 
 def parameters() -> dict[str, Array]:
-    """Return start values of a linear model from 4 to 2 numbers."""
+    """Return initial parameters of a linear model from 4 to 2 numbers, by name."""
     return {"weight": np.full((4, 2), 0.1, np.float32), "bias": np.zeros(2, np.float32)}
 
 

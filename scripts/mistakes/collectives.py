@@ -1,4 +1,4 @@
-"""Make mistakes with calls that all ranks must make together, and with values that must be the same on all."""
+"""Make mistakes with calls that all ranks must make together, and with arguments that must be the same on all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DIFFERS = "CollectiveMismatch: collective #"
 
 
 def placed(strategy: str = "zero2", **settings: Any) -> tuple[Any, Any]:
-    """Return a linear model over all ranks and its optimizer, after one step."""
+    """Return a linear model sharded over all ranks, and its optimizer, after one training step."""
     config = mz.ShardingConfig(comm=world(), **settings)
     wrapped = mz.FunctionModel(case.parameters(), case.squares, predict=lambda p, x: x @ p["weight"] + p["bias"])
     model = mz.distribute(wrapped, mz.AdamW(lr=0.01), strategy=strategy, config=config)
@@ -27,14 +27,14 @@ def placed(strategy: str = "zero2", **settings: Any) -> tuple[Any, Any]:
 
 
 def world() -> Any:
-    """Return the communicator of all ranks."""
+    """Return ``MPI.COMM_WORLD``."""
     from mpi4py import MPI
 
     return MPI.COMM_WORLD
 
 
 def on_rank_0(call: Callable[[], Any]) -> None:
-    """Do what many scripts do on rank 0 alone."""
+    """Call ``call`` on rank 0 only, as many scripts do for output."""
     if case.rank() == 0:
         call()
 
@@ -52,14 +52,14 @@ def gradients_on_one_rank():
 
 @case.mistake(DIFFERS, "ZeRO3Model.compute_gradients at", "ZeRO3Model.train at", status=76, ranks=SEVERAL)
 def gradients_on_one_rank_with_checks():
-    """Call compute_gradients on one rank under ZeRO-3 with ``check_every=1``."""
+    """Call compute_gradients on one rank where the others call train, under ZeRO-3 with ``check_every=1``."""
     model, _ = placed("zero3", check_every=1)
     (model.compute_gradients if case.rank() == 1 else model.train)(*case.samples())
 
 
 @case.mistake(DIFFERS, "ZeRO2Model.check_integrity at", "ZeRO2Model.train at", status=76, ranks=SEVERAL)
 def a_check_on_one_rank():
-    """Check the integrity on rank 0 only."""
+    """Call check_integrity on rank 0 only."""
     model, _ = placed()
     on_rank_0(model.check_integrity)
     model.train(*case.samples())
@@ -75,7 +75,7 @@ def an_evaluation_on_one_rank():
 
 @case.mistake(DIFFERS, "ZeRO3Model.parameters_sha256 at", "ZeRO3Model.train at", status=76, ranks=SEVERAL)
 def a_hash_on_one_rank():
-    """Print the hash of the parameters on rank 0 only, which share memory."""
+    """Print the hash of the parameters on rank 0 only, although ranks share memory."""
     model, _ = placed("zero3")
     on_rank_0(lambda: print(model.parameters_sha256()))
     model.train(*case.samples())
@@ -91,7 +91,7 @@ def parameters_of_one_rank():
 
 @case.mistake(DIFFERS, "ZeRO3Model.predict at", "ZeRO3Model.train at", status=76, ranks=SEVERAL)
 def a_prediction_on_one_rank():
-    """Predict on rank 0 only where parameters are sharded."""
+    """Call predict on rank 0 only, although parameters are sharded."""
     model, _ = placed("zero3")
     on_rank_0(lambda: model.predict(case.samples()[0]))
     model.train(*case.samples())
@@ -116,7 +116,7 @@ def a_close_on_one_rank():
 
 @case.mistake(DIFFERS, "close at", "after ValueError: no such file at", "train at", status=76, ranks=SEVERAL)
 def an_error_of_one_rank_before_a_close():
-    """Close in a ``finally``, when one rank has raised an error."""
+    """Close the model in a ``finally`` clause after one rank has raised an error."""
     model, _ = placed()
     try:
         if case.rank() == 1:
@@ -128,7 +128,7 @@ def an_error_of_one_rank_before_a_close():
 
 @case.mistake(DIFFERS, "ZeRO2Model.train at", "ZeRO2Model.evaluate at", status=76, ranks=SEVERAL)
 def one_batch_more_on_one_rank():
-    """Train over a list of batches that is longer on one rank."""
+    """Train on a list of batches that is longer on one rank."""
     model, _ = placed()
     for _ in range(3 + (case.rank() == 1)):
         model.train(*case.samples())
@@ -146,42 +146,42 @@ def two_models_in_another_order():
 
 @case.mistake("set_parameters: parameter 'weight' of rank 1 is not that of rank 0", status=78, ranks=SEVERAL)
 def parameters_of_each_rank():
-    """Set other parameters on every rank."""
+    """Set different parameters on each rank."""
     model, _ = placed()
     model.set_parameters(np.full(10, float(case.rank())))
 
 
 @case.mistake("load_named: parameter 'weight' of rank 1 is not that of rank 0", "(4, 2)", status=78, ranks=SEVERAL)
 def random_parameters_without_a_seed():
-    """Load start values that every rank draws by itself."""
+    """Load initial parameters that every rank draws at random by itself."""
     model, _ = placed()
     model.load_named({"weight": np.random.default_rng().normal(size=(4, 2)), "bias": np.zeros(2)})
 
 
 @case.mistake("with_parameters: parameter 'weight' of rank 1 is not that of rank 0", status=78, ranks=SEVERAL)
 def a_copy_with_parameters_of_each_rank():
-    """Copy a model with other parameters on every rank."""
+    """Call with_parameters with different parameters on each rank."""
     model, _ = placed("zero3")
     model.with_parameters(np.full(10, 1.0 + case.rank()))
 
 
 @case.mistake("optimize: the data (x) of rank 1 is not that of rank 0", status=78, ranks=SEVERAL)
 def optimize_on_samples_of_each_rank():
-    """Give optimize the samples of each rank instead of all of them."""
+    """Pass only this rank's samples to optimize, instead of all samples."""
     _, optimizer = placed()
     optimizer.optimize(case.samples(64))
 
 
 @case.mistake("the learning_rate of rank 1 is not that of rank 0: 0.2, not 0.1", status=78, ranks=SEVERAL)
 def a_learning_rate_of_each_rank():
-    """Apply gradients with another learning rate on every rank."""
+    """Apply gradients with a different learning rate on each rank."""
     model, _ = placed()
     model.apply_gradients(model.compute_gradients(*case.samples()), 0.1 * (1 + case.rank()))
 
 
 @case.mistake("apply_gradients: the gradient of 'weight' of rank 1 is not that of rank 0", status=78, ranks=SEVERAL)
 def noise_of_each_rank_on_gradients():
-    """Add noise to a replicated gradient that every rank draws by itself."""
+    """Add different noise on each rank to a gradient that must be equal on all ranks."""
     model, _ = placed("ddp")
     found = model.compute_gradients(*case.samples())
     noise = np.random.default_rng(case.rank()).normal(size=found.values.shape).astype(found.values.dtype)

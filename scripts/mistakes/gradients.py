@@ -1,4 +1,4 @@
-"""Make mistakes in gradients, losses, weights and layers of one's own, and numbers that are not finite."""
+"""Make mistakes in gradients, losses, weights and layers that users write, and with numbers that are not finite."""
 
 # ruff: noqa: D101, D102 - layers and sources as users write them
 
@@ -15,7 +15,7 @@ from mpizero.types import Init, ParameterSpec
 
 
 class Blocks:
-    """A model of blocks."""
+    """A user's model of blocks, one for each of ``layers``."""
 
     def __init__(self, *layers: Any, loss: Any = None) -> None:
         self.blocks = {f"block{number}": layer for number, layer in enumerate(layers)}
@@ -49,7 +49,7 @@ class Adds(Gain):
 
 @dataclass(frozen=True)
 class Table(mz.nn.Layer):
-    """A user's embedding, which writes the rows that a batch uses."""
+    """A user's embedding, which writes the gradient only of the rows that a batch uses."""
 
     def own_specs(self) -> Any:
         return (ParameterSpec("rows", (9, 4), Init("normal", 0.1)),)
@@ -66,7 +66,7 @@ class Table(mz.nn.Layer):
 
 
 def train(wrapped: Any, *, x: Any = None, steps: int = 1, strategy: str = "zero2", **settings: Any) -> None:
-    """Train on samples of this rank; print the last loss, which no mistake must come to."""
+    """Train ``wrapped`` on this rank's samples, and print the last loss; no mistake may get that far."""
     from mpi4py import MPI
 
     samples, y = case.samples()
@@ -78,7 +78,7 @@ def train(wrapped: Any, *, x: Any = None, steps: int = 1, strategy: str = "zero2
 
 
 def function(**changes: Any) -> Any:
-    """Return a linear model that returns something else on the last rank."""
+    """Return a linear model; on the last rank, ``changes[name]`` changes its "loss", "grads" or "weight"."""
     from mpi4py import MPI
 
     def loss_and_grad(parameters: Any, batch: Any) -> Any:
@@ -99,7 +99,7 @@ def a_gradient_bound_to_another_array():
 
 @case.mistake("LayoutError", "block 'block0', Gain", "'gain'", "Gain defines no backward_weights", status=70)
 def a_layer_without_a_gradient():
-    """Forget backward_weights in a layer with parameters."""
+    """Write a layer with parameters without backward_weights."""
     train(Blocks(Gain(), mz.nn.Linear(4, 2)), strategy="zero3")
 
 
@@ -111,7 +111,7 @@ def a_gradient_that_is_added_to():
 
 @case.mistake("LayoutError", "block 'block0', Table", "of the 36 elements", "'rows'", "unused rows", status=70)
 def a_table_with_rows_left_out():
-    """Write only the rows of a table that a batch uses."""
+    """Write the gradient only of those rows of an embedding that a batch uses."""
     train(Blocks(Table(), mz.nn.Linear(4, 2)), x=np.arange(8) % 8)
 
 
@@ -141,13 +141,13 @@ def a_loss_as_text():
 
 @case.mistake("LayoutError", "as the loss", "shape (2,)", status=70)
 def a_loss_for_every_sample():
-    """Return one loss a sample instead of their sum."""
+    """Return an array of losses, one for each sample, instead of their sum."""
     train(function(loss=lambda loss: np.full(2, loss)))
 
 
 @case.mistake("DataError", "as the weight", "expected a number >= 0", status=65)
 def a_negative_weight():
-    """Return a weight below zero on one rank."""
+    """Return a negative weight on one rank."""
     train(function(weight=lambda weight: -weight))
 
 
@@ -159,13 +159,13 @@ def a_weight_beyond_float32():
 
 @case.mistake("NonFiniteError", "step 1 skipped", "the weight is not finite", "skipped 5 steps in a row", status=70)
 def an_infinite_weight():
-    """Return an infinite weight on one rank, and train on."""
+    """Return an infinite weight on one rank in every step."""
     train(function(weight=lambda weight: np.inf), steps=100)
 
 
 @case.mistake("NonFiniteError", "step 1 skipped", "'bias'", "skipped 5 steps in a row", status=70)
 def gradients_that_stay_nan():
-    """Return NaN on one rank, and train on."""
+    """Return a gradient that is NaN on one rank in every step."""
     train(function(grads=lambda grads: {**grads, "bias": grads["bias"] * np.float32(np.nan)}), steps=100)
 
 
@@ -183,7 +183,7 @@ def optimize_over_samples_that_are_nan():
 
 @case.mistake("NonFiniteError", "apply_gradients: the gradient is infinite or NaN", status=70)
 def a_nan_applied_by_hand():
-    """Subtract a gradient that is NaN by apply_gradients."""
+    """Pass a gradient that is NaN to apply_gradients."""
     from mpi4py import MPI
 
     x, y = case.samples()
@@ -195,7 +195,7 @@ def a_nan_applied_by_hand():
 
 @case.mistake("ConfigError", "ParameterGroup('wieght')", "did you mean 'weight'?", status=78)
 def a_group_for_no_parameter():
-    """Give a ParameterGroup a pattern that matches nothing."""
+    """Give a ParameterGroup a pattern that matches no parameter."""
     from mpi4py import MPI
 
     optimizer = mz.AdamW(lr=0.1, groups=[mz.ParameterGroup("wieght", lr_scale=0.1)])
@@ -204,7 +204,7 @@ def a_group_for_no_parameter():
 
 
 class Short(mz.data.Source):
-    """A source that leaves out the last sample."""
+    """A data source that returns one sample less than it was asked for."""
 
     def __len__(self) -> int:
         return 100
@@ -218,7 +218,7 @@ class Short(mz.data.Source):
 
 @case.mistake("DataError", "Short.read was asked for", "returned x of shape", status=65)
 def a_source_that_gives_fewer_samples():
-    """Return fewer samples than a source was asked for."""
+    """Return fewer samples from a data source than were asked for."""
     from mpi4py import MPI
 
     config = mz.ShardingConfig(comm=MPI.COMM_WORLD)
@@ -235,7 +235,7 @@ def a_source_that_gives_fewer_samples():
     environment={"MPIZERO_DEBUG": "collectives,gradient"},
 )
 def a_debug_switch_that_is_none():
-    """Set MPIZERO_DEBUG=collectives,gradient."""
+    """Set MPIZERO_DEBUG=collectives,gradient; the second name is unknown."""
     train(function())
 
 

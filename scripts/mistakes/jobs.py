@@ -1,4 +1,4 @@
-"""Make mistakes with who takes part in a job, when, and for how long."""
+"""Make mistakes with the ranks that take part in a job: some come late, leave early or do something else."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import mpizero as mz
 
 
 def network() -> mz.nn.MLP:
-    """Return a small model."""
+    """Return a small MLP, not yet sharded."""
     return mz.nn.MLP(4, (8,), 2, dtype="float32")
 
 
 @case.mistake("left early", "rank 0 is making the communicator 'world' with it", status=70, ranks=(2, 4))
 def a_model_on_one_rank():
-    """Make a model on rank 0 only, while the others go to the end of the program."""
+    """Make a model on rank 0 only, while the other ranks end the program."""
     if case.rank() == 0:
         mz.ZeRO2Model(network(), mz.ShardingConfig())
 
 
 @case.mistake("stuck: making the communicator 'world'", "not in it", "rank 1: at work", status=76, ranks=(2, 4))
 def a_model_on_one_rank_while_others_work():
-    """Make a model on rank 0 only, while the others work on."""
+    """Make a model on rank 0 only, while the other ranks go on with other work."""
     if case.rank() == 0:
         mz.ZeRO2Model(network(), mz.ShardingConfig(timeout=3.0))
     while True:
@@ -34,7 +34,7 @@ def a_model_on_one_rank_while_others_work():
 
 @case.mistake("stuck: making the communicator 'world'", "in Barrier of COMM_WORLD", status=76, ranks=(2, 4))
 def a_barrier_of_the_user_beside_a_model():
-    """Wait in a barrier of one's own, where rank 0 makes a model."""
+    """Call MPI's Barrier on the other ranks while rank 0 makes a model."""
     from mpi4py import MPI
 
     if case.rank() == 0:
@@ -44,7 +44,7 @@ def a_barrier_of_the_user_beside_a_model():
 
 @case.mistake("FileNotFoundError", "missing.npz", status=70, ranks=(2, 4))
 def an_error_before_the_configuration():
-    """Fail on one rank before its configuration is made."""
+    """Raise an error on one rank before its configuration is made."""
     import numpy as np
 
     if case.rank() == 1:
@@ -54,7 +54,7 @@ def an_error_before_the_configuration():
 
 @case.mistake("left early", "is making the communicator 'world' with it", status=70, ranks=(2, 4))
 def a_good_exit_before_the_model():
-    """Leave by sys.exit(0) on one rank before the model is made."""
+    """Call sys.exit(0) on one rank before the model is made."""
     if case.rank() == 1:
         sys.exit(0)
     mz.ZeRO2Model(network(), mz.ShardingConfig())
@@ -62,7 +62,7 @@ def a_good_exit_before_the_model():
 
 @case.mistake("ConfigError", "learning_rate=-1.0: expected a finite number > 0", status=78, ranks=(2, 4))
 def settings_that_are_wrong_on_one_rank():
-    """Give one rank a setting that is refused."""
+    """Give one rank an invalid setting."""
     mz.ZeRO2Model(network(), mz.ShardingConfig(learning_rate=-1.0 if case.rank() == 1 else 0.1))
 
 
@@ -73,13 +73,13 @@ def settings_that_are_wrong_on_one_rank():
     ranks=(2, 4),
 )
 def a_communicator_by_a_wrong_name():
-    """Ask for all ranks by a word."""
+    """Pass comm="world" to mean all ranks."""
     mz.ZeRO2Model(network(), mz.ShardingConfig(comm="world"))
 
 
 @case.mistake("ArgumentError", "live mpi4py intracommunicator", status=78, ranks=(2, 4))
 def a_communicator_that_was_freed():
-    """Train on a communicator that was freed."""
+    """Make a model on a communicator that was freed."""
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD.Split(0, case.rank())
@@ -111,7 +111,7 @@ def a_model_after_the_end_of_mpi():
     ranks=(2, 4),
 )
 def an_error_in_a_thread_that_trains():
-    """Train in a thread, and fail there on one rank while the others wait for their threads."""
+    """Train in a thread, with an error on one rank while all main threads wait."""
     model = mz.ZeRO2Model(network(), mz.ShardingConfig(timeout=20.0))
     x, y = case.samples()
 
@@ -125,7 +125,7 @@ def an_error_in_a_thread_that_trains():
 
 @case.mistake("ConfigError", "embedded='yes': expected True or False", status=78)
 def a_guest_by_a_word():
-    """Ask to be a guest by a word."""
+    """Pass embedded="yes" instead of True."""
     mz.ShardingConfig(embedded="yes")
 
 
@@ -133,7 +133,7 @@ def a_guest_by_a_word():
     "ConfigError", "MPIZERO_EMBEDDED='yes'", status=78, environment={"MPIZERO_EMBEDDED": "yes"}, names_line=False
 )
 def a_guest_by_a_wrong_variable():
-    """Set MPIZERO_EMBEDDED to something else than 1."""
+    """Set MPIZERO_EMBEDDED=yes instead of 1."""
     mz.ZeRO2Model(network(), mz.ShardingConfig())
 
 

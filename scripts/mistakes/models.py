@@ -1,4 +1,4 @@
-"""Make mistakes in the user's own models, as check_model names them."""
+"""Make mistakes in models that users write, all of which ``check_model`` finds."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from mpizero.testing import check_model
 
 
 def checked(loss_and_grad, predict=None):
-    """Check a linear model on all ranks, with the same samples on each."""
+    """Call check_model for a model with this ``loss_and_grad``, with the same samples on all ranks."""
     x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
     model = mz.FunctionModel(case.parameters(), loss_and_grad, predict=predict)
     check_model(model, x, x[:, :2] - x[:, 2:], comm=world())
 
 
 def world():
-    """Return all ranks."""
+    """Return ``MPI.COMM_WORLD``."""
     from mpi4py import MPI
 
     return MPI.COMM_WORLD
@@ -25,7 +25,7 @@ def world():
 
 @case.mistake("ModelCheckError", "loss:", "a mean over the samples", "return the sum over the samples", status=70)
 def a_mean_for_a_sum():
-    """Return the mean loss and its gradient where sums are asked."""
+    """Return the mean loss and its gradient instead of sums over the samples."""
 
     def mean(parameters, batch):
         loss, gradients, weight = case.squares(parameters, batch)
@@ -36,7 +36,7 @@ def a_mean_for_a_sum():
 
 @case.mistake("ModelCheckError", "gradient of 'bias'", "0.5 times what it must be", "multiply it by 2", status=70)
 def half_a_gradient():
-    """Forget the factor 2 of one parameter's gradient."""
+    """Return half of the gradient of one parameter."""
 
     def halved(parameters, batch):
         loss, gradients, weight = case.squares(parameters, batch)
@@ -47,7 +47,7 @@ def half_a_gradient():
 
 @case.mistake("ModelCheckError", "gradient of 'bias'", "not computed", status=70)
 def zeros_for_a_gradient():
-    """Return zeros for a parameter on which the loss depends."""
+    """Return zeros as the gradient of a parameter on which the loss depends."""
 
     def forgotten(parameters, batch):
         loss, gradients, weight = case.squares(parameters, batch)
@@ -58,7 +58,7 @@ def zeros_for_a_gradient():
 
 @case.mistake("ModelCheckError", "gradients of all 2 parameters", "its sign", "turn it around", status=70)
 def the_wrong_sign():
-    """Return the direction of descent in place of the gradient."""
+    """Return gradients with the wrong sign."""
 
     def downhill(parameters, batch):
         loss, gradients, weight = case.squares(parameters, batch)
@@ -69,7 +69,7 @@ def the_wrong_sign():
 
 @case.mistake("ModelCheckError", "weight: 1 for 8 samples", "does not grow with the batch", status=70)
 def a_weight_of_one():
-    """Return 1 as the weight of any batch."""
+    """Return 1 as the weight of every batch."""
 
     def weightless(parameters, batch):
         loss, gradients, _ = case.squares(parameters, batch)
@@ -103,7 +103,7 @@ def noise_from_a_global_generator():
 
 @case.mistake("ModelCheckError", "evaluated elsewhere in between", "kept from call to call", status=70)
 def a_warm_start():
-    """Start each evaluation from the result of the one before."""
+    """Start each evaluation from the result of the previous one."""
     kept = [np.zeros((4, 2), np.float32), np.zeros((4, 2), np.float32)]
 
     def warm(parameters, batch):
@@ -117,7 +117,7 @@ def a_warm_start():
 
 @case.mistake("ModelCheckError", "cache that goes by the identity", status=70)
 def a_cache_by_identity():
-    """Keep results by the id of the arrays, whose values training changes in place."""
+    """Cache results by the address of the parameter arrays, whose values training changes in place."""
     kept = {}
 
     def cached(parameters, batch):
@@ -129,7 +129,7 @@ def a_cache_by_identity():
 
 @case.mistake("ModelCheckError", "statistics of the batch", "compute each sample by itself", status=70)
 def statistics_of_the_batch():
-    """Normalize samples by the mean and spread of the batch."""
+    """Normalize samples by the mean and standard deviation of the batch."""
 
     def normalized(parameters, batch):
         x, y = batch
@@ -140,7 +140,7 @@ def statistics_of_the_batch():
 
 @case.mistake("ModelCheckError", "random numbers not keyed by run.samples", status=70)
 def dropout_by_the_place_in_the_batch():
-    """Draw dropout masks by seed and step alone, so that each piece of a batch has the same."""
+    """Draw dropout masks from seed and step alone, so that each micro-batch has the same mask."""
 
     def dropped(parameters, batch, *, run):
         x, y = batch
@@ -151,7 +151,7 @@ def dropout_by_the_place_in_the_batch():
 
 @case.mistake("ModelCheckError", "a number of samples that is built in", "cannot reshape", status=70)
 def a_built_in_number_of_samples():
-    """Reshape every batch to the number of samples of the first."""
+    """Reshape every batch to a fixed number of samples."""
 
     def rigid(parameters, batch):
         x, y = batch
@@ -162,7 +162,7 @@ def a_built_in_number_of_samples():
 
 @case.mistake("ModelCheckError", "rank 1 computes other bits than rank 0", status=70, ranks=(2, 4))
 def a_rank_in_the_model():
-    """Scale the loss by something that differs from rank to rank."""
+    """Multiply the loss by a number that differs from rank to rank."""
     shift = 1 + 1e-6 * case.rank()
 
     def shifted(parameters, batch):
@@ -174,7 +174,7 @@ def a_rank_in_the_model():
 
 @case.mistake("ModelCheckError", "prediction:", "dropout or noise in it", status=70)
 def noise_in_the_prediction():
-    """Leave dropout on where predictions are made."""
+    """Leave dropout on in the predictions."""
 
     def predict(parameters, x):
         kept = np.random.random(x.shape) < 0.5  # noqa: NPY002

@@ -1,4 +1,4 @@
-"""Make mistakes with settings, names and the order of calls."""
+"""Make mistakes with settings, names, argument types and the order of calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import mpizero as mz
 
 
 def model(config=None, **arguments):
-    """Return the sharded linear model of these mistakes."""
+    """Return a sharded linear model; ``arguments`` replace those of FunctionModel."""
     given = {"parameters": case.parameters(), "loss_and_grad": case.squares} | arguments
     return mz.ZeRO2Model(mz.FunctionModel(**given), config or mz.ShardingConfig())
 
@@ -22,31 +22,31 @@ def a_setting_misspelt():
 
 @case.mistake("ArgumentError", "AdamW", "'learning_rate'", "did you mean 'lr'?", status=78)
 def another_librarys_keyword():
-    """Give `AdamW` the keyword of another library: `learning_rate=`."""
+    """Pass `learning_rate=` to `AdamW`, the keyword of another library."""
     mz.AdamW(learning_rate=1e-3)
 
 
 @case.mistake("UnknownNameError", "'MSELoss'", "did you mean 'MeanSquaredError'?", status=78)
 def another_librarys_name():
-    """Ask `mpizero.nn` for `MSELoss`."""
+    """Use `mpizero.nn.MSELoss`, the name of another library."""
     mz.nn.MSELoss()
 
 
 @case.mistake("ConfigError", "auto_sync_gradients='no'", "True or False", status=78)
 def a_word_for_a_flag():
-    """Give a word where True or False is asked."""
+    """Pass a text for a setting that takes True or False."""
     mz.ShardingConfig(auto_sync_gradients="no")
 
 
 @case.mistake("LayoutError", "'layer' is a mapping of 'weight'", "flatten the names", status=70)
 def nested_parameters():
-    """Give parameters as a dictionary of dictionaries."""
+    """Pass parameters as a dictionary of dictionaries."""
     model(parameters={"layer": case.parameters()})
 
 
 @case.mistake("ConfigError", "arrays by name", "got list", status=78)
 def a_list_of_parameters():
-    """Give parameters as a list of arrays."""
+    """Pass parameters as a list of arrays."""
     model(parameters=list(case.parameters().values()))
 
 
@@ -58,19 +58,19 @@ def names_that_no_checkpoint_holds():
 
 @case.mistake("ArgumentError", "GPT is a class, not a model", "call it", status=78)
 def a_class_for_a_model():
-    """Give the class of a model in the place of a model."""
+    """Pass the class of a model instead of a model."""
     mz.ZeRO2Model(mz.nn.GPT, mz.ShardingConfig())
 
 
 @case.mistake("ArgumentError", "ZeRO2Model needs a ShardingConfig", status=78)
 def arguments_in_another_order():
-    """Give the configuration before the model."""
+    """Pass configuration and model in the wrong order."""
     mz.ZeRO2Model(mz.ShardingConfig(), mz.FunctionModel(case.parameters(), case.squares))
 
 
 @case.mistake("StateError", "configuration of this ZeRO2Model is closed", "close the model first", status=(1, 70))
 def a_configuration_closed_first():
-    """Close the configuration, then train on."""
+    """Close the configuration, and then train its model."""
     config = mz.ShardingConfig()
     sharded = model(config)
     config.close()
@@ -87,32 +87,32 @@ def a_model_that_is_closed():
 
 @case.mistake("ArgumentError", "the class AdamW", "call it to make one", status=78)
 def a_class_for_an_optimizer():
-    """Give the class of an optimizer: `ZeRO2Optimizer(AdamW, config)`."""
+    """Pass the class of an optimizer instead of an optimizer: `ZeRO2Optimizer(AdamW, config)`."""
     mz.ZeRO2Optimizer(mz.AdamW, mz.ShardingConfig())
 
 
 @case.mistake("ConfigError", "lr(step)", status=78)
 def a_schedule_without_a_step():
-    """Give a learning rate as a function without an argument."""
+    """Pass a learning-rate schedule (a function) that takes no argument."""
     mz.SGD(lr=lambda: 0.1)
 
 
 @case.mistake("LayoutError", "unknown ['wieght']", "did you mean 'weight'?", status=70)
 def a_name_misspelt():
-    """Load parameters of which one name is misspelt."""
+    """Load parameters by name, with one name misspelt."""
     values = case.parameters()
     model().load_named({"wieght": values["weight"], "bias": values["bias"]})
 
 
 @case.mistake("ConfigError", "unknown strategy 'zero4'", "did you mean", status=78)
 def an_unknown_strategy():
-    """Ask `distribute` for the strategy `zero4`."""
+    """Pass the unknown strategy `zero4` to `distribute`."""
     mz.distribute(mz.FunctionModel(case.parameters(), case.squares), mz.SGD(), strategy="zero4")
 
 
 @case.mistake("ValueError: no convergence in cell 3", 'settings.py", line', status=(1, 70))
 def an_error_of_the_users_function():
-    """Raise an error in `loss_and_grad`: it keeps its traceback."""
+    """Raise an error in `loss_and_grad`; its traceback is printed."""
 
     def loss_and_grad(parameters, batch):
         raise ValueError("no convergence in cell 3")
@@ -127,7 +127,7 @@ def an_error_of_the_users_function():
     environment={"MPIZERO_TRACEBACK": "1"},
 )
 def a_traceback_that_is_asked_for():
-    """Ask for the whole traceback of an error: `MPIZERO_TRACEBACK=1`."""
+    """Set `MPIZERO_TRACEBACK=1`, which prints the whole traceback of an error."""
     mz.ShardingConfig(threads=0)
 
 
