@@ -1,14 +1,14 @@
 """Disturb saves of checkpoints in every way (kills, failing disks, damaged files), and print a table of the results.
 
-Ranks are killed at every system call by which a save changes files, and at random moments. The disk is full, read-only
-or removed. Bytes of the files are flipped, cut off or made up. After each case the newest committed checkpoint must
-load with the bits that were saved, and it must not be older than the last save that returned. No process and no
-temporary file may be left. Training must go on to the result of an uninterrupted run. The exit status is 1 if a case
-fails.
+In a case, one thing goes wrong. Ranks are killed at every system call by which a save changes files, and at random
+moments. The disk becomes full or read-only, or its folder is removed. Bytes of the files are flipped, cut off or made
+up. After each case the newest committed checkpoint must load with the bits that were saved, and it must not be older
+than the last save that has returned. No process and no temporary file may be left. A resumed training must end with the
+result of an uninterrupted one. The exit status is 1 if a case fails.
 
-The parts are syscalls (needs strace, else it is left out), kills, damage and disk (some cases need root and Linux's
-mount namespaces). Each saves by the back end ``direct``, in the background of training, and, if a second MPI with
-parallel HDF5 is given, by the back end ``mpio``.
+The parts are syscalls (left out without strace), kills, damage and disk (some cases need root and Linux's mount
+namespaces). The cases are repeated for each way to save: by the back end ``direct``, in the background of training,
+and, if a second MPI with parallel HDF5 is given, by the back end ``mpio``.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run the requested parts, and print the table."""
+    """Run the requested parts, and print the table; exit with status 1 if a case has failed."""
     options = arguments()
     mpis = {"first": Mpi("first", options.mpiexec, options.python)}
     if options.second_mpiexec:
@@ -75,7 +75,10 @@ def main() -> None:
 
 
 def run_parts(torture: Torture, parts: Sequence[str]) -> None:
-    """Run some parts; all but syscalls compare with an undisturbed training, which runs first."""
+    """Run the parts of these names.
+
+    All parts except "syscalls" compare results with an undisturbed training, which runs before them.
+    """
     if "syscalls" in parts:
         at_system_calls(torture)
     if set(parts) - {"syscalls"}:
@@ -90,12 +93,12 @@ def run_parts(torture: Torture, parts: Sequence[str]) -> None:
 
 
 def ways(torture: Torture) -> list[str]:
-    """Return the ways to save checkpoints that work here: direct, background, mpio."""
+    """Return the ways to save that are tested: "direct", "background", and with a second MPI also "mpio"."""
     return ["direct", "background", *(["mpio"] if "second" in torture.mpis else [])]
 
 
 def at_system_calls(torture: Torture) -> None:
-    """Kill ranks, refuse calls and delay calls at exact system calls, and check the order of the calls."""
+    """Run the part "syscalls": kill a rank at a system call, let calls fail or last long, and check their order."""
     if reason := syscalls.have_strace():
         torture.table.leave_out("faults at system calls", reason)
         return
@@ -110,7 +113,7 @@ def at_system_calls(torture: Torture) -> None:
 
 
 def at_random_moments(torture: Torture, reference: training.Reference) -> None:
-    """Kill ranks of trainings at random moments, the same number for each way to save."""
+    """Run the part "kills": kill ranks of trainings at random moments, equally often for each way to save."""
     hows, left = ways(torture), torture.options.kills
     for number, how in enumerate(hows):
         share = left // (len(hows) - number)
@@ -120,7 +123,7 @@ def at_random_moments(torture: Torture, reference: training.Reference) -> None:
 
 
 def on_disk(torture: Torture, reference: training.Reference) -> None:
-    """Damage checkpoints on disk, make up manifests, and resume from damaged checkpoints."""
+    """Run the part "damage": damage checkpoint files, change manifests, and resume from damaged checkpoints."""
     note("damaged and made-up files")
     damage.damage_files(torture, reference, torture.options.flips, torture.options.cuts)
     damage.fuzz_manifests(torture, reference, torture.options.mutations)
@@ -128,7 +131,7 @@ def on_disk(torture: Torture, reference: training.Reference) -> None:
 
 
 def on_bad_disks(torture: Torture, reference: training.Reference) -> None:
-    """Save to disks that are full, read-only or removed, and from two jobs at once."""
+    """Run the part "disk": save to folders that are full, read-only or removed, and from two jobs at once."""
     short = torture.options.short
     for how in ways(torture)[: 1 if short else None]:
         note(f"bad disks, {how}")

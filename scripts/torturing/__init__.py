@@ -1,1 +1,1 @@
-"""Disturb saves of checkpoints, and check the files that are left: the parts of ``scripts/torture.py``."""
+"""Disturb saves of checkpoints, and check the files that are left: the modules of ``scripts/torture.py``."""

@@ -1,4 +1,4 @@
-"""Prepare the folder of a case, and check the checkpoints that are left after it."""
+"""Prepare the folder of a case (one disturbed job), and check the checkpoints that it leaves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ SAVER = str(Path(saver.__file__))
 
 @dataclass
 class Torture:
-    """Hold the options of a run of scripts/torture.py, its temporary folder, and the results so far."""
+    """Hold the options of a run of scripts/torture.py, its temporary folder, and the results so far.
+
+    ``mpis`` are the MPI libraries, "first" and maybe "second". ``made`` is the number of cases that were begun.
+    """
 
     options: argparse.Namespace
     folder: Path
@@ -35,17 +38,17 @@ class Torture:
 
     @property
     def random(self) -> random.Random:
-        """Return a random number generator, keyed by the seed and the number of rows of the table."""
+        """A new random number generator, whose seed is computed from ``--seed`` and the number of rows of the table."""
         return random.Random(f"{self.options.seed} {len(self.table.rows)}")
 
     @property
     def limit(self) -> float:
-        """Return the most seconds that one launch may take."""
+        """The largest number of seconds that one job may take."""
         return float(self.options.limit)
 
     @contextmanager
     def case(self) -> Iterator[Path]:
-        """Provide an empty folder for a case, and remove it at the end of the block, unless ``--keep`` is given."""
+        """Yield an empty folder for a case; remove it at the end of the ``with`` block if ``--keep`` is not given."""
         self.made += 1
         folder = self.folder / f"case-{self.made:05d}"
         folder.mkdir(parents=True)
@@ -56,12 +59,12 @@ class Torture:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def mpi_of(self, how: str) -> Mpi:
-        """Return the MPI for a way to save: the second MPI, which has parallel HDF5, for "mpio", else the first."""
+        """Return the MPI library for the way to save ``how``: the second one, with parallel HDF5, for "mpio"."""
         return self.mpis["second" if how == "mpio" else "first"]
 
 
 def prepare(folder: Path, steps: int = 1) -> Path:
-    """Make a checkpoint folder with checkpoints of ``steps`` steps, as saver.py writes them, and return its path."""
+    """Create ``folder/run`` with checkpoints of steps 1 to ``steps`` as saver.py writes them; return its path."""
     run = folder / "run"
     run.mkdir()
     for step in range(1, steps + 1):
@@ -70,19 +73,22 @@ def prepare(folder: Path, steps: int = 1) -> Path:
 
 
 def acknowledged(run: Path) -> int:
-    """Return the last step whose save has returned; 0 if none has."""
+    """Return the last step whose save by saver.py into ``run`` has returned; 0 if none has."""
     with contextlib.suppress(FileNotFoundError, IndexError, ValueError):
         return int((run.parent / "acknowledged").read_text().splitlines()[-1])
     return 0
 
 
 def hidden(run: Path) -> list[str]:
-    """Return the hidden names in a checkpoint folder: temporary files of saves, which must not stay."""
+    """Return the names in folder ``run`` that begin with a dot: temporary files of saves, which must not be left."""
     return sorted(name for name in os.listdir(run) if name.startswith("."))
 
 
 def problem_of_folder(run: Path, at_least: int) -> str:
-    """Describe what is wrong with a folder's newest checkpoint; "" if it is whole and of step ``at_least`` or later."""
+    """Return what is wrong with the newest checkpoint in ``run``, or "" if nothing is.
+
+    It must load with the values of saver.py, and be of step ``at_least`` or later.
+    """
     passed: list[str] = []
     try:
         newest = checkpoint.newest(run, report=passed.append)
@@ -101,7 +107,7 @@ def problem_of_folder(run: Path, at_least: int) -> str:
 
 
 def problem_of_next_save(run: Path) -> str:
-    """Save and prune once more, and describe files that are left but should not be; "" if there are none."""
+    """Save and prune once more in ``run``; return what goes wrong or which other files are left, or "" if none are."""
     try:
         newest = checkpoint.newest(run)
         step = (checkpoint.step_of(newest) or 0 if newest else 0) + 1
@@ -115,7 +121,10 @@ def problem_of_next_save(run: Path) -> str:
 
 
 def problem_of_ending(ended: Ended, *, expected: bool = True) -> str:
-    """Describe what is wrong with the end of a job, which should have failed if ``expected``; "" if nothing is."""
+    """Return what is wrong with the end of a job, or "" if nothing is.
+
+    The job must end in time and leave no process. Its exit status must not be 0 if ``expected``, and must be 0 if not.
+    """
     if ended.late:
         return f"still running after {ended.seconds:.0f} s"
     if ended.strays:
@@ -124,10 +133,10 @@ def problem_of_ending(ended: Ended, *, expected: bool = True) -> str:
 
 
 def quiet() -> contextlib.redirect_stderr[io.StringIO]:
-    """Return a context that drops the standard error of libraries."""
+    """Return a context manager that drops what is written to ``sys.stderr``."""
     return contextlib.redirect_stderr(io.StringIO())
 
 
 def note(text: str) -> None:
-    """Print what is done next."""
+    """Print ``text``, which says what is done next."""
     print(text, flush=True, file=sys.stdout)

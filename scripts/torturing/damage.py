@@ -1,4 +1,4 @@
-"""Damage files of checkpoints: flip bytes, truncate, write zeros in place of the end, change manifests."""
+"""Damage files of checkpoints: flip bits, truncate, overwrite the end with zeros, change manifests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ FILES = ("state.h5", "manifest.json")
 
 
 def damage_files(torture: Torture, reference: Reference, flips: int, cuts: int) -> None:
-    """Check that each flipped byte, truncation and tail of zeros is reported with its file and array."""
+    """Check that loading and verifying a damaged checkpoint report the file, and for a changed byte also the array.
+
+    There are ``flips`` cases with one changed byte, ``cuts`` with a truncated file, and ``cuts`` with zeros at the end.
+    """
     good = Path(checkpoint.step_folder(reference.checkpoints, STEPS))
     for title, count, change in (
         ("one byte flipped anywhere", flips, _flip),
@@ -36,7 +39,10 @@ def damage_files(torture: Torture, reference: Reference, flips: int, cuts: int) 
 
 
 def in_child(work: Callable[[], Iterator[tuple[str, str, str]]]) -> Iterator[tuple[str, str, str]]:
-    """Run ``work`` in a forked process and yield what it yields; yield a problem if the process dies."""
+    """Run ``work`` in a forked process, and yield what it yields: case, problem and outcome.
+
+    If the process dies, yield that as a problem.
+    """
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -98,7 +104,7 @@ def _judge(
 
 
 def checkpoint_bytes(entry: dict[str, Any]) -> int:
-    """Return the number of bytes of an array, by its entry in the manifest."""
+    """Return the number of bytes of an array; ``entry`` is its entry in the manifest."""
     size = int(entry["dtype"][2:])
     for extent in entry["shape"]:
         size *= extent
@@ -106,7 +112,11 @@ def checkpoint_bytes(entry: dict[str, Any]) -> int:
 
 
 def _told(target: Path, expected: list[str], harmless: bool) -> tuple[str, str]:
-    """Load and verify a damaged checkpoint, and return a problem, or "" and where the damage was reported."""
+    """Load and verify a damaged checkpoint, and return a problem and an outcome.
+
+    The problem is "" if the error names all texts in ``expected``; the outcome then says what kind of damage was
+    reported. ``harmless`` says that the file is unchanged by chance, so that no error is expected.
+    """
     told = ""
     for what, read in (("load", _load), ("verify", checkpoint.verify)):
         try:
@@ -130,7 +140,10 @@ def _load(folder: Path) -> None:
 
 
 def resume_past_damage(torture: Torture, reference: Reference, count: int) -> None:
-    """Check that a run with a damaged newest checkpoint says so, resumes from the one before, and ends the same."""
+    """Damage the newest checkpoint of a training and resume it, ``count`` times.
+
+    The training must report the damage, resume from the previous checkpoint, and end with the result of ``reference``.
+    """
     row, draw = torture.table.row("resumed past a damaged newest checkpoint"), torture.random
     for number in range(count):
         with torture.case() as folder:
@@ -151,7 +164,10 @@ def resume_past_damage(torture: Torture, reference: Reference, count: int) -> No
 
 
 def fuzz_manifests(torture: Torture, reference: Reference, count: int) -> None:
-    """Check that randomly changed manifests with a matching checksum load, or raise CheckpointError."""
+    """Change manifests at random and give them a matching checksum, ``count`` times.
+
+    Loading must succeed or raise CheckpointError with a clear message.
+    """
     row, draw = torture.table.row("manifests changed at random under a good seal"), torture.random
     good = Path(checkpoint.step_folder(reference.checkpoints, STEPS))
     with torture.case() as folder:

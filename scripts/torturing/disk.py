@@ -1,4 +1,4 @@
-"""Save to disks that are full, read-only or removed, and from two jobs into one folder."""
+"""Save to folders that are full, read-only or removed, and from two jobs into one folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TRIES = 2000
 
 
 def have_namespaces() -> str:
-    """Return the reason why no file system can be mounted here; "" if it can."""
+    """Return the reason why this process cannot mount file systems; "" if it can."""
     if os.geteuid() or shutil.which("unshare") is None:
         return "needs root and unshare"
     works = subprocess.run(
@@ -32,7 +32,11 @@ def have_namespaces() -> str:
 
 
 def _judge(row: Row, reference: Reference, ended: Ended, checkpoints: Path, text: Sequence[str], at_least: int) -> None:
-    """Add a training that should have failed to the table; it needs one clear error, a good checkpoint, no litter."""
+    """Add the result of a training that should have failed to ``row``.
+
+    It must end with an error that contains a text of ``text`` and no traceback, without temporary files. The newest
+    checkpoint must load, and be of step ``at_least`` or later.
+    """
     problem = problem_of_ending(ended)
     if not problem and (not any(part in ended.err for part in text) or "Traceback" in ended.err):
         problem = f"not a clear error: {ended.err[-600:]}"
@@ -44,7 +48,10 @@ def _judge(row: Row, reference: Reference, ended: Ended, checkpoints: Path, text
 
 
 def full_disks(torture: Torture, reference: Reference, how: str, count: int) -> None:
-    """Train on a file system that is too small for the checkpoints that are kept."""
+    """Train on ``count`` file systems of different sizes, all too small for the checkpoints that are kept.
+
+    ``how`` is the way to save.
+    """
     row = torture.table.row(f"a full disk, {how}")
     one = sum(file.stat().st_size for file in Path(checkpoint.step_folder(reference.checkpoints, 1)).iterdir())
     for number in range(count):
@@ -61,7 +68,10 @@ def full_disks(torture: Torture, reference: Reference, how: str, count: int) -> 
 
 
 def small_files(torture: Torture, reference: Reference, how: str) -> None:
-    """Train with files that may not grow beyond a limit from some step on, on one rank or on all; needs no root."""
+    """Limit the size of files (RLIMIT_FSIZE) from step 2 of a training on, on one rank or on all; needs no root.
+
+    ``how`` is the way to save.
+    """
     row = torture.table.row(f"files that may not grow, {how}")
     size = Path(checkpoint.step_folder(reference.checkpoints, 1), "state.h5").stat().st_size // 2
     for victim in (None, *range(torture.options.ranks)):
@@ -79,7 +89,10 @@ def small_files(torture: Torture, reference: Reference, how: str) -> None:
 
 
 def read_only(torture: Torture, reference: Reference, how: str) -> None:
-    """Make the checkpoint folder read-only during a run: by its file system, or by its attributes."""
+    """Make the checkpoint folder read-only during a training: by remounting it, and by the attribute "immutable".
+
+    ``how`` is the way to save.
+    """
     row = torture.table.row(f"a folder that becomes read-only, {how}")
     ranks = torture.options.ranks
     with torture.case() as folder:
@@ -126,14 +139,17 @@ def read_only(torture: Torture, reference: Reference, how: str) -> None:
 
 
 def _sweep(checkpoints: Path) -> None:
-    """Remove the temporary files of saves on a read-only disk, as the next save would."""
+    """Remove temporary files that saves could not remove from a read-only disk, as the next save would."""
     for name in hidden(checkpoints):
         if name.startswith(".tmp-"):
             shutil.rmtree(checkpoints / name)
 
 
 def deleted(torture: Torture, reference: Reference, how: str) -> None:
-    """Remove a folder during a run: the checkpoints, or the whole run."""
+    """Remove a folder during a training: the folder of checkpoints, or that of the whole run.
+
+    ``how`` is the way to save.
+    """
     row = torture.table.row(f"a folder that is deleted, {how}")
     for name in ("checkpoints", ""):
         with torture.case() as folder:
@@ -149,7 +165,10 @@ def deleted(torture: Torture, reference: Reference, how: str) -> None:
 
 
 def two_jobs(torture: Torture, reference: Reference) -> None:
-    """Check that of two jobs in one folder one is refused, or both save in turn, and that all checkpoints are whole."""
+    """Start two jobs that save into one folder.
+
+    A job may fail only because the other one uses the folder, and its error must say so. All checkpoints must be whole.
+    """
     row = torture.table.row("two jobs in one folder")
     command = torture.mpis["first"].command(torture.options.ranks, [SAVER, "FOLDER", "12", "direct", "2", "0.02"])
     with torture.case() as folder:

@@ -1,4 +1,4 @@
-"""Run MPI jobs that meet a fault, each with a time limit, and kill all processes that they leave."""
+"""Run MPI jobs in which something fails, each with a time limit, and kill all processes that they leave."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ LAST = 15.0
 
 @dataclass(frozen=True)
 class Mpi:
-    """Hold the launcher of an MPI, and the Python interpreter for it."""
+    """Hold the launcher (``mpiexec``) of an MPI library, and the Python interpreter whose mpi4py uses that library."""
 
     name: str
     mpiexec: str
     python: str
 
     def command(self, ranks: int, program: Sequence[str], victim: int = -1, wrapper: str = "") -> list[str]:
-        """Return the command that launches ``ranks`` ranks; ``victim`` is started by ``wrapper``, a line of bash.
+        """Return the command that starts ``program`` on ``ranks`` ranks.
 
-        In ``wrapper``, ``"$@"`` is the program, and ``$$`` is the process number that it will have.
+        If ``victim`` is a rank, this rank is started by ``wrapper``, a line of bash. In it, ``"$@"`` is the program,
+        and ``$$`` is the process id that the program gets by ``exec``.
         """
         plain = [self.python, *program]
         if victim < 0:
@@ -50,7 +51,11 @@ class Mpi:
 
 @dataclass
 class Ended:
-    """Hold the end of a job: status, output, seconds, processes left, and whether it exceeded its limit."""
+    """Hold the end of a job.
+
+    ``status`` is the exit status, ``out`` and ``err`` the output, ``strays`` the number of processes that were left,
+    and ``late`` says whether the job was killed because it took too long.
+    """
 
     status: int
     out: str
@@ -61,13 +66,13 @@ class Ended:
 
 
 class Job:
-    """Find and kill the processes of a running job by the mark in their environment."""
+    """Find and kill the processes of a running job: those whose environment has the job's mark."""
 
     def __init__(self, process: subprocess.Popen[bytes], mark: str) -> None:
         self.process, self._mark = process, f"{MARK}={mark}".encode()
 
     def processes(self) -> dict[int, int]:
-        """Return the rank of each living process of the job, by process number; -1 for launchers and tracers."""
+        """Return the rank of each living process of the job by process id; -1 for launchers and tracers."""
         found = {}
         for entry in os.scandir("/proc"):
             if not entry.name.isdecimal():
@@ -80,7 +85,7 @@ class Job:
         return found
 
     def kill(self, whom: str) -> None:
-        """Kill processes by SIGKILL: ``whom`` is "launcher", "all" (all ranks) or "rank N"."""
+        """Kill processes by SIGKILL; ``whom`` is "launcher", "all" (all ranks) or "rank N"."""
         if whom == "launcher":
             self.process.send_signal(signal.SIGKILL)
             return
@@ -101,9 +106,10 @@ def run(
     meanwhile: Callable[[Job], bool] = lambda job: True,
     variables: dict[str, str] | None = None,
 ) -> Ended:
-    """Run a job to its end, at most ``limit`` seconds; ``meanwhile`` is called again and again until it returns true.
+    """Run a job until it ends or ``limit`` seconds have passed, and return how it ended.
 
-    Processes that live on afterwards are counted and killed.
+    ``meanwhile(job)`` is called every few milliseconds until it returns True. The files of output are in ``folder``.
+    ``variables`` are further environment variables. Processes that are left are counted and killed.
     """
     mark = uuid.uuid4().hex
     folder.mkdir(parents=True, exist_ok=True)

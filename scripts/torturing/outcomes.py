@@ -1,4 +1,4 @@
-"""Count the outcomes of all cases in a table; one bad case makes the whole fail."""
+"""Count the outcomes of all cases (disturbed jobs or files) in a table; if one case is bad, the whole test fails."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Row:
-    """Hold one line of the table: a kind of case, with the outcomes and problems of its cases."""
+    """Hold one line of the table: cases of one kind, with their outcomes and problems.
+
+    ``good`` counts the good cases by outcome, ``bad`` has a text for each bad one. ``left_out`` is the reason why the
+    cases were left out, or "".
+    """
 
     title: str
     good: Counter[str] = field(default_factory=Counter)
@@ -21,11 +25,11 @@ class Row:
 
     @property
     def cases(self) -> int:
-        """Return the number of cases so far."""
+        """The number of cases counted so far."""
         return sum(self.good.values()) + len(self.bad)
 
     def add(self, problem: str, outcome: str, case: str) -> None:
-        """Count a case with its outcome, or with its problem unless that is ""."""
+        """Count a case: as bad with its problem, or as good with its outcome if the problem is ""."""
         self.seconds = time.monotonic() - self.started
         if problem:
             self.bad.append(f"{case}: {problem}")
@@ -36,7 +40,7 @@ class Row:
             print(f"\r  {self.title}: {self.cases}, {len(self.bad)} bad\033[K", end="", file=sys.stderr, flush=True)
 
     def line(self) -> str:
-        """Format this line of the table."""
+        """Return this row as a line of text."""
         if self.left_out:
             return f"{self.title:58s}     -     -         left out: {self.left_out}"
         seen = ", ".join(f"{count} {outcome}" for outcome, count in self.good.most_common())
@@ -44,22 +48,22 @@ class Row:
 
 
 class Table:
-    """Collect and print all rows."""
+    """Collect and print the rows of the table."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
 
     def row(self, title: str) -> Row:
-        """Add a new row to the table and return it."""
+        """Add a new, empty row to the table, and return it."""
         self.rows.append(Row(title))
         return self.rows[-1]
 
     def leave_out(self, title: str, reason: str) -> None:
-        """Add a row that says that cases were left out, and why."""
+        """Add a row that says that the cases ``title`` were left out, and why."""
         self.rows.append(Row(title, left_out=reason))
 
     def show(self) -> bool:
-        """Print the table; return whether there were cases and none was bad."""
+        """Print the table; tell whether there was at least one case and none was bad."""
         print(f"\n{'what was done to saves':58s} cases   bad            outcomes")
         for row in self.rows:
             print(row.line())

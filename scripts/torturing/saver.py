@@ -1,7 +1,8 @@
 """Run one rank of a job that does nothing but save: ``saver.py FOLDER STEPS HOW KEEP [PAUSE]``, under mpiexec.
 
-It goes on with the step after the newest checkpoint of ``FOLDER``. ``HOW`` is ``direct``, ``mpio`` or ``background``.
-After each save has returned, a line with its step is added to ``FOLDER/../acknowledged``.
+It saves STEPS steps into ``FOLDER``, from the step after the newest checkpoint there. ``HOW`` is ``direct``, ``mpio``
+or ``background``. KEEP is the number of checkpoints that are kept, PAUSE the number of seconds between two saves. After
+each save has returned, a line with its step is added to ``FOLDER/../acknowledged``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], str]] = {
 
 
 def values_of(step: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the whole arrays that are saved at a step."""
+    """Return the whole arrays that are saved at a step, by their names in the checkpoint."""
     found = {}
     for number, (path, (shape, dtype)) in enumerate(SHAPES.items()):
         flat = (np.arange(int(np.prod(shape))) * (number + 2) + step * 1000003) % 8191
@@ -45,7 +46,10 @@ def values_of(step: int) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def pieces(step: int, rank: int, size: int) -> list[LocalArray]:
-    """Return a rank's parts of the arrays of a step: two ranges of every array, some of them empty."""
+    """Return the parts of all arrays of a step that rank ``rank`` of ``size`` saves: two ranges of each array.
+
+    Some of them are empty.
+    """
     listed = []
     for number, (path, whole) in enumerate(values_of(step).items()):
         flat = whole.reshape(-1)
@@ -57,7 +61,7 @@ def pieces(step: int, rank: int, size: int) -> list[LocalArray]:
 
 
 def problem_of(path: str) -> str:
-    """Describe what is wrong with a checkpoint of this program; "" if nothing is."""
+    """Return what is wrong with a checkpoint that this program has written; "" if nothing is."""
     with checkpoint.open_checkpoint(path) as reader:
         step = reader.attributes["step"]
         if step != checkpoint.step_of(path):
@@ -72,14 +76,20 @@ def problem_of(path: str) -> str:
 
 
 def buffer_of_a_saver(comm: Any, folder: Path) -> SnapshotBuffer:
-    """Return a buffer that knows these arrays as after a first save, so that the next save can begin early."""
+    """Return a snapshot buffer in the state after a first save, so that already the first save is like later ones.
+
+    Collective over ``comm``. Later saves know the sizes of all arrays and can begin earlier.
+    """
     buffer = SnapshotBuffer()
     make_plan(comm, folder, pieces(0, comm.rank, comm.size), {}, again=RepeatedSave(buffer.layout, lambda *_: ""))
     return buffer
 
 
 def save(comm: Any, folder: Path, step: int, how: str, buffer: SnapshotBuffer) -> None:
-    """Save a step; with "background" the values are changed as soon as the save has taken its copy."""
+    """Save a step, and wait until it is committed; ``how`` is "direct", "mpio" or "background".
+
+    With "background" the arrays are changed as soon as the save has copied them, to test that it uses its copy.
+    """
     target, arrays = checkpoint.step_folder(folder, step), pieces(step, comm.rank, comm.size)
     if how != "background":
         checkpoint.write(target, arrays, {"step": step}, comm, backend=how)
@@ -94,7 +104,7 @@ def save(comm: Any, folder: Path, step: int, how: str, buffer: SnapshotBuffer) -
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run as one rank: save step after step."""
+    """Run as one rank: save step after step; ``arguments`` are those of the command line."""
     from mpi4py import MPI
 
     from mpizero.comm.supervision import guard

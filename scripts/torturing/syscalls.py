@@ -1,4 +1,4 @@
-"""Kill ranks, refuse calls and delay calls at exact system calls of saves, by strace, and check the calls' order."""
+"""Kill ranks at chosen system calls of saves by strace, let these calls fail or last long, and check their order."""
 
 from __future__ import annotations
 
@@ -48,7 +48,11 @@ ERRORS = {
 
 @dataclass(frozen=True)
 class Call:
-    """Describe one system call of a save in strace's log; ``number`` counts the calls of this name in its thread."""
+    """Describe one system call in strace's log.
+
+    ``number`` counts the calls of this name in its thread. ``main`` says whether it is the main thread. ``window`` is
+    the number of the save that the call belongs to; 0 if it belongs to none.
+    """
 
     thread: int
     main: bool
@@ -62,12 +66,12 @@ class Call:
 
 
 def traced(log: Path, more: str = "") -> str:
-    """Return the line of bash that runs a program under strace."""
+    """Return the line of bash that runs a program under strace; ``more`` are further options of strace."""
     return f'exec strace -D -f -qq -y -ttt -o {log} -e trace={WRITES},access,faccessat,faccessat2 {more} "$@"'
 
 
 def read_log(log: Path, run_folder: Path) -> list[Call]:
-    """Return the calls on files in ``run_folder``, in order; ``window`` is the number of a call's save, 0 for none."""
+    """Return the system calls in strace's log ``log`` that change files in ``run_folder``, in order."""
     calls: list[Call] = []
     counts: Counter[tuple[int, str]] = Counter()
     most: Counter[str] = Counter()
@@ -101,12 +105,15 @@ def read_log(log: Path, run_folder: Path) -> list[Call]:
 
 
 def saving(folder: Path, how: str, steps: int = 1, keep: int = 1) -> list[str]:
-    """Return the command line of saver.py, without the interpreter."""
+    """Return the command line of saver.py without the interpreter; the arguments are those of saver.py."""
     return [SAVER, str(folder), str(steps), how, str(keep)]
 
 
 def points_of(torture: Torture, how: str, victim: int) -> tuple[list[Call], str]:
-    """Return one rank's system calls in a save and in removing the checkpoint before; and a problem, or ""."""
+    """Run a job that saves once and removes the previous checkpoint; return the system calls of rank ``victim`` in it.
+
+    Also return a problem if the job fails, else "". Paths begin after the folder of the case.
+    """
     ranks = torture.options.ranks
     with torture.case() as folder:
         log = folder / "log"
@@ -121,12 +128,13 @@ def points_of(torture: Torture, how: str, victim: int) -> tuple[list[Call], str]
 
 
 def wrapper_for(call: Call, victim: int, folder: Path, effect: str) -> str:
-    """Return a line of bash with which ``effect`` happens to exactly this call of a rank; "" if that is impossible.
+    """Return a line of bash that runs rank ``victim`` under strace, with ``effect`` at exactly this call.
 
-    For calls of rank 0's main thread, strace counts only calls on the same path. The path contains rank 0's process
-    number, which other ranks do not know beforehand. Counting by path is exact although the start of an MPI library
-    changes files too, not always equally often. For other calls strace counts each thread's calls of this name; that is
-    possible only if no other thread makes as many of them before.
+    ``effect`` is what strace's option ``inject`` takes, for example "signal=KILL". Return "" if that is impossible. For
+    calls of rank 0's main thread, strace counts only calls on the same path. This is exact although an MPI library also
+    changes files when it starts, and not always equally often. Other ranks cannot do so, because the path contains rank
+    0's process id, which they do not know. For other calls strace counts each thread's calls of this name. That is
+    possible only if no other thread has made as many of them before.
     """
     inject = f"-e inject={call.name}:{effect}:when="
     if call.main and victim == 0:
@@ -136,13 +144,19 @@ def wrapper_for(call: Call, victim: int, folder: Path, effect: str) -> str:
 
 
 def planted_for(call: Call, calls: Sequence[Call], victim: int) -> str:
-    """Return the value of MPIZERO_FAULT that kills the same rank before the same write."""
+    """Return a value of MPIZERO_FAULT by which the library itself kills rank ``victim`` just before the write ``call``.
+
+    ``calls`` are all calls of that rank in the save.
+    """
     before = [c for c in calls if c.thread == call.thread and c.name == call.name]
     return f"save.write:{victim}:{before.index(call) + 1}:kill"
 
 
 def kill_everywhere(torture: Torture, how: str, sample: int) -> None:
-    """Kill one rank at each system call by which a save changes files, or at ``sample`` of them (0: all)."""
+    """Kill one rank at each system call by which a save changes files, each time in a new job.
+
+    ``how`` is the way to save. ``sample`` is the number of calls that are chosen; 0 means all.
+    """
     row = torture.table.row(f"killed at every system call, {how}")
     for victim in (0, torture.options.ranks - 1):
         calls, problem = points_of(torture, how, victim)
@@ -171,7 +185,10 @@ def _kill_at(torture: Torture, row: Row, how: str, victim: int, call: Call, call
 
 
 def refuse_everywhere(torture: Torture, how: str, sample: int) -> None:
-    """Refuse each system call of a save once, as a full or broken disk does, or ``sample`` of them (0: all)."""
+    """Let each system call of a save fail once, as on a full or broken disk, each time in a new job.
+
+    ``how`` is the way to save. ``sample`` is the number of calls that are chosen; 0 means all.
+    """
     row = torture.table.row(f"refused by the disk at every system call, {how}")
     for victim in (0, torture.options.ranks - 1):
         calls, problem = points_of(torture, how, victim)
@@ -201,16 +218,16 @@ def _refuse_at(torture: Torture, row: Row, how: str, victim: int, call: Call) ->
 
 
 def stuck_in_hdf5(ended: Ended) -> bool:
-    """Tell whether the watchdog ended ranks that hung in parallel HDF5, after a refused write."""
+    """Tell whether the watchdog ended ranks that hung in parallel HDF5 after a write had failed."""
     return "stuck: hdf5 close" in ended.err and "state.h5" in ended.err
 
 
 def problem_of_refusal(ended: Ended, run_folder: Path, error: str) -> str:
-    """Describe what is wrong after a save in which the system refused a call; "" if nothing is.
+    """Return what is wrong after a save in which a system call failed with ``error``; "" if nothing is.
 
-    There must be one clear error, no temporary file, and a whole last checkpoint. If the new checkpoint is written and
-    only an old one cannot be removed, the job says so and goes on. Ranks that the watchdog ended may leave temporary
-    files, which the next save removes.
+    There must be one clear error, no temporary file, and a whole newest checkpoint. If the new checkpoint is written
+    and only an old one cannot be removed, the job must print a notice and go on. Ranks that the watchdog has ended may
+    leave temporary files, which the next save removes.
     """
     text = {"ENOSPC": "No space left on device", "EIO": "Input/output error"}[error]
     kept = "old checkpoint not removed" in ended.err and acknowledged(run_folder) > 1
@@ -225,7 +242,10 @@ def problem_of_refusal(ended: Ended, run_folder: Path, error: str) -> str:
 
 
 def check_order(torture: Torture, how: str) -> None:
-    """Check the order of a save's calls: write, fsync of the files and their folder, rename, fsync of the parent."""
+    """Check the order of the system calls of all ranks in three saves.
+
+    It must be: write the files, fsync the files and their folder, rename the folder, fsync its parent.
+    """
     row = torture.table.row(f"written, made durable, then renamed: {how}")
     ranks = torture.options.ranks
     with torture.case() as folder:
@@ -243,7 +263,7 @@ def check_order(torture: Torture, how: str) -> None:
 
 
 def _disorder(calls: Sequence[Call], run_folder: Path) -> str:
-    """Describe which calls of one save came too late; "" if none did."""
+    """Return which of the calls of one save (in order of time) came too late, or ""; see :func:`check_order`."""
     rename = next((c for c in calls if c.name.startswith("rename") and ".tmp-step" in c.path), None)
     if rename is None:
         return "no rename was seen"
@@ -265,7 +285,7 @@ def _disorder(calls: Sequence[Call], run_folder: Path) -> str:
 
 
 def slow_rank(torture: Torture, how: str) -> None:
-    """Check that a save waits for a rank whose disk is slow."""
+    """Delay writes of one rank, and check that the save waits for it; ``how`` is the way to save."""
     row = torture.table.row(f"a slow disk on one rank: {how}")
     for victim in (0, torture.options.ranks - 1):
         with torture.case() as folder:
@@ -280,7 +300,7 @@ def slow_rank(torture: Torture, how: str) -> None:
 
 
 def have_strace() -> str:
-    """Return the reason why strace cannot be used here; "" if it can."""
+    """Return the reason why this process cannot use strace; "" if it can."""
     if shutil.which("strace") is None:
         return "needs strace"
     ended = run(["strace", "-D", "-qq", "-o", "/dev/null", "true"], Path("/tmp/mpizero-strace"), 10)

@@ -1,4 +1,4 @@
-"""Kill trainings at random moments and resume them, until they end like an uninterrupted training."""
+"""Kill trainings at random moments and resume them; check that they end with the result of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,11 @@ keep = 2
 
 
 class Reference:
-    """Hold an uninterrupted run: its result, and a hash of the checkpoint of each step."""
+    """Run a training without interruption, and hold its results.
+
+    ``result`` is the hash of the parameters at its end, ``hashes`` has the hash of the checkpoint of each step, and
+    ``checkpoints`` is the folder of these checkpoints.
+    """
 
     def __init__(self, torture: Torture) -> None:
         self.home = torture.folder / "reference"
@@ -74,12 +78,18 @@ class Reference:
         self.hashes = {checkpoint.step_of(path): contents(path) for path in self.checkpoints.iterdir()}
 
     def program(self, checkpoints: Path, settings: Sequence[str] = ()) -> list[str]:
-        """Return the command line, without the interpreter, of a training that saves to ``checkpoints`` and resumes."""
+        """Return the command line of the same training with other settings, without the interpreter.
+
+        It saves to the folder ``checkpoints``, and resumes from the newest checkpoint there.
+        """
         given = [f"checkpoint.folder={checkpoints}", *settings]
         return ["-m", "mpizero", "train", str(self.config), *(word for s in given for word in ("--set", s)), "--resume"]
 
     def problem_of(self, checkpoints: Path, at_least: int) -> str:
-        """Describe what is wrong with the newest checkpoint of a run of the same training; "" if nothing is."""
+        """Return what is wrong with the newest checkpoint of another run of this training; "" if nothing is.
+
+        It must be of step ``at_least`` or later, and have the same contents as in the uninterrupted run.
+        """
         passed: list[str] = []
         try:
             newest = checkpoint.newest(checkpoints, report=passed.append)
@@ -97,7 +107,7 @@ class Reference:
 
 
 def contents(path: str | os.PathLike[str]) -> str:
-    """Return a hash over the step and all arrays of a checkpoint."""
+    """Return the SHA-256 of the step and all arrays of a checkpoint."""
     with checkpoint.open_checkpoint(path) as reader:
         found = hashlib.sha256(str(reader.attributes["training"]["step"]).encode())
         for name in sorted(reader.arrays):
@@ -106,7 +116,7 @@ def contents(path: str | os.PathLike[str]) -> str:
 
 
 def result_of(ended: Ended) -> str:
-    """Return the hash of the parameters that a training prints at its end; "" if it prints none."""
+    """Return the hash of the parameters that a training has printed at its end; "" if it has printed none."""
     try:
         return str(json.loads(ended.out.splitlines()[-1])["parameters_sha256"])
     except (IndexError, ValueError, KeyError):
@@ -114,7 +124,7 @@ def result_of(ended: Ended) -> str:
 
 
 def newest_seen(checkpoints: Path) -> int:
-    """Return the highest step that has a checkpoint folder; 0 if there is none."""
+    """Return the highest step that has a checkpoint in the folder ``checkpoints``; 0 if there is none."""
     try:
         return max((checkpoint.step_of(name) or 0 for name in os.listdir(checkpoints)), default=0)
     except FileNotFoundError:
@@ -122,9 +132,10 @@ def newest_seen(checkpoints: Path) -> int:
 
 
 def kill_at_random(torture: Torture, reference: Reference, how: str, count: int) -> None:
-    """Kill one rank, all ranks or the launcher at random moments, resume the run, and kill it again.
+    """Kill one rank, all ranks or the launcher of a training at a random moment, resume it, and kill it again.
 
-    After at most ten kills a run is left to end; its result must be that of the uninterrupted run.
+    After at most ten kills a training may go on to its end, where its result must be that of ``reference``. New
+    trainings begin until there were ``count`` kills. ``how`` is the way to save.
     """
     killed = torture.table.row(f"killed at a random moment of training, {how}")
     ends = torture.table.row(f"runs that went on to their end, {how}")
@@ -167,7 +178,11 @@ def _problem_of_end(ended: Ended, reference: Reference, checkpoints: Path) -> st
 
 
 class _Kill:
-    """Kill a job some time after it has saved a step; must be called again and again."""
+    """Kill a job ``delay`` seconds after it has saved ``step``; ``victim`` is as for :meth:`Job.kill`.
+
+    :func:`run` calls it every few milliseconds. ``seen`` is the last saved step at the kill, and ``struck`` says
+    whether the job was still running then.
+    """
 
     def __init__(self, checkpoints: Path, step: int, delay: float, victim: str) -> None:
         self.victim, self.struck, self.seen = victim, False, 0
@@ -176,7 +191,7 @@ class _Kill:
         self._start = newest_seen(checkpoints)
 
     def __call__(self, job: Job) -> bool:
-        """Kill the job if it is time; return whether it was killed."""
+        """Kill the job if its time has come; tell whether that was done, so that no further call is needed."""
         now, newest = time.monotonic(), newest_seen(self._checkpoints)
         if not self._moment and newest >= self.step and newest > self._start:
             self._moment = now + self._delay
@@ -189,7 +204,7 @@ class _Kill:
 
 
 def after_step(checkpoints: Path, step: int, action: Callable[[Job], Any]) -> Callable[[Job], bool]:
-    """Return a function for :func:`run` that calls ``action`` once the step is saved."""
+    """Return a function for the argument ``meanwhile`` of :func:`run` that calls ``action`` once ``step`` is saved."""
 
     def look(job: Job) -> bool:
         if newest_seen(checkpoints) < step:
