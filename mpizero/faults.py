@@ -77,7 +77,7 @@ class Fault:
         site, rank, occurrence, action = (text.split(":") + [""] * 4)[:4]
         kind, _, value = action.partition("=")
         numbers = all(number == "*" or number.isdecimal() for number in (rank, occurrence))
-        known = site in SITES and kind in ACTIONS and numbers
+        known = site in SITES and kind in ACTIONS and numbers and occurrence.strip("0") != ""
         if not known or text.count(":") != 3 or not _is_number(value or "0"):
             raise ValueError(
                 f"MPIZERO_FAULT={text!r}: expected site:rank:k:action with a site of {', '.join(SITES)}, "

@@ -17,6 +17,7 @@ from mpizero.names import explains
 from mpizero.sampletree import join
 from mpizero.types import Run
 from mpizero.validation import require, whole
+from mpizero.validation import seed as whole_seed
 
 
 class BatchConfig(Protocol):
@@ -144,7 +145,7 @@ def batches(
     global_batch : int
         Number of samples of one training step, over all ranks.
     seed : int
-        Seed of the random sample order, from 0 to 2**63 - 1.
+        Seed of the random sample order, from 0 to 2**64 - 1.
     steps : int or None
         Number of global batches to return, counted from ``consumed`` on. With None the iteration never ends.
     consumed : int
@@ -169,7 +170,7 @@ def batches(
         if not isinstance(source, Source):
             raise DataError(f"expected a source of samples such as TextSource, got {type(source).__name__}")
         require("global_batch", global_batch, whole(1))
-        require("seed", seed, whole(0))
+        require("seed", seed, whole_seed)
         require("consumed", consumed, whole(0))
         if steps is not None:
             require("steps", steps, whole(0))

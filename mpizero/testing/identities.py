@@ -103,8 +103,9 @@ def _remainders(
     there = [float(f(_like(start + h * direction, x))) for h in steps]
     rest = [abs(value - here - h * along) for h, value in zip(steps, there, strict=True)]
     floor = 1e3 * np.finfo(np.float64).eps * max(abs(here), *map(abs, there), abs(along) * step)
-    seen = [r for r in rest if not r <= floor]  # keeps NaN
-    return rest, [math.log2(a / b) for a, b in zip(seen, seen[1:], strict=False)] if seen else None
+    above = [not r <= floor for r in rest]  # keeps NaN
+    pairs = [(rest[k], rest[k + 1]) for k in range(len(rest) - 1) if above[k] and above[k + 1]]
+    return rest, [math.log2(a / b) for a, b in pairs] if any(above) else None
 
 
 def adjoint_test(

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpizero.comm import Communicator
+from mpizero.comm.agreement import all_ranks
 from mpizero.comm.startup.launch import one_process
 
 
@@ -37,11 +38,17 @@ def assert_same_as_serial(function: Callable[[Any], Any], comm: Communicator) ->
     ------
     AssertionError
         On every rank, if the bits differ on any rank. The message names these ranks and the first difference on each.
+    Exception
+        Any other error of ``function``, on the ranks that raised it.
+    RemoteError
+        On the other ranks then; names the ranks that failed and the first error.
     """
-    try:
-        difference = first_difference(function(comm), function(one_process()))
-    except AssertionError as error:
-        difference = str(error)
+    difference = ""
+    with all_ranks(comm, "assert_same_as_serial"):
+        try:
+            difference = first_difference(function(comm), function(one_process()))
+        except AssertionError as error:
+            difference = str(error) or "false"
     parallel_assert(comm, not difference, difference)
 
 

@@ -77,7 +77,7 @@ def test_seeds_give_other_orders(numbers, ranks):
     assert len(orders) == 20
 
 
-@given(st.integers(1, 10**12), st.integers(0, 10**15), st.integers(0, 50), st.integers(0, 2**63 - 1))
+@given(st.integers(1, 10**12), st.integers(0, 10**15), st.integers(0, 50), st.integers(0, 2**64 - 1))
 def test_any_range_of_the_order_is_found_without_the_rest(length, start, count, seed):
     order = data.sample_order(start, start + count, length, seed)
     assert order.size == count
@@ -115,6 +115,7 @@ def test_the_stream_ends_after_its_steps_or_never(numbers, ranks):
         ({"global_batch": 2.0}, "global_batch=2.0"),
         ({"global_batch": True}, "global_batch=True"),
         ({"global_batch": 4, "seed": -1}, "seed=-1"),
+        ({"global_batch": 4, "seed": 2**64}, "expected a whole number from 0 to 2\\*\\*64 - 1"),
         ({"global_batch": 4, "consumed": -8}, "consumed=-8"),
         ({"global_batch": 4, "steps": -1}, "steps=-1"),
     ],

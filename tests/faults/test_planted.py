@@ -82,7 +82,7 @@ def test_what_is_handed_over_can_be_spoiled(tmp_path):
 @pytest.mark.parametrize(
     "text",
     ["x", "save.write:0:1", "save.write:0:1:explode", "nowhere:0:1:kill", "save.write:-1:1:kill", "save.write:0:x:kill"]
-    + ["save.write:0:1:sleep=soon", "save.write:0:1:kill:now"],
+    + ["save.write:0:1:sleep=soon", "save.write:0:1:kill:now", "save.write:0:0:kill"],
 )
 def test_what_names_no_fault_is_refused(text):
     with pytest.raises(ValueError, match="expected site:rank:k:action"):

@@ -91,6 +91,9 @@ def test_of_equal_magnitudes_the_first_are_taken_and_bad_numbers_before_all():
         found = top(compression, x, np.zeros_like(x), count)
         assert same(found, top(reference, x, np.zeros_like(x), count))
         assert {5, 6} <= set(found[0].tolist())
+    x[:] = np.inf, 1, np.nan, np.inf, -np.nan, 0, 2
+    assert top(compression, x, np.zeros_like(x), 3)[0].tolist() == [0, 2, 4]
+    assert top(reference, x, np.zeros_like(x), 3)[0].tolist() == [0, 2, 4]
     many = np.tile(values(300), 40)
     found = top(compression, many, np.zeros_like(many), 1234)
     assert same(found, top(reference, many, np.zeros_like(many), 1234))

@@ -5,6 +5,7 @@ import threading
 import numpy as np
 import pytest
 
+from mpizero.errors import RemoteError
 from mpizero.testing import assert_same_as_serial, parallel_assert, run_in_threads
 from mpizero.testing.ranks import first_difference
 
@@ -65,6 +66,20 @@ def test_a_different_bit_fails_on_all_ranks_and_is_placed():
             assert_same_as_serial(drift, comm)
 
     run_in_threads(2, work)
+
+
+def test_another_error_of_one_rank_reaches_all():
+    def fails(comm):
+        if comm.rank == 1:
+            raise ValueError("no such file")
+        return 0
+
+    def work(comm):
+        expected = ValueError if comm.rank == 1 else RemoteError
+        with pytest.raises(expected, match="no such file"):
+            assert_same_as_serial(fails, comm)
+
+    run_in_threads(3, work)
 
 
 @pytest.mark.parametrize(

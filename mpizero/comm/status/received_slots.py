@@ -24,6 +24,7 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = {
     "joint_tasks": list,
     "transfers": list,
     "marks": dict,
+    "making": dict,
     "records": dict,
 }
 #: Entries that no slot may lack.
@@ -35,6 +36,7 @@ _ROWS: Mapping[str, tuple[type | tuple[type, ...], ...]] = {
     "transfers": (str, int, _SECONDS),
 }
 _MARK = (int, int)
+_RANGE = (int, int)
 
 
 def parse_slots(data: bytes, ranks: Collection[int], now: float) -> dict[int, Slot]:
@@ -68,8 +70,11 @@ def _check(slot: Any) -> None:
     for name, kinds in _ROWS.items():
         if not all(_consists(row, kinds) for row in slot.get(name, ())):
             raise ValueError(f"{name} has other cells")
+    making = slot.get("making", {}).values()
     if not all(_consists(mark, _MARK) for mark in slot["marks"].values()):
         raise ValueError("marks are of another type")
+    if not all(isinstance(found, list) and all(_consists(pair, _RANGE) for pair in found) for found in making):
+        raise ValueError("ranges of ranks are of another type")
 
 
 def _consists(row: Any, kinds: tuple[type | tuple[type, ...], ...]) -> bool:

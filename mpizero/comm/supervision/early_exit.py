@@ -127,7 +127,7 @@ class EarlyExit:
         making, own = slot.get("making", {}), self._peers.rank
         for key, name, _, operation, _, since in slot["calls"]:
             lasts = operation == MAKING and since >= BLOCKED
-            if lasts and key not in known and any(first <= own <= last for first, last in making[key]):
+            if lasts and key not in known and any(first <= own <= last for first, last in making.get(key, ())):
                 return f"rank {other} is {MAKING} {name!r} with it at {slot['place']}"
         return ""
 

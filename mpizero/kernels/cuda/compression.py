@@ -14,7 +14,6 @@ from mpizero.kernels.formulas import compression as formulas
 from mpizero.types import Array
 
 BLOCK = formulas.BLOCK
-COUNTERS = 2048
 #: Neighbours whose largest values one thread collects, so that indices ascend.
 TILE = 256
 

@@ -46,7 +46,7 @@ def top_encode(values: Array, residual: Array, counts: Array, indices: Array, la
     memory for 2048 integers, which only the CPU kernel uses.
     """
     residual += values
-    order = np.argsort(-np.where(np.isnan(residual), np.inf, np.abs(residual)), kind="stable")
+    order = np.lexsort((-np.abs(residual), ~np.isnan(residual)))  # stable; NaN counts as larger than infinity
     indices[:] = np.sort(order[: indices.size])
     largest[:] = residual[indices]
     residual[indices] = 0

@@ -392,6 +392,9 @@ NO_TEXT, NO_COUNT, NO_SECONDS = (1, None, ["key"]), ("1", 1.5, None, True), ("lo
         *(body_of(joint_tasks=[task]) for task in others_of(TASK, NO_TEXT, NO_COUNT, NO_TEXT, NO_SECONDS)),
         *(body_of(transfers=[files]) for files in others_of(FILES, NO_TEXT, NO_COUNT, NO_SECONDS)),
         *(body_of(marks={"key": mark}) for mark in others_of([1, 1], NO_COUNT, NO_COUNT)),
+        body_of(making=[]),
+        body_of(making={"key": 3}),
+        *(body_of(making={"key": [found]}) for found in others_of([0, 1], NO_COUNT, NO_COUNT)),
     ],
 )
 def test_what_is_no_slot_is_left_out(pair, body):
