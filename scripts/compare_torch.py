@@ -164,7 +164,7 @@ def there(model: GPT, twin: TorchGPT) -> Callable[[int, np.ndarray, np.ndarray],
 
 
 def to_torch_names(model: GPT) -> list[str]:
-    """List the PyTorch names of a model's parameters, in the order of its specs."""
+    """Return the PyTorch names of a model's parameters, in the order of ``model_specs``."""
     return list(to_torch(model, {spec.name: np.empty(spec.shape) for spec in model_specs(model) if spec.tied is None}))
 
 

@@ -76,7 +76,7 @@ class Row:
     error: str = ""
 
     def complaint(self, allowed: dict[str, Allowed]) -> str:
-        """Return a text that says what is wrong with this result, or ""; ``allowed`` is as DOUBLES."""
+        """Return a text that says what is wrong with this result, or ""; ``allowed`` is a table like DOUBLES."""
         if self.error:
             return self.error
         if self.spill:

@@ -6,10 +6,10 @@ Trains small GPTs on every combination of
 * DDP, ZeRO-1, ZeRO-2, ZeRO-3,
 * node-shared windows, private memory, and simulated nodes of two ranks,
 
-in several cases: clipping, dropout, tied embeddings, LAMB, numbers of grains that the ranks do not divide. All
-trainings of a case must end with the same SHA-256 of all parameters. For each number of ranks one job is started, which
-runs its trainings one after the other. With ``--in-turn`` a case and strategy run with only one of the three kinds of
-memory, which changes with the number of ranks.
+in several cases: clipping, dropout, tied embeddings, LAMB, numbers of grains that are not multiples of the number of
+ranks. All trainings of a case must end with the same SHA-256 of all parameters. For each number of ranks one job is
+started, which runs its trainings one after the other. With ``--in-turn`` a case and strategy run with only one of the
+three kinds of memory, which changes with the number of ranks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Case:
     optimizer: str = "adamw"
 
     def wrapped(self) -> Any:
-        """Return the model of this case: a GPT whose parameters no tested number of ranks divides evenly."""
+        """Return the model of this case: a small GPT of 2 blocks."""
         return mz.nn.GPT(
             dim=28, layers=2, heads=2, sequence=SEQUENCE, vocabulary=VOCABULARY, dropout=self.dropout, tied=self.tied
         )
@@ -113,7 +113,10 @@ def train(case: Case, comm: Any, strategy: str, memory: str, steps: int) -> str:
 
 
 def ways(size: int, in_turn: bool) -> Iterator[tuple[Case, str, str]]:
-    """Yield the case, strategy and kind of memory of each training on ``size`` ranks; ``in_turn`` is ``--in-turn``."""
+    """Yield the case, strategy and kind of memory of each training on ``size`` ranks.
+
+    ``in_turn`` is the option ``--in-turn``.
+    """
     for number, (case, strategy) in enumerate(itertools.product(CASES, STRATEGIES)):
         for turn, memory in enumerate(MEMORIES):
             if not in_turn or (number + size) % len(MEMORIES) == turn:
@@ -123,7 +126,8 @@ def ways(size: int, in_turn: bool) -> Iterator[tuple[Case, str, str]]:
 def everything(comm: Any, args: argparse.Namespace, where: str) -> list[dict[str, str]]:
     """Run all trainings on the ranks of ``comm``, and return a row for each.
 
-    The keys of a row are "case", "where" (MPI library and number of ranks), "strategy", "memory" and "sha256".
+    The keys of a row are "case", "where", "strategy", "memory" and "sha256". ``where`` is a text that names the MPI
+    library and the number of ranks.
     """
     return [
         {"case": case.name, "where": where, "strategy": strategy, "memory": memory}
@@ -196,7 +200,10 @@ def report(rows: list[dict[str, str]]) -> bool:
 
 
 def arguments(description: str, ranks: str, threads: str) -> argparse.ArgumentParser:
-    """Return the parser of the options that this script and exactness_hybrid.py share."""
+    """Return the parser of the options that this script and exactness_hybrid.py share.
+
+    ``ranks`` and ``threads`` are the default numbers of ranks, separated by commas, as processes and as threads.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--ranks", default=ranks, help="numbers of ranks under mpiexec (default: %(default)s)")

@@ -187,9 +187,9 @@ def train(case: Case, comm: Any, way: Way, steps: int) -> tuple[str, list[float]
 def everything(comm: Any, args: argparse.Namespace, where: str) -> list[Row]:
     """Run all trainings on the ranks of ``comm``, and return a row for each.
 
-    Trainings that agree only within rounding are done twice. The keys of a row are "case", "where" (MPI library and
-    number of ranks), "way" (text), "sha256", "losses", "repeats" (whether the second training had the same bits) and
-    "rounds" (whether the training agrees only within rounding).
+    Trainings that agree only within rounding are done twice. The keys of a row are "case", "where", "way" (text),
+    "sha256", "losses", "repeats" (whether the second training had the same bits) and "rounds" (whether the training
+    agrees only within rounding). ``where`` is a text that names the MPI library and the number of ranks.
     """
     exact = [(case, way, 1) for case, way in exact_ways(comm.size, args.quick, args.in_turn)]
     rounded = [(case, way, 2) for case, way in rounded_ways(comm.size, args.quick)]

@@ -32,7 +32,7 @@ MISMATCHES = (*ORDERS, "operation", "extra", "missing", *REFUSED)
 
 
 def run(launcher: tuple[str, str], fault: str, ranks: int, debug: bool) -> Ended:
-    """Run one job on ``ranks`` ranks in which one rank fails as ``fault`` names it, and return how it ended.
+    """Run a job whose last rank fails or calls a wrong collective, as ``fault`` says, and return how the job ended.
 
     ``launcher`` is an mpiexec and a Python interpreter. With ``debug`` all collectives are compared before they start.
     """

@@ -118,7 +118,7 @@ class ShardingConfig:
     embedded: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ``ConfigError`` for an invalid value, with the name of the setting."""
+        """Raise ``ConfigError`` if a value is invalid; the message names the setting."""
         for name in ("minimum_parameter_group_size", "accumulate", "threads", "check_every"):
             self._set(name, require(name, getattr(self, name), whole(int(name != "check_every"))))
         for name in ("micro_batch", "ranks_per_node"):

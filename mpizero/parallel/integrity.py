@@ -135,7 +135,7 @@ class Integrity:
         Raises
         ------
         IntegrityError
-            On every rank, if memory is corrupted. It names the damaged tensors, elements and ranks.
+            On every rank, if memory is corrupted. The message names the damaged tensors, elements and ranks.
         """
         now, taken = self._hashes(), self._taken
         known = taken is not None and taken[0] == self.store.version
@@ -196,9 +196,10 @@ class Integrity:
     # ------------------------------------------------------------------ comparison
 
     def _unpacked(self, gathered: Array, plan: _Plan) -> tuple[list[Array], list[Array]]:
-        """Split the gathered numbers by rank.
+        """Split the gathered numbers by rank, and return two lists with an array for each rank.
 
-        Return the hashes of every rank's ranges, and for each of them 1 if its own last hash differs, else 0.
+        The first has the hashes of the rank's ranges. The second has 1 for each range that differs from its last hash,
+        and 0 for the others.
         """
         parts = np.split(gathered, np.cumsum(plan.counts)[:-1])
         halves = [(part[: part.size // 2], part[part.size // 2 :]) for part in parts]

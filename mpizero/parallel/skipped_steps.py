@@ -96,9 +96,9 @@ class SkippedSteps:
         return f"{told} ({self.in_a_row} in a row{ends})"
 
     def enforce(self, report: StepReport, advice: str) -> None:
-        """Raise :class:`NonFiniteError` if the step of ``report`` was the last one that the policy allows to skip.
+        """Raise :class:`NonFiniteError` if ``policy.limit`` steps in a row were skipped, up to the step of ``report``.
 
-        Not collective. :meth:`told` must have counted that step. ``advice`` ends the message.
+        Not collective. :meth:`told` must have counted that step. The error's message ends with ``advice``.
         """
         limit = self.policy.limit
         if limit is not None and self.in_a_row >= limit and report.skipped and not report.backing_off:

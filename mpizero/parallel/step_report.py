@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class NonFinite:
-    """Describe the first infinite or NaN loss or gradient that was found.
+    """Describe the first infinite or NaN value (loss, weight or gradient) of a grain.
 
     Attributes
     ----------
@@ -54,7 +54,8 @@ class StepReport:
         Global norm of the averaged gradient before clipping; None if it was not computed (it is only needed for
         clipping, with a loss scale and with 16-bit compression).
     skipped : str or None
-        Why the update was skipped: which rank, tensor and samples were not finite. None if the update was done.
+        Why the update was skipped: which rank found an infinite or NaN value, in which tensor and for which samples.
+        None if the update was done.
     bytes_sent : int
         Bytes that this rank sent to other ranks in this step.
     non_finite : tuple of NonFinite

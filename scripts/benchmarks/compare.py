@@ -4,10 +4,10 @@ A contender is one implementation of the same training: the same architecture on
 on the same number of ranks of one thread each, with the same number of samples on each rank. The contenders are
 mpizero's four strategies, started by mpiexec; PyTorch's DDP, DDP with ZeroRedundancyOptimizer, and FSDP2; and
 DeepSpeed's ZeRO-1, 2 and 3. PyTorch and DeepSpeed use gloo and start with the environment variables of torchrun.
-"products alone" computes only the matrix products of the same step by NumPy; no contender can be faster. Every
-contender is first run alone, to measure its memory. Then all of them are started. In each round every contender trains
-a few steps while the others sleep, so that a slow moment of the machine affects all alike. Ratios are computed from
-times of the same round. The tables show medians over rounds, and in parentheses the smallest and largest value.
+"products alone" computes only the matrix products of the same step with NumPy's BLAS, to show how fast a step could be.
+Every contender is first run alone, to measure its memory. Then all of them are started. In each round every contender
+trains a few steps while the others sleep, so that a slow moment of the machine affects all alike. Ratios are computed
+from times of the same round. The tables show medians over rounds, and in parentheses the smallest and largest value.
 
 With ``--bits`` nothing is timed: each contender trains with the same global batches on 1, 2 and 4 ranks, and the bits
 of the resulting parameters are compared.
@@ -173,7 +173,7 @@ def require(args: argparse.Namespace) -> bool:
 
 @contextlib.contextmanager
 def watched(pids: Sequence[int]) -> Iterator[dict[str, int]]:
-    """Measure the memory (PSS, in bytes) of processes until the end of the block.
+    """Measure the memory (PSS, in bytes) of processes until the end of the ``with`` block.
 
     Yield a dictionary that is updated meanwhile: "rank" is the largest memory of one process, "node" of all together.
     """
@@ -199,8 +199,8 @@ def watched(pids: Sequence[int]) -> Iterator[dict[str, int]]:
 def memory(args: argparse.Namespace, name: str, own_adam: bool) -> dict[str, Any]:
     """Run the contender ``name`` alone for a few steps.
 
-    Return what its "prepare" returns, and its memory in bytes: the largest of one rank, of all ranks together, and of
-    all ranks before the model was built.
+    Return its "parameters", "version" and "note", and its memory in bytes: "pss_rank" (the largest of one rank),
+    "pss_node" (of all ranks together) and "pss_node_start" (of all ranks before the model was built).
     """
     with team(args, name, own_adam) as alone:
         pids = list(alone.pids.values())

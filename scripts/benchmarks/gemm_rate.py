@@ -89,7 +89,7 @@ def compare(
 
 @contextmanager
 def timed_methods(args: argparse.Namespace, spent: Counter[str], operations: Counter[str]) -> Iterator[None]:
-    """Inside the block, add the seconds of each method of each layer to ``spent``, by the method's name.
+    """Inside the ``with`` block, add the seconds of each method of each layer to ``spent``, by the method's name.
 
     Time in the methods of inner layers is counted only there. Operations of linear layers are added to ``operations``.
     """

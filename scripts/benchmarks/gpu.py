@@ -1,8 +1,7 @@
 """Test training on a GPU: compare losses with the CPU's, the AdamW kernel with a copy, and speed with PyTorch's.
 
-There are three parts, each on this process's first GPU. In each part, what is compared runs alternately, and ratios are
-computed from times of the same round. The output has medians over rounds and, in parentheses, the smallest and largest
-value.
+There are three parts, each on this process's first GPU. What is timed runs alternately, and ratios are computed from
+times of the same round. The output has medians over rounds and, in parentheses, the smallest and largest value.
 
 1. ``losses``: a small GPT in float32 trains some steps on the GPU and on the CPU. The largest relative difference of
    their losses must stay below 1e-4.

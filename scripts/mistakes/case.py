@@ -43,7 +43,7 @@ class Mistake:
 
 
 def mistake(*says: str, status: int | tuple[int, ...], **settings: Any) -> Callable[[Any], Any]:
-    """Declare a function as a mistake, with the values of :class:`Mistake`; ``says`` may be several texts."""
+    """Return a decorator that declares a function as a mistake; arguments are attributes of :class:`Mistake`."""
 
     def declare(function: Any) -> Any:
         function.mistake = Mistake(says, status, **settings)

@@ -93,7 +93,7 @@ def function(**changes: Any) -> Any:
 
 @case.mistake("LayoutError", "grads['gain'][...] = value", status=70)
 def a_gradient_bound_to_another_array():
-    """Write grads["gain"] = value in a layer."""
+    """Write grads["gain"] = value in a layer instead of grads["gain"][...] = value."""
     train(Blocks(Rebinds(), mz.nn.Linear(4, 2)))
 
 
@@ -105,7 +105,7 @@ def a_layer_without_a_gradient():
 
 @case.mistake("LayoutError", "block 'block0', Adds", "'gain'", "overwrites", "gradients.py:", status=70)
 def a_gradient_that_is_added_to():
-    """Write grads["gain"] += value in a layer."""
+    """Write grads["gain"] += value in a layer, which must overwrite the gradient."""
     train(Blocks(Adds(), mz.nn.Linear(4, 2)), strategy="ddp")
 
 

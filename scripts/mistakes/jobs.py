@@ -73,7 +73,7 @@ def settings_that_are_wrong_on_one_rank():
     ranks=(2, 4),
 )
 def a_communicator_by_a_wrong_name():
-    """Pass comm="world" to mean all ranks."""
+    """Pass ShardingConfig(comm="world") to mean all ranks."""
     mz.ZeRO2Model(network(), mz.ShardingConfig(comm="world"))
 
 
@@ -125,7 +125,7 @@ def an_error_in_a_thread_that_trains():
 
 @case.mistake("ConfigError", "embedded='yes': expected True or False", status=78)
 def a_guest_by_a_word():
-    """Pass embedded="yes" instead of True."""
+    """Pass ShardingConfig(embedded="yes") instead of True."""
     mz.ShardingConfig(embedded="yes")
 
 

@@ -103,7 +103,7 @@ def noise_from_a_global_generator():
 
 @case.mistake("ModelCheckError", "evaluated elsewhere in between", "kept from call to call", status=70)
 def a_warm_start():
-    """Start each evaluation from the result of the previous one."""
+    """Start each call of loss_and_grad from the result of the previous call."""
     kept = [np.zeros((4, 2), np.float32), np.zeros((4, 2), np.float32)]
 
     def warm(parameters, batch):

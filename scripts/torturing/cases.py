@@ -59,7 +59,7 @@ class Torture:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def mpi_of(self, how: str) -> Mpi:
-        """Return the MPI library for the way to save ``how``: the second one, with parallel HDF5, for "mpio"."""
+        """Return the MPI library for a way to save: for "mpio" the second one, with parallel HDF5, else the first."""
         return self.mpis["second" if how == "mpio" else "first"]
 
 

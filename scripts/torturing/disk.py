@@ -34,8 +34,8 @@ def have_namespaces() -> str:
 def _judge(row: Row, reference: Reference, ended: Ended, checkpoints: Path, text: Sequence[str], at_least: int) -> None:
     """Add the result of a training that should have failed to ``row``.
 
-    It must end with an error that contains a text of ``text`` and no traceback, without temporary files. The newest
-    checkpoint must load, and be of step ``at_least`` or later.
+    The training must end with an error that contains one of the texts ``text`` and no traceback. It must leave no
+    temporary files. The newest checkpoint must load, and be of step ``at_least`` or later.
     """
     problem = problem_of_ending(ended)
     if not problem and (not any(part in ended.err for part in text) or "Traceback" in ended.err):
@@ -50,7 +50,7 @@ def _judge(row: Row, reference: Reference, ended: Ended, checkpoints: Path, text
 def full_disks(torture: Torture, reference: Reference, how: str, count: int) -> None:
     """Train on ``count`` file systems of different sizes, all too small for the checkpoints that are kept.
 
-    ``how`` is the way to save.
+    ``how`` is the way to save: "direct", "background" or "mpio".
     """
     row = torture.table.row(f"a full disk, {how}")
     one = sum(file.stat().st_size for file in Path(checkpoint.step_folder(reference.checkpoints, 1)).iterdir())
@@ -70,7 +70,7 @@ def full_disks(torture: Torture, reference: Reference, how: str, count: int) -> 
 def small_files(torture: Torture, reference: Reference, how: str) -> None:
     """Limit the size of files (RLIMIT_FSIZE) from step 2 of a training on, on one rank or on all; needs no root.
 
-    ``how`` is the way to save.
+    ``how`` is the way to save: "direct", "background" or "mpio".
     """
     row = torture.table.row(f"files that may not grow, {how}")
     size = Path(checkpoint.step_folder(reference.checkpoints, 1), "state.h5").stat().st_size // 2
@@ -91,7 +91,7 @@ def small_files(torture: Torture, reference: Reference, how: str) -> None:
 def read_only(torture: Torture, reference: Reference, how: str) -> None:
     """Make the checkpoint folder read-only during a training: by remounting it, and by the attribute "immutable".
 
-    ``how`` is the way to save.
+    ``how`` is the way to save: "direct", "background" or "mpio".
     """
     row = torture.table.row(f"a folder that becomes read-only, {how}")
     ranks = torture.options.ranks
@@ -148,7 +148,7 @@ def _sweep(checkpoints: Path) -> None:
 def deleted(torture: Torture, reference: Reference, how: str) -> None:
     """Remove a folder during a training: the folder of checkpoints, or that of the whole run.
 
-    ``how`` is the way to save.
+    ``how`` is the way to save: "direct", "background" or "mpio".
     """
     row = torture.table.row(f"a folder that is deleted, {how}")
     for name in ("checkpoints", ""):

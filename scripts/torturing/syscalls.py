@@ -132,9 +132,9 @@ def wrapper_for(call: Call, victim: int, folder: Path, effect: str) -> str:
 
     ``effect`` is what strace's option ``inject`` takes, for example "signal=KILL". Return "" if that is impossible. For
     calls of rank 0's main thread, strace counts only calls on the same path. This is exact although an MPI library also
-    changes files when it starts, and not always equally often. Other ranks cannot do so, because the path contains rank
-    0's process id, which they do not know. For other calls strace counts each thread's calls of this name. That is
-    possible only if no other thread has made as many of them before.
+    changes files when it starts, and not always equally often. It is not possible for other ranks, because the path
+    contains rank 0's process id, which they do not know. For all other calls strace counts each thread's calls of this
+    name. That is possible only if no other thread has made as many of them before.
     """
     inject = f"-e inject={call.name}:{effect}:when="
     if call.main and victim == 0:
@@ -155,7 +155,8 @@ def planted_for(call: Call, calls: Sequence[Call], victim: int) -> str:
 def kill_everywhere(torture: Torture, how: str, sample: int) -> None:
     """Kill one rank at each system call by which a save changes files, each time in a new job.
 
-    ``how`` is the way to save. ``sample`` is the number of calls that are chosen; 0 means all.
+    ``how`` is the way to save: "direct", "background" or "mpio". ``sample`` is the number of calls that are chosen; 0
+    means all.
     """
     row = torture.table.row(f"killed at every system call, {how}")
     for victim in (0, torture.options.ranks - 1):
@@ -187,7 +188,8 @@ def _kill_at(torture: Torture, row: Row, how: str, victim: int, call: Call, call
 def refuse_everywhere(torture: Torture, how: str, sample: int) -> None:
     """Let each system call of a save fail once, as on a full or broken disk, each time in a new job.
 
-    ``how`` is the way to save. ``sample`` is the number of calls that are chosen; 0 means all.
+    ``how`` is the way to save: "direct", "background" or "mpio". ``sample`` is the number of calls that are chosen; 0
+    means all.
     """
     row = torture.table.row(f"refused by the disk at every system call, {how}")
     for victim in (0, torture.options.ranks - 1):
@@ -285,7 +287,10 @@ def _disorder(calls: Sequence[Call], run_folder: Path) -> str:
 
 
 def slow_rank(torture: Torture, how: str) -> None:
-    """Delay writes of one rank, and check that the save waits for it; ``how`` is the way to save."""
+    """Delay writes of one rank, and check that the save waits for it.
+
+    ``how`` is the way to save: "direct", "background" or "mpio".
+    """
     row = torture.table.row(f"a slow disk on one rank: {how}")
     for victim in (0, torture.options.ranks - 1):
         with torture.case() as folder:

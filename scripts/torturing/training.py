@@ -135,7 +135,7 @@ def kill_at_random(torture: Torture, reference: Reference, how: str, count: int)
     """Kill one rank, all ranks or the launcher of a training at a random moment, resume it, and kill it again.
 
     After at most ten kills a training may go on to its end, where its result must be that of ``reference``. New
-    trainings begin until there were ``count`` kills. ``how`` is the way to save.
+    trainings begin until there were ``count`` kills. ``how`` is the way to save: "direct", "background" or "mpio".
     """
     killed = torture.table.row(f"killed at a random moment of training, {how}")
     ends = torture.table.row(f"runs that went on to their end, {how}")

@@ -160,7 +160,10 @@ class ShardedCore(ABC):
         self.invalidate_cache()
 
     def _callers(self) -> tuple[Communicator, str]:
-        """Return the ranks that must make the same calls of this model, and its name in messages. Not collective."""
+        """Return the ranks that must make the same collective calls, and the name of this model in error messages.
+
+        Not collective.
+        """
         _ = self.loadable_engine
         return self._config.communicator, self._which
 
@@ -207,7 +210,7 @@ class ShardedCore(ABC):
 
     @property
     def loadable_engine(self) -> Engine:
-        """The engine, even if loading a checkpoint has failed half-way, so that another one can be loaded."""
+        """The engine, even if loading a checkpoint has failed half-way: for loading a checkpoint again."""
         if self._engine is not None and not self._engine.config.holds(self._engine.grid):
             raise StateError(
                 f"the configuration of this {type(self).__name__} is closed, and the communicators are freed that the "

@@ -57,7 +57,7 @@ class LocalTraining(ParameterAccess):
         return report
 
     def _step_and_average(self, step: Callable[[Engine], StepReport]) -> float:
-        """Call ``step`` on every rank's engine, and average the parameters if ``every`` steps have passed since.
+        """Call ``step`` with every rank's engine, and after each ``every``-th step average the parameters.
 
         Return the mean loss over the batches of all ranks.
         """

@@ -41,7 +41,8 @@ class ModelMetadata:
     bytes_on_rank : dict of str to int
         Bytes in host memory by kind: this rank's private arrays, and its equal share of its node's windows. The kinds
         are those of ``formula_bytes``, "buffers" (gathered units, scratch for frozen gradients), and "exchange buffers"
-        (messages; at most 4 MiB for float32, 6 with compression, 8 for float64, for models of any size).
+        (messages; with the default ``bucket_mb`` at most 4 MiB for float32, 6 with compression, 8 for float64, for
+        models of any size).
     bytes_on_device : dict of str to int
         Bytes by kind on this rank's GPU ("parameters", "gradients", "optimizer state", "buffers"); empty without a GPU.
     bytes_on_node : dict of str to int
@@ -134,8 +135,9 @@ def _formula(engine: Engine) -> dict[str, float]:
     optimizer state only the trained ones), b the bytes of an element, and s the number of state arrays. Let n be the
     ranks of the data group, and L the ranks of a node (1 if ranks share no memory). On each rank, parameters need P*b/n
     if they are sharded and P*b/L if not; gradients need P*b/n if they are sharded and P*b if not; state needs s*P*b/n
-    if it is sharded and s*P*b/L if not. Compression with error feedback also keeps residuals: 2*P*b/L if state is not
-    sharded. If it is, a rank with d peers needs no residuals for its own ranges: then they need 2*P*b/L*(1 - 1/d).
+    if it is sharded and s*P*b/L if not. Compression with error feedback also keeps residuals, 2*P*b/L if state is not
+    sharded. If state is sharded, a rank keeps no residuals for its own ranges: with d peers, itself included, that
+    makes 2*P*b/L*(1 - 1/d).
     """
     row, grid = engine.placement, engine.grid
     item, n, local = engine.dtype.itemsize, grid.data.size, grid.node.size

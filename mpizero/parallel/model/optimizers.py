@@ -151,7 +151,7 @@ class ShardedOptimizer:
         return twin
 
     def _callers(self) -> tuple[Communicator, str]:
-        """Return the ranks that must make the same calls, and the model's name in messages. Not collective."""
+        """Return the ranks that must make the same collective calls, and the model's name in error messages."""
         return (self.config.communicator, "") if self._model is None else self._model._callers()
 
     @property
@@ -302,9 +302,9 @@ class ShardedOptimizer:
 
     @recorded
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that ``state_dict`` returned, with any strategy on any number of ranks. Collective.
+        """Restore a state that ``state_dict`` has returned. Collective.
 
-        Every rank passes the same state.
+        Every rank passes the same state. Strategy and number of ranks may differ from those of ``state_dict``.
 
         Raises
         ------
@@ -350,7 +350,7 @@ class ShardedOptimizer:
 
     @recorded
     def deserialize(self, data: bytes) -> None:
-        """Restore the state from the bytes that ``serialize`` returned, the same on every rank. Collective."""
+        """Restore the optimizer state from bytes of ``serialize``; every rank passes the same bytes. Collective."""
         with opened_alike(self.config.communicator, "deserialize", data) as reader:
             model_state.restore_state(self.model.loadable_engine, reader)
 

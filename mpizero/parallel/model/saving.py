@@ -113,7 +113,7 @@ class Saving(ShardedCore):
         """Start a save like :meth:`save_model`, and return as soon as the values are copied: training can go on.
 
         A thread writes the copy. The checkpoint appears when every rank calls ``commit()`` of the returned object, a
-        collective call that does not block once ``finished`` is true on all ranks. The next save commits it, too, and
+        collective call that is short once ``finished`` is true on all ranks. The next save commits this one, too, and
         so does closing the model. If an exception ends the ``with`` block of the model, the save is discarded. The
         memory for the copy is kept for the next save.
         """

@@ -89,7 +89,7 @@ class Products:
         self.world, self.shape = MPI.COMM_WORLD, shape
 
     def prepare(self) -> dict[str, Any]:
-        """Allocate operands and results, and count operations; return no parameter count, the version, and the BLAS."""
+        """Allocate operands and results, and count operations; return NumPy's version and the BLAS for the table."""
         from mpizero.nn import GPT, model_operations
         from mpizero.train.doctor.machine_facts import blas
 
