@@ -1,4 +1,4 @@
-"""Keep a copy of the best parameters of an optimization, sharded like the parameters of the model."""
+"""Keep a copy of the best parameters found by ``optimizer.optimize``, sharded like the parameters of the model."""
 
 from __future__ import annotations
 

@@ -145,7 +145,10 @@ class ShardedOptimizer:
         }
 
     def for_copy(self, model: ShardedModelBase) -> Self:
-        """Return a copy of this optimizer for ``model``, a copy of its model that has the state. Not collective."""
+        """Return a copy of this optimizer, bound to ``model``. Not collective.
+
+        ``model`` is a copy of this optimizer's model, and its engine already has a copy of the optimizer state.
+        """
         twin = copy(self)
         twin._model, twin._stalled = model, False
         return twin

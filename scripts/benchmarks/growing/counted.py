@@ -1,4 +1,4 @@
-"""Compare the bytes of memory and messages that ranks count in a training with those of `mpizero plan`."""
+"""Compare what ranks count in a training (bytes of memory, bytes sent, messages) with what `mpizero plan` computes."""
 
 from __future__ import annotations
 
