@@ -95,12 +95,13 @@ def verdict(ended: Ended | None, topic: str, expected: Mistake) -> str:
 def message(ended: Ended | None, expected: Mistake) -> str:
     """Return the first line of the job's output that contains the first text of ``expected.says``; "" if none does.
 
-    The prefix that names the rank is removed.
+    Source lines of a traceback do not count. The prefix that names the rank is removed.
     """
     if ended is None:
         return ""
     lines = (ended.err + "\n" + ended.out).splitlines()
-    found = next((line for line in lines if expected.says and expected.says[0] in line), "")
+    said = (line for line in lines if not line.startswith("    "))
+    found = next((line for line in said if expected.says and expected.says[0] in line), "")
     return re.sub(r"^\[rank \d+/\d+ [^\]]*\] ", "", found).replace(f"{ROOT}/", "")
 
 

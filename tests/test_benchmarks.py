@@ -110,6 +110,17 @@ def test_what_travels_behind_computing_is_timed_in_all_ways_and_sizes(options, e
     assert re.search(expected, done.stdout), done.stdout
 
 
+def test_the_update_is_timed_beside_collectives_and_plain_loops():
+    if not Path(sys.executable).with_name("mpiexec").exists():
+        pytest.skip("no mpiexec beside this Python")
+    small = "--parts sum,kernel --parameters 1e4 --rounds 1 --repeat 1"
+    done = subprocess.run(
+        [sys.executable, FOLDER / "optimizer.py", *small.split()],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert re.search(r"(?s)\nmpizero +[\d.]+ .*\nreduce-scatter, NumPy +[\d.]+ .*\nAdamW kernel +[\d.]+ ", done.stdout)
+
+
 @pytest.mark.parametrize(
     ("script", "options", "expected"),
     [

@@ -3,7 +3,8 @@
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.diagnostics.bad_steps import BadStep, dump_bad_step, read_bad_step
 from mpizero.parallel.diagnostics.replay import Replay, replay_bad_step
-from mpizero.parallel.model.base import Evaluation, ShardedModelBase
+from mpizero.parallel.execution.evaluation import Evaluation
+from mpizero.parallel.model.base import ShardedModelBase
 from mpizero.parallel.model.communication_optimizers import GradientCompressionOptimizer, LocalSGDOptimizer
 from mpizero.parallel.model.fit import OptimizationOptions, OptimizationResult
 from mpizero.parallel.model.hybrid import (

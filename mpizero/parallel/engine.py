@@ -19,7 +19,7 @@ from mpizero import kernels, optim
 from mpizero.comm.supervision.guard import set_context
 from mpizero.parallel.batch.redistribute import NOTHING_MORE, GlobalBatch, in_contexts, redistribute
 from mpizero.parallel.batch.step_scalars import Totals
-from mpizero.parallel.execution.evaluation import evaluate
+from mpizero.parallel.execution.evaluation import Evaluation, evaluate
 from mpizero.parallel.gradients.bucket_tuner import make_tuner
 from mpizero.parallel.gradients.reducer import GradientReducer
 from mpizero.parallel.optimizer.sharded_update import Updater
@@ -254,11 +254,8 @@ class Engine(PlacedModel):
 
     # ------------------------------------------------------------------ evaluation
 
-    def evaluate(self, x: Any, y: Any) -> tuple[float, float, int | None]:
-        """Evaluate without training: return loss sum, weight and number of correct predictions of all ranks' samples.
-
-        The number is None if predictions are not scores of classes.
-        """
+    def evaluate(self, x: Any, y: Any) -> Evaluation:
+        """Evaluate all ranks' samples without training: return loss sum, weight and number of correct predictions."""
         batch = self._redistribute(x, y, self.rows)
         with self.scalars.everyone.trace.joint_task("evaluation"):
             scores = self.partitioned.is_last and self.grid.here.tensor == 0  # losses are found here, and count

@@ -135,7 +135,10 @@ class Ours:
         self.model.train(*self.batch)
 
     def wait(self) -> None:
-        """Do nothing: ``train`` itself waits for the loss, which the GPU computes."""
+        """Wait until the GPU has finished all work: ``train`` waits for the loss, not for the update after it."""
+        from numba import cuda
+
+        cuda.synchronize()
 
     def close(self) -> None:
         """Free the model's memory and communicators."""

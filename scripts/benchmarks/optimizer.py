@@ -126,16 +126,12 @@ class Exchanges:
 
     def fused(self) -> Callable[[], None]:
         """Return a function that does what the engine does after a backward pass: sum in the window and update."""
-        from mpizero.comm.reduce.segments import program_array
-
         engine = self.model.engine
-        rows, updater = engine.rows, engine.updater
-        program = program_array(rows.planned(RANKS).root)
         divisor = np.array([RANKS], np.float32)
 
         def run() -> None:
-            engine.memory.barrier("rows")
-            updater.update_fused(rows.window, program, divisor, rows.row(0), 1)
+            operands = engine.rows.operands()
+            engine.updater.update_fused(operands.rows, operands.program, divisor, operands.out, 1)
             engine.store.publish(exchange=engine.placement.shard_optimizer)
 
         return run

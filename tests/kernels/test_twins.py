@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from mpizero import kernels
 from mpizero.kernels.compile import Kernel
-from mpizero.kernels.signature import Signature
+from mpizero.kernels.cuda.launch import CudaKernel
 
 PACKAGE = Path(kernels.__file__).parent
 FOLDERS = ("cpu", "cuda", "reference")
@@ -23,9 +22,6 @@ def files(folder):
 
 def functions(path):
     """Public functions of a file -> names of their parameters, without scratch memory, which callers do not pass."""
-    if path.parent.name == "cuda":  # not imported: it may need a card
-        nodes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
-        return {node.name: [arg.arg for arg in node.args.args] for node in nodes if not node.name.startswith("_")}
     module = import_module(f"{kernels.__name__}.{path.parent.name}.{path.stem}")
     found = {name: value for name, value in vars(module).items() if not name.startswith("_") and callable(value)}
     own = {name: value for name, value in found.items() if getattr(value, "__module__", "") == module.__name__}
@@ -34,17 +30,10 @@ def functions(path):
 
 def declared(path):
     """Public kernels of a file -> the types of their parameters, without scratch memory."""
-    if path.parent.name == "cpu":
-        module = import_module(f"{kernels.__name__}.cpu.{path.stem}")
-        made = [k for k in vars(module).values() if isinstance(k, Kernel) and k.__module__ == module.__name__]
-        types = {k.name: k.signature.parameters[: len(signature(k).parameters)] for k in made}
-        return {name: parameters for name, parameters in types.items() if not name.startswith("_")}
-    found = {}
-    for node in ast.parse(path.read_text()).body:
-        for decorator in getattr(node, "decorator_list", []):
-            if ast.unparse(decorator).startswith("kernel(") and not node.name.startswith("_"):
-                found[node.name] = Signature.parse(ast.literal_eval(decorator.args[0])).parameters
-    return found
+    module = import_module(f"{kernels.__name__}.{path.parent.name}.{path.stem}")
+    made = [k for k in vars(module).values() if isinstance(k, Kernel | CudaKernel) and k.__module__ == module.__name__]
+    types = {k.name: k.signature.parameters[: len(signature(k).parameters)] for k in made}
+    return {name: parameters for name, parameters in types.items() if not name.startswith("_")}
 
 
 TOPICS = sorted(topic for topic, path in files("cpu").items() if declared(path))

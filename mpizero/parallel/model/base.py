@@ -2,48 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, cast
 
 from mpizero.comm.calls import collective, recorded
 from mpizero.errors import StateError
 from mpizero.names import explains
 from mpizero.parallel.batch.redistribute import Asked
 from mpizero.parallel.config import ShardingConfig
+from mpizero.parallel.execution.evaluation import Evaluation
 from mpizero.parallel.model.manual_gradients import ManualGradients
 from mpizero.parallel.model.metadata import ModelMetadata, describe
 from mpizero.parallel.model.optimizers import ShardedOptimizer
 from mpizero.text import notice
-
-
-class Evaluation(NamedTuple):
-    """Hold the result of :meth:`ShardedModelBase.evaluate`: sums over the samples of all ranks.
-
-    Attributes
-    ----------
-    loss_sum : float
-        Sum of the samples' losses.
-    weight : float
-        Total weight of the samples; their number if every sample has the weight 1.
-    correct : int or None
-        Number of predictions whose largest score is that of the target class. None if predictions are not scores of
-        classes, or targets are not class numbers.
-    """
-
-    loss_sum: float
-    weight: float
-    correct: int | None
-
-    @property
-    def loss(self) -> float:
-        """The mean loss, ``loss_sum / weight``; NaN if the weight is 0."""
-        return self.loss_sum / self.weight if self.weight else math.nan
-
-    @property
-    def accuracy(self) -> float | None:
-        """The fraction of correct predictions, ``correct / weight``; None if ``correct`` is None or the weight is 0."""
-        return None if self.correct is None or not self.weight else self.correct / self.weight
 
 
 @explains
@@ -194,7 +165,7 @@ class ShardedModelBase(ManualGradients):
         ``x`` and ``y`` are inputs and targets of this rank's samples; the result is for all ranks together. It has the
         attributes ``loss`` and ``accuracy``, and unpacks as ``loss_sum, weight, correct``.
         """
-        return Evaluation(*(self._evaluate_alone(x, y) if self._mean_every else self.engine.evaluate(x, y)))
+        return self._evaluate_alone(x, y) if self._mean_every else self.engine.evaluate(x, y)
 
     def predict(self, x: Any) -> Any:
         """Return the predictions for this rank's ``x``; ranks may pass different numbers of samples.

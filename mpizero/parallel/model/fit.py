@@ -202,6 +202,6 @@ def _validated(optimizer: ShardedOptimizer, valid: Any) -> dict[str, float]:
     part = Grains(len(valid), 1).samples_of(group.rank, group.size)
     with all_ranks(comm):
         x, y = valid.samples(np.arange(part.start, part.stop))
-    loss, weight, correct = optimizer.model.evaluate(x, y)
-    found = {"validation_loss": loss / weight}
-    return found if correct is None else {**found, "accuracy": correct / weight}
+    found = optimizer.model.evaluate(x, y)
+    losses = {"validation_loss": found.loss}
+    return losses if found.accuracy is None else {**losses, "accuracy": found.accuracy}

@@ -13,6 +13,7 @@ from mpizero.comm.calls import collective, recorded
 from mpizero.comm.reduce.mean import mean_over_ranks
 from mpizero.parallel.batch.step_scalars import tree_total
 from mpizero.parallel.engine import Engine
+from mpizero.parallel.execution.evaluation import Evaluation
 from mpizero.parallel.model.parameter_access import ParameterAccess
 from mpizero.parallel.placement import placement
 from mpizero.parallel.step_report import StepReport
@@ -71,19 +72,18 @@ class LocalTraining(ParameterAccess):
         self.last_step = replace(report, loss=loss / weight, weight=weight, bytes_sent=comm.counters.bytes_sent - sent)
         return self.last_step.loss
 
-    def _evaluate_alone(self, x: Any, y: Any) -> tuple[float, float, int | None]:
-        """Evaluate each rank's samples with that rank's parameters.
+    def _evaluate_alone(self, x: Any, y: Any) -> Evaluation:
+        """Evaluate each rank's samples with that rank's parameters, and return the sums over all ranks.
 
-        Return the sums over all ranks of loss, weight and number of correct predictions. The last is None if a rank's
-        predictions are not scores of classes.
+        ``correct`` is None if a rank's predictions are not scores of classes.
         """
-        found: tuple[float, float, int | None] = (0.0, 0.0, 0)
+        found = Evaluation(0.0, 0.0, 0)
         with all_ranks(self._config.communicator, first=True):
             if count_samples(x, y):
                 found = self.engine.evaluate(x, y)
-        loss, weight, right = found
-        total = self._sum_over_ranks([loss, weight, right or 0, right is None]).tolist()
-        return total[0], total[1], None if total[3] else int(total[2])
+        values = [found.loss_sum, found.weight, found.correct or 0, found.predictions, found.correct is None]
+        loss, weight, correct, predictions, unscored = self._sum_over_ranks(values).tolist()
+        return Evaluation(loss, weight, None if unscored else int(correct), int(predictions))
 
     def _sum_over_ranks(self, values: list[float]) -> Array:
         comm = self._config.communicator

@@ -382,6 +382,37 @@ def test_evaluate_names_what_it_returns_and_still_unpacks(world: Communicator) -
         assert black_box[:2] == (90.0 * world.size, 2.0 * world.size)
 
 
+class QuarterWeights(mz.nn.MLP):
+    """A classifier whose loss gives every prediction the weight 1/4."""
+
+    @property
+    def loss(self) -> Any:
+        return Quarter()
+
+
+class Quarter:
+    def forward(self, prediction: Any, target: Any) -> tuple[float, float, Any]:
+        loss, weight, cache = mz.nn.CrossEntropy().forward(prediction, target)
+        return loss / 4, weight / 4, cache
+
+    def backward(self, cache: Any, scale: float = 1.0) -> Any:
+        return mz.nn.CrossEntropy().backward(cache, scale / 4)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("optimizer", [mz.ZeRO2Optimizer, mz.LocalSGDOptimizer])
+def test_accuracy_counts_predictions_whatever_their_weight(world: Communicator, optimizer: Any) -> None:
+    model_class = mz.ZeRO2Model if optimizer is mz.ZeRO2Optimizer else mz.DDPModel
+    with config_of(world) as config, model_class(QuarterWeights(6, (7,), 3), config) as model:
+        optimizer(mz.SGD(lr=0.1), config).set_model(model)
+        guesses = model.predict(X).argmax(-1)
+        y = np.where(np.arange(len(X)) % 2 == 0, guesses, (guesses + 1) % 3)
+        y[::3] = -1  # without a target: neither right nor wrong
+        found = model.evaluate(*part(world, X, y))
+        assert found.weight == 2.0
+        assert (found.correct, found.predictions, found.accuracy) == (4, 8, 0.5)
+
+
 # ---------------------------------------------------------------------- the pages
 
 

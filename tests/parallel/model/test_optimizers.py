@@ -224,7 +224,7 @@ def test_an_epoch_that_is_not_finite_is_never_the_best_of_several() -> None:
     losses = iter([np.nan, 2.0, np.nan, 1.0, 3.0])
     config = mz.ShardingConfig()
     with mz.DDPModel(mlp(), config) as model:
-        model.evaluate = lambda x, y: (next(losses), 1.0, None)  # type: ignore[method-assign]
+        model.evaluate = lambda x, y: mz.Evaluation(next(losses), 1.0, None)  # type: ignore[method-assign]
         bound = mz.DDPOptimizer(mz.SGD(lr=0.1), config, options=mz.OptimizationOptions(epochs=5, batch_size=4))
         bound.set_model(model)
         result = bound.optimize(points(12))
