@@ -251,7 +251,8 @@ def as_arrays(value: Any) -> Any:
 def map_arrays(function: Callable[[Array], Any], value: Any) -> Any:
     """Apply ``function`` to each array of a tree; return the tree of the results.
 
-    A tree that cannot be cut into samples is returned itself, and ``function`` is not called.
+    If a leaf is no array of samples (a number, text, an array without axes, another length than the others), the tree
+    itself is returned, and ``function`` is not called at all.
     """
     if type(value) is np.ndarray and value.ndim and not value.dtype.hasobject:
         return function(value)

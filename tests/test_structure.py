@@ -55,7 +55,7 @@ DOORS = {
     "tqdm": {"train"},
     "safetensors": {"checkpoint"},
     "isal": {"crc"},
-    "cupy": {"kernels", "comm"},
+    "cupy": {"kernels"},
     "cupy_backends": {"kernels"},
     "sklearn": {"data"},
 }

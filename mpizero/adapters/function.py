@@ -38,12 +38,13 @@ class FunctionModel:
         each, and gradients are float32 or float64 arrays. ``x`` and ``y`` are NumPy arrays of some consecutive samples
         of the global batch, alone or in tuples, lists, dictionaries and dataclasses. If the function has a parameter
         ``run``, it is called with a :class:`~mpizero.types.Run` as this keyword. Its attributes are ``run.samples``
-        (indices of the samples in the global batch), ``run.step``, ``run.epoch`` (the argument of ``train``),
-        ``run.seed``, and ``run.training``, which is False in ``evaluate``. Random numbers computed from these
-        attributes are the same on any number of ranks, for example with ``numpy.random.default_rng((run.seed, run.step,
-        run.first_sample))``. The function must not change its arguments: parameters and samples are read-only views,
-        and NumPy raises an error for code that writes to them. Copy an array before changing it (``x = x.copy()``), and
-        also before passing on its bare pointer (``x.ctypes.data``), which no flag protects.
+        (indices of the samples in the global batch), ``run.first_sample`` (the first of them), ``run.step``,
+        ``run.epoch`` (the argument of ``train``), ``run.seed``, and ``run.training``, which is False in ``evaluate``.
+        Random numbers computed from these attributes are the same on any number of ranks, for example with
+        ``numpy.random.default_rng((run.seed, run.step, run.first_sample))``. The function must not change its
+        arguments: parameters and samples are read-only views, and NumPy raises an error for code that writes to them.
+        Copy an array before changing it (``x = x.copy()``), and also before passing on its bare pointer
+        (``x.ctypes.data``), which no flag protects.
     loss : callable or None
         ``loss(parameters, (x, y)) -> (loss_sum, weight)``: the same loss and weight, without gradients. ``evaluate``
         calls this function, or ``loss_and_grad`` if ``loss`` is None. The function may have a parameter ``run``, too.

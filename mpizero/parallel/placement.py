@@ -35,7 +35,7 @@ class Placement:
 
     @property
     def waves(self) -> bool:
-        """Tell whether grains are computed in waves, so that no rank keeps a full gradient."""
+        """Tell whether grains are computed in waves, and the gradients of each wave are reduced unit by unit."""
         return self.shard_gradients
 
 

@@ -172,7 +172,8 @@ class BlockTrials:
     def of(self, samples: int) -> dict[str, BlockTrial]:
         """Return the trial of each block by name, and of the loss under the name "", for ``samples`` samples.
 
-        For more than three samples, trials on two and three samples are extrapolated if group calls grow linearly. Not
+        For more than three samples, bytes and messages are extrapolated from trials on two and three samples. If a
+        block makes other group calls in the one than in the other, all blocks are run on ``samples`` samples instead. Not
         collective.
         """
         if samples not in self._found:

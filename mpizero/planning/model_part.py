@@ -89,7 +89,7 @@ class ModelPart:
         return ShardSizes(self.layout, self.parts)
 
     def blocks(self, chunk: int) -> tuple[str, ...]:
-        """Return the names of a chunk's blocks. Not collective."""
+        """Return the names of the blocks of a chunk, which is counted from 0 in the whole model. Not collective."""
         return self.partitioned.cuts[chunk]
 
     @property

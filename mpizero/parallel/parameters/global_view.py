@@ -27,7 +27,10 @@ Held = Callable[[str], Array]
 
 
 class DeclaredParameter(NamedTuple):
-    """Hold a parameter of the whole model (``entry``), and its form (``spec``) on a rank that it is read from."""
+    """Hold a parameter of the whole model (``entry``), and what a rank that provides its values holds (``spec``).
+
+    ``spec`` has the shape and the part of the parameter on that rank, see :func:`speaks_for`.
+    """
 
     entry: ParameterUse
     spec: ParameterSpec
