@@ -173,8 +173,8 @@ class BlockTrials:
         """Return the trial of each block by name, and of the loss under the name "", for ``samples`` samples.
 
         For more than three samples, bytes and messages are extrapolated from trials on two and three samples. If a
-        block makes other group calls in the one than in the other, all blocks are run on ``samples`` samples instead. Not
-        collective.
+        block makes other group calls in the one than in the other, all blocks are run on ``samples`` samples instead.
+        Not collective.
         """
         if samples not in self._found:
             if samples <= FEW + 1:
