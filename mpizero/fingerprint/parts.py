@@ -89,6 +89,8 @@ class Fingerprint:
         self._open: dict[int, int] = {}
         self._classes: dict[type, dict[str, Any]] = {}
         self._kept: dict[type, frozenset[str]] = {}
+        self._hidden: dict[type, bool] = {}
+        self._rules: dict[type, Callable[[Fingerprint, Any], Parts]] = {}
         self._subject, self._steps = "", list[str]()
 
     def digest(self, value: Any) -> bytes:
@@ -129,13 +131,12 @@ class Fingerprint:
         value = _python(value)
         if type(value) in PLAIN:
             return Parts(type(value).__name__, content=_plain(value))
-        if not isinstance(value, type) and _offers(type(value)):
-            given = value.fingerprint
-            return Parts(_name(type(value)), {".fingerprint": given() if callable(given) else given})
-        for kinds, rule in _RULES:
-            if isinstance(value, kinds):
-                return rule(self, value)
-        return _object(self, value)
+        rule = self._rules.get(type(value))
+        if rule is None:
+            rule = _rule(value)
+            if value.__class__ is type(value):  # proxies of one class may stand for objects of several
+                self._rules[type(value)] = rule
+        return rule(self, value)
 
     def members(self, kind: type) -> dict[str, Any]:
         """Return the members of a class that are compared, by ``.name``.
@@ -157,6 +158,15 @@ class Fingerprint:
             users = is_users(getattr(sys.modules.get(kind.__module__), "__file__", None), kind.__module__)
             self._kept[kind] = frozenset(cached | kept_by(kind) if users else cached)
         return self._kept[kind]
+
+    def hides_fields(self, kind: type) -> bool:
+        """Tell whether objects of a class are left out: fields cannot be seen, or the class is Python's own."""
+        if kind not in self._hidden:
+            file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+            bare = not kind.__dictoffset__ and not any("__slots__" in vars(base) for base in kind.__mro__)
+            record = is_dataclass(kind) or issubclass(kind, types.SimpleNamespace | argparse.Namespace)
+            self._hidden[kind] = bare or ((file is None or is_standard(file)) and not record)
+        return self._hidden[kind]
 
 
 # ---------------------------------------------------------------------- rules: the first one for the type is used
@@ -250,13 +260,11 @@ def _object(fingerprint: Fingerprint, value: Any) -> Parts:
         return Parts("left out", left_out=kind.__qualname__)
     if package in _TENSORS and hasattr(value, "dtype") and hasattr(value, "__array__"):
         return _tensor(fingerprint, value)
-    if _has(value, "__wrapped__"):  # what caches or compiles a function
+    if _has_wrapped(value):  # what caches or compiles a function
         return Parts(name, {"": value.__wrapped__})
     if isinstance(value, types.BuiltinFunctionType | np.ufunc):
         return Parts(f"function {getattr(value, '__module__', '')}.{value.__name__}")
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    bare = not _has(value, "__dict__") and not any("__slots__" in vars(base) for base in kind.__mro__)
-    if bare or ((file is None or is_standard(file)) and not _is_record(value, kind)):
+    if fingerprint.hides_fields(kind):
         return Parts("left out", left_out=f"{kind.__qualname__}")
     items = fingerprint.members(kind) | {f".{name}": item for name, item in _fields(value, fingerprint.kept(kind))}
     if callable(getattr(kind, "extra_repr", None)) and callable(getattr(kind, "named_children", None)):  # of torch
@@ -315,9 +323,23 @@ def _named(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: item for name, item in values.items() if _is_compared(name)}
 
 
-def _has(value: Any, name: str) -> bool:
-    """Tell whether an object has an attribute, without calling ``__getattr__``."""
-    return inspect.getattr_static(value, name, None) is not None
+def _rule(value: Any) -> Callable[[Fingerprint, Any], Parts]:
+    """Return the function that decomposes objects of the value's type."""
+    if not isinstance(value, type) and _offers(type(value)):
+        return _given
+    return next((rule for kinds, rule in _RULES if isinstance(value, kinds)), _object)
+
+
+def _given(_: Fingerprint, value: Any) -> Parts:
+    """Decompose an object into what its own ``fingerprint`` is or returns."""
+    given = value.fingerprint
+    return Parts(_name(type(value)), {".fingerprint": given() if callable(given) else given})
+
+
+def _has_wrapped(value: Any) -> bool:
+    """Tell whether an object has an attribute ``__wrapped__``, without calling ``__getattr__``."""
+    own = value.__dict__ if type(value).__dictoffset__ else {}
+    return own.get("__wrapped__") is not None or any("__wrapped__" in vars(base) for base in type(value).__mro__)
 
 
 def _offers(kind: type) -> bool:
@@ -349,14 +371,10 @@ def _fields(value: Any, kept: Set[str]) -> Iterator[tuple[str, Any]]:
         for name in (slots,) if isinstance(slots, str) else slots:
             if name not in kept and _is_compared(name) and hasattr(value, name):
                 yield name, getattr(value, name)
-    for name, item in list(value.__dict__.items()) if _has(value, "__dict__") else ():
+    for name, item in list(value.__dict__.items()) if type(value).__dictoffset__ else ():
         if name not in kept and _is_compared(name):
             yield name, item
 
 
 def _is_cache(item: Any) -> bool:
     return isinstance(item, functools.cached_property)
-
-
-def _is_record(value: Any, kind: type) -> bool:
-    return is_dataclass(value) or issubclass(kind, types.SimpleNamespace | argparse.Namespace)

@@ -150,7 +150,7 @@ def optimized(x: Any, comm: Any, *, fails_validation: bool = False, **settings: 
     config = mz.ShardingConfig(comm=comm, **settings)
     with mz.ZeRO1Model(ten(), config) as model:
         if fails_validation:
-            model.evaluate = lambda x, y: (math.nan, 1.0, None)  # type: ignore[method-assign]
+            model.evaluate = lambda x, y: mz.Evaluation(math.nan, 1.0, None)  # type: ignore[method-assign]
         optimizer = mz.ZeRO1Optimizer(mz.SGD(lr=1e-3), config, options=options)
         optimizer.set_model(model)
         return optimizer.optimize((x, x))

@@ -405,12 +405,13 @@ def test_accuracy_counts_predictions_whatever_their_weight(world: Communicator, 
     model_class = mz.ZeRO2Model if optimizer is mz.ZeRO2Optimizer else mz.DDPModel
     with config_of(world) as config, model_class(QuarterWeights(6, (7,), 3), config) as model:
         optimizer(mz.SGD(lr=0.1), config).set_model(model)
-        guesses = model.predict(X).argmax(-1)
-        y = np.where(np.arange(len(X)) % 2 == 0, guesses, (guesses + 1) % 3)
+        x = np.tile(X, (4, 1))
+        guesses = model.predict(x).argmax(-1)
+        y = np.where(np.arange(len(x)) % 2 == 0, guesses, (guesses + 1) % 3)
         y[::3] = -1  # without a target: neither right nor wrong
-        found = model.evaluate(*part(world, X, y))
-        assert found.weight == 2.0
-        assert (found.correct, found.predictions, found.accuracy) == (4, 8, 0.5)
+        found = model.evaluate(*part(world, x, y))
+        assert found.weight == 8.0
+        assert (found.correct, found.predictions, found.accuracy) == (16, 32, 0.5)
 
 
 # ---------------------------------------------------------------------- the pages
