@@ -26,7 +26,7 @@ def job(launcher, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("kind", ["end", "exit"])
+@pytest.mark.parametrize("kind", ["end", "exit", "late"])
 def test_ranks_that_end_while_one_makes_a_model_end_the_job_soon(job, kind):
     ended = job(kind)
     assert ended.status == 70, ended.err

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from mpizero.comm.status.remote_status import RemoteStatus
-from mpizero.comm.status.startup_board import StartupBoard
+from mpizero.comm.status.startup_board import StartupBoard, is_working
 from mpizero.comm.status.status_board import Slot, StatusBoard, open_status_board
 
 T = TypeVar("T")
+#: Seconds for which a rank that ends waits for ranks that have not started yet: one of them may need it.
+_STARTING = 3.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +133,17 @@ class PeerGroups:
     def read_startup_board(self) -> dict[int, Slot]:
         """Return the last status slots of other ranks on the startup board, by rank. Not collective."""
         return {} if self.startup_board is None else self.startup_board.read()
+
+    def others_work(self, waited: float) -> bool:
+        """Tell whether another rank on the startup board of this node works, or may still be starting. Not collective.
+
+        ``waited`` is the number of seconds since this rank has reached the end of its program. Ranks that have written
+        nothing yet may be starting during the first ``_STARTING`` seconds.
+        """
+        if self.startup_board is None:
+            return False
+        starting = waited < _STARTING and not self.startup_board.all_started()
+        return starting or any(map(is_working, self.startup_board.read().values()))
 
     def read_one(self, rank: int) -> Slot | None:
         """Return the last status slot of a rank in :attr:`ranks`; None if it has written none. Not collective."""

@@ -19,7 +19,6 @@ import numpy as np
 from mpizero.comm.recording.call_trace import MAKING
 from mpizero.comm.recording.registry import CommunicatorRegistry
 from mpizero.comm.status.peer_groups import PeerGroups
-from mpizero.comm.status.startup_board import is_working
 from mpizero.comm.status.status_board import Slot
 
 #: Seconds that others must have waited for this rank before its exit counts as early.
@@ -112,10 +111,10 @@ class EarlyExit:
         return self._standstill(slots)
 
     def wait(self) -> None:
-        """Wait until no other rank on the startup board of this node is working any more. Not collective."""
+        """Wait until no other rank on the startup board of this node is working or starting. Not collective."""
         begun = monotonic()
-        while any(map(is_working, self._peers.read_startup_board().values())):
-            self.look(monotonic() - begun)
+        while self._peers.others_work(waited := monotonic() - begun):
+            self.look(waited)
             time.sleep(_LOOK)
 
     def _awaits(self, other: int, slot: Slot) -> str:

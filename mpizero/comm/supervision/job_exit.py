@@ -51,9 +51,6 @@ _AGREEMENT, _AGREEMENT_AT_START = 0.7, 2.0
 #: Seconds for which ranks that fail because of another rank, or after it, wait to be ended.
 _CONSEQUENCE = 2.0
 _OTHER_NODE = 0.3
-#: Seconds for which a rank that ends without having started MPI waits for ranks that have not started yet. If one of
-#: them starts MPI, it would wait for this rank in MPI_Init.
-_COMING = 3.0
 
 _NORMAL = 2**62
 _KEYBOARD_INTERRUPT = 130
@@ -235,13 +232,12 @@ class JobExit:
         self._exit_state = "leaving"
         if self.heartbeat is not None:
             self.heartbeat.beat()
-        begun, startup_board = time.monotonic(), self.peers.startup_board
+        begun = time.monotonic()
         limit = begun + (PATIENCE if self._requested[0] in (None, 0) else _CONSEQUENCE)
         while (now := time.monotonic()) < limit:
-            others = self.peers.read_startup_board()
-            coming = startup_board is not None and now < begun + _COMING and not startup_board.all_started()
-            if not coming and not any(map(is_working, others.values())):
+            if not self.peers.others_work(now - begun):
                 return
+            others = self.peers.read_startup_board()
             starts = [rank for rank, slot in others.items() if slot.get("starts") and is_working(slot)]
             if starts and self._mpi(join=True) is not None:
                 self._end_early(f"rank {starts[0]} starts MPI, which takes all ranks, at {others[starts[0]]['place']}")

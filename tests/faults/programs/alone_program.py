@@ -25,6 +25,8 @@ MEMBERS = (0, 2) if KIND == "part" else range(MPI.COMM_WORLD.Get_size())
 
 if KIND == "stranger" and RANK:
     raise ValueError("planted")  # before it has anything of mpizero
+if KIND == "late" and not RANK:
+    time.sleep(1.0)  # the others are at their end before it has anything of mpizero
 
 import mpizero as mz  # noqa: E402
 
