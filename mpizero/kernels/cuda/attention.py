@@ -17,10 +17,7 @@ from mpizero.types import Array
 def causal_softmax(scores: Array, scale1: Array) -> None:
     """Replace ``scores`` by softmax(scale1[0] * scores) over the keys that each query sees.
 
-    ``scores`` is (batch, queries, keys). The last query sees all keys, and every other query sees one key fewer than
-    the next query. So with as many queries as keys, query i sees the keys 0 to i. With fewer queries than keys, the
-    queries are the last ones of the sequence, for example the new tokens in generation. Scores of keys that a query
-    does not see become 0, whatever they were before. ``scale1`` has one element, which is above 0.
+    The arguments are those of :func:`mpizero.kernels.cpu.attention.causal_softmax`.
     """
     T = scores.dtype.type  # noqa: N806
     shared = cuda.shared.array(MOST_THREADS, scores.dtype)
@@ -70,11 +67,7 @@ def causal_softmax_backward(probs: Array, dprobs: Array, scale1: Array) -> None:
 def split_heads(x: Array, bias: Array, head: int, sample: int, out: Array) -> None:
     """Copy the features of some samples to ``out``, with the features of each head contiguous, and add ``bias``.
 
-    Each row of ``x`` holds the features of one position of a sequence; there are ``length`` rows per sample. A row
-    consists of ``kinds`` equal parts one after the other, for example queries, keys and values, and each part holds all
-    heads. ``out`` is (kinds, samples, heads, length, size), where ``size`` is the number of features of a head. Its
-    head h is head ``head + h`` of ``x``, and its sample ``sample + s`` is sample s of ``x``; its other samples do not
-    change. ``bias`` is added to every row of ``x``; if it has no elements, nothing is added.
+    The arguments are those of :func:`mpizero.kernels.cpu.attention.split_heads`.
     """
     kinds, _, heads, length, size = out.shape
     rows, columns = x.shape

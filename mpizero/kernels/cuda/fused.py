@@ -63,10 +63,7 @@ def tree_sum(
 ) -> None:
     """Execute a tree program on rows, and write the sum, divided by ``divisor[0]``, to ``out[start:stop]``.
 
-    ``program`` is a list of integers for a stack machine; the docstring of the module defines them. Row v of the
-    program is row v of ``rows_a`` if v < len(rows_a), otherwise row v - len(rows_a) of ``rows_b``. Element i of ``out``
-    is computed from columns ``first_a + i`` of ``rows_a`` and ``first_b + i`` of ``rows_b``. ``out`` may be a part of a
-    row if its element i is in the column from which it is computed.
+    The arguments are those of :func:`mpizero.kernels.cpu.fused.tree_sum`.
     """
     stack = cuda.local.array(DEPTH, out.dtype)
     by = divisor[0]

@@ -47,9 +47,7 @@ def momentum(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) 
 def adam(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
     """Update ``w[start:stop]`` by Adam with the gradient ``g``.
 
-    ``m`` and ``v`` are the running averages of the gradient and of its square, which are updated too. hyper = [decay,
-    beta1, rest1, beta2, rest2, rate, correction, eps] with rest1 = 1 - beta1, rest2 = 1 - beta2, rate = lr / (1 -
-    beta1**step) and correction = 1 / sqrt(1 - beta2**step). First ``decay * w`` is added to the gradient.
+    The arguments are those of :func:`mpizero.kernels.cpu.optimizer.adam`.
     """
     decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
     rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
@@ -61,9 +59,7 @@ def adam(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop:
 def adamw(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
     """Update ``w[start:stop]`` by AdamW with the gradient ``g``.
 
-    ``m`` and ``v`` are the running averages of the gradient and of its square, which are updated too. hyper = [shrink,
-    beta1, rest1, beta2, rest2, rate, correction, eps] with rest1 = 1 - beta1, rest2 = 1 - beta2, rate = lr / (1 -
-    beta1**step) and correction = 1 / sqrt(1 - beta2**step). ``w`` is multiplied by shrink = 1 - lr * (weight decay).
+    The arguments are those of :func:`mpizero.kernels.cpu.optimizer.adamw`.
     """
     shrink, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
     rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
@@ -88,9 +84,7 @@ def rmsprop(w: Array, g: Array, v: Array, hyper: Array, start: int, stop: int) -
 def lion(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
     """Update ``w[start:stop]`` by Lion with the gradient ``g``.
 
-    ``m`` is the running average of the gradient, which is updated too. hyper = [shrink, lr, beta1, rest1, beta2, rest2,
-    zero] with rest1 = 1 - beta1, rest2 = 1 - beta2 and zero = 0. ``w`` is multiplied by shrink = 1 - lr * (weight
-    decay).
+    The arguments are those of :func:`mpizero.kernels.cpu.optimizer.lion`.
     """
     shrink, lr, beta1, rest1 = hyper[0], hyper[1], hyper[2], hyper[3]
     beta2, rest2, zero = hyper[4], hyper[5], hyper[6]
@@ -102,9 +96,7 @@ def lion(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) -> N
 def lamb_direction(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
     """Overwrite the gradient ``g[start:stop]`` with LAMB's direction: Adam's direction plus ``decay * w``.
 
-    ``m`` and ``v`` are the running averages of the gradient and of its square, which are updated too. hyper begins with
-    [decay, beta1, rest1, beta2, rest2, first, correction, eps] with rest1 = 1 - beta1, rest2 = 1 - beta2, first = 1 /
-    (1 - beta1**step) and correction = 1 / sqrt(1 - beta2**step).
+    The arguments are those of :func:`mpizero.kernels.cpu.optimizer.lamb_direction`.
     """
     decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
     rest2, first, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]

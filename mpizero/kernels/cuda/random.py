@@ -115,12 +115,7 @@ def dropout(
 ) -> None:
     """Write ``x / (1 - rate)`` or, with probability ``rate``, 0 to ``y``, which may be ``x``; rate = ``rate1[0]``.
 
-    ``x`` holds a part of each sample, with ``per_sample`` elements: planes of ``rows`` rows of ``width`` elements.
-    Element j of row r of plane p is element ``offset + p * plane_step + r * row_step + j`` of the whole sample. (If
-    ``x`` holds whole samples, ``offset`` is 0, and each sample is one row.) Whether an element is set to 0 depends on
-    ``seed``, ``site`` (the dropout layer), ``step``, the index of the sample in the global batch, and the element's
-    index in the whole sample. ``first_sample`` is the index of the first sample of ``x``. In the backward pass the
-    kernel is called with the gradient of the output as ``x``.
+    The arguments are those of :func:`mpizero.kernels.cpu.random.dropout`.
     """
     T = x.dtype.type  # noqa: N806
     k0, k1, _, _ = dropout_key(seed, site, step)
@@ -145,9 +140,7 @@ def dropout(
 def permutation(index: Array, length: int, seed: int, epoch: int) -> None:
     """Replace every index by its image under a random permutation of ``range(length)``, in place.
 
-    ``seed`` and ``epoch`` determine the permutation. Indices outside ``range(length)`` become -1. A Feistel network of
-    eight rounds permutes ``range(4**h)``, the smallest such range with at least ``length`` numbers. An image that is
-    not less than ``length`` is permuted again (cycle walking; Black and Rogaway 2002).
+    The arguments are those of :func:`mpizero.kernels.cpu.random.permutation`.
     """
     first, second = round_keys(seed, epoch, 0), round_keys(seed, epoch, 1)
     bits = half_bits(length)

@@ -12,10 +12,7 @@ BLOCK = 256
 def int8_encode(values: Array, residual: Array, scales: Array, codes: Array) -> None:
     """Round ``values + residual`` to ``codes`` with ``scales``, and write the rounding errors to ``residual``.
 
-    A code is an integer from -127 to 127, and ``code * scale`` is the rounded value. Each block of ``BLOCK``
-    consecutive values has one scale. If a block has a value that is infinite or NaN, its scale and its errors are NaN.
-    If its values are too small to be scaled in float32, its scale and codes are 0, and ``residual`` receives the values
-    themselves.
+    The arguments are those of :func:`mpizero.kernels.cpu.compression.int8_encode`.
     """
     residual += values
     for block in range(scales.size):
@@ -41,9 +38,7 @@ def int8_decode(scales: Array, codes: Array, out: Array) -> None:
 def top_encode(values: Array, residual: Array, counts: Array, indices: Array, largest: Array) -> None:
     """Write the ``indices.size`` values of largest magnitude of ``values + residual`` to ``largest``.
 
-    ``indices`` receives their indices, in ascending order. Of values of equal magnitude, those of the smallest indices
-    are chosen. ``residual`` receives all other values of the sum, and 0 at the chosen indices. ``counts`` is temporary
-    memory for 2048 integers, which only the CPU kernel uses.
+    The arguments are those of :func:`mpizero.kernels.cpu.compression.top_encode`.
     """
     residual += values
     order = np.lexsort((-np.abs(residual), ~np.isnan(residual)))  # stable; NaN counts as larger than infinity

@@ -43,9 +43,7 @@ def softmax_cross_entropy_backward(logits: Array, targets: Array, scale1: Array,
 def partial_cross_entropy(logits: Array, targets: Array, first: int, terms: Array) -> None:
     """Write the terms of each row's loss that come from a part of the classes to ``terms``.
 
-    Column j of ``logits`` belongs to class ``first + j``. ``terms`` is (3, rows). It receives, for each row of
-    ``logits``: the largest logit (-inf if the part has no classes), the sum of exp(logit - largest), and the target's
-    logit, or 0 if the part does not have the target. All three are 0 for a negative target.
+    The arguments are those of :func:`mpizero.kernels.cpu.loss.partial_cross_entropy`.
     """
     for row, target in enumerate(targets):
         terms[:, row] = 0
@@ -59,9 +57,7 @@ def partial_cross_entropy(logits: Array, targets: Array, first: int, terms: Arra
 def merged_cross_entropy(terms: Array, targets: Array, merged: Array, losses: Array) -> None:
     """Compute the loss of each row from the terms of all parts of the classes, and what its gradient needs.
 
-    ``terms`` is (parts, 3, rows), as :func:`partial_cross_entropy` writes it for each part. ``merged`` is (2, rows). It
-    receives, for each row, the largest logit of all classes, and 1 / (sum of exp(logit - largest)). Sums are added in
-    the order of the parts. The loss and both numbers are 0 for a negative target.
+    The arguments are those of :func:`mpizero.kernels.cpu.loss.merged_cross_entropy`.
     """
     wide = terms.astype(np.float64)
     for row, target in enumerate(targets):

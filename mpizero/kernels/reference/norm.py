@@ -30,9 +30,7 @@ def layernorm_backward(
 ) -> None:
     """Write the gradients of :func:`layernorm` to ``dx``, ``dgamma`` and ``dbeta``, from ``dy``, the gradient of y.
 
-    ``dgamma`` and ``dbeta`` are sums over the rows in ascending order. ``mean`` and ``rstd`` are what :func:`layernorm`
-    wrote. ``residual`` is added to ``dx``; it has the shape of ``x``, or no rows if nothing is to be added. ``dx`` must
-    not be one of the inputs.
+    The arguments are those of :func:`mpizero.kernels.cpu.norm.layernorm_backward`.
     """
     standard = (x - mean[:, None]) * rstd[:, None]
     g = dy * gamma

@@ -42,9 +42,7 @@ def momentum(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) 
 def adam(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
     """Update ``w[start:stop]`` by Adam with the gradient ``g``.
 
-    ``m`` and ``v`` are the running averages of the gradient and of its square, which are updated too. hyper = [decay,
-    beta1, rest1, beta2, rest2, rate, correction, eps] with rest1 = 1 - beta1, rest2 = 1 - beta2, rate = lr / (1 -
-    beta1**step) and correction = 1 / sqrt(1 - beta2**step). First ``decay * w`` is added to the gradient.
+    The arguments are those of :func:`mpizero.kernels.cpu.optimizer.adam`.
     """
     decay, rate, correction, eps = hyper[0], *hyper[5:]
     part = slice(start, stop)
@@ -55,9 +53,7 @@ def adam(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop:
 def adamw(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
     """Update ``w[start:stop]`` by AdamW with the gradient ``g``.
 
-    ``m`` and ``v`` are the running averages of the gradient and of its square, which are updated too. hyper = [shrink,
-    beta1, rest1, beta2, rest2, rate, correction, eps] with rest1 = 1 - beta1, rest2 = 1 - beta2, rate = lr / (1 -
-    beta1**step) and correction = 1 / sqrt(1 - beta2**step). ``w`` is multiplied by shrink = 1 - lr * (weight decay).
+    The arguments are those of :func:`mpizero.kernels.cpu.optimizer.adamw`.
     """
     shrink, rate, correction, eps = hyper[0], *hyper[5:]
     part = slice(start, stop)
@@ -81,9 +77,7 @@ def rmsprop(w: Array, g: Array, v: Array, hyper: Array, start: int, stop: int) -
 def lion(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
     """Update ``w[start:stop]`` by Lion with the gradient ``g``.
 
-    ``m`` is the running average of the gradient, which is updated too. hyper = [shrink, lr, beta1, rest1, beta2, rest2,
-    zero] with rest1 = 1 - beta1, rest2 = 1 - beta2 and zero = 0. ``w`` is multiplied by shrink = 1 - lr * (weight
-    decay).
+    The arguments are those of :func:`mpizero.kernels.cpu.optimizer.lion`.
     """
     shrink, lr, beta1, rest1, beta2, rest2, _ = hyper
     part = slice(start, stop)
@@ -94,9 +88,7 @@ def lion(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) -> N
 def lamb_direction(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
     """Overwrite the gradient ``g[start:stop]`` with LAMB's direction: Adam's direction plus ``decay * w``.
 
-    ``m`` and ``v`` are the running averages of the gradient and of its square, which are updated too. hyper begins with
-    [decay, beta1, rest1, beta2, rest2, first, correction, eps] with rest1 = 1 - beta1, rest2 = 1 - beta2, first = 1 /
-    (1 - beta1**step) and correction = 1 / sqrt(1 - beta2**step).
+    The arguments are those of :func:`mpizero.kernels.cpu.optimizer.lamb_direction`.
     """
     decay, first, correction, eps = hyper[0], hyper[5], hyper[6], hyper[7]
     part = slice(start, stop)

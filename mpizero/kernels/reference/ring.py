@@ -32,12 +32,7 @@ def running_softmax(
 ) -> None:
     """Replace scores by exp(scale1[0] * scores - maximum so far), and update maxima and sums (online softmax).
 
-    ``scores`` is (samples, heads, queries, keys), a tile of all scores: some of this rank's queries and some keys.
-    Query i of the tile sees the tile's keys 0 to i + ``offset``. Scores of other keys become 0. ``maxima`` and ``sums``
-    (samples, length, heads) hold, for each query of this rank, the maximum of scale1[0] * scores and the sum of
-    exp(scale1[0] * scores - maximum) over all tiles so far; they start from -inf and 0. The first query of the tile has
-    index ``start`` in them. ``factors`` (samples, heads, queries) receives the factors by which sums over earlier tiles
-    must be multiplied. Milakov and Gimelshein, 2018, algorithm 3.
+    The arguments are those of :func:`mpizero.kernels.cpu.ring.running_softmax`.
     """
     seen = _seen(scores, offset)
     before, totals = (_rows(state, start, scores.shape[2]) for state in (maxima, sums))
@@ -54,10 +49,7 @@ def running_softmax(
 def known_softmax(scores: Array, scale1: Array, offset: int, start: int, maxima: Array, shares: Array) -> None:
     """Replace scores by probabilities, exp(scale1[0] * scores - maximum) * share, with known maxima and shares.
 
-    ``scores`` is (samples, heads, queries, keys), a tile of all scores: some of this rank's queries and some keys.
-    Query i of the tile sees the tile's keys 0 to i + ``offset``. Scores of other keys become 0. ``maxima`` and
-    ``shares`` (samples, length, heads) hold, for each query of this rank, the maximum of scale1[0] * scores and 1 /
-    (sum of exp(scale1[0] * scores - maximum)) over all tiles. The first query of the tile has index ``start`` in them.
+    The arguments are those of :func:`mpizero.kernels.cpu.ring.known_softmax`.
     """
     largest, share = (_rows(state, start, scores.shape[2])[..., None] for state in (maxima, shares))
     with np.errstate(over="ignore", invalid="ignore"):  # of keys that are not seen
@@ -67,9 +59,7 @@ def known_softmax(scores: Array, scale1: Array, offset: int, start: int, maxima:
 def known_softmax_backward(probs: Array, dprobs: Array, scale1: Array, offset: int, start: int, dots: Array) -> None:
     """Replace ``dprobs``, the gradient of the probabilities of a tile, by the gradient of the scores.
 
-    ``probs`` are the probabilities that :func:`known_softmax` wrote, with the same ``scale1``, ``offset`` and
-    ``start``. ``dots`` (samples, length, heads) holds, for each query of this rank, the sum of probability * gradient
-    over all keys. The gradient is 0 for keys that a query does not see.
+    The arguments are those of :func:`mpizero.kernels.cpu.ring.known_softmax_backward`.
     """
     dot = _rows(dots, start, probs.shape[2])[..., None]
     dprobs[:] = np.where(_seen(probs, offset), scale1[0] * (probs * (dprobs - dot)), 0)
