@@ -35,8 +35,7 @@ _ROWS: Mapping[str, tuple[type | tuple[type, ...], ...]] = {
     "joint_tasks": (str, int, str, _SECONDS),
     "transfers": (str, int, _SECONDS),
 }
-_MARK = (int, int)
-_RANGE = (int, int)
+_TWO_COUNTS = (int, int)
 
 
 def parse_slots(data: bytes, ranks: Collection[int], now: float) -> dict[int, Slot]:
@@ -71,9 +70,9 @@ def _check(slot: Any) -> None:
         if not all(_consists(row, kinds) for row in slot.get(name, ())):
             raise ValueError(f"{name} has other cells")
     making = slot.get("making", {}).values()
-    if not all(_consists(mark, _MARK) for mark in slot["marks"].values()):
+    if not all(_consists(mark, _TWO_COUNTS) for mark in slot["marks"].values()):
         raise ValueError("marks are of another type")
-    if not all(isinstance(found, list) and all(_consists(pair, _RANGE) for pair in found) for found in making):
+    if not all(isinstance(found, list) and all(_consists(pair, _TWO_COUNTS) for pair in found) for found in making):
         raise ValueError("ranges of ranks are of another type")
 
 
