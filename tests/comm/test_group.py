@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import reduce
+from itertools import product
 
 import numpy as np
 import pytest
@@ -15,19 +16,25 @@ from mpizero.testing import adjoint_test, parallel_assert, run_in_threads
 from mpizero.types import Group
 
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 0, 4), (4, 6, 5)]
+AXES_AND_DTYPES = list(product((0, 1, 2, -1), (np.float32, np.float64)))
 
 
-@pytest.fixture(params=["messages", "window"])
-def groups(request, ranks):
+@pytest.fixture
+def groups(ranks):
     """Run a specification on every rank of a group, once for each path of its arrays."""
 
     def run(specification):
         def work(comm):
             with comm.split_node() as node:
-                group = CommunicatorGroup(comm, node if request.param == "window" else None)
-                specification(group)
-                group.close()
-                group.close()
+                for path, shared in (("messages", None), ("a window", node)):
+                    group = CommunicatorGroup(comm, shared)
+                    try:
+                        specification(group)
+                    except Exception as error:
+                        error.add_note(f"the group's arrays go through {path}")
+                        raise
+                    group.close()
+                    group.close()
 
         ranks(work)
 
@@ -56,25 +63,24 @@ def uneven(group):
     return [(0, 3, 1)[rank % 3] for rank in range(group.size)]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_all_reduce_adds_in_rank_order(groups, shape, dtype):
+def test_all_reduce_adds_in_rank_order(groups):
     def specification(group):
-        x = values(group.rank, shape, dtype)
-        kept = x.copy()
-        total = group.all_reduce(x)
-        assert same_bits(total, np.asarray(in_rank_order(everyone(group, shape, dtype))))
-        assert same_bits(x, kept)
-        assert not np.shares_memory(total, x)
-        assert total.flags.writeable
+        for shape, dtype in product(SHAPES, (np.float32, np.float64)):
+            x = values(group.rank, shape, dtype)
+            kept = x.copy()
+            total = group.all_reduce(x)
+            assert same_bits(total, np.asarray(in_rank_order(everyone(group, shape, dtype)))), (shape, dtype)
+            assert same_bits(x, kept)
+            assert not np.shares_memory(total, x)
+            assert total.flags.writeable
 
     groups(specification)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_all_max_is_the_elementwise_maximum(groups, shape):
+def test_all_max_is_the_elementwise_maximum(groups):
     def specification(group):
-        assert_array_equal(group.all_max(values(group.rank, shape)), reduce(np.maximum, everyone(group, shape)))
+        for shape in SHAPES:
+            assert_array_equal(group.all_max(values(group.rank, shape)), reduce(np.maximum, everyone(group, shape)))
 
     groups(specification)
 
@@ -89,46 +95,43 @@ def test_nan_wins_every_maximum_and_stays_in_every_sum(groups):
     groups(specification)
 
 
-@pytest.mark.parametrize("axis", [0, 1, 2, -1])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_all_gather_joins_uneven_and_empty_shards_along_any_axis(groups, axis, dtype):
+def test_all_gather_joins_uneven_and_empty_shards_along_any_axis(groups):
     def specification(group):
         sizes = uneven(group)
-        whole = values(99, np.insert([4, 5], axis % 3, sum(sizes)), dtype)
-        cuts = np.split(whole, np.cumsum(sizes)[:-1], axis)
-        assert same_bits(group.all_gather(cuts[group.rank], axis, sizes), whole)
+        for axis, dtype in AXES_AND_DTYPES:
+            whole = values(99, np.insert([4, 5], axis % 3, sum(sizes)), dtype)
+            cuts = np.split(whole, np.cumsum(sizes)[:-1], axis)
+            assert same_bits(group.all_gather(cuts[group.rank], axis, sizes), whole), (axis, dtype)
 
     groups(specification)
 
 
-@pytest.mark.parametrize("axis", [0, 1, 2, -1])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_reduce_scatter_keeps_this_ranks_block_of_the_sum_along_any_axis(groups, axis, dtype):
+def test_reduce_scatter_keeps_this_ranks_block_of_the_sum_along_any_axis(groups):
     def specification(group):
         sizes = uneven(group)
-        shape = tuple(np.insert([4, 5], axis % 3, sum(sizes)))
-        total = in_rank_order(everyone(group, shape, dtype))
-        expected = np.split(total, np.cumsum(sizes)[:-1], axis)[group.rank]
-        block = group.reduce_scatter(values(group.rank, shape, dtype), axis, sizes)
-        assert same_bits(block, np.ascontiguousarray(expected))
-        assert block.flags.writeable
+        for axis, dtype in AXES_AND_DTYPES:
+            shape = tuple(np.insert([4, 5], axis % 3, sum(sizes)))
+            total = in_rank_order(everyone(group, shape, dtype))
+            expected = np.split(total, np.cumsum(sizes)[:-1], axis)[group.rank]
+            block = group.reduce_scatter(values(group.rank, shape, dtype), axis, sizes)
+            assert same_bits(block, np.ascontiguousarray(expected)), (axis, dtype)
+            assert block.flags.writeable
 
     groups(specification)
 
 
-@pytest.mark.parametrize("length", [0, 2, 11])
-@pytest.mark.parametrize("axis", [0, 1, 2])
-def test_a_gather_is_adjoint_to_a_reduce_scatter(groups, axis, length):
+def test_a_gather_is_adjoint_to_a_reduce_scatter(groups):
     def specification(group):
-        sizes = Partition(length, group.size).sizes()
-        own, whole = np.insert([2, 3], axis, sizes[group.rank]), np.insert([2, 3], axis, length)
-        adjoint_test(
-            lambda x: group.all_gather(x, axis, sizes),
-            lambda y: group.reduce_scatter(y, axis, sizes),
-            values(group.rank, own),
-            values(group.rank, whole),
-            group.comm,
-        )
+        for length, axis in product((0, 2, 11), (0, 1, 2)):
+            sizes = Partition(length, group.size).sizes()
+            own, whole = np.insert([2, 3], axis, sizes[group.rank]), np.insert([2, 3], axis, length)
+            adjoint_test(
+                lambda x, axis=axis, sizes=sizes: group.all_gather(x, axis, sizes),
+                lambda y, axis=axis, sizes=sizes: group.reduce_scatter(y, axis, sizes),
+                values(group.rank, own),
+                values(group.rank, whole),
+                group.comm,
+            )
 
     groups(specification)
 
@@ -141,13 +144,12 @@ def test_a_sum_over_ranks_is_its_own_adjoint(groups):
     groups(specification)
 
 
-@pytest.mark.parametrize("by", [1, -1, 2, 5])
-def test_a_shift_is_adjoint_to_the_opposite_shift(groups, by):
+def test_a_shift_is_adjoint_to_the_opposite_shift(groups):
     def specification(group):
         x, y = values(group.rank, (3, 4)), values(group.rank, (3, 4), seed=1)
-        adjoint_test(
-            lambda a: group.shift([a], by).wait()[0], lambda a: group.shift([a], -by).wait()[0], x, y, group.comm
-        )
+        for by in (1, -1, 2, 5):
+            there, back = (lambda a, by=b: group.shift([a], by).wait()[0] for b in (by, -by))
+            adjoint_test(there, back, x, y, group.comm)
 
     groups(specification)
 
@@ -354,26 +356,28 @@ MISMATCHES = {
 }
 
 
-@pytest.mark.parametrize("case", MISMATCHES)
-@pytest.mark.parametrize("first", [True, False])
-def test_calls_that_do_not_match_are_the_same_error_on_every_rank_of_a_window(ranks, case, first):
+def test_calls_that_do_not_match_are_the_same_error_on_every_rank_of_a_window(ranks):
+    """Each as the first call of a group, on some numbers of ranks, and after others; the group goes on."""
     line = r".* at test_group.py:\d+ in .*"
+    expected = rf"differs between ranks: ranks? 0.*: {line}; rank 1: {line}"
 
     def specification(comm):
         if comm.size == 1:
             return
         with comm.split_node() as node:
-            group = CommunicatorGroup(comm, node)
-            if not first:
-                group.all_reduce(np.ones(2))
-            with pytest.raises(
-                CollectiveError,
-                match=rf"differs between ranks: ranks? 0.*: {line}; rank 1: {line}",
-            ):
-                MISMATCHES[case](group)
-            x = values(comm.rank, 40_000)  # and the group goes on
-            assert same_bits(group.all_reduce(x), in_rank_order(everyone(group, 40_000)))
-            group.close()
+            cases = tuple(MISMATCHES.values())
+            for first, calls in (*((True, [call]) for call in cases[comm.size % 3 :: 3]), (False, cases)):
+                group = CommunicatorGroup(comm, node)
+                if not first:
+                    group.all_reduce(np.ones(2))
+                for call in calls:
+                    with pytest.raises(CollectiveError, match=expected):
+                        call(group)
+                    x = values(comm.rank, 9)  # and the group goes on
+                    assert same_bits(group.all_reduce(x), in_rank_order(everyone(group, 9)))
+                x = values(comm.rank, 40_000)
+                assert same_bits(group.all_reduce(x), in_rank_order(everyone(group, 40_000)))
+                group.close()
 
     ranks(specification)
 
@@ -433,13 +437,11 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_misuse_is_refused_on_every_rank_before_anything_is_sent(groups, case):
-    call, message = BAD[case]
-
+def test_misuse_is_refused_on_every_rank_before_anything_is_sent(groups):
     def specification(group):
-        with pytest.raises(CollectiveError, match=rf"\[rank {group.rank}\].*{message}"):
-            call(group)
+        for call, message in BAD.values():
+            with pytest.raises(CollectiveError, match=rf"\[rank {group.rank}\].*{message}"):
+                call(group)
         assert not group.counts
         group.comm.barrier()
 

@@ -25,11 +25,12 @@ def test_what_one_rank_writes_every_rank_of_the_node_reads(ranks):
     ranks(specification)
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 4096, 100_001])
-def test_a_window_is_whole_on_every_rank_aligned_and_zero(ranks, nbytes):
+def test_a_window_is_whole_on_every_rank_aligned_and_zero(ranks):
+    """No window shows what one before it held, of the same size or another."""
+
     def specification(comm):
         with comm.split_node() as node:
-            for _ in range(2):  # the second window must not show what the first one held
+            for nbytes in (0, 1, 63, 64, 64, 4096, 100_001, 100_001):
                 shared = node.allocate_shared(nbytes)
                 assert (shared.buffer.dtype, shared.buffer.shape) == (np.uint8, (nbytes,))
                 assert nbytes == 0 or shared.buffer.ctypes.data % 64 == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -20,6 +22,16 @@ def groups(request):
         return lambda specification: specification(world, CommunicatorGroup(world))
     size = int(request.param[0])
     return lambda specification: run_in_threads(size, lambda comm: specification(comm, CommunicatorGroup(comm)))
+
+
+def on_all_axes(check):
+    """Make a specification of a check of one axis and length."""
+
+    def specification(comm, group):
+        for axis, length in product((0, 1, -1), LENGTHS):
+            check(comm, group, axis, length)
+
+    return specification
 
 
 def arrays(group, shape, whole, seed):
@@ -62,10 +74,8 @@ def test_copy_and_reduce_are_adjoint(groups):
     groups(specification)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("axis", [0, 1, -1])
-def test_gather_and_split_are_adjoint(axis, length, groups):
-    def specification(comm, group):
+def test_gather_and_split_are_adjoint(groups):
+    def check(comm, group, axis, length):
         shape = [2, 3, 5]
         shape[axis] = length
         region = Gather(group, axis, length)
@@ -79,13 +89,11 @@ def test_gather_and_split_are_adjoint(axis, length, groups):
         require_adjoint(comm, Split(group, axis, length), whole, parts, (True, False))
         np.testing.assert_array_equal(Gather(group, axis, length).forward(own), whole)
 
-    groups(specification)
+    groups(on_all_axes(check))
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("axis", [0, 1, -1])
-def test_expand_and_scatter_are_adjoint(axis, length, groups):
-    def specification(comm, group):
+def test_expand_and_scatter_are_adjoint(groups):
+    def check(comm, group, axis, length):
         shape = [2, 3, 5]
         shape[axis] = length
         terms = arrays(group, shape, False, 1)
@@ -98,7 +106,7 @@ def test_expand_and_scatter_are_adjoint(axis, length, groups):
         np.testing.assert_array_equal(scattered, own)
         np.testing.assert_array_equal(scattered, region.take(Reduce(group).forward(terms)))
 
-    groups(specification)
+    groups(on_all_axes(check))
 
 
 def test_shared_gradients_are_completed_in_one_message(groups):
