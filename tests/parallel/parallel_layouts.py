@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from tests.parallel.models import part
 VIRTUAL = {name: 2 if name == "interleaved" else 1 for name in SCHEDULES}
 #: Chunks a stage.
 CHUNKS = {name: 2 if name in ("interleaved", "zero_bubble_v") else 1 for name in SCHEDULES}
+#: What :func:`known` has been told.
+_KNOWN: dict[Any, Any] = {}
 
 
 class Way(NamedTuple):
@@ -106,8 +109,20 @@ def trained_alone(case: Case) -> Trained:
 
 
 def of_first(comm: Any, make: Callable[[], Any]) -> Any:
-    """What rank 0 makes, on all ranks: one process trains once. Collective."""
-    return comm.broadcast_object(make() if comm.rank == 0 else None)
+    """What rank 0 makes, on all ranks: one process trains once, and has the processors meanwhile. Collective."""
+    made = make() if comm.rank == 0 else None
+    arrived = comm.ibarrier()
+    while not arrived.test():
+        time.sleep(1e-3)
+    return comm.broadcast_object(made)
+
+
+def known(comm: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What the function gives rank 0, on all ranks; it is called once in a job. Collective."""
+    key = (function, arguments)
+    if key not in _KNOWN:
+        _KNOWN[key] = of_first(comm, lambda: function(*arguments))
+    return _KNOWN[key]
 
 
 def pipelines(size: int, blocks: int) -> list[Way]:

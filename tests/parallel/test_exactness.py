@@ -12,6 +12,7 @@ import pytest
 import mpizero as mz
 from mpizero.testing import run_in_threads
 from tests.parallel.models import MEMORIES, STRATEGIES, gpt, hard_function, layouts, part, tokens, vectors
+from tests.parallel.parallel_layouts import known, of_first
 
 CASES: dict[str, dict[str, Any]] = {
     "adamw": {"optimizer": lambda: mz.AdamW(lr=1e-2)},
@@ -55,26 +56,27 @@ PLACES = [(strategy, memory) for strategy in STRATEGIES for memory in MEMORIES]
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_and_memory_has_the_bits_of_one_process(world: Any, strategy: str) -> None:
-    for case, memory in zip(("adamw", "clip", "lamb"), MEMORIES, strict=True):
-        assert trained(case, strategy, world, **memory) == serial(case)
+def test_every_strategy_and_memory_has_the_bits_of_one_process(world: Any) -> None:
+    """With AdamW, clipping and LAMB in turn."""
+    for number, (strategy, memory) in enumerate(layouts(world.size)):
+        case = ("adamw", "clip", "lamb")[(number + world.size) % 3]
+        assert trained(case, strategy, world, **memory) == known(world, serial, case), (case, strategy, memory)
 
 
 @pytest.mark.mpi
 def test_every_optimizer_and_option_has_the_bits_of_one_process(world: Any) -> None:
-    for number, case in list(enumerate(CASES))[:: 1 if world.size <= 3 else 2]:
+    for number, case in list(enumerate(CASES))[world.size % 2 if world.size <= 3 else world.size // 4 % 3 :: 2]:
         strategy, memory = PLACES[(5 * number + 3 * world.size) % len(PLACES)]
-        assert trained(case, strategy, world, **memory) == serial(case), (case, strategy, memory)
+        assert trained(case, strategy, world, **memory) == known(world, serial, case), (case, strategy, memory)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_batches_of_any_sizes_have_the_bits_of_one_batch(world: Any, strategy: str) -> None:
+def test_batches_of_any_sizes_have_the_bits_of_one_batch(world: Any) -> None:
     sizes = [0] * world.size
     for sample in range(11):  # most of them on the last rank, none on rank 1 where there is one
         sizes[-1 if sample % 3 else 0] += 1
-    assert trained("adamw", strategy, world, sizes) == serial("adamw")
+    for strategy in STRATEGIES if world.size <= 3 else STRATEGIES[world.size // 4 % 2 :: 2]:
+        assert trained("adamw", strategy, world, sizes) == known(world, serial, "adamw"), strategy
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -101,17 +103,15 @@ def test_threads_have_the_bits_of_one_process(ranks: int, memory: dict[str, Any]
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_black_box_with_frozen_empty_and_prime_sized_tensors_has_the_bits_of_one_process(
-    world: Any, place: Callable[..., Any], strategy: str
+    world: Any, place: Callable[..., Any]
 ) -> None:
     x, y = vectors(9)
     hashes = []
-    memories = [memory for name, memory in layouts(world.size) if name == strategy]
-    for comm, memory in ((None, {}), *((world, memory) for memory in memories)):
+    for comm, (strategy, memory) in ((None, ("ddp", {})), *((world, layout) for layout in layouts(world.size))):
         model, _ = place(hard_function(), mz.AdamW(lr=0.05), strategy, comm, micro_batch=2, **memory)
         before = model.named_parameters()["scale"]
-        for _ in range(5):
+        for _ in range(3):
             model.train(*part(comm, x, y))
         np.testing.assert_array_equal(model.named_parameters()["scale"], before)
         hashes.append(model.parameters_sha256())
@@ -121,19 +121,20 @@ def test_a_black_box_with_frozen_empty_and_prime_sized_tensors_has_the_bits_of_o
 @pytest.mark.mpi
 def test_batches_that_shrink_and_grow_have_the_bits_of_one_process(world: Any, place: Callable[..., Any]) -> None:
     """A smaller batch has fewer rows of gradients in the same window."""
+
+    def shrunk_and_grown(comm: Any, strategy: str, **memory: Any) -> str:
+        model, _ = place(gpt(layers=1), mz.AdamW(lr=1e-2), strategy, comm, micro_batch=1, **memory)
+        for samples in (16, 3, 2, 16, 5):
+            model.train(*part(comm, *tokens(samples, samples)))
+        return str(model.parameters_sha256())
+
+    expected = of_first(world, lambda: shrunk_and_grown(None, "ddp"))
     for strategy, memory in (("ddp", {}), ("zero1", {"ranks_per_node": 2}), ("zero2", {})):
-        hashes = []
-        for comm, settings in ((None, {}), (world, memory)):
-            model, _ = place(gpt(layers=1), mz.AdamW(lr=1e-2), strategy, comm, micro_batch=1, **settings)
-            for samples in (16, 3, 2, 16, 5):
-                model.train(*part(comm, *tokens(samples, samples)))
-            hashes.append(model.parameters_sha256())
-        assert hashes[0] == hashes[1], (strategy, memory)
+        assert shrunk_and_grown(world, strategy, **memory) == expected, (strategy, memory)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_more_ranks_than_elements_train(world: Any, place: Callable[..., Any], strategy: str) -> None:
+def test_more_ranks_than_elements_train(world: Any, place: Callable[..., Any]) -> None:
     def loss_and_grad(p: Any, batch: Any) -> Any:
         x, y = batch
         error = x * p["w"] - y
@@ -141,12 +142,12 @@ def test_more_ranks_than_elements_train(world: Any, place: Callable[..., Any], s
 
     x = np.arange(1.0, 7.0).reshape(6, 1)
     results = []
-    for comm in (None, world):
+    for comm, strategy in ((None, "ddp"), *((world, strategy) for strategy in STRATEGIES)):
         model, _ = place(mz.FunctionModel({"w": np.ones(1)}, loss_and_grad), mz.SGD(lr=0.01), strategy, comm)
         for _ in range(3):
             model.train(*part(comm, x, 3 * x))
         results.append(model.get_parameters())
-    np.testing.assert_array_equal(*results)
+        np.testing.assert_array_equal(results[0], results[-1], strategy)
 
 
 def test_against_an_independent_oracle(place: Callable[..., Any]) -> None:
