@@ -1,7 +1,9 @@
-"""Commands started as a user starts them: as processes, alone or under mpiexec."""
+"""Commands started as a user starts them, as processes, alone or under mpiexec; or on threads of this process."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -13,6 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+
+from mpizero.comm import Communicator
+from mpizero.comm.failure_report import user_message
+from mpizero.errors import MpizeroError, PeerFailure, RemoteError
+from mpizero.testing import run_in_threads
+from mpizero.train.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Long enough for a machine that compiles kernels and runs other things besides.
@@ -129,6 +137,47 @@ class Commands:
         return [json.loads(line) for line in (self.folder / folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@dataclass
+class ThreadCommands(Commands):
+    """Runs commands on threads of this process: what tests no launcher, no signal and no end of a process."""
+
+    def start(self, ranks: int, *arguments: str) -> subprocess.Popen:
+        """Refuse to start a process."""
+        raise NotImplementedError(f"commands on threads have no process: {ranks, arguments}")
+
+    def __call__(self, ranks: int, *arguments: str) -> Outcome:
+        """Run a command on so many threads, at least one; an error must reach each of them, for none may wait."""
+        out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
+        left = []
+
+        def rank(comm: Communicator) -> int:
+            try:
+                return main(arguments, comm)
+            except BaseException as error:
+                left.append(error)
+                raise
+
+        with (
+            contextlib.chdir(self.folder),
+            pytest.MonkeyPatch.context() as patch,
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            patch.setenv("OMP_NUM_THREADS", "1")
+            try:
+                statuses = set(run_in_threads(max(ranks, 1), rank))
+            except SystemExit as error:
+                statuses = {error.code}
+            except MpizeroError:
+                assert len(left) == max(ranks, 1), left
+                assert not any(isinstance(error, PeerFailure) for error in left), left
+                first = next(error for error in left if not isinstance(error, RemoteError))
+                print(user_message(first.with_traceback(None)), file=err)  # without the line of this file
+                statuses = {int(first.status)}
+        (status,) = statuses
+        return Outcome(status, *(stream.buffer.getvalue().decode() for stream in (out, err)))
+
+
 def write_inputs(folder: Path) -> None:
     """Leave a text and a configuration in a folder."""
     (folder / "text.txt").write_bytes(bytes(32 + (i * i) % 90 for i in range(3000)))
@@ -147,9 +196,15 @@ def mpizero(tmp_path):
             process.communicate()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
+def on_threads(mpizero):
+    """Commands in the folder of ``mpizero``, on threads of this process."""
+    return ThreadCommands(mpizero.folder)
+
+
+@pytest.fixture(scope="session")
 def trained(tmp_path_factory):
-    """A finished run of the tiny model on one process: its commands and its outcome."""
+    """A finished run of the tiny model on one process, to be read only: its commands and its outcome."""
     folder = tmp_path_factory.mktemp("trained")
     write_inputs(folder)
     commands = Commands(folder)

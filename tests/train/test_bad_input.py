@@ -1,6 +1,7 @@
 """Bad input: one clear line and an exit status, on one rank and on several; no traceback, no hang.
 
-``MPIZERO_BAD_INPUT_RANKS=1,2,3,4,8`` runs every case on each of these numbers of ranks.
+Every case runs on threads, where an error must reach each rank; of each status one is also the end of processes.
+``MPIZERO_BAD_INPUT_RANKS=1,2,3,4,8`` runs every case as processes too, on each of these numbers of ranks.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ LAYOUTS = {
     "cuts": (["parallel.pipeline=2", "parallel.cuts=[3]"], CONFIG, "parallel.cuts = [3]"),
 }
 EVERY = CASES | LAYOUTS
-ON_FOUR = ["missing data", "learning rate", "folder"]
+#: With numbers of processes (0: without a launcher): what the data, the settings and rank 0 alone make wrong.
+LAUNCHED = {"missing data": [0, 2], "learning rate": [0, 2], "folder": [0, 3]}
 
 
 def chosen():
-    """Pairs of a number of ranks (0: without a launcher) and a case."""
+    """Pairs of a number of processes and a case."""
     if numbers := os.environ.get("MPIZERO_BAD_INPUT_RANKS"):
         return list(product(map(int, numbers.split(",")), EVERY))
-    # A layout is judged on one rank and on several; on how many of several makes a difference to none of them.
-    return [*product([0], EVERY), *product([2], LAYOUTS), *product([4], ON_FOUR)]
+    return [(ranks, case) for case, numbers in LAUNCHED.items() for ranks in numbers]
 
 
 def explained(outcome, status, text):
@@ -75,22 +76,30 @@ def test_what_is_wrong_is_said_once_on_any_number_of_ranks(inputs, ranks, case):
     assert not (inputs.folder / "run" / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
-def test_a_checkpoint_of_another_model(trained, mpizero, ranks):
-    shutil.copytree(trained[0].folder / "run", mpizero.folder / "run")
-    explained(mpizero.train(ranks, "model.layers=2", flags=["--resume"]), CONFIG, "model.layers was 1")
+# A layout is judged on one rank and on several; on how many of several makes a difference to none of them.
+@pytest.mark.parametrize(("ranks", "case"), [*product([1, 2], EVERY), *product([4], CASES)])
+def test_what_is_wrong_reaches_every_rank(inputs, on_threads, ranks, case):
+    settings, status, text = EVERY[case]
+    explained(on_threads.train(ranks, *settings), status, text)
+    assert not (inputs.folder / "run" / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("ranks", [0, 3])
-def test_a_configuration_that_is_not_there(mpizero, ranks):
-    explained(mpizero(ranks, "train", "nothing.toml"), CONFIG, "nothing.toml: cannot be read")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_of_another_model(trained, on_threads, ranks):
+    shutil.copytree(trained[0].folder / "run", on_threads.folder / "run")
+    explained(on_threads.train(ranks, "model.layers=2", flags=["--resume"]), CONFIG, "model.layers was 1")
 
 
-def test_a_configuration_that_is_not_toml(mpizero):
-    (mpizero.folder / "bad.toml").write_text("[model\n")
-    explained(mpizero(0, "train", "bad.toml"), CONFIG, "bad.toml: not valid TOML")
-    (mpizero.folder / "bad.toml").write_bytes(b"\xff\xfe")
-    explained(mpizero(0, "train", "bad.toml"), CONFIG, "bad.toml: not valid TOML")
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_configuration_that_is_not_there(on_threads, ranks):
+    explained(on_threads(ranks, "train", "nothing.toml"), CONFIG, "nothing.toml: cannot be read")
+
+
+def test_a_configuration_that_is_not_toml(on_threads):
+    (on_threads.folder / "bad.toml").write_text("[model\n")
+    explained(on_threads(1, "train", "bad.toml"), CONFIG, "bad.toml: not valid TOML")
+    (on_threads.folder / "bad.toml").write_bytes(b"\xff\xfe")
+    explained(on_threads(1, "train", "bad.toml"), CONFIG, "bad.toml: not valid TOML")
 
 
 @pytest.mark.parametrize("ranks", [0, 2])

@@ -209,7 +209,7 @@ def test_what_was_exported_is_imported_bit_for_bit(tool):
         assert Path("back", name).read_bytes() == Path("run/checkpoints/step_00000006", name).read_bytes()
 
 
-def test_imported_parameters_write_the_same_text_and_are_trained_on(tool, mpizero):
+def test_imported_parameters_write_the_same_text_and_are_trained_on(tool, on_threads):
     """From a file in bfloat16, with other names and turned matrices, as other programs have them."""
     numpy = pytest.importorskip("safetensors.numpy")
     tool("checkpoint", "export", "run", "model.safetensors", "--format", "safetensors")
@@ -225,22 +225,22 @@ def test_imported_parameters_write_the_same_text_and_are_trained_on(tool, mpizer
     assert "--transpose blocks.0.attention.qkv.weight" in told.error
     assert tool(*words, "--map", "h.*=*", "--transpose", "*.qkv.weight").status == 0
     assert tool("checkpoint", "diff", "new", "run", "--pattern", "parameters/*", "--arrays-only").status == 0
-    before = mpizero(0, "generate", "run", "--prompt", "ab", "--length", "5")
-    assert mpizero(0, "generate", "new", "--prompt", "ab", "--length", "5").out == before.out != ""
-    told = mpizero.train(0, "checkpoint.folder=new/checkpoints", "train.steps=1", flags=["--resume"])
+    before = on_threads(1, "generate", "run", "--prompt", "ab", "--length", "5")
+    assert on_threads(1, "generate", "new", "--prompt", "ab", "--length", "5").out == before.out != ""
+    told = on_threads.train(1, "checkpoint.folder=new/checkpoints", "train.steps=1", flags=["--resume"])
     assert told.result["steps"] == 1
     assert "resuming from" in told.err
 
 
-def test_an_import_like_a_checkpoint_resumes_at_its_step(tool, mpizero):
+def test_an_import_like_a_checkpoint_resumes_at_its_step(tool, on_threads):
     pytest.importorskip("safetensors")
     tool("checkpoint", "export", "run", "model.safetensors", "--format", "safetensors", "--dtype", "bfloat16")
     words = ["checkpoint", "import", "model.safetensors", "new/checkpoints/step_00000006", "--like", "run"]
     assert "--dtype float32 converts" in tool(*words).error
     assert tool(*words, "--dtype", "float32").status == 0
-    told = mpizero.train(0, "checkpoint.folder=new/checkpoints", "train.steps=7", flags=["--resume"])
+    told = on_threads.train(1, "checkpoint.folder=new/checkpoints", "train.steps=7", flags=["--resume"])
     assert told.result["steps"] == 7
-    assert [line["step"] for line in mpizero.metrics("new")] == [7]
+    assert [line["step"] for line in on_threads.metrics("new")] == [7]
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_what_cannot_be_done_says_why(tool, words, status, text):
     ],
 )
 def test_under_a_launcher_rank_0_works_and_the_job_has_its_status(trained, words, status):
-    told = trained[0](3, *words)
+    told = trained[0](2, *words)
     assert told.status == status
     assert len(told.told) + told.out.count("sound: 48 arrays") == 1, told
 

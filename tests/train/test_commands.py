@@ -7,6 +7,7 @@ import json
 import pytest
 
 from mpizero.errors import ExitStatus
+from tests.train.conftest import ThreadCommands
 
 
 def test_help_names_every_command_and_the_exit_statuses(mpizero):
@@ -42,14 +43,15 @@ def test_every_command_has_help(capsys, command):
 
 
 def test_text_is_the_same_for_the_same_seed_on_any_number_of_ranks(trained):
-    commands, _ = trained
-    first = commands(0, "generate", "run", "--prompt", "abc", "--length", "20", "--seed", "1")
+    commands, on_threads = trained[0], ThreadCommands(trained[0].folder)
+    first = on_threads(1, "generate", "run", "--prompt", "abc", "--length", "20", "--seed", "1")
     assert first.status == 0, first.err
     assert first.out.startswith("abc")
     assert (
         commands(2, "generate", "run/checkpoints", "--prompt", "abc", "--length", "20", "--seed", "1").out == first.out
     )
-    other = commands(0, "generate", "run/checkpoints/step_00000006", "--prompt", "abc", "--length", "20", "--seed", "2")
+    step = "run/checkpoints/step_00000006"
+    other = on_threads(1, "generate", step, "--prompt", "abc", "--length", "20", "--seed", "2")
     assert other.out != first.out
 
 
@@ -64,24 +66,28 @@ def test_text_is_the_same_for_the_same_seed_on_any_number_of_ranks(trained):
         (["run", "--top-k", "-1"], ExitStatus.CONFIG, "--top-k -1"),
     ],
 )
-def test_what_cannot_write_text_says_why(mpizero, arguments, status, text):
-    outcome = mpizero(0, "generate", *arguments)
+def test_what_cannot_write_text_says_why(on_threads, arguments, status, text):
+    outcome = on_threads(1, "generate", *arguments)
     assert outcome.status == status
     assert len(outcome.told) == 1
     assert text in outcome.told[0]
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
-def test_doctor_finds_a_machine_that_can_train(mpizero, ranks):
-    outcome = mpizero(ranks, "doctor", "--json")
+def machine_that_can_train(outcome, ranks):
+    """What the doctor has checked, by name."""
     found = json.loads(outcome.out)
     assert outcome.status == 0, outcome.out
     assert found["ok"]
-    assert found["ranks"] == max(ranks, 1)
+    assert found["ranks"] == ranks
     names = [check["name"] for check in found["checks"]]
     machine = ["versions", "mpi", "cores", "blas", "hdf5", "shared memory", "leftovers", "kernels", "gpu"]
     assert names == [*machine, "launch", "threads", "time limit"]
     assert all(check["remedy"] for check in found["checks"] if check["status"] != "ok")
+    return dict(zip(names, found["checks"], strict=True))
+
+
+def test_doctor_finds_a_machine_that_can_train(mpizero):
+    machine_that_can_train(mpizero(0, "doctor", "--json"), 1)
 
 
 def test_doctor_names_a_cache_of_kernels_that_others_can_write(mpizero, monkeypatch, tmp_path):
@@ -91,8 +97,7 @@ def test_doctor_names_a_cache_of_kernels_that_others_can_write(mpizero, monkeypa
     monkeypatch.setenv("MPIZERO_CACHE_DIR", str(tmp_path / "open"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     outcome = mpizero(2, "doctor", "--json")
-    (check,) = (check for check in json.loads(outcome.out)["checks"] if check["name"] == "kernels")
-    assert outcome.status == 0
+    check = machine_that_can_train(outcome, 2)["kernels"]
     assert check["status"] == "warn"
     assert f"{tmp_path / 'open'} can be written by group" in check["text"]
     assert str(tmp_path / "temporary") in check["text"]
@@ -101,7 +106,7 @@ def test_doctor_names_a_cache_of_kernels_that_others_can_write(mpizero, monkeypa
 
 
 def test_bench_memory_counts_what_the_formulas_say(mpizero):
-    outcome = mpizero(3, "bench", "memory", "--parameters", "3e5", "--steps", "1", "--memory", "private", "--json")
+    outcome = mpizero(2, "bench", "memory", "--parameters", "3e5", "--steps", "1", "--memory", "private", "--json")
     assert outcome.status == 0, outcome.err
     rows = {row["strategy"]: row for row in json.loads(outcome.out)["rows"]}
     assert list(rows) == ["ddp", "zero1", "zero2", "zero3"]

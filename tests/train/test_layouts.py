@@ -1,19 +1,22 @@
-"""``mpizero train``, ``--resume`` and ``generate`` on models that are split over ranks."""
+"""``mpizero train``, ``--resume`` and ``generate`` on models that are split over ranks.
+
+Most of it runs on ranks that are threads; ``scripts/exactness_hybrid.py`` trains on more layouts under mpiexec.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import shutil
 import signal
 import time
 
 import pytest
 
 from mpizero.errors import ExitStatus
+from tests.train.conftest import Commands, ThreadCommands, write_inputs
 
-#: Ranks and settings of layouts that change no bit.
+#: Ranks and settings of layouts that change no bit; the second is launched, the others are threads.
 EXACT = {
     "stages and replicas": (4, ["pipeline=2", "strategy=zero2", "order=data,pipeline,tensor"]),
     "parts of stages": (2, ["pipeline=2", "schedule=zero_bubble_v", "strategy=zero3", "share_node_memory=false"]),
@@ -26,20 +29,20 @@ def parallel(*settings):
 
 
 @pytest.fixture(scope="module")
-def deeper(trained, tmp_path_factory):
+def deeper(tmp_path_factory):
     """A finished run on one process of a model with blocks for four parts: its commands and its outcome."""
-    commands = type(trained[0])(tmp_path_factory.mktemp("deeper"))
-    for name in ("text.txt", "tiny.toml"):
-        shutil.copy(trained[0].folder / name, commands.folder / name)
-    outcome = commands.train(0, "model.layers=2")
+    folder = tmp_path_factory.mktemp("deeper")
+    write_inputs(folder)
+    outcome = Commands(folder).train(0, "model.layers=2")
     assert outcome.status == 0, outcome.err
-    return commands, outcome
+    return ThreadCommands(folder), outcome
 
 
 @pytest.mark.parametrize("layout", EXACT)
-def test_a_pipeline_computes_the_same_bits_as_one_process(deeper, mpizero, layout):
+def test_a_pipeline_computes_the_same_bits_as_one_process(deeper, mpizero, on_threads, layout):
     ranks, settings = EXACT[layout]
-    outcome = mpizero.train(ranks, "model.layers=2", *parallel(*settings))
+    run = mpizero if layout == "parts of stages" else on_threads
+    outcome = run.train(ranks, "model.layers=2", *parallel(*settings))
     assert outcome.status == 0, outcome.err
     assert outcome.result["parameters_sha256"] == deeper[1].result["parameters_sha256"]
     assert outcome.result["parameter_count"] == deeper[1].result["parameter_count"]
@@ -48,8 +51,8 @@ def test_a_pipeline_computes_the_same_bits_as_one_process(deeper, mpizero, layou
         assert [line.get(key) for line in alone] == [line.get(key) for line in together]
 
 
-def test_the_layout_stands_in_the_result_and_in_what_is_told_as_are_replicas_without_a_grain(mpizero):
-    outcome = mpizero.train(4, "train.steps=1", "train.micro_batch=6", *parallel("pipeline=2", "strategy=zero1"))
+def test_the_layout_stands_in_the_result_and_in_what_is_told_as_are_replicas_without_a_grain(on_threads):
+    outcome = on_threads.train(4, "train.steps=1", "train.micro_batch=6", *parallel("pipeline=2", "strategy=zero1"))
     assert outcome.status == 0, outcome.err
     assert outcome.result["layout"] == {"pipeline": 2, "tensor": 1, "data": 2, "context": 1, "schedule": "1f1b"}
     assert (outcome.result["ranks"], outcome.result["strategy"]) == (4, "zero1")
@@ -65,63 +68,63 @@ def test_the_layout_stands_in_the_result_and_in_what_is_told_as_are_replicas_wit
         ((2, ["strategy=zero3"]), (4, ["pipeline=4", "schedule=zero_bubble"])),
     ],
 )
-def test_a_run_resumed_on_another_layout_equals_an_uninterrupted_one(deeper, mpizero, before, after):
-    first = mpizero.train(before[0], "model.layers=2", "train.steps=3", *parallel(*before[1]))
+def test_a_run_resumed_on_another_layout_equals_an_uninterrupted_one(deeper, on_threads, before, after):
+    first = on_threads.train(before[0], "model.layers=2", "train.steps=3", *parallel(*before[1]))
     assert first.status == 0, first.err
-    second = mpizero.train(after[0], "model.layers=2", *parallel(*after[1]), flags=["--resume"])
+    second = on_threads.train(after[0], "model.layers=2", *parallel(*after[1]), flags=["--resume"])
     assert second.status == 0, second.err
     assert "resuming from" in second.err
     assert second.result["parameters_sha256"] == deeper[1].result["parameters_sha256"]
-    assert [line["step"] for line in mpizero.metrics()] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in on_threads.metrics()] == [1, 2, 3, 4, 5, 6]
 
 
-def test_tensor_parallelism_computes_the_same_within_rounding_and_its_run_goes_on_elsewhere(deeper, mpizero):
-    first = mpizero.train(2, "model.layers=2", "train.steps=3", *parallel("tensor=2"))
+def test_tensor_parallelism_computes_the_same_within_rounding_and_its_run_goes_on_elsewhere(deeper, on_threads):
+    first = on_threads.train(2, "model.layers=2", "train.steps=3", *parallel("tensor=2"))
     assert first.status == 0, first.err
-    second = mpizero.train(2, "model.layers=2", "checkpoint.every=0", *parallel("pipeline=2"), flags=["--resume"])
+    second = on_threads.train(2, "model.layers=2", "checkpoint.every=0", *parallel("pipeline=2"), flags=["--resume"])
     assert second.status == 0, second.err
-    alone, together = deeper[0].metrics(), mpizero.metrics()
+    alone, together = deeper[0].metrics(), on_threads.metrics()
     for key in ("loss", "validation_loss"):
         expected = [line[key] for line in alone if key in line]
         assert [line[key] for line in together if key in line] == pytest.approx(expected, rel=1e-5)
 
 
-def test_stages_of_split_layers_and_replicas_compute_the_same_within_rounding(deeper, mpizero):
+def test_stages_of_split_layers_and_replicas_compute_the_same_within_rounding(deeper, on_threads):
     short = ["model.layers=2", "train.steps=3", "checkpoint.every=0"]
-    outcome = mpizero.train(8, *short, *parallel("pipeline=2", "tensor=2", "data=2", "strategy=zero1"))
+    outcome = on_threads.train(8, *short, *parallel("pipeline=2", "tensor=2", "data=2", "strategy=zero1"))
     assert outcome.status == 0, outcome.err
     for key in ("loss", "validation_loss"):
         expected = [line[key] for line in deeper[0].metrics()[:3] if key in line]
-        assert [line[key] for line in mpizero.metrics() if key in line] == pytest.approx(expected, rel=1e-5)
+        assert [line[key] for line in on_threads.metrics() if key in line] == pytest.approx(expected, rel=1e-5)
 
 
-def test_context_parallelism_computes_the_same_within_rounding(deeper, mpizero):
+def test_context_parallelism_computes_the_same_within_rounding(deeper, on_threads):
     short = ["model.layers=2", "train.steps=3", "checkpoint.every=0"]
-    outcome = mpizero.train(4, *short, *parallel("context=2", "strategy=zero1"))
+    outcome = on_threads.train(4, *short, *parallel("context=2", "strategy=zero1"))
     assert outcome.status == 0, outcome.err
     expected = [line["loss"] for line in deeper[0].metrics()[:3]]
-    assert [line["loss"] for line in mpizero.metrics()] == pytest.approx(expected, rel=1e-5)
+    assert [line["loss"] for line in on_threads.metrics()] == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_multi_layer_perceptron_is_cut_into_stages(mpizero):
+def test_a_multi_layer_perceptron_is_cut_into_stages(on_threads):
     pytest.importorskip("sklearn", reason="scikit-learn's digits are optional data")
-    (mpizero.folder / "digits.toml").write_text(
+    (on_threads.folder / "digits.toml").write_text(
         '[model]\nname = "mlp"\nhidden = [32, 16]\n[data]\narrays = "digits"\n'
         "[train]\nsteps = 5\nglobal_batch = 30\nvalidate_every = 5\n"
     )
-    alone = mpizero(0, "train", "digits.toml")
-    accuracy = mpizero.metrics()[-1]["accuracy"]
-    together = mpizero(3, "train", "digits.toml", "--set", "parallel.pipeline=3", "--set", "parallel.schedule=gpipe")
+    alone = on_threads(1, "train", "digits.toml")
+    accuracy = on_threads.metrics()[-1]["accuracy"]
+    together = on_threads(3, "train", "digits.toml", "--set", "parallel.pipeline=3", "--set", "parallel.schedule=gpipe")
     assert together.status == 0, together.err
     assert together.result["parameters_sha256"] == alone.result["parameters_sha256"]
-    assert mpizero.metrics()[-1]["accuracy"] == accuracy
+    assert on_threads.metrics()[-1]["accuracy"] == accuracy
     assert together.result["samples_per_second"] > 0
-    uneven = mpizero(3, "train", "digits.toml", "--set", "parallel.tensor=3")  # of 32 and 16 features
+    uneven = on_threads(3, "train", "digits.toml", "--set", "parallel.tensor=3")  # of 32 and 16 features
     assert uneven.status == 0, uneven.err
     assert uneven.result["loss"] == pytest.approx(alone.result["loss"], rel=1e-5)
 
 
-def test_a_signal_to_one_stage_saves_the_same_step_on_all_and_one_process_goes_on(mpizero):
+def test_a_signal_to_one_stage_saves_the_same_step_on_all_and_one_process_goes_on(mpizero, on_threads):
     endless = ["--set", "train.steps=100000", "--set", "checkpoint.every=0", "--set", "parallel.pipeline=2"]
     process = mpizero.start(2, "train", "tiny.toml", *endless)
     run, deadline = mpizero.folder / "run", time.monotonic() + 120
@@ -133,26 +136,26 @@ def test_a_signal_to_one_stage_saves_the_same_step_on_all_and_one_process_goes_o
     assert outcome.status == ExitStatus.PREEMPTED, outcome.err
     done = mpizero.metrics()[-1]["step"]
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step_{done:08d}"]
-    resumed = mpizero.train(0, f"train.steps={done + 1}", flags=["--resume"])
+    resumed = on_threads.train(1, f"train.steps={done + 1}", flags=["--resume"])
     assert resumed.status == 0, resumed.err
     assert resumed.result["steps"] == done + 1
 
 
 @pytest.mark.parametrize(("ranks", "options"), [(2, []), (4, ["--pipeline", "2", "--strategy", "zero1"])])
-def test_text_is_the_same_however_the_model_is_laid_out(deeper, mpizero, ranks, options):
+def test_text_is_the_same_however_the_model_is_laid_out(deeper, on_threads, ranks, options):
     run = str(deeper[0].folder / "run")
     arguments = ["generate", run, "--prompt", "abc", "--length", "30", "--seed", "1"]
-    alone, together = mpizero(0, *arguments), mpizero(ranks, *arguments, *options)
+    alone, together = on_threads(1, *arguments), on_threads(ranks, *arguments, *options)
     assert together.status == 0, together.err
     assert together.out == alone.out
     assert together.out.startswith("abc")
 
 
-def test_a_checkpoint_of_a_split_model_writes_the_same_text_in_one_process(deeper, mpizero):
+def test_a_checkpoint_of_a_split_model_writes_the_same_text_in_one_process(deeper, on_threads):
     whole = ["model.layers=2", "checkpoint.every=0", "train.validate_every=0"]  # one checkpoint, at the end
-    assert mpizero.train(4, *whole, *parallel("pipeline=2")).status == 0
+    assert on_threads.train(4, *whole, *parallel("pipeline=2")).status == 0
     arguments = ["--length", "30", "--seed", "3"]
-    assert mpizero(0, "generate", "run", *arguments).out == deeper[0](0, "generate", "run", *arguments).out
+    assert on_threads(1, "generate", "run", *arguments).out == deeper[0](1, "generate", "run", *arguments).out
 
 
 @pytest.mark.parametrize(
@@ -164,13 +167,13 @@ def test_a_checkpoint_of_a_split_model_writes_the_same_text_in_one_process(deepe
         (2, ["--tensor", "2", "--context", "2"], "--context 2: must be 1 together with --tensor 2"),
     ],
 )
-def test_a_layout_that_does_not_fit_is_told_by_the_options_names(deeper, mpizero, ranks, options, text):
-    outcome = mpizero(ranks, "generate", str(deeper[0].folder / "run"), *options)
+def test_a_layout_that_does_not_fit_is_told_by_the_options_names(deeper, on_threads, ranks, options, text):
+    outcome = on_threads(ranks, "generate", str(deeper[0].folder / "run"), *options)
     assert outcome.status == ExitStatus.CONFIG
     assert len(outcome.told) == 1, outcome.err
     assert text in outcome.told[0]
 
 
-def test_the_marker_of_a_split_run_holds_its_result(mpizero):
-    outcome = mpizero.train(2, "train.steps=1", *parallel("pipeline=2"))
-    assert json.loads((mpizero.folder / "run" / "run_complete").read_text()) == outcome.result
+def test_the_marker_of_a_split_run_holds_its_result(on_threads):
+    outcome = on_threads.train(2, "train.steps=1", *parallel("pipeline=2"))
+    assert json.loads((on_threads.folder / "run" / "run_complete").read_text()) == outcome.result

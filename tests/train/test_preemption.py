@@ -307,12 +307,12 @@ def test_signals_from_the_loading_of_libraries_to_the_end_do_no_harm(mpizero):
     assert "Traceback" not in outcome.err
 
 
-def test_a_run_stops_before_its_time_ends_and_can_go_on(mpizero):
+def test_a_run_stops_before_its_time_ends_and_can_go_on(on_threads):
     limit = ("train.steps=100000", "checkpoint.every=0", "train.time_limit=1000", "train.time_reserve=999")
-    stopped = mpizero.train(2, *limit)
+    stopped = on_threads.train(2, *limit)
     assert stopped.status == ExitStatus.PREEMPTED, stopped.err
     assert "stopped by the time limit (train.time_limit: 99" in stopped.err
-    done = mpizero.metrics()[-1]["step"]
-    assert [path.name for path in (mpizero.folder / "run" / "checkpoints").iterdir()] == [f"step_{done:08d}"]
-    resumed = mpizero.train(1, f"train.steps={done + 1}", flags=["--resume"])
+    done = on_threads.metrics()[-1]["step"]
+    assert [path.name for path in (on_threads.folder / "run" / "checkpoints").iterdir()] == [f"step_{done:08d}"]
+    resumed = on_threads.train(1, f"train.steps={done + 1}", flags=["--resume"])
     assert resumed.result["steps"] == done + 1, resumed.err

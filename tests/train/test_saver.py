@@ -30,31 +30,31 @@ def arrays(commands, step):
     return json.loads(manifest.read_text().splitlines()[0])["arrays"].values()
 
 
-@pytest.mark.parametrize("ranks", [0, 3])
-def test_a_run_that_saves_beside_training_leaves_the_same_files(trained, mpizero, ranks):
-    outcome = mpizero.train(ranks, BESIDE, "checkpoint.every=1", "checkpoint.keep=6")
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_run_that_saves_beside_training_leaves_the_same_files(trained, on_threads, ranks):
+    outcome = on_threads.train(ranks, BESIDE, "checkpoint.every=1", "checkpoint.keep=6")
     assert outcome.status == 0, outcome.err
     assert outcome.result["parameters_sha256"] == trained[1].result["parameters_sha256"]
-    assert steps(mpizero) == [f"step_{step:08d}" for step in range(1, 7)]
+    assert steps(on_threads) == [f"step_{step:08d}" for step in range(1, 7)]
     for step in (4, 6):
         state = checkpoint.step_folder("run/checkpoints", step) + "/state.h5"
-        assert (mpizero.folder / state).read_bytes() == (trained[0].folder / state).read_bytes()
-        assert checkpoint.verify((mpizero.folder / state).parent) > 0
+        assert (on_threads.folder / state).read_bytes() == (trained[0].folder / state).read_bytes()
+        assert checkpoint.verify((on_threads.folder / state).parent) > 0
 
 
-def test_a_complete_run_that_was_killed_amid_its_last_clean_up_is_cleaned_up_by_the_next_start(mpizero):
-    assert mpizero.train(0).status == 0
-    left, kept = steps(mpizero), mpizero.folder / "run" / "checkpoints"
+def test_a_complete_run_that_was_killed_amid_its_last_clean_up_is_cleaned_up_by_the_next_start(on_threads):
+    assert on_threads.train(1).status == 0
+    left, kept = steps(on_threads), on_threads.folder / "run" / "checkpoints"
     for name in (".tmp-del-step_00000002.host.1", f".tmp-step_00000006.{socket.gethostname()}.1"):
         shutil.copytree(kept / left[0], kept / name)
-    again = mpizero.train(2, flags=["--resume"])
+    again = on_threads.train(2, flags=["--resume"])
     assert again.status == 0, again.err
-    assert steps(mpizero) == left
+    assert steps(on_threads) == left
 
 
-def test_a_resumed_run_that_saves_beside_training_equals_an_uninterrupted_one(trained, mpizero):
-    assert mpizero.train(2, BESIDE, "train.steps=3").status == 0
-    second = mpizero.train(1, BESIDE, flags=["--resume"])
+def test_a_resumed_run_that_saves_beside_training_equals_an_uninterrupted_one(trained, on_threads):
+    assert on_threads.train(2, BESIDE, "train.steps=3").status == 0
+    second = on_threads.train(1, BESIDE, flags=["--resume"])
     assert second.status == 0, second.err
     assert second.result["parameters_sha256"] == trained[1].result["parameters_sha256"]
 
@@ -86,14 +86,14 @@ def test_a_run_whose_folder_is_removed_ends_with_one_error_on_all_ranks(mpizero)
     assert len(list(run.glob("checkpoints/step_*"))) <= 1
 
 
-def test_a_checkpoint_under_the_name_of_another_step_is_neither_taken_nor_passed_over(trained, mpizero):
+def test_a_checkpoint_under_the_name_of_another_step_is_neither_taken_nor_passed_over(trained, on_threads):
     source = trained[0].folder / "run" / "checkpoints"
     for name, new in (("step_00000004", "step_00000004"), ("step_00000006", "step_00000005")):
-        shutil.copytree(source / name, mpizero.folder / "run" / "checkpoints" / new)
-    outcome = mpizero.train(0, flags=["--resume"])
+        shutil.copytree(source / name, on_threads.folder / "run" / "checkpoints" / new)
+    outcome = on_threads.train(1, flags=["--resume"])
     assert outcome.status == ExitStatus.DATA, outcome.err
     assert "step_00000005: holds step 6: give it back the name of its own step" in outcome.err
-    assert steps(mpizero) == ["step_00000004", "step_00000005"]
+    assert steps(on_threads) == ["step_00000004", "step_00000005"]
 
 
 def test_a_stop_request_waits_for_the_save_beside_training_and_saves_its_own_step(mpizero):
@@ -111,8 +111,10 @@ def test_a_stop_request_waits_for_the_save_beside_training_and_saves_its_own_ste
     assert all(checkpoint.verify(run / "checkpoints" / name) for name in steps(mpizero))
 
 
-def test_a_save_beside_training_that_fails_ends_the_run_and_leaves_the_last_good_checkpoint(mpizero, monkeypatch):
-    assert mpizero.train(0, "train.steps=2").status == 0
+def test_a_save_beside_training_that_fails_ends_the_run_and_leaves_the_last_good_checkpoint(
+    mpizero, on_threads, monkeypatch
+):
+    assert on_threads.train(1, "train.steps=2").status == 0
     monkeypatch.setenv("MPIZERO_FAULT", "save.write:1:2:raise")
     outcome = mpizero.train(2, BESIDE, flags=["--resume"])
     assert outcome.status not in (0, ExitStatus.PREEMPTED)
@@ -122,12 +124,12 @@ def test_a_save_beside_training_that_fails_ends_the_run_and_leaves_the_last_good
     assert not (mpizero.folder / "run" / "run_complete").exists()
 
 
-def test_every_nth_step_is_kept_for_ever_beside_the_newest_and_arrays_are_aligned_as_asked(mpizero):
+def test_every_nth_step_is_kept_for_ever_beside_the_newest_and_arrays_are_aligned_as_asked(on_threads):
     keep = ("checkpoint.every=1", "checkpoint.keep=1", "checkpoint.keep_every=3")
-    outcome = mpizero.train(0, "train.steps=7", *keep, "checkpoint.alignment=1024", BESIDE)
+    outcome = on_threads.train(1, "train.steps=7", *keep, "checkpoint.alignment=1024", BESIDE)
     assert outcome.status == 0, outcome.err
-    assert steps(mpizero) == ["step_00000003", "step_00000006", "step_00000007"]
-    found = [(4 * prod(entry["shape"]), entry["offset"]) for entry in arrays(mpizero, 7)]
+    assert steps(on_threads) == ["step_00000003", "step_00000006", "step_00000007"]
+    found = [(4 * prod(entry["shape"]), entry["offset"]) for entry in arrays(on_threads, 7)]
     assert {offset % (1024 if nbytes >= 1024 else 64) for nbytes, offset in found} == {0}
     assert any(nbytes >= 1024 for nbytes, _ in found)
 
@@ -149,11 +151,11 @@ def test_a_checkpoint_says_what_it_comes_from(trained):
         (["checkpoint.alignment=96"], "must be a power of two from 64 to 4096"),
     ],
 )
-def test_what_cannot_be_is_said_before_training(mpizero, settings, text):
-    outcome = mpizero.train(0, *settings)
+def test_what_cannot_be_is_said_before_training(on_threads, settings, text):
+    outcome = on_threads.train(1, *settings)
     assert outcome.status == ExitStatus.CONFIG
     assert text in outcome.err
-    assert not (mpizero.folder / "run").exists()
+    assert not (on_threads.folder / "run").exists()
 
 
 def test_a_back_end_that_is_not_installed_is_missed_before_training(mpizero):

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from mpizero.errors import ExitStatus
+from tests.train.conftest import ThreadCommands
 
 RESULT_KEYS = [
     "steps",
@@ -47,8 +48,9 @@ def test_every_step_has_a_line_of_metrics(trained):
 
 
 @pytest.mark.parametrize(("ranks", "strategy", "share"), [(2, "zero3", "false"), (4, "zero1", "true")])
-def test_any_number_of_ranks_and_strategy_computes_the_same(trained, mpizero, ranks, strategy, share):
-    outcome = mpizero.train(ranks, f"parallel.strategy={strategy}", f"parallel.share_node_memory={share}")
+def test_any_number_of_ranks_and_strategy_computes_the_same(trained, mpizero, on_threads, ranks, strategy, share):
+    run = mpizero if ranks == 2 else on_threads
+    outcome = run.train(ranks, f"parallel.strategy={strategy}", f"parallel.share_node_memory={share}")
     assert outcome.status == 0, outcome.err
     assert outcome.result["parameters_sha256"] == trained[1].result["parameters_sha256"]
     assert (outcome.result["ranks"], outcome.result["strategy"]) == (ranks, strategy)
@@ -57,78 +59,78 @@ def test_any_number_of_ranks_and_strategy_computes_the_same(trained, mpizero, ra
         assert [line.get(key) for line in alone] == [line.get(key) for line in together]
 
 
-def test_a_tuned_bucket_is_told_and_changes_no_bit(mpizero):
+def test_a_tuned_bucket_is_told_and_changes_no_bit(on_threads):
     run = ("model.dim=64", "train.steps=8", "parallel.strategy=zero1", "parallel.share_node_memory=false")
-    given = mpizero.train(2, *run, "parallel.bucket_mb=0.25")
+    given = on_threads.train(2, *run, "parallel.bucket_mb=0.25")
     assert given.status == 0, given.err
-    assert not any("bucket_mb" in line for line in mpizero.metrics())
-    tuned = mpizero.train(2, *run, "parallel.bucket_mb=auto")
+    assert not any("bucket_mb" in line for line in on_threads.metrics())
+    tuned = on_threads.train(2, *run, "parallel.bucket_mb=auto")
     assert tuned.status == 0, tuned.err
     assert tuned.result["parameters_sha256"] == given.result["parameters_sha256"]
     (chosen,) = re.findall(r"bucket_mb = (0.25|0.5) from now on \(tried 0.25, 0.5\)", tuned.err)
-    assert [line["bucket_mb"] for line in mpizero.metrics()][:4] == [0.25, 0.25, 0.5, 0.25]
-    assert mpizero.metrics()[-1]["bucket_mb"] == float(chosen)
+    assert [line["bucket_mb"] for line in on_threads.metrics()][:4] == [0.25, 0.25, 0.5, 0.25]
+    assert on_threads.metrics()[-1]["bucket_mb"] == float(chosen)
 
 
-def test_micro_batches_of_a_grain_are_added_in_order_whatever_the_layout(trained, mpizero):
+def test_micro_batches_of_a_grain_are_added_in_order_whatever_the_layout(trained, on_threads):
     """Grains of two micro-batches are grains of twice the size, within rounding: each layout has the same bits."""
     grains, runs = ("train.micro_batch=1", "train.accumulate=2"), []
     for ranks, strategy in ((0, "ddp"), (2, "zero2")):
-        runs.append(mpizero.train(ranks, *grains, f"parallel.strategy={strategy}"))
+        runs.append(on_threads.train(ranks, *grains, f"parallel.strategy={strategy}"))
         assert runs[-1].status == 0, runs[-1].err
         assert re.search(r"in \d+ grains of 2, each of 2 micro-batches", runs[-1].err)
     alone, together = (run.result for run in runs)
     assert alone["parameters_sha256"] == together["parameters_sha256"]
-    whole = mpizero.train(0, "train.micro_batch=2").result
+    whole = on_threads.train(1, "train.micro_batch=2").result
     assert alone["parameters_sha256"] != whole["parameters_sha256"]
     assert alone["loss"] == pytest.approx(whole["loss"], rel=1e-5)
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(trained, mpizero):
-    first = mpizero.train(2, "train.steps=3", "parallel.strategy=zero2")
+def test_a_resumed_run_equals_an_uninterrupted_one(trained, on_threads):
+    first = on_threads.train(2, "train.steps=3", "parallel.strategy=zero2")
     assert first.status == 0, first.err
-    second = mpizero.train(4, "parallel.strategy=zero3", flags=["--resume"])
+    second = on_threads.train(4, "parallel.strategy=zero3", flags=["--resume"])
     assert second.status == 0, second.err
     assert "resuming from" in second.err
     assert second.result["parameters_sha256"] == trained[1].result["parameters_sha256"]
-    assert [line["step"] for line in mpizero.metrics()] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in on_threads.metrics()] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_the_steps_are_done_again(trained, mpizero):
-    assert mpizero.train(0).status == 0
-    state = mpizero.folder / "run" / "checkpoints" / "step_00000006" / "state.h5"
+def test_a_damaged_checkpoint_is_passed_over_and_the_steps_are_done_again(trained, on_threads):
+    assert on_threads.train(1).status == 0
+    state = on_threads.folder / "run" / "checkpoints" / "step_00000006" / "state.h5"
     data = bytearray(state.read_bytes())
     data[-100] ^= 1
     state.write_bytes(data)
-    again = mpizero.train(0, flags=["--resume"])
+    again = on_threads.train(1, flags=["--resume"])
     assert again.status == 0, again.err
     assert "resuming from" in again.err
     assert "step_00000004" in again.err
     assert again.result["parameters_sha256"] == trained[1].result["parameters_sha256"]
-    assert [line["step"] for line in mpizero.metrics()] == [1, 2, 3, 4, 5, 6]
-    superseded = (mpizero.folder / "run" / "metrics.superseded.jsonl").read_text().splitlines()
+    assert [line["step"] for line in on_threads.metrics()] == [1, 2, 3, 4, 5, 6]
+    superseded = (on_threads.folder / "run" / "metrics.superseded.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in superseded] == [5, 6]
 
 
-def test_resume_without_a_checkpoint_starts_and_says_so(mpizero):
-    outcome = mpizero.train(0, "train.steps=1", flags=["--resume"])
+def test_resume_without_a_checkpoint_starts_and_says_so(on_threads):
+    outcome = on_threads.train(1, "train.steps=1", flags=["--resume"])
     assert outcome.status == 0
     assert "starting from the beginning" in outcome.err
 
 
-def test_a_second_run_in_the_same_folder_moves_the_first_aside(mpizero):
-    first = mpizero.train(0, "train.steps=2")
-    before = mpizero.metrics()
-    second = mpizero.train(0, "train.steps=1", "train.seed=1")
+def test_a_second_run_in_the_same_folder_moves_the_first_aside(on_threads):
+    first = on_threads.train(1, "train.steps=2")
+    before = on_threads.metrics()
+    second = on_threads.train(1, "train.steps=1", "train.seed=1")
     assert second.status == 0, second.err
     assert "held an earlier run: moved to" in second.err
-    assert mpizero.metrics("run/earlier/0001") == before
-    assert (mpizero.folder / "run/earlier/0001/checkpoints/step_00000002/manifest.json").exists()
+    assert on_threads.metrics("run/earlier/0001") == before
+    assert (on_threads.folder / "run/earlier/0001/checkpoints/step_00000002/manifest.json").exists()
     assert first.result["parameters_sha256"] != second.result["parameters_sha256"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_signal_to_one_rank_saves_the_same_step_on_all_and_the_run_can_go_on(trained, mpizero, number):
+def test_a_signal_to_one_rank_saves_the_same_step_on_all_and_the_run_can_go_on(mpizero, on_threads, number):
     process = mpizero.start(2, "train", "tiny.toml", "--set", "train.steps=100000", "--set", "checkpoint.every=0")
     run, deadline = mpizero.folder / "run", time.monotonic() + 120
     while not (run / "metrics.jsonl").exists() and time.monotonic() < deadline:
@@ -143,17 +145,17 @@ def test_a_signal_to_one_rank_saves_the_same_step_on_all_and_the_run_can_go_on(t
     (saved,) = (run / "checkpoints").iterdir()
     done = mpizero.metrics()[-1]["step"]
     assert saved.name == f"step_{done:08d}"
-    resumed = mpizero.train(1, f"train.steps={done + 2}", flags=["--resume"])
+    resumed = on_threads.train(1, f"train.steps={done + 2}", flags=["--resume"])
     assert resumed.status == 0, resumed.err
     assert resumed.result["steps"] == done + 2
 
 
-def test_a_run_folder_in_use_is_refused(mpizero):
+def test_a_run_folder_in_use_is_refused(mpizero, on_threads):
     process = mpizero.start(0, "train", "tiny.toml", "--set", "train.steps=100000", "--set", "checkpoint.every=0")
     metrics, deadline = mpizero.folder / "run" / "metrics.jsonl", time.monotonic() + 120
     while not metrics.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
-    other = mpizero.train(0)
+    other = on_threads.train(1)
     assert other.status == ExitStatus.INPUT_OUTPUT
     assert "in use by process" in other.err
     process.send_signal(signal.SIGUSR1)
@@ -161,30 +163,30 @@ def test_a_run_folder_in_use_is_refused(mpizero):
 
 
 def test_other_mathematics_than_the_saved_run_s_is_an_error(trained):
-    commands, _ = trained
+    commands = ThreadCommands(trained[0].folder)
     for setting in ("model.dim=32", "optimizer.lr=0.1", "train.seed=3", "train.global_batch=12"):
-        outcome = commands.train(0, setting, flags=["--resume"])
+        outcome = commands.train(1, setting, flags=["--resume"])
         assert outcome.status == ExitStatus.CONFIG
         assert "cannot resume from" in outcome.err
         assert f"{setting.partition('=')[0]} was" in outcome.err
 
 
-def test_other_data_than_the_saved_run_s_is_an_error(trained, mpizero):
+def test_other_data_than_the_saved_run_s_is_an_error(trained, on_threads):
     commands, _ = trained
-    shutil.copytree(commands.folder / "run", mpizero.folder / "run")
-    (mpizero.folder / "text.txt").write_bytes(b"another text " * 300)
-    outcome = mpizero.train(0, flags=["--resume"])
+    shutil.copytree(commands.folder / "run", on_threads.folder / "run")
+    (on_threads.folder / "text.txt").write_bytes(b"another text " * 300)
+    outcome = on_threads.train(1, flags=["--resume"])
     assert outcome.status == ExitStatus.CONFIG
     assert "the training samples are not those of the saved run" in outcome.err
 
 
-def test_digits_are_learnt_on_four_ranks(mpizero):
+def test_digits_are_learnt_on_four_ranks(on_threads):
     pytest.importorskip("sklearn", reason="scikit-learn's digits are optional data")
-    (mpizero.folder / "digits.toml").write_text(
+    (on_threads.folder / "digits.toml").write_text(
         '[model]\nname = "mlp"\nhidden = [32]\n[data]\narrays = "digits"\nvalidation = 0.2\n'
         "[train]\nsteps = 40\nglobal_batch = 64\n[optimizer]\nlr = 3e-2\n"
     )
-    outcome = mpizero(4, "train", "digits.toml")
+    outcome = on_threads(4, "train", "digits.toml")
     assert outcome.status == 0, outcome.err
     assert outcome.result["samples_per_second"] > 0
-    assert mpizero.metrics()[-1]["accuracy"] > 0.9
+    assert on_threads.metrics()[-1]["accuracy"] > 0.9

@@ -52,8 +52,8 @@ def test_defaults_are_every_strategy_and_every_cut_that_the_model_allows(ranks):
 # ------------------------------------------------------------------ the command
 
 
-def test_layouts_in_threads_agree_and_are_listed(mpizero):
-    outcome = mpizero(
+def test_layouts_in_threads_agree_and_are_listed(on_threads):
+    outcome = on_threads(
         0, "verify", "tiny.toml", "--steps", "2", "--layouts", "2; zero3*3, private; pipeline=2; tensor=2"
     )
     assert outcome.status == 0, outcome.err
@@ -105,8 +105,8 @@ def test_bad_usage_is_refused_with_what_is_wrong(tmp_path, monkeypatch, options,
     assert caught.value.status == 78
 
 
-def test_a_layout_of_more_ranks_than_the_job_has_ends_it_with_one_line(mpizero):
-    outcome = mpizero(2, "verify", "tiny.toml", "--layouts", "3")
+def test_a_layout_of_more_ranks_than_the_job_has_ends_it_with_one_line(on_threads):
+    outcome = on_threads(2, "verify", "tiny.toml", "--layouts", "3")
     assert outcome.status != 0
     assert outcome.told == ["ConfigError: --layouts: 'zero2*3' needs 3 ranks, this job has 2"]
 

@@ -56,17 +56,20 @@ class _Parser(argparse.ArgumentParser):
             super()._print_message(message, file)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, comm: Communicator | None = None) -> int:
     """Run a command, and return its exit status.
 
-    Collective over all processes that were started together. Errors that the user can correct become one line on
-    standard error from one rank; any other error ends the job with its traceback.
+    Collective over ``comm``. By default these are all processes that were started together, and they are supervised:
+    errors that the user can correct become one line on standard error from one rank; any other error ends the job with
+    its traceback. With a given ``comm``, whose ranks may be threads, errors are raised instead.
     """
     from mpizero.comm.supervision import guard
 
     accept_all_characters()
     options = build_parser().parse_args(arguments)
-    guard.current().install(keep=True)
+    options.comm = comm
+    if comm is None:
+        guard.current().install(keep=True)
     try:
         with _one_line_errors():
             status: int = options.run(options)
@@ -98,9 +101,9 @@ def _on_first_rank(work: Callable[[argparse.Namespace], int], options: argparse.
     Other ranks return at once, and MPI is not started. Under mpiexec, errors are therefore printed here: the guard
     that otherwise prints them and ends the job would try to reach the other ranks.
     """
-    if launched_rank(os.environ) > 0:
+    if (launched_rank(os.environ) if options.comm is None else options.comm.rank) > 0:
         return int(ExitStatus.OK)
-    if not any(os.environ.get(name) for name in BY_ANY):
+    if options.comm is not None or not any(os.environ.get(name) for name in BY_ANY):
         return work(options)
     try:
         with _one_line_errors():
@@ -124,6 +127,7 @@ def build_parser() -> argparse.ArgumentParser:
         "and saved; 76 hang or mismatch; 78 bad configuration or usage.",
     )
     parser.add_argument("--version", action="version", version=f"mpizero {_version()}")
+    parser.set_defaults(comm=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_train(commands)
     _add_generate(commands)
@@ -237,7 +241,7 @@ def _train(options: argparse.Namespace) -> int:
 def _train_until_stopped(options: argparse.Namespace, signals: StopSignals, started: float) -> int:
     from mpizero.train.config.config_file import read_together
 
-    comm = _world()
+    comm = _world(options)
     document, config = read_together(comm, options.config, options.overrides, {"train.threads": str(_threads())})
 
     from mpizero.train.run.trainer import Preempted, train
@@ -271,7 +275,7 @@ def _generate(options: argparse.Namespace) -> int:
     layout = layout_of(options, strategy=options.strategy)
     from threadpoolctl import threadpool_limits
 
-    comm, threads = _world(), _threads()
+    comm, threads = _world(options), _threads()
     with (
         threadpool_limits(threads),
         named_as_options(),
@@ -312,7 +316,7 @@ def _print_plan(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     from mpizero.train.config.config_file import read_together
 
-    comm = _world()
+    comm = _world(options)
     document, config = read_together(comm, options.config, options.overrides, {"train.threads": str(_threads())})
 
     from mpizero.train.verify.verify_command import verify
@@ -325,7 +329,7 @@ def _doctor(options: argparse.Namespace) -> int:
     from mpizero.train.doctor import examination
 
     try:
-        comm = _launched_world()
+        comm = _launched_world() if options.comm is None else options.comm
     except ConfigError as error:  # ranks that think they are alone: the first one speaks
         findings, rank, size = [examination.alone(error)], launched_rank(os.environ), 1
     else:
@@ -340,7 +344,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    return bench_command.run(options, _world, _threads())
+    return bench_command.run(options, lambda: _world(options), _threads())
 
 
 def _replay(options: argparse.Namespace) -> int:
@@ -354,7 +358,10 @@ def _checkpoint(options: argparse.Namespace) -> int:
 # ------------------------------------------------------------------ surroundings
 
 
-def _world() -> Communicator:
+def _world(options: argparse.Namespace) -> Communicator:
+    """Return the communicator that :func:`main` was given, else one of all processes of the launcher."""
+    if options.comm is not None:
+        return cast("Communicator", options.comm)
     try:
         return _launched_world()
     except ConfigError as error:

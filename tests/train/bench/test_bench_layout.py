@@ -72,9 +72,9 @@ def test_counted_bytes_and_messages_of_every_rank_equal_the_plan(name):
     assert f"{ranks - 1:4} " in report([table])
 
 
-def test_the_command_prints_every_rank_beside_its_plan(mpizero):
+def test_the_command_prints_every_rank_beside_its_plan(on_threads):
     arguments = ["bench", "memory", "--pipeline", "2", "--parameters", "1e5", "--memory", "private", "--steps", "1"]
-    outcome = mpizero(4, *arguments, "--strategy", "zero1", "--json")
+    outcome = on_threads(4, *arguments, "--strategy", "zero1", "--json")
     assert outcome.status == 0, outcome.err
     (table,) = json.loads(outcome.out)["layouts"]
     assert (table["memory"], table["strategy"]) == ("private", "zero1")
@@ -96,8 +96,8 @@ def test_the_command_prints_every_rank_beside_its_plan(mpizero):
         (2, ["--pipeline", "2", "--strategy", "zero4"], "--strategies zero4: zero4 is none of"),
     ],
 )
-def test_a_layout_that_makes_no_sense_is_refused(mpizero, ranks, options, text):
-    outcome = mpizero(ranks, "bench", "memory", *options)
+def test_a_layout_that_makes_no_sense_is_refused(on_threads, ranks, options, text):
+    outcome = on_threads(ranks, "bench", "memory", *options)
     assert outcome.status == ExitStatus.CONFIG
     assert len(outcome.told) == 1, outcome.err
     assert text in outcome.told[0]

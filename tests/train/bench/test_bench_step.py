@@ -253,15 +253,15 @@ def test_what_cannot_be_measured_is_refused(arguments, said):
         bench.StepRequest(*arguments)
 
 
-def test_the_command_prints_tables_and_draws_a_trace(mpizero, round_machine):
-    write_machine(str(mpizero.folder / "machine.json"), round_machine)
+def test_the_command_prints_tables_and_draws_a_trace(on_threads, round_machine):
+    write_machine(str(on_threads.folder / "machine.json"), round_machine)
     options = ("--steps", "1", "--warm-up", "1", "--machine", "machine.json", "--trace", "trace.json", "--json")
-    outcome = mpizero(2, "bench", "step", "tiny.toml", *options)
+    outcome = on_threads(2, "bench", "step", "tiny.toml", *options)
     assert outcome.status == 0, outcome.err
     assert outcome.result["benchmark"] == "step"
     assert {*PHASES} <= {*outcome.result["ranks"][1]["phases"]}
-    assert (mpizero.folder / "trace.json").exists()
-    assert not (mpizero.folder / "run").exists()
-    wrong = mpizero(2, "bench", "step", "tiny.toml", "--machine", "text.txt")
+    assert (on_threads.folder / "trace.json").exists()
+    assert not (on_threads.folder / "run").exists()
+    wrong = on_threads(2, "bench", "step", "tiny.toml", "--machine", "text.txt")
     assert wrong.status == 65
     assert any("text.txt: no machine file" in line for line in wrong.told)

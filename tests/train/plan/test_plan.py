@@ -30,19 +30,19 @@ INTERLEAVED = (
 )
 
 
-def planned(mpizero, ranks, *settings, flags=()):
+def planned(commands, ranks, *settings, flags=()):
     overrides = [part for setting in settings for part in ("--set", setting)]
-    return mpizero(0, "plan", "tiny.toml", "--ranks", str(ranks), *overrides, *flags)
+    return commands(1, "plan", "tiny.toml", "--ranks", str(ranks), *overrides, *flags)
 
 
 @pytest.mark.parametrize(("ranks", "settings"), LAYOUTS)
-def test_a_run_sends_what_was_planned(mpizero, ranks, settings):
-    plan = planned(mpizero, ranks, *settings, flags=["--json"])
+def test_a_run_sends_what_was_planned(on_threads, ranks, settings):
+    plan = planned(on_threads, ranks, *settings, flags=["--json"])
     assert plan.status == 0, plan.err
-    run = mpizero.train(ranks, "train.steps=3", "train.validate_every=0", *settings)
+    run = on_threads.train(ranks, "train.steps=3", "train.validate_every=0", *settings)
     assert run.status == 0, run.err
     figures = plan.result
-    sent = [line["bytes_sent"] for line in mpizero.metrics()]
+    sent = [line["bytes_sent"] for line in on_threads.metrics()]
     assert sent[1:] == [figures["ranks"][0]["bytes_sent"]] * 2
     assert figures["parameter_count"] == run.result["parameter_count"]
     assert figures["axes"] == {axis: run.result["layout"][axis] for axis in figures["axes"]}
@@ -51,8 +51,8 @@ def test_a_run_sends_what_was_planned(mpizero, ranks, settings):
     )
 
 
-def test_memory_is_told_by_part_and_node(mpizero):
-    plan = planned(mpizero, 4, "parallel.strategy=zero1", flags=["--json", "--ranks-per-node", "2"]).result
+def test_memory_is_told_by_part_and_node(on_threads):
+    plan = planned(on_threads, 4, "parallel.strategy=zero1", flags=["--json", "--ranks-per-node", "2"]).result
     parameters = plan["parameter_count"]
     for rank in plan["ranks"]:
         memory = rank["memory"]
@@ -66,15 +66,15 @@ def test_memory_is_told_by_part_and_node(mpizero):
     assert plan["nodes"][0] == {"node": 0, "bytes": private[0] + private[1] + windows, "window_bytes": windows}
 
 
-def test_what_does_not_fit_ends_with_status_1_and_one_line(mpizero):
-    assert planned(mpizero, 2, flags=["--memory-per-node", "1GB"]).status == 0
-    outcome = planned(mpizero, 2, flags=["--memory-per-node", "100kB"])
+def test_what_does_not_fit_ends_with_status_1_and_one_line(on_threads):
+    assert planned(on_threads, 2, flags=["--memory-per-node", "1GB"]).status == 0
+    outcome = planned(on_threads, 2, flags=["--memory-per-node", "100kB"])
     assert outcome.status == 1
     (line,) = outcome.err.splitlines()
     assert line.startswith("mpizero: does not fit: node 0 needs ")
     assert "--memory-per-node allows 100,000" in line
     assert "memory of the fullest rank" in outcome.out
-    found = planned(mpizero, 2, flags=["--memory-per-node", "100KiB"])
+    found = planned(on_threads, 2, flags=["--memory-per-node", "100KiB"])
     assert found.status == 78  # the prefixes are k and Ki
 
 
@@ -89,18 +89,18 @@ def test_what_does_not_fit_ends_with_status_1_and_one_line(mpizero):
         (0, [], "--ranks 0"),
     ],
 )
-def test_what_a_run_would_refuse_the_plan_refuses_alike(mpizero, ranks, settings, named):
-    outcome = planned(mpizero, ranks, *settings)
+def test_what_a_run_would_refuse_the_plan_refuses_alike(on_threads, ranks, settings, named):
+    outcome = planned(on_threads, ranks, *settings)
     assert outcome.status == 78
     (line,) = outcome.told
     assert named in line
     if ranks:
-        assert mpizero.train(ranks, *settings).told == [line]
+        assert on_threads.train(ranks, *settings).told == [line]
 
 
 @pytest.mark.parametrize("flag", [["--ranks-per-node", "0"], ["--memory-per-node", "much"], ["--gflops", "-1"]])
-def test_bad_options_are_named(mpizero, flag):
-    outcome = planned(mpizero, 2, flags=flag)
+def test_bad_options_are_named(on_threads, flag):
+    outcome = planned(on_threads, 2, flags=flag)
     assert outcome.status == 78
     assert flag[0] in outcome.told[0]
 
@@ -145,25 +145,25 @@ def test_nothing_as_large_as_the_model_is_made(mpizero):
         (2, ["parallel.pipeline=2", "parallel.cuts=[1]"], "times the mean work of a stage"),
     ],
 )
-def test_what_is_legal_but_unwise_is_said_with_advice(mpizero, ranks, settings, said):
-    warnings = planned(mpizero, ranks, *settings, flags=["--json"]).result["warnings"]
+def test_what_is_legal_but_unwise_is_said_with_advice(on_threads, ranks, settings, said):
+    warnings = planned(on_threads, ranks, *settings, flags=["--json"]).result["warnings"]
     assert any(said in warning for warning in warnings), warnings
 
 
-def test_tensor_groups_over_nodes_are_advised_another_order(mpizero):
+def test_tensor_groups_over_nodes_are_advised_another_order(on_threads):
     settings = ["parallel.tensor=2", "train.global_batch=8"]
     flags = ["--json", "--ranks-per-node", "2"]
-    crossing = planned(mpizero, 4, *settings, flags=flags).result
+    crossing = planned(on_threads, 4, *settings, flags=flags).result
     (warning,) = crossing["warnings"]
     assert 'parallel.order = "pipeline,data,tensor"' in warning
-    advised = planned(mpizero, 4, *settings, "parallel.order=pipeline,data,tensor", flags=flags).result
+    advised = planned(on_threads, 4, *settings, "parallel.order=pipeline,data,tensor", flags=flags).result
     assert not advised["warnings"]
     assert "tensor" not in advised["ranks"][0]["sent"]
 
 
-def test_a_timetable_is_printed(mpizero):
+def test_a_timetable_is_printed(on_threads):
     settings = ["parallel.pipeline=2", "model.layers=2", "parallel.schedule=zero_bubble"]
-    text = planned(mpizero, 2, *settings, flags=["--timetable"]).out
+    text = planned(on_threads, 2, *settings, flags=["--timetable"]).out
     assert "stage 0 | F0" in text
     assert "bubble" in text
 
@@ -177,3 +177,8 @@ def test_an_mlp_takes_its_width_from_the_data(mpizero):
     assert plan.status == run.status == 0, plan.err + run.err
     assert mpizero.metrics()[-1]["bytes_sent"] == plan.result["ranks"][0]["bytes_sent"]
     assert json.loads(plan.out)["parameter_count"] == 64 * 64 + 64 + 64 * 64 + 64 + 64 * 10 + 10
+
+
+def test_one_of_the_ranks_plans_and_prints(on_threads):
+    alone, three = (on_threads(ranks, "plan", "tiny.toml", "--ranks", "2") for ranks in (1, 3))
+    assert (three.status, three.out) == (0, alone.out)

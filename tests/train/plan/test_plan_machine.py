@@ -10,13 +10,14 @@ from mpizero.planning.machine_file import write_machine
 
 
 @pytest.fixture
-def expected(mpizero, round_machine):
+def expected(on_threads, round_machine):
     """Plan the tiny model on the machine of round figures; return its parts by rank, and the whole plan."""
-    write_machine(str(mpizero.folder / "machine.json"), round_machine)
+    write_machine(str(on_threads.folder / "machine.json"), round_machine)
 
     def run(ranks, *settings, flags=()):
         overrides = [part for setting in settings for part in ("--set", setting)]
-        plan = mpizero(0, "plan", "tiny.toml", "--ranks", str(ranks), *overrides, "--machine", "machine.json", *flags)
+        options = ("--ranks", str(ranks), *overrides, "--machine", "machine.json", *flags)
+        plan = on_threads(1, "plan", "tiny.toml", *options)
         assert plan.status == 0, plan.err
         return plan
 
@@ -107,18 +108,18 @@ def test_what_the_machine_file_does_not_fit_is_said(expected):
     assert "products have 16 rows and 16 features, this training's 16 and 32" in said
 
 
-def test_without_a_machine_no_seconds_are_expected(mpizero):
-    plan = mpizero(0, "plan", "tiny.toml", "--ranks", "2", "--json")
+def test_without_a_machine_no_seconds_are_expected(on_threads):
+    plan = on_threads(1, "plan", "tiny.toml", "--ranks", "2", "--json")
     assert plan.result["expected"] is None
 
 
-def test_a_machine_file_that_cannot_be_used_is_one_line(mpizero):
-    (mpizero.folder / "other.json").write_text(json.dumps({"format": "other"}))
+def test_a_machine_file_that_cannot_be_used_is_one_line(on_threads):
+    (on_threads.folder / "other.json").write_text(json.dumps({"format": "other"}))
     for name, said in (("none.json", "cannot be read"), ("other.json", "no machine file"), ("text.txt", "damaged")):
-        outcome = mpizero(0, "plan", "tiny.toml", "--ranks", "2", "--machine", name)
+        outcome = on_threads(1, "plan", "tiny.toml", "--ranks", "2", "--machine", name)
         assert outcome.status == 65
         (line,) = outcome.told
         assert line.startswith(f"DataError: {name}: ")
         assert said in line
-    both = mpizero(0, "plan", "tiny.toml", "--ranks", "2", "--machine", "machine.json", "--gflops", "3")
+    both = on_threads(1, "plan", "tiny.toml", "--ranks", "2", "--machine", "machine.json", "--gflops", "3")
     assert both.status == 78
