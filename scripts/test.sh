@@ -5,20 +5,22 @@ cd "$(dirname "$0")/.." || exit 1
 . scripts/environment.sh
 
 PARTS=(lint types package serial mpich cuda ptx torch openmpi exactness hybrid torture slurm)
+# They keep one core busy at most, so they run one after the other beside the parts that use all cores.
+BESIDE=(types ptx torch slurm package)
 
 usage() {
-    cat <<'HELP'
+    cat <<HELP
 usage: scripts/test.sh [--quick] [--only PART]... [--help]
 
   lint       ruff check, ruff format --check
   types      mypy --strict on the package
   package    a wheel is built and holds every module
   serial     tests without MPI
-  mpich      tests with MPI on 1, 2, 3, 4 and 8 ranks (MPICH from PyPI, no system package needed)
+  mpich      tests with MPI on 1, 2, 3 and 8 ranks (MPICH from PyPI, no system package needed)
   cuda       the GPU kernels in Numba's CUDA simulator
   ptx        the GPU kernels compiled to machine code by numba-cuda and ptxas, no GPU needed: errors, spills, doubles
   torch      layers, losses, gradients and training compared with PyTorch's (its CPU build); recipes with it and JAX
-  openmpi    tests with MPI on 4 ranks of the system's Open MPI with parallel HDF5
+  openmpi    tests with MPI on 4 ranks of the system's Open MPI with parallel HDF5; of MPICH where that is left out
   exactness  one training on every number of ranks and strategy, kinds of memory in turn: the same bits
   hybrid     one training on every pipeline x data, schedule and ZeRO stage: the same bits; split layers within rounding
   torture    saves killed, refused, damaged, on full disks: a sample of scripts/torture.py
@@ -28,9 +30,10 @@ usage: scripts/test.sh [--quick] [--only PART]... [--help]
   --only PART  this part (may be repeated)
 
 Environment: PYTHON (interpreter, >= 3.11), TEST_VENV (.venv-test), OPENMPI_VENV (.venv-openmpi),
-CUDA_VENV (.venv-cuda), TORCH_VENV (.venv-torch), TEST_LOGS (build/test-logs: the output of all ranks), RANKS ("1 2 3 4 8").
+CUDA_VENV (.venv-cuda), TORCH_VENV (.venv-torch), TEST_LOGS (build/test-logs: the output of all ranks), RANKS ("1 2 3 8").
 Open MPI, parallel HDF5 and Slurm are installed with apt-get when this is run by root and they are missing;
-where they cannot be had, that part is left out and the table says why.
+where they cannot be had, that part is left out and the table says why. These parts keep at most one
+core busy and run beside the others, so that what they print comes at the end: ${BESIDE[*]}.
 HELP
 }
 
@@ -58,7 +61,7 @@ OPENMPI_VENV=${OPENMPI_VENV:-$PWD/.venv-openmpi}
 CUDA_VENV=${CUDA_VENV:-$PWD/.venv-cuda}
 TORCH_VENV=${TORCH_VENV:-$PWD/.venv-torch}
 LOGS=${TEST_LOGS:-$PWD/build/test-logs}
-RANKS=${RANKS:-$($QUICK && echo 2 || echo 1 2 3 4 8)}
+RANKS=${RANKS:-$($QUICK && echo 2 || echo 1 2 3 8)}
 PY=$VENV/bin/python
 mkdir -p "$LOGS"
 # One BLAS thread a rank: other numbers of threads give other bits, and 8 ranks share the cores.
@@ -140,22 +143,28 @@ prepare_openmpi() {
     fi
 }
 
+# start_group COMMAND...: in the background, as a group of processes that all end when this script does.
+GROUPS_STARTED=()
+start_group() {
+    set -m
+    "$@" &
+    set +m
+    GROUPS_STARTED+=(-$!)
+    trap 'kill -- "${GROUPS_STARTED[@]}" 2>/dev/null' EXIT
+}
+
 # start_preparing NAME: compiling h5py takes minutes of one core, downloads wait: start early, wait late.
 declare -A PREPARING=()
 start_preparing() {
-    "prepare_$1" >"$LOGS/$1.state" &
+    start_group "prepare_$1" >"$LOGS/$1.state"
     PREPARING[$1]=$!
-    trap 'kill "${PREPARING[@]}" 2>/dev/null' EXIT
 }
 
 # wait_prepared NAME: whether NAME's environment is there; sets NOTE where it is not.
 wait_prepared() {
-    if [ -n "${PREPARING[$1]:-}" ]; then
-        echo "waiting for the virtual environment: $1"
-        wait "${PREPARING[$1]}"
-        unset "PREPARING[$1]"
-    fi
     local state
+    # Not by `wait`: parts that run beside the others have a shell of their own, which is not the parent.
+    while kill -0 "${PREPARING[$1]}" 2>/dev/null; do sleep 0.5; done
     state=$(cat "$LOGS/$1.state")
     [ "$state" = yes ] && return
     NOTE="left out: ${state:-its virtual environment cannot be made (see $LOGS/$1-venv.log)}"
@@ -247,10 +256,10 @@ sys.exit(f"missing: {sorted(source - packed)}, too many: {sorted(packed - source
 CHECK
 }
 
-# Three at a time, on two cores as well: some of these tests wait for timeouts. More would only make jobs that they start
-# wait for each other, and ranks that wait take time from those that compute.
+# Two at a time, though some of these tests wait for timeouts: other parts run beside. More would only make jobs that they
+# start wait for each other, and ranks that wait take time from those that compute.
 part_serial() {
-    run_pytest serial 1800 -n 3 --dist worksteal --durations=40 -m 'not mpi' tests
+    run_pytest serial 1800 -n 2 --dist worksteal --durations=40 -m 'not mpi' tests
 }
 
 part_mpich() {
@@ -282,19 +291,23 @@ part_torch() {
 }
 
 part_openmpi() {
-    wait_prepared openmpi || return 0
-    run_mpi openmpi 4 mpiexec.openmpi "$OPENMPI_VENV/bin/python"
+    if wait_prepared openmpi; then
+        run_mpi openmpi 4 mpiexec.openmpi "$OPENMPI_VENV/bin/python"
+    else
+        NOTE+='; on 4 ranks of MPICH instead'
+        run_mpi mpich 4 "$VENV/bin/mpiexec" "$PY"
+    fi
 }
 
 part_exactness() {
     local second=()
     wait_prepared openmpi && second=(--second-mpiexec mpiexec.openmpi --second-python "$OPENMPI_VENV/bin/python" --second-ranks 4)
     NOTE=''
-    timeout -k 10 1200 "$PY" scripts/exactness.py --in-turn --steps 10 --mpiexec "$VENV/bin/mpiexec" "${second[@]}"
+    timeout -k 10 1200 "$PY" scripts/exactness.py --in-turn --steps 4 --mpiexec "$VENV/bin/mpiexec" "${second[@]}"
 }
 
 part_hybrid() {
-    timeout -k 10 1200 "$PY" scripts/exactness_hybrid.py --quick --steps 10 --mpiexec "$VENV/bin/mpiexec"
+    timeout -k 10 1200 "$PY" scripts/exactness_hybrid.py --quick --steps 4 --mpiexec "$VENV/bin/mpiexec"
 }
 
 part_torture() {
@@ -314,24 +327,55 @@ part_slurm() {
 
 # ---------------------------------------------------------------------------------------------- the parts in order
 
+chosen() {
+    [[ " ${ONLY[*]} " =~ " "($1)" " ]]
+}
+
+# run_part PART: what it prints goes to a log, too, and its row of the table to a file.
+run_part() {
+    local started=$SECONDS result=ok NOTE=''
+    "part_$1" > >(tee "$LOGS/part-$1") 2>&1 || result=FAILED
+    case $NOTE in "left out"*) [ $result = FAILED ] || result=- ;; esac
+    printf '%-10s %-6s %5d s  %s\n' "$1" "$result" $((SECONDS - started)) "$NOTE" >"$LOGS/row-$1"
+}
+
+run_beside() {
+    local part
+    for part in "${BESIDE[@]}"; do
+        ! chosen "$part" || run_part "$part"
+    done
+}
+
 say "virtual environment: $VENV"
+rm -f "$LOGS"/row-*
 STARTED=$SECONDS
+! chosen 'openmpi|exactness|slurm' || start_preparing openmpi
 ensure_venv "$VENV" install_test || fail "cannot install the test requirements"
-TABLE=$(printf '%-10s %-6s %5d s' setup ok $((SECONDS - STARTED)))
-STATUS=0
-[[ ! " ${ONLY[*]} " =~ " "(openmpi|exactness|slurm)" " ]] || start_preparing openmpi
-[[ ! " ${ONLY[*]} " == *" ptx "* ]] || start_preparing cuda
-[[ ! " ${ONLY[*]} " == *" torch "* ]] || start_preparing torch
+printf '%-10s %-6s %5d s\n' setup ok $((SECONDS - STARTED)) >"$LOGS/row-setup"
+! chosen ptx || start_preparing cuda
+! chosen torch || start_preparing torch
+start_group run_beside >/dev/null
+RUNNING_BESIDE=$!
 for part in "${ONLY[@]}"; do
+    [[ " ${BESIDE[*]} " != *" $part "* ]] || continue
     say "== $part"
-    STARTED=$SECONDS NOTE='' RESULT=ok
-    "part_$part" > >(tee "$LOGS/part-$part") 2>&1 || { RESULT=FAILED && STATUS=1; }
-    case $NOTE in "left out"*) RESULT=- ;; esac
-    TABLE+=$(printf '\n%-10s %-6s %5d s  %s' "$part" "$RESULT" $((SECONDS - STARTED)) "$NOTE")
+    run_part "$part"
 done
-for part in "${ONLY[@]}"; do
-    grep -q "^$part *FAILED" <<<"$TABLE" && say "what failed in $part" && failures "$LOGS/part-$part"
+wait "$RUNNING_BESIDE"
+for part in "${BESIDE[@]}"; do
+    chosen "$part" || continue
+    say "== $part"
+    cat "$LOGS/part-$part"
+done
+
+STATUS=0
+for part in "${ONLY[@]}"; do # again, at the very end: a reader may see no more than that
+    grep -qs " FAILED " "$LOGS/row-$part" && say "what failed in $part" && failures "$LOGS/part-$part"
+    grep -qsE " (ok|-) " "$LOGS/row-$part" || STATUS=1
 done
 say "summary"
-printf '%s\n%-10s %-6s %5d s\n' "$TABLE" total "$([ $STATUS = 0 ] && echo ok || echo FAILED)" $SECONDS
+for part in setup "${ONLY[@]}"; do
+    cat "$LOGS/row-$part"
+done
+printf '%-10s %-6s %5d s\n' total "$([ $STATUS = 0 ] && echo ok || echo FAILED)" $SECONDS
 exit $STATUS
