@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import contextlib
+import io
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -23,23 +27,32 @@ def blocks(page: Path, language: str) -> list[str]:
     return [text for name, text in FENCE.findall(page.read_text(encoding="utf-8")) if name == language]
 
 
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def run(*command: str, folder: Path) -> str:
+    """What a script, or a module after ``-m``, prints, run in this process as the main program with these words."""
+    out, known = io.StringIO(), set(sys.modules)
+    with (
+        mock.patch.dict(os.environ, OMP_NUM_THREADS="1"),
+        mock.patch.object(sys, "argv", [word for word in command if word != "-m"]),
+        mock.patch.object(sys, "path", [str(folder / Path(command[0]).parent), *sys.path]),
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(out),
+    ):
+        try:
+            if command[0] == "-m":
+                runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(command[0], run_name="__main__")
+        except SystemExit as ended:
+            assert not ended.code, f"{' '.join(command)}: {ended.code}"
+    for name in set(sys.modules) - known:  # the parts of this script may have the names of another's
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith((str(folder), str(ROOT / "scripts"))):
+            del sys.modules[name]
+    return out.getvalue()
 
 
 @cache
 def help_of(*command: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *command, "--help"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment(),
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, f"{' '.join(command)} --help: {done.stderr}"
-    return done.stdout
+    return run(*command, "--help", folder=ROOT)
 
 
 def commands(page: Path) -> list[list[str]]:
@@ -55,14 +68,17 @@ RECIPES = ROOT / "docs" / "recipes.md"
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python") and p != RECIPES], ids=lambda p: p.name)
 def test_python_of_the_docs_runs(page, tmp_path):
-    """A page's blocks are one script, in a folder with some text."""
+    """A page's blocks are one script, in a folder with some text; the first page's is also the end of a process."""
     (tmp_path / "corpus").mkdir()
     shutil.copy(ROOT / "README.md", tmp_path / "corpus" / "text.txt")
     (tmp_path / "script.py").write_text("\n".join(blocks(page, "python")), encoding="utf-8")
+    if page != PAGES[0]:
+        run("script.py", folder=tmp_path)
+        return
     done = subprocess.run(
         [sys.executable, "script.py"],
         cwd=tmp_path,
-        env=environment(),
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,
