@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import contextlib
+import dataclasses
 import io
 import os
 import re
@@ -29,7 +29,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 def run(*command: str, folder: Path) -> str:
     """What a script, or a module after ``-m``, prints, run in this process as the main program with these words."""
-    out, known = io.StringIO(), set(sys.modules)
+    out, known, status = io.StringIO(), set(sys.modules), None
     with (
         mock.patch.dict(os.environ, OMP_NUM_THREADS="1"),
         mock.patch.object(sys, "argv", [word for word in command if word != "-m"]),
@@ -43,10 +43,11 @@ def run(*command: str, folder: Path) -> str:
             else:
                 runpy.run_path(command[0], run_name="__main__")
         except SystemExit as ended:
-            assert not ended.code, f"{' '.join(command)}: {ended.code}"
+            status = ended.code
     for name in set(sys.modules) - known:  # the parts of this script may have the names of another's
         if (getattr(sys.modules[name], "__file__", None) or "").startswith((str(folder), str(ROOT / "scripts"))):
             del sys.modules[name]
+    assert not status, f"{' '.join(command)}: {status}"
     return out.getvalue()
 
 
