@@ -13,6 +13,7 @@ import mpizero as mz
 from mpizero.comm import as_communicator
 from mpizero.comm.group import device_p2p, gpu_aware
 from mpizero.kernels import device as devices
+from tests.cuda.in_turn import simulate_in_turn
 
 LAYOUTS = {
     "pipeline": {"pipeline_parallel_size": 2},
@@ -57,10 +58,11 @@ def proven(comm):
 
 if __name__ == "__main__":
     world = as_communicator(MPI.COMM_WORLD)
-    if sys.argv[1] == "probe":
-        said = proven(world)
-    else:
-        said = [trained(MPI.COMM_WORLD, sys.argv[1], directly=directly) for directly in (True, False)]
+    simulate_in_turn()
+    said = {
+        layout: [trained(MPI.COMM_WORLD, layout, directly=directly) for directly in (True, False)] for layout in LAYOUTS
+    }
+    said["probe"] = proven(world)
     everyone = world.allgather_object(said)
     if world.rank == 0:
         print(json.dumps(everyone))

@@ -26,6 +26,8 @@ from mpizero.planning import TrainingPlan
 from mpizero.testing import run_in_threads
 from tests.parallel.parallel_layouts import Blocks
 
+pytestmark = pytest.mark.usefixtures("in_turn")
+
 STRATEGIES = (mz.DDPModel, mz.ZeRO1Model, mz.ZeRO2Model, mz.ZeRO3Model)
 OPTIMIZERS = {"adamw": mz.AdamW(lr=0.01), "lamb": mz.LAMB(lr=0.01)}
 

@@ -22,21 +22,18 @@ from tests.faults.jobs import launchers, run_job
 PROGRAM = Path(__file__).with_name("direct_program.py")
 
 
-@pytest.fixture(params=launchers(), ids=lambda pair: pair[0])
-def said(request, tmp_path):
-    """Run the program on two ranks of MPI; return what each has to say."""
-
-    def run(what):
-        ended = run_job(request.param, tmp_path, ["-m", "mpi4py", PROGRAM, what])
-        assert ended.status == 0, ended.err
-        return json.loads(ended.out.splitlines()[-1])
-
-    return run
+@pytest.fixture(scope="module", params=launchers(), ids=lambda pair: pair[0])
+def said(request, tmp_path_factory):
+    """What each of two ranks of MPI has to say of every layout, and of the probe."""
+    ended = run_job(request.param, tmp_path_factory.mktemp("job"), ["-m", "mpi4py", PROGRAM])
+    assert ended.status == 0, ended.err
+    return json.loads(ended.out.splitlines()[-1])
 
 
 @pytest.mark.parametrize("layout", ["pipeline", "tensor", "context"])
 def test_what_goes_from_gpu_to_gpu_has_the_bits_of_what_goes_through_the_host(layout, said):
-    for (losses, parameters, told, copied), through_host in said(layout):
+    for rank in said:
+        (losses, parameters, told, copied), through_host = rank[layout]
         assert [losses, parameters] == through_host[:2]
         assert "messages go from GPU to GPU" in told
         assert "messages go through the host (direct_messages = false)" in through_host[2]
@@ -45,7 +42,7 @@ def test_what_goes_from_gpu_to_gpu_has_the_bits_of_what_goes_through_the_host(la
 
 
 def test_a_probe_believes_what_arrives_and_tries_nothing_that_mpi_does_not_claim(said):
-    (first, second) = said("probe")
+    (first, second) = (rank["probe"] for rank in said)
     assert first == second
     fine, wrong, unclaimed = first
     assert fine == ""

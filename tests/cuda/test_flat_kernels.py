@@ -12,6 +12,7 @@ if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
     pytest.skip("CUDA kernels run under NUMBA_ENABLE_CUDASIM=1", allow_module_level=True)
 
 from mpizero import kernels
+from mpizero.kernels.cuda.launch import cuda, kernel
 
 DTYPES = (np.float32, np.float64)
 UPDATES = {
@@ -84,6 +85,28 @@ def test_sums_have_the_bits_of_the_canonical_tree(dtype):
         assert gpu == cpu
     gpu, cpu = on_both("reduction", "tree_square_sums", x, starts[:0], stops[:0], np.empty(0))
     assert gpu == cpu
+
+
+def test_threads_that_run_in_turn_stop_at_barriers_and_raise_their_errors(in_turn):
+    @kernel("void(f8[::1])")
+    def rotated(x):
+        kept, i = cuda.shared.array(3, np.float64), cuda.threadIdx.x
+        for _ in range(2):
+            kept[i] = x[i]
+            cuda.syncthreads()
+            x[i] = kept[(i + 1) % 3]
+            if x[i] < 0:
+                raise ValueError("a negative value")
+            cuda.syncthreads()
+
+    x = np.arange(3.0)
+    rotated(x)
+    assert x.tolist() == [2.0, 0.0, 1.0]
+    for bad in range(3):
+        with pytest.raises(ValueError, match=r"tid=\[\d, 0, 0\].*a negative value"):
+            rotated(np.where(np.arange(3) == bad, -1.0, 1.0))
+    rotated(x)
+    assert x.tolist() == [1.0, 2.0, 0.0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

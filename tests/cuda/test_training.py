@@ -6,6 +6,7 @@ Arrays of a simulated GPU do not mix with the host's, so a forgotten copy is an 
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import json
 import os
@@ -31,6 +32,8 @@ from mpizero.kernels.reference import copy as reference
 from mpizero.parallel.placement import placement
 from mpizero.planning import TrainingPlan
 from mpizero.testing import run_in_threads
+
+pytestmark = pytest.mark.usefixtures("in_turn")
 
 VOCABULARY = 5
 
@@ -70,6 +73,11 @@ def trained(device, comm=None, *, place=mz.DDPModel, optimizer=None, batch=None,
         return losses, placed.gather_full_parameters(), placed.predict(x), right
 
 
+@functools.cache
+def one_step_alone():
+    return trained("cuda", steps=1)
+
+
 def close(first, second, rtol):
     for a, b in zip(first[:3], second[:3], strict=True):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol)
@@ -102,7 +110,7 @@ PRIVATE = {"share_node_memory": False}
     ("place", "memory"), [(mz.DDPModel, {}), (mz.ZeRO1Model, PRIVATE), (mz.ZeRO2Model, {}), (mz.ZeRO3Model, PRIVATE)]
 )
 def test_bits_are_those_of_one_rank_for_any_strategy(place, memory):
-    alone = trained("cuda", steps=1)
+    alone = one_step_alone()
     settings = {"minimum_parameter_group_size": 1, **memory}
     for losses, parameters, *_ in run_in_threads(
         2, lambda comm: trained("cuda", comm, place=place, steps=1, **settings)
@@ -113,7 +121,7 @@ def test_bits_are_those_of_one_rank_for_any_strategy(place, memory):
 
 @pytest.mark.parametrize(("schedule", "zero"), [("1f1b", 1), ("zero_bubble", 3)])
 def test_a_pipeline_of_gpus_has_the_bits_of_one(schedule, zero):
-    alone = trained("cuda", steps=1)
+    alone = one_step_alone()
     layout = {"pipeline_parallel_size": 2, "schedule": schedule, "zero_stage": zero, **PRIVATE}
     for found in run_in_threads(2, lambda comm: trained("cuda", comm, place=mz.HybridShardedModel, steps=1, **layout)):
         assert found[0] == alone[0]

@@ -1,0 +1,11 @@
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture
+def in_turn(monkeypatch):
+    """Let the threads of simulated blocks run one after the other, which costs a quarter."""
+    from tests.cuda.in_turn import simulate_in_turn  # not where numba has no simulator
+
+    simulate_in_turn(monkeypatch.setattr)
