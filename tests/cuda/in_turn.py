@@ -1,6 +1,6 @@
 """The threads of a simulated block, one after the other: a training is thousands of kernels.
 
-Numba's simulator asks all the time whether the threads of a block have come to a barrier, which costs more than they do.
+Numba's simulator asks all the time whether the threads of a block have come to a barrier: that costs more than they do.
 Here each runs to its next barrier or its end while all others wait, in one order and at the next barrier in the other.
 The tests of single kernels have numba's own threads, which interrupt each other anywhere.
 """
