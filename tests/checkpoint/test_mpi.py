@@ -35,7 +35,7 @@ def digest(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_all_ranks_save_any_number_of_them_loads(world, folder, state, backend):
     state.save(folder / "c", world, backend)
-    for readers in range(1, world.size + 1):
+    for readers in [n for n in range(1, world.size + 1) if n <= 3 or n >= world.size - 1]:
         with world.split(int(world.rank >= readers)) as group:
             if world.rank < readers:
                 assert state.loads(folder / "c", group)
@@ -108,7 +108,9 @@ def test_training_s_own_messages_pass_between_begin_and_commit_of_an_mpi4py_comm
 def test_bytes_are_the_same_on_every_rank(world, state):
     image = checkpoint.to_bytes(state.pieces(world.rank, world.size), state.attributes, world)
     assert len(set(world.allgather_object(hashlib.sha256(image).hexdigest()))) == 1
-    assert image == checkpoint.to_bytes(state.whole(), state.attributes, "self")
+    if world.rank == 0:
+        assert image == checkpoint.to_bytes(state.whole(), state.attributes, "self")
+    world.barrier()
 
 
 def test_an_mpi4py_communicator_is_taken_as_it_is(world, folder, small):

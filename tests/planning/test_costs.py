@@ -26,7 +26,7 @@ from mpizero.planning.planned_grid import PlannedRanks
 from mpizero.testing import parallel_assert, run_in_threads
 from mpizero.types import EVALUATE, Array
 from tests.parallel.models import MEMORIES
-from tests.parallel.parallel_layouts import VIRTUAL, Blocks, Trap, gpt, mlp, points, texts
+from tests.parallel.parallel_layouts import VIRTUAL, Blocks, Trap, gpt, mlp, of_first, points, texts
 from tests.traced import traced_peak
 
 #: The parts of memory that the library's own allocator counts.
@@ -169,8 +169,9 @@ def check_on_threads(job: Job, ranks: int) -> None:
 
 
 def check_on_mpi(job: Job, world: Communicator) -> None:
+    plan = of_first(world, lambda: planned(job, world.size).by_rank)
     with world.split(0) as comm:
-        difference = wrong(planned(job, comm.size).by_rank[comm.rank], measured(job, comm))
+        difference = wrong(plan[comm.rank], measured(job, comm))
     parallel_assert(world, not difference, f"{job} {difference}")
 
 
@@ -225,12 +226,13 @@ def spreads(ranks: int) -> list[Job]:
                 if chunks > 6:
                     continue
                 turn = len(found)
+                grains = batches(max(2, ranks // (tensor * context)))[turn % 5]  # of split layers each is many messages
                 way = {"pipeline": pipeline, "tensor": tensor, "context": context, "schedule": schedule}
                 way["virtual_stages"] = VIRTUAL[schedule]
                 heads = {"heads": 24, "dim": 24} if tensor > 2 else {}
                 found.append(
                     job(
-                        {"config": MEMORIES[turn % 3]}, batches(ranks)[turn % 5], OPTIMIZERS[(turn // 2) % 3],
+                        {"config": MEMORIES[turn % 3]}, grains, OPTIMIZERS[(turn // 2) % 3],
                         zero=(turn + ranks) % 4, parallel_layout=way, model=lambda h=heads: gpt(**h),
                     )
                 )  # fmt: skip
@@ -417,14 +419,15 @@ def test_the_most_that_a_step_takes_is_planned_within_5_percent(world: Any, sile
     large = {"dim": 64, "heads": 4, "sequence": 64, "vocabulary": 128}
     data = lambda count, batch: texts(count, batch, vocabulary=128, length=64)  # noqa: E731
     for number, way in enumerate(WAYS):
-        if world.size == 8 and number % 2:
-            continue
+        if (world.size == 8 and number % 4) or (world.size == 4 and not number % 2):
+            continue  # few ranks have done them all
         if world.size % (way.get("pipeline", 1) * way.get("tensor", 1) * way.get("context", 1)):
             continue
         settings = {"dropout": 0.1 * (number % 2), "activation_checkpointing": number % 3 == 2}
         each = Job(1, way, batch=32, data=data, config={"micro_batch": 4}, model=lambda s=settings: gpt(**large, **s))
+        by_rank = of_first(world, lambda job=each: planned(job, world.size).by_rank)
         with world.split(0) as comm:
-            plan = planned(each, comm.size).by_rank[comm.rank].memory
+            plan = by_rank[comm.rank].memory
             wanted = sum(plan[part].mine for part in PARTS[PARTS.index("activations") :] if part in plan)
             found, bound = traced(each, comm), 0.05 * wanted + 2**16
             if not all(world.allgather_object(abs(found - wanted) <= bound)):  # a table of the interpreter has grown
