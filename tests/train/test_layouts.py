@@ -6,10 +6,6 @@ Most of it runs on ranks that are threads; ``scripts/exactness_hybrid.py`` train
 from __future__ import annotations
 
 import json
-import os
-import re
-import signal
-import time
 
 import pytest
 
@@ -122,23 +118,6 @@ def test_a_multi_layer_perceptron_is_cut_into_stages(on_threads):
     uneven = on_threads(3, "train", "digits.toml", "--set", "parallel.tensor=3")  # of 32 and 16 features
     assert uneven.status == 0, uneven.err
     assert uneven.result["loss"] == pytest.approx(alone.result["loss"], rel=1e-5)
-
-
-def test_a_signal_to_one_stage_saves_the_same_step_on_all_and_one_process_goes_on(mpizero, on_threads):
-    endless = ["--set", "train.steps=100000", "--set", "checkpoint.every=0", "--set", "parallel.pipeline=2"]
-    process = mpizero.start(2, "train", "tiny.toml", *endless)
-    run, deadline = mpizero.folder / "run", time.monotonic() + 120
-    while not (run / "metrics.jsonl").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    owner = re.match(r"process (\d+) on ", (run / ".lock").read_text())
-    os.kill(int(owner[1]), signal.SIGUSR1)
-    outcome = mpizero.finish(process)
-    assert outcome.status == ExitStatus.PREEMPTED, outcome.err
-    done = mpizero.metrics()[-1]["step"]
-    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step_{done:08d}"]
-    resumed = on_threads.train(1, f"train.steps={done + 1}", flags=["--resume"])
-    assert resumed.status == 0, resumed.err
-    assert resumed.result["steps"] == done + 1
 
 
 @pytest.mark.parametrize(("ranks", "options"), [(2, []), (4, ["--pipeline", "2", "--strategy", "zero1"])])

@@ -158,11 +158,11 @@ def test_what_cannot_be_is_said_before_training(on_threads, settings, text):
     assert not (on_threads.folder / "run").exists()
 
 
-def test_a_back_end_that_is_not_installed_is_missed_before_training(mpizero):
+def test_a_back_end_that_is_not_installed_is_missed_before_training(mpizero, on_threads):
     if h5py.get_config().mpi:
         assert mpizero.train(2, "train.steps=2", 'checkpoint.backend="mpio"').status == 0
         return
-    outcome = mpizero.train(2, 'checkpoint.backend="mpio"')
+    outcome = on_threads.train(2, 'checkpoint.backend="mpio"')
     assert outcome.status == ExitStatus.CONFIG
     assert 'use backend="direct"' in outcome.err
     assert not list((mpizero.folder / "run" / "checkpoints").iterdir())

@@ -129,9 +129,12 @@ def test_a_second_run_in_the_same_folder_moves_the_first_aside(on_threads):
     assert first.result["parameters_sha256"] != second.result["parameters_sha256"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_signal_to_one_rank_saves_the_same_step_on_all_and_the_run_can_go_on(mpizero, on_threads, number):
-    process = mpizero.start(2, "train", "tiny.toml", "--set", "train.steps=100000", "--set", "checkpoint.every=0")
+@pytest.mark.parametrize(("number", "stages"), [(signal.SIGUSR1, 2), (signal.SIGTERM, 1)])
+def test_a_signal_to_one_rank_or_stage_saves_the_same_step_on_all_and_one_process_goes_on(
+    mpizero, on_threads, number, stages
+):
+    endless = ("train.steps=100000", "checkpoint.every=0", f"parallel.pipeline={stages}")
+    process = mpizero.start(2, "train", "tiny.toml", *(word for setting in endless for word in ("--set", setting)))
     run, deadline = mpizero.folder / "run", time.monotonic() + 120
     while not (run / "metrics.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
