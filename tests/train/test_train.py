@@ -54,6 +54,7 @@ def test_any_number_of_ranks_and_strategy_computes_the_same(trained, mpizero, on
     assert outcome.status == 0, outcome.err
     assert outcome.result["parameters_sha256"] == trained[1].result["parameters_sha256"]
     assert (outcome.result["ranks"], outcome.result["strategy"]) == (ranks, strategy)
+    assert len(outcome.out.splitlines()) == 1
     alone, together = trained[0].metrics(), mpizero.metrics()
     for key in ("loss", "validation_loss"):
         assert [line.get(key) for line in alone] == [line.get(key) for line in together]
