@@ -18,7 +18,7 @@ if not launchers():
 
 @pytest.mark.parametrize("launcher", launchers(), ids=lambda pair: pair[0])
 def test_ranks_train_under_a_limit_that_one_process_exceeds_with_the_same_bits(launcher):
-    size = ["--width", "512", "--layers", "24", "--samples", "16", "--steps", "2", "--ranks", "3", "--limit-mb", "80"]
+    size = ["--width", "384", "--layers", "24", "--samples", "8", "--steps", "2", "--ranks", "2", "--limit-mb", "50"]
     command = [sys.executable, SCRIPT, *size, "--launcher", " ".join(launcher)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=3 * LIMIT, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
