@@ -1,4 +1,4 @@
-"""A node with little shared memory, as a container's 64 MB or less: whoever does not fit keeps its own copy, and trains on."""
+"""A node with little shared memory, as a container has: whoever does not fit keeps its own copy, and trains on."""
 
 from __future__ import annotations
 
