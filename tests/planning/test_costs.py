@@ -26,7 +26,8 @@ from mpizero.planning.planned_grid import PlannedRanks
 from mpizero.testing import parallel_assert, run_in_threads
 from mpizero.types import EVALUATE, Array
 from tests.parallel.models import MEMORIES
-from tests.parallel.parallel_layouts import VIRTUAL, Blocks, Trap, gpt, mlp, of_first, points, texts
+from tests.parallel.parallel_layouts import VIRTUAL, Blocks, Trap, mlp, of_first, points, texts
+from tests.parallel.parallel_layouts import gpt as larger_gpt
 from tests.traced import traced_peak
 
 #: The parts of memory that the library's own allocator counts.
@@ -43,6 +44,11 @@ TAGS = {
     "gather": "parameters",
 }
 POINT_TO_POINT = "point to point"
+
+
+def gpt(**changes: Any) -> Any:
+    """Four blocks, of which two alike."""
+    return larger_gpt(**{"layers": 2, **changes})
 
 
 class Job(NamedTuple):
@@ -229,11 +235,11 @@ def spreads(ranks: int) -> list[Job]:
                 grains = batches(max(2, ranks // (tensor * context)))[turn % 5]  # of split layers each is many messages
                 way = {"pipeline": pipeline, "tensor": tensor, "context": context, "schedule": schedule}
                 way["virtual_stages"] = VIRTUAL[schedule]
-                heads = {"heads": 24, "dim": 24} if tensor > 2 else {}
+                model = {"layers": max(2, chunks - 2), **({"heads": 24, "dim": 24} if tensor > 2 else {})}
                 found.append(
                     job(
                         {"config": MEMORIES[turn % 3]}, grains, OPTIMIZERS[(turn // 2) % 3],
-                        zero=(turn + ranks) % 4, parallel_layout=way, model=lambda h=heads: gpt(**h),
+                        zero=(turn + ranks) % 4, parallel_layout=way, model=lambda m=model: gpt(**m),
                     )
                 )  # fmt: skip
     return found
@@ -244,7 +250,8 @@ def spreads(ranks: int) -> list[Job]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_replicas_hold_and_send_what_was_planned(ranks: int) -> None:
-    for each in replicas(ranks):
+    jobs = replicas(ranks)  # on many ranks fewer, of every strategy and every memory
+    for each in {4: jobs[::2], 8: [jobs[3 * zero + zero % 3] for zero in range(4)]}.get(ranks, jobs):
         check_on_threads(each, ranks)
 
 
@@ -263,7 +270,7 @@ def test_ranks_of_a_real_job_hold_and_send_what_was_planned(world: Any) -> None:
 
 @pytest.mark.parametrize("zero", range(4))
 def test_two_by_two_by_two_holds_and_sends_what_was_planned(zero: int) -> None:
-    for memory in MEMORIES:
+    for memory in (MEMORIES[zero % 3], MEMORIES[(zero + 1) % 3]):
         way = {"pipeline": 2, "tensor": 2}
         check_on_threads(job({"config": memory}, zero=zero, parallel_layout=way, batch=9, config={"micro_batch": 2}), 8)
 
@@ -313,28 +320,31 @@ MODELS: dict[str, dict[str, Any]] = {
     "fp16": {"config": {"gradient_compression": "fp16"}},
     "int8": {"config": {"gradient_compression": "int8"}},
     "topk": {"config": {"gradient_compression": "topk:0.05"}},
-    "large units": {"config": {"minimum_parameter_group_size": 3000}},
+    "large units": {"model": larger_gpt, "config": {"minimum_parameter_group_size": 3000}},
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kind_of_model_holds_and_sends_what_was_planned(name: str) -> None:
     for zero in range(4):
-        check_on_threads(job({"config": MEMORIES[1]}, MODELS[name], zero=zero, batch=7), 3)
-        check_on_threads(
-            job(MODELS[name], zero=zero, batch=7, parallel_layout={"pipeline": 2}, config=MEMORIES[zero % 3]), 4
-        )
+        if (zero + list(MODELS).index(name)) % 2:
+            check_on_threads(job({"config": MEMORIES[1]}, MODELS[name], zero=zero, batch=7), 3)
+        else:
+            check_on_threads(
+                job(MODELS[name], zero=zero, batch=7, parallel_layout={"pipeline": 2}, config=MEMORIES[zero % 3]), 4
+            )
     if name not in ("MLP", "user's layer"):
         check_on_threads(job(MODELS[name], batch=7, parallel_layout={"tensor": 2}, config=MEMORIES[1]), 4)
 
 
 def test_messages_of_many_pieces_are_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exact, "EXCHANGE_ELEMENTS", 64)
+    short = {"model": lambda: gpt(layers=1), "batch": 10}
     for zero in range(4):
-        check_on_threads(job(zero=zero, batch=10, config=MEMORIES[1]), 3)
-        check_on_threads(job(zero=zero, batch=10, config=MEMORIES[2]), 4)
+        check_on_threads(job(short, zero=zero, config=MEMORIES[1]), 3)
+        check_on_threads(job(short, zero=zero, config=MEMORIES[2]), 4)
     for zero in (0, 2):
-        check_on_threads(job(zero=zero, batch=10, config={"gradient_compression": "int8", **MEMORIES[1]}), 3)
+        check_on_threads(job(short, zero=zero, config={"gradient_compression": "int8", **MEMORIES[1]}), 3)
 
 
 def test_messages_of_a_given_bucket_are_counted_one_by_one() -> None:
