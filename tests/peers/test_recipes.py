@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
+import os
 import re
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from tests.faults.jobs import launchers, run_job
+from tests.faults.jobs import ENVIRONMENT, launchers, run_job
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 #: What needs no other framework runs in one job, one after the other.
@@ -39,13 +44,14 @@ ALONE = sorted({path.stem for path in EXAMPLES.glob("*.py")}.difference(TOGETHER
 def test_a_recipe_leaves_the_same_bits_on_one_rank_and_on_three(names, tmp_path):
     for name in names:
         prepare(name, tmp_path)
+    paths, out = [str(EXAMPLES / f"{name}.py") for name in names], io.StringIO()
+    with mock.patch.dict(os.environ, ENVIRONMENT), contextlib.chdir(tmp_path), contextlib.redirect_stdout(out):
+        for path in paths:  # the one rank is this process
+            runpy.run_path(path, run_name="__main__")
     in_turn = "import runpy, sys; [runpy.run_path(path, run_name='__main__') for path in sys.argv[1:]]"
-    command = ["-c", in_turn, *(EXAMPLES / f"{name}.py" for name in names)]
-    said = {}
-    for ranks in (1, 3):
-        ended = run_job(launchers()[0], tmp_path, command, ranks, limit=120)
-        assert ended.status == 0, ended.err
-        said[ranks] = re.findall(r"^(.*, [0-9a-f]{16}) on (\d+) ranks$", ended.out, re.MULTILINE)
-        assert len(said[ranks]) == len(names), ended.out
-    assert said[1] == [(result, "1") for result, _ in said[3]]
-    assert {ranks for _, ranks in said[3]} == {"3"}
+    ended = run_job(launchers()[0], tmp_path, ["-c", in_turn, *paths], 3, limit=120)
+    assert ended.status == 0, ended.err
+    pattern = re.compile(r"^(.*, [0-9a-f]{16}) on (\d+) ranks$", re.MULTILINE)
+    alone, together = pattern.findall(out.getvalue()), pattern.findall(ended.out)
+    assert alone == [(result, "1") for result, _ in together]
+    assert [ranks for _, ranks in together] == ["3"] * len(names)
