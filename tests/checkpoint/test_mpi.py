@@ -42,13 +42,13 @@ def test_what_all_ranks_save_any_number_of_them_loads(world, folder, state, back
         world.barrier()
 
 
-@pytest.mark.parametrize("writers", [1, 2, 3])
-def test_what_fewer_ranks_saved_all_ranks_load(world, folder, state, writers):
-    with world.split(int(world.rank >= writers)) as group:
-        if world.rank < writers:
-            state.save(folder / "c", group)
-    world.barrier()
-    assert state.loads(folder / "c", world)
+def test_what_fewer_ranks_saved_all_ranks_load(world, folder, state):
+    for writers in range(1, world.size) if world.size <= 3 else (1, 1 + world.size // 4):
+        with world.split(int(world.rank >= writers)) as group:
+            if world.rank < writers:
+                state.save(folder / str(writers), group)
+        world.barrier()
+        assert state.loads(folder / str(writers), world), writers
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -61,8 +61,8 @@ def test_files_do_not_depend_on_ranks_nor_back_end(world, folder, state, backend
     world.barrier()
 
 
-@pytest.mark.parametrize("alignment", [64, 4096])
-def test_files_do_not_depend_on_whether_the_save_waits(world, folder, state, alignment):
+def test_files_do_not_depend_on_whether_the_save_waits(world, folder, state):
+    alignment = (64, 4096)[world.size % 3 % 2]
     arrays = state.pieces(world.rank, world.size)
     begun = [checkpoint.begin(folder / "begun", arrays, state.attributes, world, alignment=alignment)]
     for backend in BACKENDS:

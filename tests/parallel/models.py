@@ -30,9 +30,9 @@ PRIVATE: dict[str, Any] = {"share_node_memory": False}
 def layouts(size: int) -> list[tuple[str, dict[str, Any]]]:
     """Pairs of strategy and memory: all occur in jobs of 1, 2, 3, 4 and 8 ranks together, each strategy in each job.
 
-    On two and three ranks each strategy shares memory and does not; in other jobs it has one kind of memory.
+    On two ranks each strategy shares memory and does not; in larger jobs most have one kind of memory.
     """
-    kinds = {1: ("0", "1", "2", "0"), 2: ("01",) * 4, 3: ("01", "02") * 2, 4: ("1", "2", "2", "0")}
+    kinds = {1: ("0", "1", "2", "0"), 2: ("01",) * 4, 3: ("01", "2", "0", "02"), 4: ("1", "2", "2", "0")}
     chosen = zip(STRATEGIES, kinds.get(size, ("2", "0", "1", "2")), strict=True)
     return [(strategy, MEMORIES[int(kind)]) for strategy, digits in chosen for kind in digits]
 

@@ -29,7 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def trained(case: str, strategy: str, comm: Any, sizes: list[int] | None = None, **memory: Any) -> tuple[str, float]:
-    """Train four steps on 11 samples (or the case's) and return the hash of the parameters and the last loss."""
+    """Train three steps on 11 samples (or the case's) and return the hash of the parameters and the last loss."""
     settings = {"samples": 11, "micro_batch": 1, "model": {}, "loss_scale": None, **CASES[case]}
     x, y = tokens(settings.pop("samples"))
     model, optimizer = gpt(**settings.pop("model")), settings.pop("optimizer")()
@@ -41,7 +41,7 @@ def trained(case: str, strategy: str, comm: Any, sizes: list[int] | None = None,
         with sharded:
             if loss_scale is not None:
                 sharded.engine.bind(optimizer, loss_scale)
-            for _ in range(4):
+            for _ in range(3):
                 loss = sharded.train(*part(comm, x, y, sizes))
             return sharded.parameters_sha256(), loss
 
@@ -65,7 +65,8 @@ def test_every_strategy_and_memory_has_the_bits_of_one_process(world: Any) -> No
 
 @pytest.mark.mpi
 def test_every_optimizer_and_option_has_the_bits_of_one_process(world: Any) -> None:
-    for number, case in list(enumerate(CASES))[world.size % 2 if world.size <= 3 else world.size // 4 % 3 :: 2]:
+    first, every = (world.size % 2, 2) if world.size <= 3 else (world.size // 4, 3)
+    for number, case in list(enumerate(CASES))[first::every]:
         strategy, memory = PLACES[(5 * number + 3 * world.size) % len(PLACES)]
         assert trained(case, strategy, world, **memory) == known(world, serial, case), (case, strategy, memory)
 
@@ -75,7 +76,7 @@ def test_batches_of_any_sizes_have_the_bits_of_one_batch(world: Any) -> None:
     sizes = [0] * world.size
     for sample in range(11):  # most of them on the last rank, none on rank 1 where there is one
         sizes[-1 if sample % 3 else 0] += 1
-    for strategy in STRATEGIES if world.size <= 3 else STRATEGIES[world.size // 4 % 2 :: 2]:
+    for strategy in STRATEGIES[world.size % 5 % 2 :: 2]:
         assert trained("adamw", strategy, world, sizes) == known(world, serial, "adamw"), strategy
 
 
@@ -124,7 +125,7 @@ def test_batches_that_shrink_and_grow_have_the_bits_of_one_process(world: Any, p
 
     def shrunk_and_grown(comm: Any, strategy: str, **memory: Any) -> str:
         model, _ = place(gpt(layers=1), mz.AdamW(lr=1e-2), strategy, comm, micro_batch=1, **memory)
-        for samples in (16, 3, 2, 16, 5):
+        for samples in (16, 3, 2, 11):
             model.train(*part(comm, *tokens(samples, samples)))
         return str(model.parameters_sha256())
 

@@ -86,10 +86,11 @@ def test_what_was_sent_and_what_is_kept_add_up_to_all_gradients(kind: str, n: in
 
 @pytest.mark.mpi
 def test_nothing_is_lost_between_processes(world: Any) -> None:
-    for kind in KINDS:
-        for strategy in STRATEGIES:
-            found = lost(strategy, world, kind, PRIVATE)
-            parallel_assert(world, found < 1e-5, f"{strategy} {kind}: {found}")
+    """Each strategy with one kind, with the other one on another number of ranks."""
+    for number, strategy in enumerate(STRATEGIES):
+        kind = KINDS[(number + world.size // 3) % 2]
+        found = lost(strategy, world, kind, PRIVATE)
+        parallel_assert(world, found < 1e-5, f"{strategy} {kind}: {found}")
 
 
 @pytest.mark.parametrize("kind", ["bf16", *KINDS])

@@ -179,17 +179,21 @@ def on_threads(body: Callable[[Any, Spread], None], spread: Spread) -> None:
     run_in_threads(spread.size, lambda comm: body(comm, spread))
 
 
-def on_mpi(body: Callable[[Any, Spread], None], world: Any) -> None:
-    for spread in SPREADS:
-        if spread.size == world.size:
-            body(world, spread)
+def on_mpi(body: Callable[..., None], world: Any, *more: Sequence[Any]) -> None:
+    """Call the body for every spread of so many ranks, with one of each of ``more`` in turn."""
+    mine = [spread for spread in SPREADS if spread.size == world.size]
+    for number, spread in enumerate(mine):
+        body(world, spread, *([each[(number + world.size) % len(each)]] for each in more))
 
 
 # ---------------------------------------------------------------------- one vector
 
 
-def has_start_values(comm: Any, spread: Spread) -> None:
-    for model in (gpt(), gpt("float64", tied=False), mz.nn.MLP(5, [7, 6, 4], 3)):
+MODELS = (gpt(), gpt("float64", tied=False), mz.nn.MLP(5, [7, 6, 4], 3))
+
+
+def has_start_values(comm: Any, spread: Spread, models: Sequence[Any] = MODELS) -> None:
+    for model in models:
         engine = place(comm, model, spread)
         whole, expected = engine.whole, start_vector(model)
         parallel_assert(comm, whole.parameter_count == expected.size)
@@ -212,7 +216,7 @@ def test_however_it_is_spread_a_model_starts_with_the_values_of_one_process(spre
 
 @pytest.mark.mpi
 def test_on_mpi_ranks_too_a_model_starts_with_the_values_of_one_process(world: Any) -> None:
-    on_mpi(has_start_values, world)
+    on_mpi(has_start_values, world, MODELS)
 
 
 def holds_what_was_set(comm: Any, spread: Spread) -> None:
