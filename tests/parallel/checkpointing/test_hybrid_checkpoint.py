@@ -18,7 +18,7 @@ from tests.parallel.models import PRIVATE, gpt, part, tokens
 from tests.parallel.parallel_layouts import of_first
 
 SCALE = mz.DynamicLossScale(initial=2.0**8, interval=3)
-STEPS = 10
+STEPS = 4  # the loss scale grows in the first and in the last
 
 
 class Layout(NamedTuple):
@@ -166,8 +166,10 @@ def test_layouts_that_split_layers_save_the_same_arrays_within_rounding(name: st
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_loads_every_other_and_goes_on_with_the_same_bits(name: str) -> None:
-    images = {writer: saved(writer) for writer in LAYOUTS if writer != name}
+def test_every_layout_loads_what_others_have_saved_and_goes_on_with_the_same_bits(name: str) -> None:
+    """A third of all pairs: exact layouts save the same, and everyone's file is loaded by exact and by other ones."""
+    number = list(LAYOUTS).index(name)
+    images = {writer: saved(writer) for i, writer in enumerate(LAYOUTS) if writer != name and (i + number) % 3 == 0}
     expected = uninterrupted(STEPS)
     run_in_threads(LAYOUTS[name].size, lambda comm: loads(comm, name, images, expected))
 

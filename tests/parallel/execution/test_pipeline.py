@@ -108,6 +108,8 @@ def test_every_schedule_with_every_zero_stage_has_the_bits_of_one_process(zero: 
 def test_every_option_on_threads_has_the_bits_of_one_process(name: str) -> None:
     number = list(CASES).index(name)
     for offset, (size, stages) in enumerate(((2, 2), (3, 3), (4, 2))):
+        if offset == number % 3:  # two of them
+            continue
         schedule = SCHEDULES[(number + offset) % len(SCHEDULES)]
         same_on_threads(size, name, Way(stages, zero=(number + 3 * offset) % 4, schedule=schedule))
 

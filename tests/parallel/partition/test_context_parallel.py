@@ -30,8 +30,8 @@ from tests.parallel.partition.test_tensor_parallel import same_within_rounding
 
 F64 = {"dtype": "float64", "layers": 2}
 CASES = {
-    "dropout": Case(lambda: gpt(**F64), batches=texts(3, 9)),
-    "no dropout": Case(lambda: gpt(dropout=0.0, **F64), lambda: mz.SGD(lr=0.1, momentum=0.9), texts(3, 8)),
+    "dropout": Case(lambda: gpt(**F64), batches=texts(2, 9)),
+    "no dropout": Case(lambda: gpt(dropout=0.0, **F64), lambda: mz.SGD(lr=0.1, momentum=0.9), texts(2, 8)),
     "untied": Case(lambda: gpt(tied=False, **F64), batches=texts(2, 8)),
     "LAMB, clipping": Case(lambda: gpt(**F64), lambda: mz.LAMB(lr=1e-2), texts(2, 8), config={"clip": 0.2}),
     "checkpointing, accumulate": Case(
@@ -94,8 +94,9 @@ def test_beside_cut_sequences_neither_stages_nor_replicas_nor_schedules_change_a
             (2, Way(context=2)),
             (4, Way(context=2)),
             (4, Way(2, context=2, schedule="zero_bubble_v")),
-            (8, Way(4, context=2, schedule="gpipe")),
-            (8, Way(2, context=2, more={"order": "context,pipeline,tensor,data"})),
+            (8, Way(4, context=2, schedule="gpipe"))
+            if zero % 2
+            else (8, Way(2, context=2, more={"order": "context,pipeline,tensor,data"})),
         ):
             used = way._replace(zero=zero)
             results = run_in_threads(size, lambda comm, w=used: trained(case, comm, w, **MEMORIES[1]))
