@@ -76,7 +76,7 @@ def after_a_failure(comm: Any, strategy: str, what: str, memory: dict[str, Any])
     """The hash of a training in which a layer of rank 0's samples raises once; where ``what`` is "", none does."""
     ((x, y),) = texts(1, 6)
     switch = {"what": what, "first": 0} if what else {}
-    model, _ = sharded(strategy, comm, with_traps(gpt(), {"blocks.1": switch}), micro_batch=2, **memory)
+    model, _ = sharded(strategy, comm, with_traps(gpt(layers=2), {"blocks.1": switch}), micro_batch=2, **memory)
     with model:
         if switch:
             with pytest.raises((ArithmeticError, MpizeroError), match="trap in"):
@@ -195,7 +195,7 @@ def test_what_blocks_have_finished_travels_while_the_others_compute() -> None:
 @pytest.mark.parametrize("memory", MEMORIES[1:])
 def test_between_steps_that_sum_behind_computing_all_is_as_in_one_process(memory: dict[str, Any]) -> None:
     for how in ("predict", "evaluate", "gradients", "apply", "integrity", "clone"):
-        expected = looked(None, "ddp", {}, how)
+        expected = looked_alone("ddp", how)
         for found in run_in_threads(4, lambda comm, h=how: looked(comm, "ddp", {**memory, "bucket_mb": FINE}, h)):
             for seen, wanted in zip(found, expected, strict=True):
                 np.testing.assert_array_equal(seen, wanted, err_msg=how)
@@ -297,7 +297,7 @@ BATCHES = (9, 2, 5)
 
 def looked(comm: Any, strategy: str, memory: dict[str, Any], how: str) -> list[Any]:
     """What is seen after each of some steps, and the hash at the end."""
-    model, _ = sharded(strategy, comm, gpt(), micro_batch=2, **memory)
+    model, _ = sharded(strategy, comm, gpt(layers=2), micro_batch=2, **memory)
     found = []
     with model:
         for number, samples in enumerate(BATCHES):
@@ -307,6 +307,11 @@ def looked(comm: Any, strategy: str, memory: dict[str, Any], how: str) -> list[A
             if number != 1:
                 found.append(look(model, how, *(mine if how in ("evaluate", "gradients", "apply") else (x, y))))
         return [*found, model.parameters_sha256()]
+
+
+@cache
+def looked_alone(strategy: str, how: str) -> list[Any]:
+    return looked(None, strategy, {}, how)
 
 
 @pytest.fixture
@@ -345,7 +350,7 @@ import numpy as np
 from mpi4py import MPI
 import mpizero as mz
 config = mz.ShardingConfig(comm=MPI.COMM_WORLD, {memory})
-model = mz.ZeRO1Model(mz.nn.MLP(64, (2000, 2000), 3), config)
+model = mz.ZeRO1Model(mz.nn.MLP(64, (1000, 1000), 3), config)
 x = np.ones((4, 64), np.float32)
 for _ in range(2):
     model.train(x, np.zeros(4, np.int64))

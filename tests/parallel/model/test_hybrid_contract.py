@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +12,13 @@ import mpizero as mz
 from mpizero.data import ArraySource
 from mpizero.testing import parallel_assert, run_in_threads
 from tests.parallel.models import part
-from tests.parallel.parallel_layouts import Case, Way, alone, gpt, mlp, of_first, placed, points, texts
+from tests.parallel.parallel_layouts import Case, Way, alone, mlp, of_first, placed, points, texts
+from tests.parallel.parallel_layouts import gpt as larger_gpt
+
+
+def gpt(**changes: Any) -> Any:
+    """As many blocks as two stages have chunks."""
+    return larger_gpt(layers=2, **changes)
 
 
 class Job(NamedTuple):
@@ -120,31 +127,56 @@ def test_a_grid_describes_itself_as_a_table() -> None:
 # ---------------------------------------------------------------------- prediction
 
 
-def predicts(job: Job, comm: Any) -> None:
-    case = Case(gpt, batches=[(X, Y)])
-    single, _ = alone(case)
-    model, _ = placed_as(job, case, comm)
-    with single, model:
-        for _ in range(2):  # before and after a step: receives are posted ahead in the second round
-            rows = slice(2 * model.batch_group.rank, 2 * model.batch_group.rank + 2)  # each replica asks for its own
-            job.same(model.predict(X[rows]), single.predict(X[rows]))
-            job.same(model.predict(X[:3, :5]), single.predict(X[:3, :5]))
-            found, expected = model.evaluate(*part(model.batch_group, X, Y)), single.evaluate(X, Y)
-            job.same(found[0], expected[0])
-            assert found[1:] == expected[1:]
+class Predicted(NamedTuple):
+    """What one process predicts for the samples of each replica and for short ones, its metrics and its loss."""
+
+    rows: list[Any]
+    short: Any
+    metrics: Any
+    loss: float
+
+
+@cache
+def predicted_alone() -> list[Predicted]:
+    """Before and after a step."""
+    single, _ = alone(Case(gpt))
+    with single:
+        return [
+            Predicted(
+                [single.predict(X[2 * replica : 2 * replica + 2]) for replica in range(2)],
+                single.predict(X[:3, :5]),
+                single.evaluate(X, Y),
+                single.train(X, Y),
+            )
+            for _ in range(2)
+        ]
+
+
+def predicts(job: Job, comm: Any, rounds: list[Predicted]) -> None:
+    model, _ = placed_as(job, Case(gpt), comm)
+    with model:
+        for expected in rounds:  # receives are posted ahead in the second round
+            replica = model.batch_group.rank  # each asks for its own
+            job.same(model.predict(X[2 * replica : 2 * replica + 2]), expected.rows[replica])
+            job.same(model.predict(X[:3, :5]), expected.short)
+            found = model.evaluate(*part(model.batch_group, X, Y))
+            job.same(found[0], expected.metrics[0])
+            assert found[1:] == expected.metrics[1:]
             sizes = [0] * (model.batch_group.size - 1) + [10]
-            job.same(model.evaluate(*part(model.batch_group, X, Y, sizes))[0], expected[0])
-            job.same(model.train(*part(model.batch_group, X, Y)), single.train(X, Y))
+            job.same(model.evaluate(*part(model.batch_group, X, Y, sizes))[0], expected.metrics[0])
+            job.same(model.train(*part(model.batch_group, X, Y)), expected.loss)
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_every_rank_gets_the_prediction_and_the_metrics_of_one_process(name: str) -> None:
-    on_threads(name, predicts)
+    expected = predicted_alone()
+    on_threads(name, lambda job, comm: predicts(job, comm, expected))
 
 
 @pytest.mark.mpi
 def test_over_mpi_too_every_rank_gets_the_prediction_and_the_metrics_of_one_process(world: Any) -> None:
-    for_all_jobs(world, predicts)
+    expected = of_first(world, predicted_alone)
+    for_all_jobs(world, lambda job, comm: predicts(job, comm, expected))
 
 
 def test_replicas_predict_different_numbers_of_samples() -> None:
@@ -174,17 +206,41 @@ def _held(spec: Any, values: Any) -> Any:
     return values.reshape(-1)
 
 
-def gradients_by_hand(job: Job, comm: Any, auto: bool) -> None:
-    case = Case(lambda: gpt(dropout=0.0), batches=[(X, Y)])
-    single, plain = alone(case)
-    model, optimizer = placed_as(job, case, comm, auto_sync_gradients=auto)
-    with single, model:
+class Step(NamedTuple):
+    """Gradients by name, their weight and loss, and the loss and the parameters of the step made of them."""
+
+    named: dict[str, Any]
+    weight: float
+    loss: float
+    step_loss: float
+    parameters: Any
+
+
+@cache
+def by_hand_alone() -> tuple[list[Step], Any, Any]:
+    """Two steps of one process, and the parameters after gradients were applied and after one more step."""
+    single, plain = alone(Case(lambda: gpt(dropout=0.0)))
+    taken = []
+    with single:
         for _ in range(2):
-            wanted = single.compute_gradients(X, Y)
+            found = single.compute_gradients(X, Y)
             named = {
-                e.spec.name: wanted.values[e.span.start : e.span.stop].reshape(e.spec.shape)
+                e.spec.name: found.values[e.span.start : e.span.stop].reshape(e.spec.shape).copy()
                 for e in single.layout.parameters
             }
+            plain.step()
+            taken.append(Step(named, found.weight, found.loss, single.last_step.loss, single.get_parameters().copy()))
+        single.apply_gradients(single.compute_gradients(X, Y), 0.1)
+        applied = single.get_parameters().copy()
+        single.train(X, Y)
+        return taken, applied, single.get_parameters().copy()
+
+
+def gradients_by_hand(job: Job, comm: Any, auto: bool, expected: tuple[list[Step], Any, Any]) -> None:
+    model, optimizer = placed_as(job, Case(lambda: gpt(dropout=0.0)), comm, auto_sync_gradients=auto)
+    taken, applied, trained = expected
+    with model:
+        for wanted in taken:
             before = model.get_parameters()
             found = model.compute_gradients(*part(model.batch_group, X, Y))
             parallel_assert(comm, np.array_equal(model.get_parameters(), before), "parameters have changed")
@@ -192,18 +248,16 @@ def gradients_by_hand(job: Job, comm: Any, auto: bool) -> None:
             job.same(found.loss, wanted.loss)
             whole = model.synchronize_gradients()
             assert whole.synchronized
-            mine = local_part(model.engine, named)
+            mine = local_part(model.engine, wanted.named)
             owned = np.concatenate([mine[:0], *(mine[span.start : span.stop] for span in model.owned)])
             job.same(whole.values, owned if job.way.zero >= 2 else mine)
             optimizer.step()
-            plain.step()
-            job.same(model.last_step.loss, single.last_step.loss)
-            job.same(model.get_parameters(), single.get_parameters())
+            job.same(model.last_step.loss, wanted.step_loss)
+            job.same(model.get_parameters(), wanted.parameters)
         found = model.compute_gradients(*part(model.batch_group, X, Y))
         found = found if auto else model.synchronize_gradients()
         model.apply_gradients(found, 0.1)
-        single.apply_gradients(single.compute_gradients(X, Y), 0.1)
-        job.same(model.get_parameters(), single.get_parameters())
+        job.same(model.get_parameters(), applied)
         with pytest.raises(RuntimeError, match="no gradient waits for it"):
             model.synchronize_gradients()
         if not auto:
@@ -211,23 +265,25 @@ def gradients_by_hand(job: Job, comm: Any, auto: bool) -> None:
             model.train(*part(model.batch_group, X, Y))
             assert model.parameters_sha256() == before  # nothing is updated before the step
             optimizer.step()
-            single.train(X, Y)
-            job.same(model.get_parameters(), single.get_parameters())
+            job.same(model.get_parameters(), trained)
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_gradients_by_hand_make_the_step_of_one_process(name: str) -> None:
-    on_threads(name, lambda job, comm: gradients_by_hand(job, comm, auto=True))
+    expected = by_hand_alone()
+    on_threads(name, lambda job, comm: gradients_by_hand(job, comm, True, expected))
 
 
 @pytest.mark.parametrize("name", ["pp 3", "V 2 x dp 2", "tp 2", "2 x 2 x 2"])
 def test_gradients_that_are_synchronized_by_hand_make_it_too(name: str) -> None:
-    on_threads(name, lambda job, comm: gradients_by_hand(job, comm, auto=False))
+    expected = by_hand_alone()
+    on_threads(name, lambda job, comm: gradients_by_hand(job, comm, False, expected))
 
 
 @pytest.mark.mpi(min_size=2)
 def test_over_mpi_too_gradients_by_hand_make_the_step_of_one_process(world: Any) -> None:
-    for_all_jobs(world, lambda job, comm: gradients_by_hand(job, comm, job.way.zero % 2 == 0))
+    expected = of_first(world, by_hand_alone)
+    for_all_jobs(world, lambda job, comm: gradients_by_hand(job, comm, job.way.zero % 2 == 0, expected))
 
 
 def test_another_loss_may_take_the_place_of_the_models_own() -> None:
