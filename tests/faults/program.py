@@ -148,7 +148,7 @@ def train_with_sums_on_their_way():
     import mpizero as mz  # what starts a fault before MPI must not wait for this
 
     config = mz.ShardingConfig(comm=COMM, micro_batch=1, share_node_memory=False)
-    network = mz.nn.GPT(dim=32, layers=4, heads=2, sequence=16, vocabulary=32)
+    network = mz.nn.GPT(dim=32, layers=2, heads=2, sequence=16, vocabulary=32)
     model = mz.distribute(network, mz.AdamW(lr=1e-3), strategy="zero2", config=config)
     reducer = model.engine.reducer
     finish = reducer.finish

@@ -65,11 +65,11 @@ def in_use(path):
     ("fault", "ranks", "victim"),
     [
         ("raise_before_mpi", 2, 1),
-        ("raise_in_setup", 4, 2),
+        ("raise_in_setup", 3, 2),
         ("raise", 2, 0),
-        ("raise", 4, 3),
+        ("raise", 3, 2),
         ("chain", 2, 1),
-        ("thread", 4, 0),
+        ("thread", 3, 0),
         ("atexit", 2, 1),
     ],
 )
@@ -95,13 +95,13 @@ def test_the_runner_of_mpi4py_changes_nothing(job):
     assert ended.said[-1].endswith("ValueError: planted")
 
 
-@pytest.mark.parametrize(("fault", "ranks"), [("kill", 2), ("segfault", 4)])
+@pytest.mark.parametrize(("fault", "ranks"), [("kill", 2), ("segfault", 3)])
 def test_a_killed_rank_ends_all_and_the_survivors_add_no_traceback(job, fault, ranks):
     ended = job(fault, ranks)
     check_failed(ended, tracebacks=0)
 
 
-@pytest.mark.parametrize(("fault", "ranks", "tracebacks"), [("raise", 4, 1), ("kill", 4, 0), ("exit_0", 2, 0)])
+@pytest.mark.parametrize(("fault", "ranks", "tracebacks"), [("raise", 3, 1), ("kill", 3, 0), ("exit_0", 2, 0)])
 def test_sums_that_are_on_their_way_keep_no_rank_from_ending(job, fault, ranks, tracebacks):
     ended = job(f"{fault}_amid_sums", ranks)
     check_failed(ended, tracebacks)
@@ -110,7 +110,7 @@ def test_sums_that_are_on_their_way_keep_no_rank_from_ending(job, fault, ranks, 
 
 
 def test_an_interrupt_of_one_rank_ends_all(job):
-    ended = job("interrupt", ranks=4, victim=2)
+    ended = job("interrupt", ranks=3, victim=2)
     check_failed(ended, tracebacks=1)
     assert ended.said[-1] == ended.said[0].partition("]")[0] + "] KeyboardInterrupt"
 
@@ -125,7 +125,7 @@ def test_an_interrupt_of_the_launcher_ends_all(job):
 # ---------------------------------------------------------------------------------------------- leaving early
 
 
-@pytest.mark.parametrize(("fault", "ranks", "victim"), [("exit_0", 2, 1), ("exit_0", 4, 0), ("exit_3", 2, 1)])
+@pytest.mark.parametrize(("fault", "ranks", "victim"), [("exit_0", 2, 1), ("exit_0", 3, 0), ("exit_3", 2, 1)])
 def test_a_rank_that_leaves_early_ends_all_and_says_who_waits_where(job, fault, ranks, victim):
     ended = job(fault, ranks, victim)
     check_failed(ended, tracebacks=0)
@@ -173,7 +173,7 @@ def test_some_ranks_may_end_while_others_still_work_together(job):
 # ---------------------------------------------------------------------------------------------- all ranks at once
 
 
-@pytest.mark.parametrize(("fault", "ranks"), [("config_error_everywhere", 4), ("config_error_before_communicator", 2)])
+@pytest.mark.parametrize(("fault", "ranks"), [("config_error_everywhere", 3), ("config_error_before_communicator", 2)])
 def test_bad_input_is_one_line_for_the_job_and_its_own_exit_status(job, fault, ranks):
     ended = job(fault, ranks)
     check_failed(ended, tracebacks=0)
@@ -188,7 +188,7 @@ def test_bad_input_is_one_line_for_the_job_and_its_own_exit_status(job, fault, r
 
 def test_bad_input_keeps_its_traceback_where_the_user_asks_for_it(job, monkeypatch):
     monkeypatch.setenv("MPIZERO_TRACEBACK", "1")
-    ended = job("config_error_everywhere", 4)
+    ended = job("config_error_everywhere", 3)
     check_failed(ended, tracebacks=1)
     assert ended.status == 78
 
@@ -201,7 +201,7 @@ def test_bad_input_is_one_line_under_the_runner_of_mpi4py(job):
 
 
 def test_bad_input_of_one_rank_ends_all_with_its_line_and_status(job):
-    ended = job("data_error", ranks=4, victim=2)
+    ended = job("data_error", ranks=3, victim=2)
     check_failed(ended, tracebacks=0)
     assert ended.status == 65
     lines = [re.sub(r"^\[rank .*?\] |\d+(?= in )", "", line) for line in ended.said]
@@ -209,20 +209,20 @@ def test_bad_input_of_one_rank_ends_all_with_its_line_and_status(job):
 
 
 def test_bad_input_in_an_agreed_section_is_one_line(job):
-    ended = job("agreed_data_error", ranks=4, victim=2)
+    ended = job("agreed_data_error", ranks=3, victim=2)
     check_failed(ended, tracebacks=0)
     assert ended.status == 65
     assert re.fullmatch(r"DataError: planted \(program.py:\d+ in fail_together\)", *ended.said)
 
 
 def test_an_error_in_an_agreed_section_has_the_traceback_of_the_rank_that_raised(job):
-    ended = job("agreed_error", ranks=4, victim=2)
+    ended = job("agreed_error", ranks=3, victim=2)
     check_failed(ended, tracebacks=1)
-    assert all(line.startswith("[rank 2/4 ") for line in ended.said)
+    assert all(line.startswith("[rank 2/3 ") for line in ended.said)
 
 
 def test_a_bug_on_all_ranks_has_one_traceback(job):
-    check_failed(job("bug_everywhere", ranks=4), tracebacks=1)
+    check_failed(job("bug_everywhere", ranks=3), tracebacks=1)
 
 
 def test_ranks_of_other_nodes_let_the_first_one_speak(job):
@@ -234,7 +234,7 @@ def test_ranks_of_other_nodes_let_the_first_one_speak(job):
 # ---------------------------------------------------------------------------------------------- stuck
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_a_stuck_collective_names_the_missing_rank_and_every_line(job, ranks):
     ended = job("sleep", ranks)
     check_failed(ended, tracebacks=0)
@@ -254,7 +254,7 @@ def test_a_common_folder_shows_the_lines_of_other_nodes(job):
     assert re.search(r"rank 1: at work at program.py:\d+ in <lambda>", report)
 
 
-@pytest.mark.parametrize(("fault", "ranks"), [("stop", 4), ("lock", 2)])
+@pytest.mark.parametrize(("fault", "ranks"), [("stop", 3), ("lock", 2)])
 def test_a_rank_that_cannot_run_python_is_reported_silent(job, fault, ranks):
     ended = job(fault, ranks)
     check_failed(ended, tracebacks=0)
