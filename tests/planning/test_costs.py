@@ -434,7 +434,9 @@ def test_the_most_that_a_step_takes_is_planned_within_5_percent(world: Any, sile
         if world.size % (way.get("pipeline", 1) * way.get("tensor", 1) * way.get("context", 1)):
             continue
         settings = {"dropout": 0.1 * (number % 2), "activation_checkpointing": number % 3 == 2}
-        each = Job(1, way, batch=32, data=data, config={"micro_batch": 4}, model=lambda s=settings: gpt(**large, **s))
+        each = Job(
+            1, way, batch=32, data=data, config={"micro_batch": 4}, model=lambda s=settings: larger_gpt(**large, **s)
+        )
         by_rank = of_first(world, lambda job=each: planned(job, world.size).by_rank)
         with world.split(0) as comm:
             plan = by_rank[comm.rank].memory
