@@ -175,8 +175,8 @@ def test_steps_that_do_not_compare_are_tried_again() -> None:
 def test_tuning_changes_no_bit_and_all_ranks_settle_on_one_size(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = tuple(4 * size for size in SMALL)
     monkeypatch.setattr(bucket_tuner, "SIZES", sizes)
-    monkeypatch.setattr(bucket_tuner, "ROUNDS", 2)
-    steps = WARM + 2 * len(sizes) + 1
+    monkeypatch.setattr(bucket_tuner, "ROUNDS", 1)
+    steps = WARM + len(sizes) + 1
     plain, _, _ = of_first(world, lambda: trained(None, "ddp", steps))
     cases = list(zip(STRATEGIES, (*MEMORIES[1:], *MEMORIES[1:]), strict=True))
     for strategy, memory in cases[int(world.size in (3, 8)) :: 2]:

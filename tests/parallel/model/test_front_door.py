@@ -336,7 +336,7 @@ def test_wrong_uses_are_told_on_all_ranks_and_the_next_model_is_made(name: str) 
 @pytest.mark.mpi
 def test_a_model_that_refuses_its_optimizer_leaves_nothing_behind(world: Communicator) -> None:
     with config_of(world) as config:
-        for _ in range(3):
+        for _ in range(2):
             with pytest.raises(ConfigError, match="nothing"):
                 mz.ZeRO3Model(mlp(), config, optimizer=mz.SGD(groups=[mz.ParameterGroup("nothing*", lr_scale=2.0)]))
         with mz.ZeRO3Model(mlp(), config, optimizer=mz.SGD(lr=0.1)) as model:
