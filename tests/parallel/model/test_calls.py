@@ -116,8 +116,9 @@ def check_odd_one(make: Callable[[Any], Any], call: str, usual: str, folder: Pat
 
 @pytest.mark.parametrize("call", [name for name in CALLS if name != "train"])
 def test_who_calls_something_else_than_the_others_is_told_with_both_lines(call: str, tmp_path: Path) -> None:
-    for strategy, memory in [("zero2", {}), ("zero3", {"share_node_memory": False})]:
-        check_odd_one(lambda comm, s=strategy, m=memory: prepared(s, comm, **m), call, "train", tmp_path)
+    turn = list(CALLS).index(call) % 2  # some calls on every strategy: see below
+    strategy, memory = (("zero2", {}), ("zero3", {"share_node_memory": False}))[turn]
+    check_odd_one(lambda comm: prepared(strategy, comm, **memory), call, "train", tmp_path)
 
 
 @pytest.mark.parametrize("memory", [{}, {"share_node_memory": False}, {"ranks_per_node": 1}, {"ranks_per_node": 2}])
