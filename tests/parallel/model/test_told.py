@@ -268,11 +268,11 @@ def gathered(comm: Any, strategy: str, **more: Any) -> Any:
         assert {name: a.shape for name, a in named.items()} == {n: a.shape for n, a in model.named_parameters().items()}
         assert np.concatenate([a.reshape(-1) for a in named.values()]).tobytes() == gradient.values.tobytes()
         model.apply_gradients(gradient, 0.5)
-        wanted = mz_difference(gradient, model)
-        return gradient.values.tobytes(), gradient.loss, gradient.weight, model.parameters_sha256(), wanted
+        assert comm is not None or follows(gradient, model)  # all others have the same hash
+        return gradient.values.tobytes(), gradient.loss, gradient.weight, model.parameters_sha256()
 
 
-def mz_difference(gradient: Any, model: Any) -> bool:
+def follows(gradient: Any, model: Any) -> bool:
     """Whether the parameters are the start values less half of the gradient."""
     start = model.with_parameters(model.get_parameters() + model.engine.dtype.type(0.5) * gradient.values)
     with start:
@@ -283,7 +283,6 @@ def mz_difference(gradient: Any, model: Any) -> bool:
 def test_a_gathered_gradient_has_the_same_bits_on_all_ranks_under_every_strategy(world: Any) -> None:
     """Of a black box or a model of blocks: each layout has one of them, the other on other numbers of ranks."""
     expected = [gathered(None, "ddp", black_box=black_box) for black_box in (False, True)]
-    assert all(each[-1] for each in expected)
     for number, (strategy, memory) in enumerate(layouts(world.size)):
         kind = (number + number // 2 + world.size // 3) % 2
         assert gathered(world, strategy, black_box=bool(kind), **memory) == expected[kind], (strategy, memory)

@@ -89,7 +89,8 @@ def test_over_mpi_too_split_layers_learn_what_whole_layers_learn(world: Any) -> 
         )
         if tensor:
             way, memory = Way(tensor=tensor, zero=number % 4), MEMORIES[(number + world.size) % 3]
-            found = [trained(CASES[name], world, way, **memory) for _ in range(2 if number == 0 else 1)]
+            times = 2 if number == 0 and world.size <= 4 else 1
+            found = [trained(CASES[name], world, way, **memory) for _ in range(times)]
             expected = of_first(world, lambda name=name: trained_alone(CASES[name]))
             parallel_assert(world, found[0] == found[-1], f"{name}, {way}: other bits the second time")
             parallel_assert(world, same_within_rounding(found[0], expected), f"{name}, {way}: {found[0]} {expected}")
