@@ -40,18 +40,17 @@ def trained(comm: Any, strategy: str, steps: int = 2, layers: int = 2, **setting
 # ---------------------------------------------------------------------- a given size
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_smaller_buckets_are_more_messages_of_the_same_bits(strategy: str) -> None:
-    for memory in MEMORIES[1:]:
-        found = [
-            run_in_threads(4, lambda c, s=size, m=memory: trained(c, strategy, layers=1, bucket_mb=s, **m))
-            for size in SMALL
-        ]
-        plain = run_in_threads(4, lambda c, m=memory: trained(c, strategy, layers=1, **m))
-        assert len({sha256 for ranks in (*found, plain) for sha256, *_ in ranks}) == 1
-        for smallest, middle, largest, default in zip(*found, plain, strict=True):
-            assert smallest[1] > middle[1] > largest[1] >= default[1]
-            assert [row[2] for row in (smallest, middle, largest)] == list(SMALL)
+@pytest.mark.parametrize(("strategy", "memory"), zip(STRATEGIES, (*MEMORIES[1:], *MEMORIES[:0:-1]), strict=True))
+def test_smaller_buckets_are_more_messages_of_the_same_bits(strategy: str, memory: dict[str, Any]) -> None:
+    """Rows (DDP, ZeRO-1) and waves (ZeRO-2, ZeRO-3) with each kind of memory that sends messages."""
+    found = [
+        run_in_threads(4, lambda c, s=size: trained(c, strategy, layers=1, bucket_mb=s, **memory)) for size in SMALL
+    ]
+    plain = run_in_threads(4, lambda c: trained(c, strategy, layers=1, **memory))
+    assert len({sha256 for ranks in (*found, plain) for sha256, *_ in ranks}) == 1
+    for smallest, middle, largest, default in zip(*found, plain, strict=True):
+        assert smallest[1] > middle[1] > largest[1] >= default[1]
+        assert [row[2] for row in (smallest, middle, largest)] == list(SMALL)
 
 
 def test_where_nothing_travels_there_is_no_bucket() -> None:
