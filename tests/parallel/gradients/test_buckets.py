@@ -40,7 +40,7 @@ def trained(comm: Any, strategy: str, steps: int = 2, layers: int = 2, **setting
 # ---------------------------------------------------------------------- a given size
 
 
-@pytest.mark.parametrize(("strategy", "memory"), zip(STRATEGIES, (*MEMORIES[1:], *MEMORIES[:0:-1]), strict=True))
+@pytest.mark.parametrize(("strategy", "memory"), [*zip(STRATEGIES, (*MEMORIES[1:], *MEMORIES[:0:-1]), strict=True)])
 def test_smaller_buckets_are_more_messages_of_the_same_bits(strategy: str, memory: dict[str, Any]) -> None:
     """Rows (DDP, ZeRO-1) and waves (ZeRO-2, ZeRO-3) with each kind of memory that sends messages."""
     found = [
