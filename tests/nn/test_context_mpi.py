@@ -18,6 +18,7 @@ from mpizero.nn import (
 )
 from mpizero.testing import parallel_assert
 from mpizero.types import Run
+from tests.parallel.parallel_layouts import of_first
 
 pytestmark = pytest.mark.mpi
 TRAINING = Run(training=True, seed=3, step=5, first_sample=11)
@@ -37,7 +38,7 @@ def check(world, length, dtype, tolerance):
     x, y = np.random.default_rng(length).integers(0, 11, (2, 3, length))
     group = CommunicatorGroup(world)
     part, batch = context_model(model, group), cut_batch(x, y, group)
-    loss, gradients, logits = world.broadcast_object(unsplit(model, named, x, y) if world.rank == 0 else None)
+    loss, gradients, logits = of_first(world, lambda: unsplit(model, named, x, y))
     runs = [loss_and_gradients(part, named, batch, TRAINING) for _ in range(2)]
     wrong = [name for name in named if runs[0][2][name].tobytes() != runs[1][2][name].tobytes()]
     parallel_assert(world, not wrong, f"other bits in the second run: {wrong}")
