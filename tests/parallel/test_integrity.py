@@ -166,11 +166,15 @@ def test_nothing_is_found_where_nothing_happened_and_the_bits_are_the_same(world
     for strategy, memory, every in (unchecked, *checked):
         model, optimizer = sharded(strategy, world, gpt(layers=1), micro_batch=1, check_every=every, **memory)
         with model:
+            earlier = optimizer.state_dict()
             for step in range(4):
                 model.train(*part(world, x, y))
-                if step == 1:  # changes on purpose are none by themselves
-                    model.set_parameters(model.get_parameters())
-                    optimizer.load_state_dict(optimizer.state_dict())
+                if step == 0:  # one change a step: new parameters would hide a changed state
+                    model.set_parameters(2 * model.get_parameters())
+                elif step == 1:
+                    optimizer.load_state_dict(earlier)
+                elif step == 2:
+                    optimizer.reset()
             model.check_integrity()
             hashes.append(model.parameters_sha256())
     assert len(set(hashes)) == 1
