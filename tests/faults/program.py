@@ -118,6 +118,7 @@ def leave_while_the_others_compute():
 
 
 def go_on_after_an_error_in_a_thread_of_the_program():
+    time.sleep(0.3 * COMM.rank)  # Python writes a report in pieces, between which come those of another rank
     threading.Thread(target=raise_error, name="host's").start()
     time.sleep(0.5)
     COMM.barrier()
