@@ -5,8 +5,8 @@ cd "$(dirname "$0")/.." || exit 1
 . scripts/environment.sh
 
 PARTS=(lint types package serial mpich cuda ptx torch openmpi exactness hybrid torture slurm)
-# They keep one core busy at most, so they run one after the other beside the parts that use all cores.
-BESIDE=(types ptx torch slurm package)
+# They wait or keep one core busy, so they run one after the other beside the parts that use all cores.
+BESIDE=(types ptx torch slurm package torture)
 
 usage() {
     cat <<HELP
@@ -32,8 +32,8 @@ usage: scripts/test.sh [--quick] [--only PART]... [--help]
 Environment: PYTHON (interpreter, >= 3.11), TEST_VENV (.venv-test), OPENMPI_VENV (.venv-openmpi),
 CUDA_VENV (.venv-cuda), TORCH_VENV (.venv-torch), TEST_LOGS (build/test-logs: the output of all ranks), RANKS ("1 2 3 8").
 Open MPI, parallel HDF5 and Slurm are installed with apt-get when this is run by root and they are missing;
-where they cannot be had, that part is left out and the table says why. These parts keep at most one
-core busy and run beside the others, so that what they print comes at the end: ${BESIDE[*]}.
+where they cannot be had, that part is left out and the table says why. These parts wait or keep one core busy, so they
+run beside the others, and what they print comes at the end: ${BESIDE[*]}.
 HELP
 }
 
@@ -256,10 +256,10 @@ sys.exit(f"missing: {sorted(source - packed)}, too many: {sorted(packed - source
 CHECK
 }
 
-# Two at a time, though some of these tests wait for timeouts: other parts run beside. More would only make jobs that they
-# start wait for each other, and ranks that wait take time from those that compute.
+# Three at a time, on two cores as well: some of these tests wait for timeouts. More would only make jobs that they start
+# wait for each other, and ranks that wait take time from those that compute.
 part_serial() {
-    run_pytest serial 1800 -n 2 --dist worksteal --durations=40 -m 'not mpi' tests
+    run_pytest serial 1800 -n 3 --dist worksteal --durations=40 -m 'not mpi' tests
 }
 
 part_mpich() {
