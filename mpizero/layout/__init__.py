@@ -12,6 +12,7 @@ from mpizero.layout.simulate import Costs, Simulation, TimedInstruction, bubble_
 from mpizero.layout.stages import balanced_chunks, balanced_cuts, check_parts, explicit_cuts
 from mpizero.layout.tree import (
     FoldPlan,
+    FoldStep,
     Program,
     RowsPlan,
     TreeNode,
@@ -34,6 +35,7 @@ __all__ = [
     "TimedInstruction",
     "FlatLayout",
     "FoldPlan",
+    "FoldStep",
     "Grains",
     "Instruction",
     "TreeNode",

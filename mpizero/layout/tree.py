@@ -83,16 +83,16 @@ def merge(held: Iterable[tuple[TreeNode, Program]], total: int) -> tuple[tuple[T
 
 
 class FoldStep(NamedTuple):
-    """Describe one step of a :class:`FoldPlan`: a rank computes a grain, then adds rows.
+    """Describe one step of a :class:`FoldPlan`: a rank computes a grain, then adds its gradient to a held sum.
 
     A row is an array that holds a gradient or a partial sum. The gradient of grain number ``grain`` is written to row
-    number ``row``. Then, for each pair (target, source) of ``additions`` in order, row ``source`` is added to row
-    ``target``.
+    number ``row``, or to no row if that is None. Then it is added to row ``targets[0]``, the sum to row ``targets[1]``
+    and so on.
     """
 
     grain: int
-    row: int
-    additions: tuple[tuple[int, int], ...]
+    row: int | None
+    targets: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -115,23 +115,33 @@ class FoldPlan:
     held: tuple[tuple[TreeNode, int], ...]
     rows: int
 
+    @property
+    def uses_scratch(self) -> bool:
+        """Tell whether the gradient of some grain is written to no row."""
+        return any(fold.row is None for fold in self.folds)
 
-def fold_plan(start: int, stop: int, total: int) -> FoldPlan:
-    """Plan how one rank sums the gradients of grains ``start:stop`` of ``total`` while it computes them in order."""
+
+def fold_plan(start: int, stop: int, total: int, *, limit: int | None = None) -> FoldPlan:
+    """Plan how one rank sums the gradients of grains ``start:stop`` of ``total`` while it computes them in order.
+
+    If ``limit`` is given, a gradient that is added to a row as soon as it is computed has no row unless one of the
+    first ``limit`` rows is free: it can be written part by part to a scratch array, from which each part is added to
+    the row before the next one is written. All other gradients have a row, whatever the limit.
+    """
     stack: list[tuple[TreeNode, int]] = []
     folds: list[FoldStep] = []
     used = 0
     for grain in range(start, stop):
         taken = {row for _, row in stack}
-        row = next(r for r in range(len(taken) + 1) if r not in taken)
-        used = max(used, row + 1)
-        node, target, additions = _climb(TreeNode(0, grain), total), row, []
+        node, targets = _climb(TreeNode(0, grain), total), list[int]()
         while node.position % 2 and stack and stack[-1][0] == TreeNode(node.level, node.position - 1):
-            _, left = stack.pop()
-            additions.append((left, target))
-            node, target = _climb(TreeNode(node.level + 1, node.position // 2), total), left
-        stack.append((node, target))
-        folds.append(FoldStep(grain, row, tuple(additions)))
+            targets.append(stack.pop()[1])
+            node = _climb(TreeNode(node.level + 1, node.position // 2), total)
+        row = next(r for r in range(len(taken) + 1) if r not in taken)
+        held = not targets or limit is None or row < limit
+        used = max(used, row + 1 if held else 0)
+        folds.append(FoldStep(grain, row if held else None, tuple(targets)))
+        stack.append((node, [row, *targets][-1]))
     return FoldPlan(tuple(folds), tuple(stack), used)
 
 
@@ -300,13 +310,18 @@ class RowsPlan:
     arrivals: int
 
 
-def rows_plan(assigned: Sequence[range], groups: Sequence[int], total: int) -> RowsPlan:
+def rows_plan(assigned: Sequence[range], groups: Sequence[int], total: int, *, scratch: bool = False) -> RowsPlan:
     """Plan the sum of ``total`` grains where worker w computes and sums the grains ``assigned[w]``.
 
     ``groups[i]`` is the number of workers of group i: of node i, say. The workers of a group have consecutive numbers.
+    With ``scratch``, :func:`fold_plan` leaves out all rows that it can.
     """
-    folds = tuple(fold_plan(grains.start, grains.stop, total) for grains in assigned)
-    rows = max([1, *(plan.rows for plan in folds)])
+
+    def planned(limit: int | None) -> tuple[FoldPlan, ...]:
+        return tuple(fold_plan(grains.start, grains.stop, total, limit=limit) for grains in assigned)
+
+    rows = max([1, *(plan.rows for plan in planned(0 if scratch else None))])
+    folds = planned(rows)
     programs: list[tuple[Program, ...]] = []
     arrived: list[tuple[TreeNode, Program]] = []
     first = 0

@@ -22,7 +22,7 @@ from mpizero.text import notice
 
 
 def fits_shared_memory(
-    grid: ProcessGrid, layout: FlatLayout, item: int, placement: Placement, config: ShardingConfig
+    grid: ProcessGrid, layout: FlatLayout, item: int, placement: Placement, config: ShardingConfig, *, scratch: bool
 ) -> bool:
     """Tell whether parameters and gradients fit into the shared memory of every host; if not, print why on rank 0.
 
@@ -43,6 +43,8 @@ def fits_shared_memory(
         The settings. If ``micro_batch`` is None, the check counts as many rows (copies of the whole gradient vector)
         as any batch can need. Otherwise it counts one row; if the first step needs more rows and they do not fit,
         :mod:`mpizero.parallel.model.private_fallback` handles that.
+    scratch : bool
+        Whether gradients that are added to a row at once have no row of their own.
     """
     if grid.local_size == 1 and grid.data.size == grid.world.size:
         return True
@@ -50,7 +52,7 @@ def fits_shared_memory(
     if grid.local_size > 1:
         room = grid.node.shared_space()
         if grid.node.rank == 0:  # one rank of each node counts its windows
-            needed = _window_bytes(grid, layout, item, placement, config)
+            needed = _window_bytes(grid, layout, item, placement, _rows(grid, config, scratch=scratch))
     told = grid.world.allgather_object((gethostname(), needed, room), "shared memory")
     asked: Counter[str] = Counter()
     rooms: dict[str, int] = {}
@@ -76,10 +78,11 @@ def tell_private(world: Communicator, reason: str) -> None:
         notice(f"every rank keeps its own copy of the model: {reason}")
 
 
-def _window_bytes(
-    grid: ProcessGrid, layout: FlatLayout, item: int, placement: Placement, config: ShardingConfig
-) -> int:
-    """Return the bytes of all shared windows that the ranks of this data group allocate on this node."""
+def _window_bytes(grid: ProcessGrid, layout: FlatLayout, item: int, placement: Placement, rows: int) -> int:
+    """Return the bytes of all shared windows that the ranks of this data group allocate on this node.
+
+    ``rows`` is the number of rows of each rank, where gradients are kept in rows.
+    """
 
     def window(elements: int) -> int:
         return paged(elements * item)
@@ -91,10 +94,10 @@ def _window_bytes(
         parameters = window(layout.size)
     if placement.waves:
         return parameters + wave_buffers(grid.node.size) * grid.node.size * window(layout.largest_gradient)
-    return parameters + _rows(grid, config) * grid.node.size * window(layout.gradient_size)
+    return parameters + rows * grid.node.size * window(layout.gradient_size)
 
 
-def _rows(grid: ProcessGrid, config: ShardingConfig) -> int:
+def _rows(grid: ProcessGrid, config: ShardingConfig, *, scratch: bool) -> int:
     """Return how many copies of the whole gradient vector to count for each rank before the first batch is known.
 
     That is the most that any batch can need, or 1 if the user has set ``micro_batch``.
@@ -102,4 +105,6 @@ def _rows(grid: ProcessGrid, config: ShardingConfig) -> int:
     if config.micro_batch is not None:
         return 1
     counts = [grid.context.size * count for count in range(1, DEFAULT_GRAINS + 1)]
-    return int(np.max([rows_plan(contiguous_shares(grid, count), grid.group_sizes, count).rows for count in counts]))
+    shares, groups = [contiguous_shares(grid, count) for count in counts], grid.group_sizes
+    plans = [rows_plan(own, groups, count, scratch=scratch) for own, count in zip(shares, counts, strict=True)]
+    return int(np.max([plan.rows for plan in plans]))

@@ -40,7 +40,7 @@ from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.parallel.partition.local_model import partition_model, trainable_names
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.parallel.placement import Placement
-from mpizero.parallel.step_rules import assigns_waves
+from mpizero.parallel.step_rules import assigns_waves, uses_scratch
 from mpizero.types import BlockModel
 
 
@@ -86,7 +86,9 @@ class PlacedModel:
         if self.dtype not in (np.float32, np.float64):
             raise ConfigError(f"parameters of type {self.dtype} are not supported: use float32 or float64")
         self._find_part(parallel_layout, private=private)
-        if not fits_shared_memory(self.grid, self.layout, self.dtype.itemsize, placement, config):
+        self._scratch = uses_scratch(config, self.grid.pipeline.size, by_block=self.block_model)
+        item = self.dtype.itemsize
+        if not fits_shared_memory(self.grid, self.layout, item, placement, config, scratch=self._scratch):
             self._find_part(parallel_layout, private=True)
         try:
             self._take_memory()
@@ -151,6 +153,7 @@ class PlacedModel:
             self.exchange,
             config.accumulate,
             by_block=self.block_model,
+            scratch=self._scratch,
             shard=None if waves is None else waves.first_row,
         )
         self.reducer: GradientReducer = waves or self.rows

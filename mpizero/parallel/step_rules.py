@@ -44,6 +44,24 @@ def overlaps_reduction(placement: Placement, peers: int, stages: int, codec: Cod
     return replicated and stages == 1 and codec is None
 
 
+def uses_scratch(config: ShardingConfig, stages: int, *, by_block: bool) -> bool:
+    """Tell whether gradients that are added to a row at once are written to scratch memory, block by block.
+
+    This needs blocks that end their backward passes one after the other: not so in pipelines, where a stage computes
+    several micro-batches at a time, nor on GPUs, where no block's end is waited for.
+
+    Parameters
+    ----------
+    config : ShardingConfig
+        The settings.
+    stages : int
+        Number of pipeline stages.
+    by_block : bool
+        Whether the model is made of blocks: a black box computes all gradients together.
+    """
+    return by_block and stages == 1 and config.device == "cpu"
+
+
 def needs_norm(config: ShardingConfig, codec: Codec | None, *, loss_scale: bool) -> bool:
     """Tell whether a step needs the norm of the summed gradient before the update.
 

@@ -94,7 +94,7 @@ class StepPasses:
             found += [self._pass(self._held, 2, 1)] * (present - grains)
         if not step.waves:
             folds = step.rows_plan(self.traffic.grid).folds[self.traffic.grid.place].folds
-            found += [self._pass(self._held, 2, 1)] * sum(len(fold.additions) for fold in folds)
+            found += [self._pass(self._held, 2, 1)] * sum(len(fold.targets) for fold in folds)
         return found
 
     def reduction(self) -> list[PassBytes]:

@@ -24,6 +24,7 @@ from mpizero.parallel.device.compute_device import updates_on_device
 from mpizero.parallel.device.device_parameters import gradient_places
 from mpizero.parallel.device.device_update import buffer_sizes
 from mpizero.parallel.gradients.exchange import residual_sizes
+from mpizero.parallel.gradients.gradient_views import largest_block
 from mpizero.parallel.parameters.allocator import paged
 from mpizero.parallel.parameters.store import SLOTS
 from mpizero.parallel.step_rules import keeps_gradients_on_device, wave_buffers
@@ -173,15 +174,15 @@ class RankMemory:
 
         A row is an array that holds a gradient or a partial sum. A wave buffer holds the gradients that the node's
         ranks computed for one or two units. The stack keeps partial sums from wave to wave. In both cases the buffer in
-        which micro-batches are added is included.
+        which micro-batches are added is included, and with rows the scratch array for one block's gradients.
         """
         traffic, shards = self.traffic, self.traffic.part.shards
         step, grid = traffic.training.step, traffic.grid
         if not step.waves:
-            rows = self._shared(
-                step.rows_plan(grid).rows * grid.node.size * paged(shards.layout.gradient_size * self._item)
-            )
-            return rows._replace(private=rows.private + self._folded)
+            plan = step.rows_plan(grid)
+            rows = self._shared(plan.rows * grid.node.size * paged(shards.layout.gradient_size * self._item))
+            scratch = largest_block(shards.layout) * self._item if plan.folds[grid.place].uses_scratch else 0
+            return rows._replace(private=rows.private + self._folded + scratch)
         slot = grid.node.size * paged(shards.layout.largest_gradient * self._item)
         buffer = self._shared(*[slot] * wave_buffers(grid.node.size))
         stack = step.wave_plan(grid).rows * sum(shards.gradients[grid.data.rank]) * self._item

@@ -27,11 +27,14 @@ class StepBatches:
         Number of micro-batches in a full grain.
     waves : bool
         Whether grains are computed in waves.
+    scratch : bool
+        Whether gradients that are added to a row at once have no row of their own.
     """
 
     grains: Grains
     accumulate: int
     waves: bool
+    scratch: bool
 
     def rows_plan(self, grid: PlannedGrid) -> RowsPlan:
         """Return the plan by which gradients are summed, if grains are not computed in waves. Not collective.
@@ -42,7 +45,7 @@ class StepBatches:
         count, key = self.grains.count * grid.context.size, _kind(grid)
         if key not in self._rows_plans:
             shares = contiguous_shares(grid, count)
-            self._rows_plans[key] = layout.rows_plan(shares, grid.group_sizes, count)
+            self._rows_plans[key] = layout.rows_plan(shares, grid.group_sizes, count, scratch=self.scratch)
         return self._rows_plans[key]
 
     def wave_plan(self, grid: PlannedGrid) -> WavePlan:

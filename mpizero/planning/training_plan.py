@@ -14,7 +14,7 @@ from mpizero.layout import Axes, Coordinates, Costs, Grains, Simulation, build_s
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.parallel.placement import Placement
-from mpizero.parallel.step_rules import assigns_waves
+from mpizero.parallel.step_rules import assigns_waves, uses_scratch
 from mpizero.planning.activation_memory import StageActivations
 from mpizero.planning.block_trial import TrialSample
 from mpizero.planning.byte_counts import Sent
@@ -161,8 +161,9 @@ class TrainingPlan:
     @cached_property
     def training(self) -> PlannedTraining:
         """The parts of the plan that are equal for all ranks."""
-        ranks = self.axes.data * self.axes.context
-        step = StepBatches(self.grains, self.config.accumulate, assigns_waves(self.row, self.config, ranks))
+        waves = assigns_waves(self.row, self.config, self.axes.data * self.axes.context)
+        scratch = uses_scratch(self.config, self.axes.pipeline, by_block=True)
+        step = StepBatches(self.grains, self.config.accumulate, waves, scratch)
         sizes = (self.x[:1].nbytes, self.y[:1].nbytes)
         item = np.dtype(self.model.dtype).itemsize
         return PlannedTraining(self.row, self.config, optim.adapt(self.optimizer), step, item, sizes, self.loss_scale)

@@ -1,7 +1,9 @@
 """Compare ways to sum the gradients of grains whose result does not depend on the number of ranks.
 
 A training may give each rank any number of grains, so a sum must have the same bits for every grouping of its terms.
-The library adds float32 rows in the order of one binary tree (``tree``). It needs floor(log2 k) + 1 rows for k grains.
+The library adds float32 rows in the order of one binary tree (``tree``). It needs floor(log2 k) + 1 rows for k grains,
+the one for the gradient that is being computed included. (Where each block's gradients are added when its backward pass
+has ended, a scratch array as large as one block takes the place of that row, for this sum as for the others.)
 The other ways need no order: they round every term to a multiple of one step for each tensor, so that all additions are
 exact.
 
@@ -11,7 +13,7 @@ exact.
               Summation", IEEE Transactions on Computers 64, 2015). Three float32 rows.
 ``in order``  float32, one term after the other: for orientation, it depends on the grouping. One float32 row.
 
-All but ``tree`` need one more row for the gradient that is being computed. The bound of a tensor is ``2**margin`` times
+All but ``tree`` need one more row for that gradient. The bound of a tensor is ``2**margin`` times
 its largest term, as it would be known from the step before.
 
 The first table has errors, in units of 2**-24 times the sum of the terms' magnitudes, the best bound that a sum in
@@ -183,10 +185,11 @@ def by_tree(rows: np.ndarray, buffer: np.ndarray, out: np.ndarray) -> np.ndarray
     plan = fold_plan(0, len(rows), len(rows))
     values: dict[int, np.ndarray] = {}
     for fold in plan.folds:
-        values[fold.row] = rows[fold.grain]
-        for target, source in fold.additions:
-            _add_rows(values[target], values[source], buffer[target])
-            values[target] = buffer[target]
+        last = fold.row
+        values[last] = rows[fold.grain]
+        for target in fold.targets:
+            _add_rows(values[target], values[last], buffer[target])
+            values[target], last = buffer[target], target
     ((_, last),) = plan.held
     _end_in_order(values[last], 1 / len(rows), out)
     return out

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpizero.layout import Grains, Program, TreeNode, cover, fold_plan, merge, rows_plan, wave_plan
+from mpizero.layout import FoldStep, Grains, Program, TreeNode, cover, fold_plan, merge, rows_plan, wave_plan
 
 Expression = object  # a leaf number, or a pair of expressions
 
@@ -65,37 +65,57 @@ def _bounds(r: range) -> tuple[int, int]:
     return r.start, r.stop
 
 
+def folded(folds: Sequence[FoldStep], rows: list[Expression]) -> list[Expression]:
+    """What ``rows`` hold after the steps."""
+    for grain, row, targets in folds:
+        assert row is not None or targets
+        value: Expression = grain
+        if row is not None:
+            rows[row] = value
+        for target in targets:
+            value = rows[target] = (rows[target], value)
+    return rows
+
+
 @given(st.integers(1, 70), st.data())
 def test_streaming_fold_holds_the_cover_in_a_logarithmic_number_of_rows(total: int, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, total - 1))
     stop = data.draw(st.integers(start + 1, total))
-    plan = fold_plan(start, stop, total)
-    rows: dict[int, Expression] = {}
-    for grain, row, additions in plan.folds:
-        rows[row] = grain
-        for target, source in additions:
-            rows[target] = (rows[target], rows[source])
+    plan = fold_plan(start, stop, total, limit=data.draw(st.none() | st.integers(0, 7)))
+    rows = folded(plan.folds, [None] * plan.rows)
     assert [rows[row] for _, row in plan.held] == [canonical(n, total) for n, _ in plan.held]
     assert [leaf for node, _ in plan.held for leaf in node.leaves(total)] == list(range(start, stop))
     assert plan.rows <= 2 * (stop - start).bit_length() + 1
 
 
+@given(st.integers(1, 300), st.integers(0, 9))
+def test_without_rows_for_right_children_the_first_k_grains_need_log2_of_k_plus_1_rows(count: int, more: int) -> None:
+    """With them one row more where k is a power of two, else as many or one more."""
+    fewest, most = fold_plan(0, count, count + more, limit=0), fold_plan(0, count, count + more)
+    assert fewest.rows <= (count + 1).bit_length() - 1
+    assert fewest.rows <= most.rows <= count.bit_length()
+    assert fold_plan(0, count, count + more, limit=fewest.rows).rows == fewest.rows
+    assert fold_plan(0, count, count + more, limit=most.rows) == most
+    if count > 1 and count & (count - 1) == 0:
+        assert (fewest.rows, most.rows) == (count.bit_length() - 1, count.bit_length())
+
+
 groups = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
 
-@given(st.integers(1, 40), groups)
+@given(st.integers(1, 40), groups, st.booleans())
 @settings(max_examples=150)
-def test_contiguous_dealing_gives_the_canonical_root(total: int, sizes: list[int]) -> None:
+def test_contiguous_dealing_gives_the_canonical_root(total: int, sizes: list[int], scratch: bool) -> None:
     workers = sum(sizes)
-    plan = rows_plan([Grains(total, 1).assigned(w, workers) for w in range(workers)], sizes, total)
+    assigned = [Grains(total, 1).assigned(w, workers) for w in range(workers)]
+    plan = rows_plan(assigned, sizes, total, scratch=scratch)
     held = []
     for fold in plan.folds:
-        rows: list[Expression] = [None] * plan.rows
-        for grain, row, additions in fold.folds:
-            rows[row] = grain
-            for target, source in additions:
-                rows[target] = (rows[target], rows[source])
-        held += rows
+        held += folded(fold.folds, [None] * plan.rows)
+    # Where a rank takes a scratch array, all ranks have one row less for it.
+    used = any(fold.uses_scratch for fold in plan.folds)
+    assert plan.rows + used <= rows_plan(assigned, sizes, total).rows
+    assert scratch or not used
     if len(sizes) == 1:
         assert plan.arrivals == len(held)
         assert run(plan.root, held) == root(total)

@@ -83,7 +83,7 @@ class WatchedJob:
         self.compute_device = compute_device
         self._marks = marks if marks is not None and marks.on else None
         self._written: dict[int, Any] = {}
-        self._checked: set[str] = set()
+        self._ended: set[str] = set()
 
     def target(self, unit: Unit) -> Any:
         """Return the views that layers write a unit's gradients to."""
@@ -99,26 +99,32 @@ class WatchedJob:
         The other blocks of the unit may not be complete yet.
         """
         begun = self.timeline.begin()
-        self._check(unit, block, self._written[unit.index][block])
-        self._checked.add(block)
-        if self.job.ended is not None:
-            self.job.ended(block)
+        self._end(unit, block, self._written[unit.index][block])
         self.timeline.end("local sums", block, begun)
 
     def done(self, unit: Unit) -> None:
         """Check the gradients of a unit, all complete now, and report the unit to the job.
 
-        Nothing is checked if :meth:`target` was not called for the unit, because a layer has raised before.
+        Blocks that have been reported before are left out. Nothing is checked if :meth:`target` was not called for the
+        unit, because a layer has raised before.
         """
         begun = self.timeline.begin()
         written = self._written.pop(unit.index, {})
         if written:
             self.compute_device.done(unit, written)
         for block, views in reversed(written.items()):  # the last one came first
-            if block not in self._checked:
-                self._check(unit, block, views)
+            if block not in self._ended:
+                self._end(unit, block, views)
         self.job.done(unit)
         self.timeline.end("local sums", unit, begun)
+
+    def _end(self, unit: Unit, block: str, views: Any) -> None:
+        self._check(unit, block, views)
+        self._ended.add(block)
+        if self.job.ended is not None:
+            self.job.ended(unit, block)
+        if self._marks is not None and self.job.in_scratch:
+            self._marks.mark({block: views})  # the next block is written here, too
 
     def _check(self, unit: Unit, block: str, views: Any) -> None:
         """Check that a block's gradients are finite; if one is not, record it in the scalars.
@@ -127,8 +133,7 @@ class WatchedJob:
         """
         if self.job.grain is None:
             return
-        flat, ranges = self.job.flat(unit), unit.gradient_ranges[block]
-        if not all(all_finite(flat[span.start : span.stop]) for span in ranges):
+        if not all(all_finite(part) for part in self.job.parts(unit, block)):
             missed = None if self._marks is None else self._marks.missed(block, views)
             if missed is not None:
                 self.scalars.fail_later(missed)

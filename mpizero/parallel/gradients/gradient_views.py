@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -17,17 +18,37 @@ class GradientViews:
     """Make named views of gradient buffers; a frozen parameter's gradient is a view of memory that is never read."""
 
     def __init__(self, layout: FlatLayout, memory: Allocator, dtype: Any) -> None:
-        self.scratch = memory.private("buffers", layout.largest_frozen, dtype)
+        self.unread = memory.private("buffers", layout.largest_frozen, dtype)
 
-    def unit(self, unit: Unit, buffer: Array) -> dict[str, Any]:
-        """Return nested views, by block and parameter, of the gradients of ``unit``, which ``buffer`` holds."""
+    def unit(self, unit: Unit, buffer: Array, *, by_block: bool = False) -> dict[str, Any]:
+        """Return nested views, by block and parameter, of the gradients of ``unit``, which ``buffer`` holds.
+
+        With ``by_block``, the buffer holds the gradients of one block at a time, as :func:`block_parts` finds them.
+        """
         result = {}
         for block in unit.blocks:
             entries = [entry for entry in unit.entries if entry.block == block]
-            tree = views(buffer, [(e.local_name, e.gradient, e.spec.shape) for e in entries if e.gradient >= 0])
-            frozen = views(self.scratch, [(e.local_name, 0, e.spec.shape) for e in entries if e.gradient < 0])
+            held = sorted((e for e in entries if e.gradient >= 0), key=lambda entry: entry.gradient)
+            starts = accumulate([0, *(e.spec.size for e in held)]) if by_block else (e.gradient for e in held)
+            tree = views(buffer, [(e.local_name, start, e.spec.shape) for e, start in zip(held, starts, strict=False)])
+            frozen = views(self.unread, [(e.local_name, 0, e.spec.shape) for e in entries if e.gradient < 0])
             result[block] = GradientDict(_united(tree, frozen))
         return result
+
+
+def block_parts(unit: Unit, block: str, buffer: Array) -> list[Array]:
+    """Return the parts of ``buffer``, which holds the gradients of one block, for each of the block's ranges.
+
+    They follow one another in the order of ``unit.gradient_ranges``. Not collective.
+    """
+    sizes = [span.size for span in unit.gradient_ranges[block]]
+    return [buffer[stop - size : stop] for size, stop in zip(sizes, accumulate(sizes), strict=True)]
+
+
+def largest_block(layout: FlatLayout) -> int:
+    """Return the number of gradient elements of the block that has the most of them. Not collective."""
+    blocks = [ranges for unit in layout.units for ranges in unit.gradient_ranges.values()]
+    return max((sum(span.size for span in ranges) for ranges in blocks), default=0)
 
 
 def _united(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ does not matter which rank adds it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -123,7 +123,6 @@ class OverlappedReduction:
             if entry.gradient >= 0:
                 end = layout.gradient_bases[entry.unit] + entry.gradient + entry.spec.size
                 self._ends[entry.block] = max(self._ends[entry.block], end)
-        self._final = layout.gradient_size
         self._exchanging: tuple[Bucket, Arriving] | None = None
         self._gatherings: list[Gathering] = []
 
@@ -132,26 +131,16 @@ class OverlappedReduction:
         """The number of exchanges and all-gathers that may still be in flight. Not collective."""
         return (self._exchanging is not None) + len(self._gatherings)
 
-    def ended(self, blocks: Sequence[str], fold: Callable[[int, int], None]) -> None:
-        """Record that the gradients of ``blocks`` are written, and begin to exchange the buckets that are complete now.
+    def ended(self, blocks: Sequence[str]) -> None:
+        """Record that this rank's sums of ``blocks`` are complete, and begin to exchange the buckets that are so now.
 
-        Collective over the data group; every rank calls it for the same blocks in the same order.
-
-        Parameters
-        ----------
-        blocks : sequence of str
-            Blocks whose gradients are written. A block may be named more than once.
-        fold : callable
-            Called with start and stop of the range of the row that has become complete. It adds the gradients in this
-            range to those of earlier grains.
+        Collective over the data group; every rank calls it for the same blocks in the same order. ``blocks`` are those
+        whose gradients have been added to the gradients of earlier grains; a block may be named more than once.
         """
         for block in blocks:
             self._ends.pop(block, None)
-        start = max(self._ends.values(), default=0)
-        if start < self._final:
-            fold(start, self._final)
-            self._final = start
-        while self._buckets and self._buckets[-1].start >= self._final:
+        final = max(self._ends.values(), default=0)
+        while self._buckets and self._buckets[-1].start >= final:
             self._begin(self._buckets.pop())
 
     def poll(self) -> None:
@@ -165,7 +154,6 @@ class OverlappedReduction:
 
         Collective over the data group.
         """
-        self._final = 0
         while self._buckets:
             self._begin(self._buckets.pop())
         self._arrive()

@@ -9,7 +9,7 @@ same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from mpizero.layout import Unit
@@ -31,20 +31,25 @@ class Job(NamedTuple):
         Takes a unit and returns the views that the unit's gradients are written to.
     done : callable
         Called with a unit when its gradients are written; collective over the data group if gradients are sharded, or
-        if ``ended`` is not None.
-    flat : callable
-        Takes a unit whose gradients are written and returns all of them as one array.
+        if rows are summed during the backward pass.
+    parts : callable
+        Takes a unit and one of its blocks whose gradients are written, and returns these gradients as 1-D arrays: one
+        for each of the block's ranges in ``Unit.gradient_ranges``.
     ended : callable or None
-        Called with the name of each block when its gradients are written, before ``done`` is called with its unit;
-        collective over the data group. None: nothing is to be called.
+        Called once with each unit and block when the block's gradients are written, before ``done`` is called with the
+        unit; collective over the data group if rows are summed during the backward pass. None: nothing is to be called.
+    in_scratch : bool
+        Whether the views of all blocks are views of the same memory. Then only one block may be written at a time:
+        ``ended`` is called for it before the next one is written.
     """
 
     grain: Grain | None
     number: int
     target: Callable[[Unit], Any]
     done: Callable[[Unit], None]
-    flat: Callable[[Unit], Array]
-    ended: Callable[[str], None] | None = None
+    parts: Callable[[Unit, str], Sequence[Array]]
+    ended: Callable[[Unit, str], None] | None = None
+    in_scratch: bool = False
 
 
 class SumOperands(NamedTuple):

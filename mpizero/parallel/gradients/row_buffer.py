@@ -5,7 +5,7 @@ A rank computes a contiguous run of grains. Rows are summed at the end of a step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,11 +14,11 @@ import numpy as np
 from mpizero.comm.reduce.exact import RowsToSum
 from mpizero.comm.reduce.segments import RowRange, program_array, tree_sum
 from mpizero.errors import StateError
-from mpizero.layout import RowsPlan, Unit, rows_plan
+from mpizero.layout import FoldStep, RowsPlan, Unit, rows_plan
 from mpizero.parallel.batch.grain_owners import contiguous_owners, contiguous_shares
 from mpizero.parallel.batch.redistribute import GlobalBatch
 from mpizero.parallel.gradients.exchange import GradientExchange
-from mpizero.parallel.gradients.gradient_views import GradientViews, MicroBatchSum
+from mpizero.parallel.gradients.gradient_views import GradientViews, MicroBatchSum, block_parts, largest_block
 from mpizero.parallel.gradients.overlap import OverlappedReduction
 from mpizero.parallel.gradients.reducer import Job, SumOperands
 from mpizero.parallel.parameters.allocator import Allocator, on_all_ranks, paged
@@ -32,6 +32,11 @@ class RowBuffer:
 
     Implements :class:`~mpizero.parallel.gradients.reducer.GradientReducer`. The rows of all ranks of a node are in one
     shared window. The sum over all ranks is written to this rank's first row, or to the array that ``shard`` returns.
+
+    [Note: scratch] A grain whose gradient is added to a row at once (a right child in the tree) needs no row of its
+    own, if its blocks end their backward passes one after the other. Then all blocks write their gradients to the same
+    scratch array, as large as the gradients of the largest block, and each block's part is added to the row when the
+    block has ended. Every element is added in the same order as without the scratch array.
 
     Parameters
     ----------
@@ -48,6 +53,8 @@ class RowBuffer:
     by_block : bool
         Whether it is reported when each block's gradients are complete, so that the sum may overlap with the backward
         pass.
+    scratch : bool
+        Whether a scratch array may take the place of a row.
     shard : callable, optional
         Returns the array to which the sums of the ranges that this rank owns are written, concatenated. None: they are
         written to this rank's first row.
@@ -64,17 +71,18 @@ class RowBuffer:
         accumulate: int,
         *,
         by_block: bool,
+        scratch: bool,
         shard: Callable[[], Array] | None = None,
     ) -> None:
         self.store, self.layout, self.grid, self.dtype = store, store.layout, store.grid, store.dtype
         self.allocator, self.exchange, self.accumulate = allocator, exchange, accumulate
-        self._named, self._by_block, self._shard = views, by_block, shard
+        self._named, self._by_block, self._uses_scratch, self._shard = views, by_block, scratch, shard
         self._ranges = [[s for unit in self.layout.units for s in p.row_spans(unit.index)] for p in store.peer_shares]
         self.stride = paged(self.layout.gradient_size * self.dtype.itemsize) // self.dtype.itemsize
         self.window: Array = np.zeros((0, self.stride), self.dtype)
-        self._storage = self.window
+        self._storage, self._scratch = self.window, self.window[:0].reshape(-1)
         self._micro_batches = MicroBatchSum(allocator, self.layout.gradient_size, self.dtype, accumulate)
-        self._views: dict[tuple[int, int], Any] = {}
+        self._views: dict[tuple[int | None, int], Any] = {}
         self._plans: dict[int, RowsPlan] = {}
         self._reserved: set[int] = set()
         self._plan: RowsPlan | None = None
@@ -130,20 +138,27 @@ class RowBuffer:
             rows = (self.window, self.row(0))
             self.overlapped = OverlappedReduction(self.store, self.exchange, self._ranges, plan, rows)
         jobs: list[Job] = []
-        for index, row, additions in plan.folds[self.grid.place].folds:
-            grain = batch.grains[index]
-            last = len(grain.micro_batches) - 1
-            for number in range(last + 1):
-                done = partial(self._done, row, number, additions if number == last else None)
-                jobs.append(Job(grain, number, partial(self._target, row), done, partial(self._flat, row)))
+        for step in plan.folds[self.grid.place].folds:
+            grain = batch.grains[step.grain]
+            target, parts = partial(self._target, step.row), partial(self._parts, step.row)
+            for number in range(len(grain.micro_batches)):
+                ended = partial(self._ended, step, number, number == len(grain.micro_batches) - 1)
+                jobs.append(Job(grain, number, target, _nothing, parts, ended, in_scratch=step.row is None))
         if self.overlapped is not None and jobs:
-            whole: Any = jobs[-1].done
-            fold, ended = partial(self._fold, *whole.args), self.overlapped.ended
-            jobs[-1] = jobs[-1]._replace(
-                done=lambda unit: ended(unit.blocks, fold), ended=lambda block: ended((block,), fold)
-            )
-        absent = Job(None, 0, _no_target, _nothing, _no_target)
+            jobs[-1] = self._overlapping(jobs[-1], self.overlapped)
+        absent = Job(None, 0, _no_target, _nothing, lambda unit, block: _no_target(unit))
         return jobs + [absent] * (self.rounds(batch.count) - len(jobs))
+
+    @staticmethod
+    def _overlapping(job: Job, overlapped: OverlappedReduction) -> Job:
+        """Return ``job``, the last one of a step, changed so that ``overlapped`` exchanges what is complete."""
+
+        def ended(unit: Unit, block: str) -> None:
+            assert job.ended is not None
+            job.ended(unit, block)
+            overlapped.ended((block,))
+
+        return job._replace(ended=ended, done=lambda unit: overlapped.ended(unit.blocks))
 
     def rounds(self, count: int) -> int:
         """Return how many micro-batches every rank must compute or join, for a batch of ``count`` grains.
@@ -162,32 +177,38 @@ class RowBuffer:
         if self.overlapped is not None:
             self.overlapped.finish()
 
-    def _done(self, row: int, number: int, additions: Sequence[tuple[int, int]] | None, unit: Unit) -> None:
-        """Add the gradients of ``unit`` in ``row``, from micro-batch ``number``, to the sum over the grain.
+    def _ended(self, step: FoldStep, number: int, last: bool, unit: Unit, block: str) -> None:
+        """Add the gradients of ``block``, from micro-batch ``number``, to the sum over the grain of ``step``.
 
-        ``additions`` is None before the grain's last micro-batch. After the last, it is pairs of row numbers (target,
-        source); then each source row is added to its target row, for the elements of the unit.
+        After the grain's last micro-batch, that sum is added to the rows that ``step`` names.
         """
         base = self.layout.gradient_bases[unit.index]
-        self._fold(row, number, additions, base, base + unit.gradients)
+        for span, part in zip(unit.gradient_ranges[block], self._parts(step.row, unit, block), strict=True):
+            start, stop = span.shift(base)
+            self._micro_batches.add(part, start, number)
+            if last:
+                self._micro_batches.finish(part, start)
+                for target in step.targets:
+                    total = self.row(target)[start:stop]
+                    total += part
+                    part = total
 
-    def _fold(self, row: int, number: int, additions: Sequence[tuple[int, int]] | None, start: int, stop: int) -> None:
-        part = self.row(row)[start:stop]
-        self._micro_batches.add(part, start, number)
-        if additions is not None:
-            self._micro_batches.finish(part, start)
-            for target, source in additions:
-                total = self.row(target)[start:stop]
-                total += self.row(source)[start:stop]
+    def _parts(self, row: int | None, unit: Unit, block: str) -> list[Array]:
+        """Return where the gradients of ``block`` are written, an array for each range: in a row, or in the scratch."""
+        if row is None:
+            return block_parts(unit, block, self._scratch)
+        place = self._unit(row, unit)
+        return [place[span.start : span.stop] for span in unit.gradient_ranges[block]]
 
-    def _flat(self, row: int, unit: Unit) -> Array:
+    def _unit(self, row: int, unit: Unit) -> Array:
         base = self.layout.gradient_bases[unit.index]
         return self.row(row)[base : base + unit.gradients]
 
-    def _target(self, row: int, unit: Unit) -> Any:
-        key = (self._place(row), unit.index)
+    def _target(self, row: int | None, unit: Unit) -> Any:
+        key = (None if row is None else self._place(row), unit.index)
         if key not in self._views:
-            self._views[key] = self._named.unit(unit, self._flat(row, unit))
+            buffer = self._scratch if row is None else self._unit(row, unit)
+            self._views[key] = self._named.unit(unit, buffer, by_block=row is None)
         return self._views[key]
 
     # ------------------------------------------------------------------ sums
@@ -255,21 +276,25 @@ class RowBuffer:
     def _planned(self, count: int) -> RowsPlan:
         """Return the plan that says in which order, and by which ranks, the gradients of ``count`` grains are added."""
         if count not in self._plans:
-            self._plans[count] = rows_plan(contiguous_shares(self.grid, count), self.grid.group_sizes, count)
+            shares, groups = contiguous_shares(self.grid, count), self.grid.group_sizes
+            self._plans[count] = rows_plan(shares, groups, count, scratch=self._uses_scratch)
         return self._plans[count]
 
     # ------------------------------------------------------------------ memory
 
     def reserve(self, count: int) -> None:
-        """Allocate the rows for a batch of ``count`` grains.
+        """Allocate the rows for a batch of ``count`` grains, and the scratch array if this rank writes to it.
 
         Collective over all ranks if there was no batch of as many grains before.
         """
-        needed = self._planned(count).rows * self.grid.node.size
+        plan = self._planned(count)
+        needed = plan.rows * self.grid.node.size
         if count not in self._reserved:  # some data groups may have room for it that others have to make
             reserved, self._reserved = self._reserved, set()  # where this fails, earlier rows may be gone
             with on_all_ranks(self.grid.world, "gradients"):
                 self._take(needed)
+                if plan.folds[self.grid.place].uses_scratch and not self._scratch.size:
+                    self._scratch = self.allocator.private("gradients", largest_block(self.layout), self.dtype)
             self._reserved = reserved | {count}
         self.window = self._storage[:needed]  # a rank's rows stand where the plan of this batch looks for them
 

@@ -119,7 +119,7 @@ class WaveBuffer:
             count = 0 if grain is None else len(grain.micro_batches)
             for number in range(self.accumulate):
                 done = partial(self._done, grain, number, wave)
-                jobs.append(Job(grain if number < count else None, number, self._target, done, self._current))
+                jobs.append(Job(grain if number < count else None, number, self._target, done, self._parts))
         return jobs
 
     @property
@@ -172,6 +172,10 @@ class WaveBuffer:
         """Return a view of this rank's row of the current slot, as long as the gradients of ``unit``."""
         place: Array = self.slots[self._next][self.grid.node.rank][: unit.gradients]
         return place
+
+    def _parts(self, unit: Unit, block: str) -> list[Array]:
+        place = self._current(unit)
+        return [place[span.start : span.stop] for span in unit.gradient_ranges[block]]
 
     def _target(self, unit: Unit) -> Any:
         key = (self._next, unit.index)

@@ -1,0 +1,264 @@
+"""Gradients that are added at once are written block by block to a scratch array: fewer rows, and the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero.errors import LayoutError, RemoteError
+from mpizero.nn import Frozen
+from mpizero.nn.layer import Layer
+from mpizero.parallel import placed_model
+from mpizero.parallel.parameters.allocator import paged
+from mpizero.parallel.parameters.store import flat_names
+from mpizero.testing import parallel_assert, run_in_threads
+from mpizero.types import EVALUATE, Init, ParameterSpec
+from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, gpt, hard_function, mlp, part, sharded, tokens, vectors
+from tests.parallel.models import points as points_of
+from tests.parallel.parallel_layouts import Blocks, known, with_traps
+
+#: Elements of the blocks of :func:`mlp`.
+BLOCKS = (6 * 7 + 7, 7 * 5 + 5, 5 * 3 + 3)
+#: A bucket of 64 float32 values, in MiB.
+FINE = 256 / 2**20
+
+MODELS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
+    "MLP": (mlp, points_of),
+    "tied": (gpt, tokens),
+    "untied": (lambda: gpt(tied=False, dtype="float64", activation_checkpointing=True), tokens),
+    "frozen": (lambda: Blocks(gpt(tied=False), {"embedding": Frozen, "blocks.1": Frozen}), tokens),
+}
+
+
+@contextmanager
+def rows_alone() -> Iterator[None]:
+    """Keep every gradient in a row, as pipelines, GPUs and black boxes do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placed_model, "uses_scratch", lambda *_, **__: False)
+        yield
+
+
+def held(comm: Any, grains: int, **settings: Any) -> dict[str, int]:
+    """Bytes by kind after a step of ``grains`` grains."""
+    model, _ = sharded("ddp", comm, **{"micro_batch": 1, **settings})
+    with model:
+        model.train(*part(comm, *points_of(grains * settings.get("accumulate", 1))))
+        return dict(model.engine.memory.kinds())
+
+
+@pytest.mark.parametrize(
+    ("grains", "rows", "scratch", "without"), [(1, 1, 0, 1), (2, 1, 1, 2), (4, 2, 1, 3), (16, 4, 1, 5)]
+)
+def test_a_rank_holds_a_block_in_place_of_a_row(grains: int, rows: int, scratch: int, without: int) -> None:
+    row, block = paged(4 * sum(BLOCKS)), 4 * max(BLOCKS)
+    assert held(None, grains)["gradients"] == rows * row + scratch * block
+    assert held(None, grains, accumulate=2)["gradients"] == rows * row + scratch * block + 4 * sum(BLOCKS)
+    for found in run_in_threads(2, lambda comm: held(comm, 2 * grains)):
+        assert found["gradients"] == rows * row + scratch * block
+    with rows_alone():
+        assert held(None, grains)["gradients"] == without * row
+
+
+def test_a_row_that_another_rank_needs_takes_the_place_of_the_scratch_array() -> None:
+    """The first of two ranks has grains 0 to 2, so both have two rows; the other one has 3 and 4."""
+    for found in run_in_threads(2, lambda comm: held(comm, 5)):
+        assert found["gradients"] == 2 * paged(4 * sum(BLOCKS))
+
+
+def test_pipelines_and_black_boxes_hold_rows() -> None:
+    model, _ = sharded("ddp", None, hard_function(), micro_batch=1)
+    with model:
+        model.train(*vectors(4))
+        assert model.engine.memory.kinds()["gradients"] == 3 * paged(8 * model.engine.layout.gradient_size)
+
+    def staged(comm: Any) -> None:
+        config = mz.ShardingConfig(comm=comm, micro_batch=1)
+        with config, mz.PipelineParallelModel(mlp(), config, 2) as model:
+            model.train(*part(model.batch_group, *points_of(4)))
+            assert model.engine.memory.kinds()["gradients"] == 3 * paged(4 * model.engine.layout.gradient_size)
+
+    run_in_threads(2, staged)
+
+
+def test_memory_that_is_reserved_is_all_that_a_step_takes() -> None:
+    model, _ = sharded("ddp", None, micro_batch=1)
+    with model:
+        model.reserve(16)
+        before = model.engine.memory.kinds()
+        model.train(*points_of(16))
+        assert model.engine.memory.kinds()["gradients"] == before["gradients"]
+
+
+# ---------------------------------------------------------------------- bits
+
+
+def trained(comm: Any, name: str, strategy: str, batches: tuple[int, ...], **settings: Any) -> str:
+    """The hash of the parameters after a step of each batch, and of this rank's own gradients."""
+    make, data = MODELS[name]
+    model, _ = sharded(strategy, comm, make(), **{"micro_batch": 1, **settings})
+    with model:
+        for samples in batches:
+            model.train(*part(comm, *data(samples, samples)))
+        return str(model.parameters_sha256())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_number_of_grains_has_the_bits_of_rows_alone(name: str) -> None:
+    cases = (((16, 2), {}), ((5, 7), {"minimum_parameter_group_size": 500}), ((11, 16), {"clip": 0.5}))
+    for number, ((batches, settings), accumulate) in enumerate(product(cases, (1, 3))):
+        more = {**settings, "accumulate": accumulate}
+        samples = tuple(accumulate * grains - accumulate // 2 for grains in batches)
+        with rows_alone():
+            expected = trained(None, name, "ddp", samples, **more)
+        for ranks in (1, 2, 3, 4):
+            strategy = ("ddp", "zero1")[(ranks + number + number // 2) % 2]
+            way = {**more, **MEMORIES[(ranks + accumulate) % 3], "bucket_mb": FINE if ranks > 1 else None}
+            job = partial(trained, name=name, strategy=strategy, batches=samples, **way)
+            assert set(run_in_threads(ranks, job)) == {expected}, (ranks, strategy, way)
+
+
+@pytest.mark.mpi
+def test_ranks_of_a_real_job_have_the_bits_of_one_process(world: Any) -> None:
+    for number, (name, strategy) in enumerate(product(MODELS, ("ddp", "zero1"))):
+        memory = MEMORIES[(number + world.size) % 3]
+        found = trained(world, name, strategy, (16, 11, 5), bucket_mb=FINE, **memory)
+        expected = known(world, trained, None, name, "ddp", (16, 11, 5))
+        parallel_assert(world, found == expected, f"{name} {strategy} {memory}")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_own_gradients_are_those_of_rows_alone(strategy: str) -> None:
+    def own(comm: Any) -> Any:
+        settings = {"auto_sync_gradients": False, "micro_batch": 1, "accumulate": 2}
+        model, _ = sharded(strategy, comm, gpt(), mz.SGD(lr=0.1), **settings)
+        with model:
+            local = model.compute_gradients(*part(comm, *tokens(15))).values
+            return local, model.synchronize_gradients(gather=True).values
+
+    for ranks in (1, 2):
+        with rows_alone():
+            expected = run_in_threads(ranks, own)
+        for found, wanted in zip(run_in_threads(ranks, own), expected, strict=True):
+            for a, b in zip(found, wanted, strict=True):
+                np.testing.assert_array_equal(a, b)
+
+
+def test_what_is_looked_at_is_the_gradient_of_one_micro_batch() -> None:
+    def seen() -> list[Any]:
+        found: list[Any] = []
+        model, _ = sharded("ddp", None, micro_batch=1)
+        with model:
+            model.engine.scalars.watch = lambda grain, number, block, views: found.append(
+                (grain, block, {name: view.copy() for name, view in flat_names(views)})
+            )
+            model.train(*points_of(8))
+        return found
+
+    with rows_alone():
+        expected = seen()
+    assert len(expected) == 8 * len(BLOCKS)
+    for (*place, views), (*wanted, values) in zip(seen(), expected, strict=True):
+        assert place == wanted
+        for name in values:
+            np.testing.assert_array_equal(views[name], values[name])
+
+
+# ---------------------------------------------------------------------- what goes wrong
+
+
+@dataclass(frozen=True)
+class Forgets(Layer):
+    """Adds ``bias``; its gradient is written by ``write`` for sample ``first``, and rightly for all others."""
+
+    features: int
+    first: int
+    write: Callable[[Any, Any], None]
+
+    def own_specs(self) -> tuple[ParameterSpec, ...]:
+        return (ParameterSpec("bias", (self.features,), Init("zeros")),)
+
+    def forward(self, params: Any, x: Any, run: Any = EVALUATE) -> Any:
+        return x + params["bias"], run.first_sample
+
+    def backward_input(self, params: Any, cache: Any, dy: Any) -> Any:
+        return dy, dy
+
+    def backward_weights(self, params: Any, cache: Any, pending: Any, grads: Any) -> None:
+        value = pending.sum(0)
+        if cache == self.first:
+            self.write(grads, value)
+        else:
+            grads["bias"][...] = value
+
+
+def forget(grads: Any, value: Any) -> None:
+    pass
+
+
+def add(grads: Any, value: Any) -> None:
+    grads["bias"] += value
+
+
+def write_some(grads: Any, value: Any) -> None:
+    grads["bias"][1:] = value[1:]
+
+
+@pytest.mark.parametrize("write", [forget, add, write_some])
+def test_what_a_block_has_not_written_is_found_in_every_grain_and_block(write: Any) -> None:
+    """Grains 1 and 3 have no rows; the block that is written last is smaller than the others."""
+    plain = mlp(hidden=(2, 7))
+    x, y = points_of(4)
+
+    def run(comm: Any, block: str, first: int, memory: dict[str, Any]) -> None:
+        wrong = Forgets({"hidden.0": 2, "hidden.1": 7, "output": 3}[block], first, write)
+        model = Blocks(plain, {block: lambda layer: mz.nn.Sequential([layer, wrong])})
+        placed, _ = sharded("ddp", comm, model, micro_batch=1, **memory)
+        with placed:
+            before = placed.parameters_sha256()
+            with pytest.raises((LayoutError, RemoteError), match=f"block '{block}', Forgets: .* has not written"):
+                placed.train(*part(comm, x, y))
+            assert placed.parameters_sha256() == before
+
+    for block, first in product(plain.blocks, range(4)):
+        run(None, block, first, {})
+    for block, memory in product(plain.blocks, (PRIVATE, {"ranks_per_node": 1, "bucket_mb": FINE})):
+        run_in_threads(2, lambda comm, b=block, m=memory: run(comm, b, 3, m))
+
+
+@pytest.mark.parametrize("what", ["forward", "input", "weights"])
+def test_after_an_error_in_any_grain_the_next_step_is_right(what: str) -> None:
+    x, y = points_of(8)
+
+    def after(comm: Any, first: int | None, memory: dict[str, Any]) -> str:
+        switch = {} if first is None else {"what": what, "first": first}
+        model, _ = sharded("ddp", comm, with_traps(mlp(), {"hidden.1": switch}), micro_batch=1, **memory)
+        with model:
+            if switch:
+                with pytest.raises((ArithmeticError, RemoteError), match="trap in"):
+                    model.train(*part(comm, x, y))
+                switch.clear()
+            model.train(*part(comm, x, y))
+            return str(model.parameters_sha256())
+
+    expected = after(None, None, {})
+    for first in (0, 1, 3, 7):
+        assert after(None, first, {}) == expected
+        for memory in ({**PRIVATE, "bucket_mb": FINE}, {"ranks_per_node": 1}, {}):
+            assert set(run_in_threads(2, lambda comm, f=first, m=memory: after(comm, f, m))) == {expected}
+
+
+def test_a_gradient_that_is_not_finite_is_named_with_its_samples() -> None:
+    switch = {"what": "infinite", "first": 1}
+    model, _ = sharded("ddp", None, with_traps(mlp(), {"hidden.1": switch}), micro_batch=1)
+    with model:
+        model.train(*points_of(4))
+        assert "the gradient of 'hidden.1" in model.last_step.skipped
+        assert "rank 0, samples 1 to 1" in model.last_step.skipped
