@@ -55,7 +55,7 @@ check_model(function, x[:8], y[:8], comm=MPI.COMM_WORLD)
 
 config = mz.ShardingConfig(comm=MPI.COMM_WORLD, micro_batch=10)
 with mz.ZeRO1Model(function, config, optimizer=mz.Adam(lr=2e-1)) as model:
-    for part in mz.data.batches(mz.data.ArraySource(x, y), config, global_batch=40, seed=0, steps=300):
+    for part in mz.data.batches(mz.data.ArraySource(x, y), model, global_batch=40, seed=0, steps=300):
         loss = model.train(*part)
     found = model.named_parameters()
     digest, ranks = model.parameters_sha256(), model.world_size

@@ -34,7 +34,7 @@ check_model(function, x[:8], y[:8], comm=MPI.COMM_WORLD)
 
 config = mz.ShardingConfig(comm=MPI.COMM_WORLD, micro_batch=8)
 with mz.ZeRO1Model(function, config, optimizer=mz.SGD(lr=0.1)) as model:
-    for part in mz.data.batches(mz.data.ArraySource(x, y), config, global_batch=32, seed=0, steps=100):
+    for part in mz.data.batches(mz.data.ArraySource(x, y), model, global_batch=32, seed=0, steps=100):
         loss = model.train(*part)
     error = np.abs(as_complex(model.named_parameters()["response"]) - response).max()
     digest, ranks = model.parameters_sha256(), model.world_size

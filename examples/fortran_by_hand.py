@@ -44,7 +44,7 @@ function = mz.FunctionModel({"conductivity": np.full(CELLS + 1, 0.2)}, loss_and_
 check_model(function, x[:4], end[:4], comm=MPI.COMM_WORLD)
 config = mz.ShardingConfig(comm=MPI.COMM_WORLD, micro_batch=4)
 with mz.ZeRO1Model(function, config, optimizer=mz.Adam(lr=1e-2)) as model:
-    for part in mz.data.batches(mz.data.ArraySource(x, end), config, global_batch=32, seed=0, steps=60):
+    for part in mz.data.batches(mz.data.ArraySource(x, end), model, global_batch=32, seed=0, steps=60):
         loss = model.train(*part)
     error = np.abs(model.named_parameters()["conductivity"] - true)[1:-1].max()
     digest, ranks = model.parameters_sha256(), model.world_size

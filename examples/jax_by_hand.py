@@ -41,7 +41,7 @@ y = np.sin(x[:, :1]) + x[:, 1:2] * x[:, 2:]
 check_model(function, x[:8], y[:8], comm=MPI.COMM_WORLD)
 config = mz.ShardingConfig(comm=MPI.COMM_WORLD, micro_batch=8)
 with mz.ZeRO1Model(function, config, optimizer=mz.Adam(lr=1e-2)) as model:
-    for part in mz.data.batches(mz.data.ArraySource(x, y), config, global_batch=64, seed=0, steps=40):
+    for part in mz.data.batches(mz.data.ArraySource(x, y), model, global_batch=64, seed=0, steps=40):
         loss = model.train(*part)
     digest, ranks = model.parameters_sha256(), model.world_size
     if model.rank == 0:

@@ -48,7 +48,7 @@ check_model(function, x[:8], y[:8], comm=MPI.COMM_WORLD)
 config = mz.ShardingConfig(comm=MPI.COMM_WORLD, micro_batch=4)
 with mz.ZeRO2Model(function, config, optimizer=mz.AdamW(lr=1e-2)) as model:
     source = mz.data.ArraySource(x, y)
-    for part in mz.data.batches(source, config, global_batch=32, seed=0, steps=30):
+    for part in mz.data.batches(source, model, global_batch=32, seed=0, steps=30):
         loss = model.train(*part)
     digest, ranks = model.parameters_sha256(), model.world_size
     if model.rank == 0:

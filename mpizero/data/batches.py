@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 
@@ -20,15 +20,32 @@ from mpizero.validation import require, whole
 from mpizero.validation import seed as whole_seed
 
 
-class BatchConfig(Protocol):
+class GrainSizes(Protocol):
+    """Define what :class:`Batches` needs to know the samples of each rank."""
+
+    def grain_size(self, global_batch: int) -> int:
+        """Return the number of samples of one grain, for a global batch of ``global_batch`` samples."""
+
+
+class BatchConfig(GrainSizes, Protocol):
     """Define what :func:`batches` needs of a :class:`~mpizero.parallel.config.ShardingConfig`."""
 
     @property
     def communicator(self) -> Communicator:
         """The communicator of all ranks, over which :func:`batches` is collective."""
 
-    def grain_size(self, global_batch: int) -> int:
-        """Return the number of samples of one grain, for a global batch of ``global_batch`` samples."""
+
+@runtime_checkable
+class BatchModel(GrainSizes, Protocol):
+    """Define what :func:`batches` needs of a sharded model."""
+
+    @property
+    def config(self) -> Any:
+        """The model's :class:`~mpizero.parallel.config.ShardingConfig`."""
+
+    @property
+    def batch_group(self) -> Communicator:
+        """The communicator over whose ranks a global batch is divided."""
 
 
 def sample_order(start: int, stop: int, length: int, seed: int) -> Indices:
@@ -63,7 +80,7 @@ class Batches:
     def __init__(
         self,
         source: Source,
-        config: BatchConfig,
+        sizes: GrainSizes,
         global_batch: int,
         seed: int,
         steps: int | None,
@@ -76,7 +93,7 @@ class Batches:
         self._batch = global_batch
         self._seed = seed
         self._left = steps
-        self._own = Grains(global_batch, config.grain_size(global_batch)).samples_of(group.rank, group.size)
+        self._sizes, self._group = sizes, group
 
     def __iter__(self) -> Self:
         return self
@@ -93,22 +110,27 @@ class Batches:
         if self._left == 0:
             raise StopIteration
         start = self.consumed
-        order = sample_order(start + self._own.start, start + self._own.stop, len(self._source), self._seed)
-        samples = self._samples_with_run(order, start) if self._source.takes_run else self._source.samples(order)
+        grains = Grains(self._batch, self._sizes.grain_size(self._batch))
+        own = grains.samples_of(self._group.rank, self._group.size)
+        order = sample_order(start + own.start, start + own.stop, len(self._source), self._seed)
+        if self._source.takes_run:
+            samples = self._samples_with_run(order, start, own.start)
+        else:
+            samples = self._source.samples(order)
         self.consumed += self._batch
         if self._left is not None:
             self._left -= 1
         return samples
 
-    def _samples_with_run(self, order: Indices, start: int) -> tuple[Any, Any]:
+    def _samples_with_run(self, order: Indices, start: int, place: int) -> tuple[Any, Any]:
         """Read this rank's samples of a global batch, with indices ``order``, from a source that takes ``run``.
 
         Samples of different epochs are read by separate calls. ``start`` is the number of samples consumed before the
-        global batch.
+        global batch, ``place`` that of the batch's samples before this rank's.
         """
         length, done, parts = len(self._source), 0, list[Any]()
         while done < order.size or not parts:
-            first = self._own.start + done
+            first = place + done
             epoch, inside = divmod(start + first, length)
             count = min(order.size - done, length - inside)
             run = Run(True, self._seed, start // self._batch, first, count=count, epoch=epoch)
@@ -121,7 +143,7 @@ class Batches:
 @explains
 def batches(
     source: Source,
-    config: BatchConfig,
+    config: BatchConfig | BatchModel,
     global_batch: int,
     seed: int = 0,
     steps: int | None = None,
@@ -133,15 +155,17 @@ def batches(
 
     A global batch is the next ``global_batch`` samples of :func:`sample_order`; it may contain the end of one epoch and
     the start of the next. It is cut into grains. Each rank is assigned a contiguous range of grains, in the order of
-    the ranks. A rank may be assigned no samples. This call is collective over ``config.communicator``; the iteration is
+    the ranks. A rank may be assigned no samples. This call is collective over the ranks of ``config``; the iteration is
     not.
 
     Parameters
     ----------
     source : Source
         The data, the same on every rank.
-    config : ShardingConfig
-        Its ``communicator`` and ``grain_size`` are used.
+    config : ShardingConfig or sharded model
+        The ranks and the size of a grain. With a model, each rank gets the samples of the grains that it computes. A
+        configuration does not know the default grain of a model with a large batch (see ``docs/concepts.md``), so
+        ``train`` may have to send samples between ranks then; the results are the same.
     global_batch : int
         Number of samples of one training step, over all ranks.
     seed : int
@@ -151,8 +175,8 @@ def batches(
     consumed : int
         Number of samples already used, over all ranks: the attribute ``consumed`` of an earlier iterator.
     group : Communicator or None
-        The ranks among which a global batch is divided: the ``batch_group`` of a model. None means all ranks of
-        ``config.communicator``.
+        The ranks among which a global batch is divided: the ``batch_group`` of a model. None means that of the model
+        given as ``config``, or all ranks of the configuration given.
 
     Raises
     ------
@@ -163,9 +187,7 @@ def batches(
     MpizeroError
         If ranks have different data or arguments.
     """
-    if not hasattr(config, "communicator"):
-        raise ArgumentError(f"batches: config is a ShardingConfig, got {config!r:.80}")
-    comm = config.communicator
+    comm, group = _ranks(config, group)
     with all_ranks(comm):
         if not isinstance(source, Source):
             raise DataError(f"expected a source of samples such as TextSource, got {type(source).__name__}")
@@ -178,7 +200,16 @@ def batches(
             raise DataError("the source has no samples to train on")
     settings = {"global_batch": global_batch, "seed": seed, "steps": steps, "consumed": consumed}
     agree_equal(comm, lambda: _arguments(source, settings), "agree batches")
-    return Batches(source, config, global_batch, seed, steps, consumed, group=comm if group is None else group)
+    return Batches(source, config, global_batch, seed, steps, consumed, group=group)
+
+
+def _ranks(config: BatchConfig | BatchModel, group: Communicator | None) -> tuple[Communicator, Communicator]:
+    """Return the communicator of all ranks, and the one over whose ranks a global batch is divided."""
+    if isinstance(config, BatchModel):
+        return config.config.communicator, config.batch_group if group is None else group
+    if not hasattr(config, "communicator"):
+        raise ArgumentError(f"batches: config is a ShardingConfig or a sharded model, got {config!r:.80}")
+    return config.communicator, config.communicator if group is None else group
 
 
 def _arguments(source: Source, settings: dict[str, Any]) -> dict[str, Any]:

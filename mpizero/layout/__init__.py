@@ -2,7 +2,7 @@
 
 from mpizero.layout.axes import AXES, Axes, Coordinates
 from mpizero.layout.flat import FlatLayout, ParameterUse, Span, Unit
-from mpizero.layout.grains import Grains
+from mpizero.layout.grains import GrainRule, Grains
 from mpizero.layout.hyperslab import hyperslabs
 from mpizero.layout.instructions import Instruction
 from mpizero.layout.partition import Partition
@@ -36,6 +36,7 @@ __all__ = [
     "FlatLayout",
     "FoldPlan",
     "FoldStep",
+    "GrainRule",
     "Grains",
     "Instruction",
     "TreeNode",

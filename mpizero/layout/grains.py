@@ -7,8 +7,46 @@ from dataclasses import dataclass
 from mpizero.errors import ConfigError
 from mpizero.layout.partition import Partition
 
-#: A global batch is cut into about this many grains when the user does not choose their size.
+#: A global batch is cut into about this many grains, or into more, when the user does not choose their size.
 DEFAULT_GRAINS = 16
+
+
+@dataclass(frozen=True)
+class GrainRule:
+    """Determine the number of samples of a grain from the number of samples of a global batch.
+
+    It depends on no layout: every rank of every job finds the same grains.
+
+    Parameters
+    ----------
+    micro_batch : int or None
+        Number of samples of a micro-batch; None for the default. The default is a sixteenth of the global batch over
+        ``accumulate``, rounded up, but no more than ``efficient``.
+    accumulate : int
+        Number of micro-batches of a grain.
+    efficient : int or None
+        Number of samples with which the model's matrix products are about as fast as they can be; None if it is not
+        known.
+    """
+
+    micro_batch: int | None = None
+    accumulate: int = 1
+    efficient: int | None = None
+
+    def micro_size(self, samples: int) -> int:
+        """Return the number of samples of a full micro-batch, for a global batch of ``samples`` samples."""
+        if self.micro_batch is not None:
+            return self.micro_batch
+        sixteenth = max(1, -(-samples // (self.accumulate * DEFAULT_GRAINS)))
+        return sixteenth if self.efficient is None else min(sixteenth, self.efficient)
+
+    def grain_size(self, samples: int) -> int:
+        """Return the number of samples of a full grain, for a global batch of ``samples`` samples."""
+        return self.micro_size(samples) * self.accumulate
+
+    def grains(self, samples: int) -> Grains:
+        """Cut a global batch of ``samples`` samples into grains."""
+        return Grains(samples, self.grain_size(samples))
 
 
 @dataclass(frozen=True)
@@ -38,11 +76,6 @@ class Grains:
         """
         parts = f", each of {micro_batches} micro-batches" if micro_batches > 1 else ""
         return f"{self.count} grains of {self.size}{parts}"
-
-    @staticmethod
-    def default_size(samples: int) -> int:
-        """Return the default number of samples of a grain: a sixteenth of the global batch, rounded up, at least 1."""
-        return max(1, -(-samples // DEFAULT_GRAINS))
 
     @property
     def count(self) -> int:

@@ -19,6 +19,9 @@ from typing import NamedTuple
 
 Program = tuple[int, ...]
 
+#: Name of this order of additions, for checkpoints.
+ORDER = "binary tree"
+
 
 class TreeNode(NamedTuple):
     """Identify one node of the tree: the sum of ``2**level`` leaves, from leaf ``position * 2**level`` on."""

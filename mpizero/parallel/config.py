@@ -15,8 +15,9 @@ from mpizero.comm.supervision import guard
 from mpizero.comm.supervision.watchdog import Watchdog
 from mpizero.errors import ConfigError
 from mpizero.kernels.device_products import SIXTEEN_BITS
-from mpizero.layout import Axes, Grains
+from mpizero.layout import Axes, GrainRule
 from mpizero.names import explains
+from mpizero.nn.models.efficient_batch import efficient_samples
 from mpizero.optim import DynamicLossScale
 from mpizero.parallel.skipped_steps import BadSteps
 from mpizero.validation import flag, positive, require, whole
@@ -57,7 +58,9 @@ class ShardingConfig:
     ranks_per_node : int or None
         Number of consecutive ranks in each simulated node; None uses the real nodes.
     micro_batch : int or None
-        Number of samples in one forward and backward pass; None is ceil(ceil(global batch / accumulate) / 16).
+        Number of samples in one forward and backward pass. With None it is ceil(ceil(global batch / accumulate) / 16),
+        but no more than the model's matrix products need to be fast (``docs/concepts.md``);
+        after a checkpoint with optimizer state was loaded, what the checkpoint says.
     accumulate : int
         Number of micro-batches in one grain. Their gradients are added one after the other; a grain has
         ``micro_batch * accumulate`` samples.
@@ -271,13 +274,14 @@ class ShardingConfig:
         """Return the loss scale to train with: ``given``, or a default one if ``mixed_precision`` is "float16"."""
         return DynamicLossScale() if given is None and self.mixed_precision == "float16" else given
 
-    def grain_size(self, global_batch: int) -> int:
-        """Return the number of samples in a full grain of a global batch of ``global_batch`` samples."""
-        return self.micro_size(global_batch) * self.accumulate
+    def grain_rule(self, model: Any = None) -> GrainRule:
+        """Return the rule that cuts global batches into grains for ``model``; None stands for a model not known yet."""
+        efficient = efficient_samples(model) if self.micro_batch is None and model is not None else None
+        return GrainRule(self.micro_batch, self.accumulate, efficient)
 
-    def micro_size(self, global_batch: int) -> int:
-        """Return the number of samples in a full micro-batch of a global batch of ``global_batch`` samples."""
-        return micro_size(global_batch, self.micro_batch, self.accumulate)
+    def grain_size(self, global_batch: int) -> int:
+        """Return the number of samples in a full grain, without a model's part in the default of ``micro_batch``."""
+        return self.grain_rule().grain_size(global_batch)
 
     def bucket_elements(self, itemsize: int) -> int | None:
         """Return ``bucket_mb`` as a number of elements of ``itemsize`` bytes; None if it is None or "auto"."""
@@ -296,14 +300,6 @@ class ShardingConfig:
         """Return a copy in which the settings named in ``changes`` have the given values."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return type(self)(**{**values, **changes})
-
-
-def micro_size(global_batch: int, micro_batch: int | None, accumulate: int) -> int:
-    """Return the number of samples in a full micro-batch. Not collective.
-
-    It is ``micro_batch``, or if that is None ceil(ceil(global_batch / accumulate) / 16).
-    """
-    return micro_batch or Grains.default_size(-(-global_batch // accumulate))
 
 
 def elements_of(mebibytes: float, itemsize: int) -> int:

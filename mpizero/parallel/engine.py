@@ -86,7 +86,7 @@ class Engine(PlacedModel):
 
         Return the grains of this rank, with their samples. ``reducer`` determines which rank computes which grain.
         """
-        size, micro = self.config.grain_size, self.config.accumulate
+        size, micro = self.grain_rule.grain_size, self.config.accumulate
         batch = redistribute(self.grid, x, y, size, reducer.owners, micro, asked=self.asked)
         self.compute_device.check_batch(x, y)
         if self.grid.context.size > 1:

@@ -100,7 +100,8 @@ def _window_bytes(grid: ProcessGrid, layout: FlatLayout, item: int, placement: P
 def _rows(grid: ProcessGrid, config: ShardingConfig, *, scratch: bool) -> int:
     """Return how many copies of the whole gradient vector to count for each rank before the first batch is known.
 
-    That is the most that any batch can need, or 1 if the user has set ``micro_batch``.
+    That is the most that a batch of up to 16 grains can need, or 1 if the user has set ``micro_batch``. If the first
+    batch needs more than is left, the model is moved out of shared memory then.
     """
     if config.micro_batch is not None:
         return 1

@@ -12,7 +12,7 @@ from mpizero import optim
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.recording.timeline import Timeline
 from mpizero.errors import ConfigError, SharedMemoryError
-from mpizero.layout import FlatLayout, Grains
+from mpizero.layout import FlatLayout
 from mpizero.nn.malloc import keep_freed_memory
 from mpizero.parallel.batch.step_scalars import GrainScalars
 from mpizero.parallel.blas_threads import limit_blas_threads
@@ -107,6 +107,8 @@ class PlacedModel:
         self.updater: Updater | None = None
         self.integrity = Integrity(self.grid, self.store, config.check_every)
         self.loss_scale: optim.LossScaleState | None = None
+        #: How global batches are cut into grains; a checkpoint may replace it.
+        self.grain_rule = config.grain_rule(model)
         #: Set while a failed load has left the model with some old and some new values: it then refuses to be used.
         self.half_loaded: HalfLoaded | None = None
         self.store.begin(model)
@@ -209,7 +211,7 @@ class PlacedModel:
 
     def reserve(self, samples: int) -> None:
         """Allocate the memory for gradients that a step with ``samples`` samples in its global batch needs."""
-        self.reducer.reserve(Grains(samples, self.config.grain_size(samples)).count * self.grid.context.size)
+        self.reducer.reserve(self.grain_rule.grains(samples).count * self.grid.context.size)
 
     @property
     def pristine(self) -> bool:

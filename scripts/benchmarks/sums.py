@@ -19,8 +19,9 @@ its largest term, as it would be known from the step before.
 The first table has errors, in units of 2**-24 times the sum of the terms' magnitudes, the best bound that a sum in
 float32 can have; the exact sum is computed with 64 bits. It does so for Gaussian terms whose scales differ between the
 elements of a tensor by up to 2**30: for all elements, and for the largest and the smallest ones. The second table has
-the time of a whole sum of k rows, divided once, over that of ``tree``. The third has the factor by which the largest
-gradient of a tensor grows from one step of a training to the next, which is what ``margin`` must allow for. With
+the time of a whole sum of k rows, divided once, over that of ``tree``. The third is of the gradients of a training: the
+same errors, and the factor by which the largest gradient of a tensor grows from one step to the next, which is what
+``margin`` must allow for (where it does not, the step has to be computed again). With
 ``--ranks`` the fourth has the time of ``Allreduce`` of one row of each kind.
 """
 
@@ -31,7 +32,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -45,6 +46,7 @@ from mpizero.measurement import Measurement
 
 TREE = "tree"
 SPREADS = (0, 10, 20, 30)
+MARGINS = (0, 2, 4, 6, 8, 10)
 
 
 @numba.njit(error_model="numpy")
@@ -207,11 +209,14 @@ def errors(rows: np.ndarray, found: np.ndarray) -> np.ndarray:
     return np.asarray(np.abs(found - exact) / np.abs(rows.astype(np.longdouble)).mean(axis=0) * 2.0**24, np.float64)
 
 
-def sums(rows: np.ndarray, margin: int) -> dict[str, Callable[[], np.ndarray]]:
-    """Return for each way a function that computes the mean of ``rows`` and returns it."""
+def sums(rows: np.ndarray, margin: int, largest: float | None = None) -> dict[str, Callable[[], np.ndarray]]:
+    """Return for each way a function that computes the mean of ``rows`` and returns it.
+
+    ``largest`` is the largest term that the bound is made from; None takes that of ``rows``.
+    """
     size = rows.shape[1]
     out, buffer = np.empty(size, np.float32), np.empty((fold_plan(0, len(rows), len(rows)).rows, size), np.float32)
-    bound = bound_of(float(np.abs(rows).max()), len(rows), margin)
+    bound = bound_of(float(np.abs(rows).max()) if largest is None else largest, len(rows), margin)
     cases: dict[str, Callable[[], np.ndarray]] = {TREE: lambda: by_tree(rows, buffer, out)}
     for name, way in WAYS.items():
         cases[name] = partial(by_way, way, rows, bound, way.total(size), out)
@@ -258,25 +263,77 @@ def cost(counts: list[int], size: int, margin: int, rounds: int) -> dict[str, di
     return found
 
 
-def growth(steps: int) -> list[float]:
-    """Train a small GPT; return for each step by how much the largest gradient of a tensor grew at most."""
+@dataclass
+class Training:
+    """Hold what the gradients of a training's grains were like, step by step.
+
+    Attributes
+    ----------
+    growths : list of float
+        For each step and tensor, by how much its largest gradient of any grain grew since the step before.
+    small : list of float
+        For each looked-at step, the part of the elements below 2**-20 and below 2**-30 of their tensor's largest.
+    errors : dict
+        For each way, the errors of the elements of all looked-at steps.
+    """
+
+    growths: list[float]
+    small: list[tuple[float, float]]
+    errors: dict[str, list[np.ndarray]]
+
+    def look(self, terms: np.ndarray, largest: float, margin: int) -> None:
+        """Add the errors of one tensor, whose largest term was ``largest`` in the step before."""
+        rows = terms[:, terms.any(axis=0)]
+        if rows.size and np.abs(rows).max() < 2.0**margin * largest:
+            for name, run in sums(rows, margin, largest).items():
+                self.errors.setdefault(name, []).append(errors(rows, run()))
+
+    def summary(self, margins: Sequence[int]) -> dict[str, Any]:
+        """Return the figures that the report prints, as plain values."""
+        return {
+            "growth": self.growths,
+            "repeated": {str(m): float(np.mean(np.array(self.growths) >= 2.0**m)) for m in margins},
+            "small": np.mean(self.small, axis=0).tolist(),
+            "errors": {
+                name: [float(value) for value in np.quantile(np.concatenate(found), (0.5, 0.99, 0.9999, 1.0))]
+                for name, found in self.errors.items()
+            },
+        }
+
+
+def training(steps: int, margin: int) -> dict[str, Any]:
+    """Train a small GPT on 16 grains, and add the gradients of every tenth step in all ways.
+
+    The bound of a tensor is known from the step before, as it would be in a training.
+    """
     import mpizero as mz
 
     gpt = mz.nn.GPT(dim=64, layers=2, heads=4, sequence=64)
     source = mz.data.TextSource("stdlib", sequence=64)
-    before: dict[str, float] = {}
-    found = []
+    found, before = Training([], [], {}), dict[str, float]()
     with (
-        mz.ShardingConfig(comm="self", micro_batch=2) as config,
+        mz.ShardingConfig(comm="self", micro_batch=1) as config,
         mz.distribute(gpt, mz.AdamW(lr=1e-3), strategy="ddp", config=config) as model,
     ):
-        for x, y in mz.data.batches(source, config, global_batch=16, seed=0, steps=steps):
-            gradients = model.engine.whole.named(model.compute_gradients(x, y).values)
-            now = {name: float(np.abs(values).max()) for name, values in gradients.items()}
-            model.optimizer.step()
-            found.append(max((now[name] / before[name] for name in before if before[name]), default=1.0))
-            before = now
-    return found[1:]
+        for step, (x, y) in enumerate(mz.data.batches(source, model, global_batch=16, seed=0, steps=steps)):
+            values = model.named_parameters()
+            grains = [mz.nn.loss_and_gradients(gpt, values, (x[i : i + 1], y[i : i + 1]))[2] for i in range(len(x))]
+            below = []
+            for name in values:
+                terms = np.stack([np.asarray(grain[name], np.float32).reshape(-1) for grain in grains])
+                largest = float(np.abs(terms).max())
+                if before.get(name):
+                    found.growths.append(largest / before[name])
+                    if step % 10 == 9:
+                        found.look(terms, before[name], margin)
+                        sizes = np.abs(terms).max(axis=0)
+                        below.append((sizes.size, *((sizes < 2.0**-bits * largest).sum() for bits in (20, 30))))
+                before[name] = largest
+            if below:
+                elements, twenty, thirty = np.sum(below, axis=0)
+                found.small.append((twenty / elements, thirty / elements))
+            model.train(x, y)
+    return found.summary(MARGINS)
 
 
 def allreduce(size: int, rounds: int) -> None:
@@ -313,6 +370,23 @@ def arguments() -> argparse.Namespace:
     return args
 
 
+def trained(found: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
+    """Format the table of the training."""
+    growths = np.array(found["growth"])
+    twenty, thirty = found["small"]
+    lines = [
+        f"gradients of a GPT, 16 grains, {args.steps} steps, margin {args.margin}; errors of 50 %, 99 %, 99.99 %, all"
+    ]
+    lines += [f"{name:16s}{', '.join(f'{e:.3g}' for e in values):>30s}" for name, values in found["errors"].items()]
+    lines.append(f"elements below 2**-20 of their tensor's largest: {twenty:.2%}, below 2**-30: {thirty:.2%}")
+    lines.append(
+        f"growth of a tensor's largest gradient in a step: median {np.median(growths):.2f}, "
+        f"99 % {np.quantile(growths, 0.99):.2f}, largest {growths.max():.2f}"
+    )
+    repeated = ", ".join(f"{margin}: {part:.3%}" for margin, part in found["repeated"].items())
+    return [*lines, f"tensors in a step that reach their bound, by margin: {repeated}"]
+
+
 def report(found: Mapping[str, Any], args: argparse.Namespace) -> str:
     """Format all tables."""
     names = [TREE, *WAYS]
@@ -333,12 +407,7 @@ def report(found: Mapping[str, Any], args: argparse.Namespace) -> str:
         "of the others, one being computed included: "
         + ", ".join(f"{name} {way.bytes // 4 + 1}" for name, way in WAYS.items())
     )
-    growths = np.sort(found["growth"])
-    lines += [
-        "",
-        f"growth of a tensor's largest gradient in a step, {args.steps} steps: median "
-        f"{np.median(growths):.2f}, 99 % {np.quantile(growths, 0.99):.2f}, largest {growths[-1]:.2f}",
-    ]
+    lines += ["", *trained(found["training"], args)]
     if args.ranks:
         seconds = found["allreduce"]
         cells = ", ".join(
@@ -357,7 +426,7 @@ def main() -> None:
     found: dict[str, Any] = {
         "errors": {str(count): accuracy(count, args.margin, 1 << 15) for count in args.terms},
         "cost": cost(args.terms, args.size, args.margin, args.rounds),
-        "growth": growth(args.steps),
+        "training": training(args.steps, args.margin),
     }
     if args.ranks:
         words = [__file__, "--be", "allreduce", "--size", str(args.size), "--rounds", str(args.rounds)]

@@ -8,7 +8,7 @@ import pytest
 
 from mpizero import data
 from mpizero.comm import Communicator, as_communicator
-from mpizero.layout import Grains
+from mpizero.layout import GrainRule
 
 
 @dataclass
@@ -19,7 +19,7 @@ class Ranks:
     micro_batch: int | None = None
 
     def grain_size(self, global_batch: int) -> int:
-        return self.micro_batch or Grains.default_size(global_batch)
+        return GrainRule(self.micro_batch).grain_size(global_batch)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpizero.errors import ConfigError, LayoutError
-from mpizero.layout import Grains, Partition, hyperslabs
+from mpizero.layout import GrainRule, Grains, Partition, hyperslabs
 
 
 def test_ten_over_three() -> None:
@@ -42,8 +42,16 @@ def test_grains_dealt_contiguously_tile_the_batch(samples: int, size: int, parts
     assert sum(grains.span(g).stop - grains.span(g).start for g in range(grains.count)) == samples
 
 
-def test_grain_size_depends_on_the_global_batch_alone() -> None:
-    assert [Grains.default_size(b) for b in (1, 16, 17, 64, 100)] == [1, 1, 2, 4, 7]
+def test_a_default_grain_is_a_sixteenth_of_the_global_batch_rounded_up() -> None:
+    assert [GrainRule().grain_size(samples) for samples in (1, 16, 17, 64, 100)] == [1, 1, 2, 4, 7]
+    assert [GrainRule(accumulate=3).grain_size(samples) for samples in (1, 48, 49, 300)] == [3, 3, 6, 21]
+
+
+def test_a_default_micro_batch_has_no_more_samples_than_fast_products_need() -> None:
+    rule = GrainRule(efficient=4)
+    assert [rule.grains(samples).count for samples in (8, 64, 65, 256, 1022)] == [8, 16, 17, 64, 256]
+    assert GrainRule(accumulate=3, efficient=4).grain_size(1000) == 12
+    assert GrainRule(5, efficient=4).grain_size(1000) == 5
     with pytest.raises(ConfigError, match="size"):
         Grains(4, 0)
 

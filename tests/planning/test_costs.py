@@ -112,7 +112,7 @@ def measured(
     optimizer.set_model(model)
     x, y = job.samples
     group = model.batch_group
-    own = Grains(job.batch, config.grain_size(job.batch)).samples_of(group.rank, group.size)
+    own = Grains(job.batch, model.grain_size(job.batch)).samples_of(group.rank, group.size)
     with model:
         model.train(x[own], y[own])
         engine = model.engine
@@ -253,6 +253,15 @@ def test_replicas_hold_and_send_what_was_planned(ranks: int) -> None:
     jobs = replicas(ranks)  # on many ranks fewer, of every strategy and every memory
     for each in {4: jobs[::2], 8: [jobs[3 * zero + zero % 3] for zero in range(4)]}.get(ranks, jobs):
         check_on_threads(each, ranks)
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_default_grains_of_a_large_batch_are_planned(zero: int) -> None:
+    each = job(zero=zero, model=lambda: gpt(layers=1, sequence=1024), batch=40, config={"micro_batch": None})
+    plan = planned(each, 3)
+    assert plan.grains.count == 40
+    assert sorted(one.micro_batches for one in plan.by_rank) == [13, 13, 14]
+    check_on_threads(each, 3)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])

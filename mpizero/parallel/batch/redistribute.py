@@ -156,7 +156,7 @@ def _check_replicas(grid: ProcessGrid, own: _RankBatch, digests: Array) -> None:
             raise DataError(
                 f"rank {rank} has another {what} than rank {first}: the ranks of one replica (they differ in "
                 "pipeline, tensor and context only) must train on the same samples; give each replica's ranks the same "
-                "batch, for example by mpizero.data.batches(..., group=model.batch_group)"
+                "batch, for example by mpizero.data.batches(source, model, ...)"
             )
 
 

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpizero import checkpoint
-from mpizero.checkpoint.format.strict_json import is_count, is_number
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import CheckpointError
 from mpizero.parallel.checkpointing import learning_rate
+from mpizero.parallel.checkpointing.grain_record import check_order, grain_record, resume_grains
 from mpizero.parallel.checkpointing.restore import ArrayReader, HeldArray, HeldPiece, fill
+from mpizero.parallel.checkpointing.saved_attribute import AXES, read_attribute
 from mpizero.parallel.parameters.shards import UpdatePiece
 from mpizero.text import notice
 from mpizero.types import Array, ParameterSpec
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from mpizero.parallel.engine import Engine
 
 _REMEDY = "bind the same one, or load into a model without an optimizer to take the parameters alone"
-#: The axes of a layout besides the data axis. If a checkpoint does not have one, its size was 1.
-_AXES = ("pipeline", "tensor", "context")
 
 
 def local_arrays(
@@ -113,7 +112,8 @@ def _whole_arrays(
 def attributes(engine: Engine) -> dict[str, Any]:
     """Return the value of the checkpoint attribute ``mpizero``. Not collective.
 
-    It holds the optimizer's name, slots and number of updates, the step number, the loss scale and the layout.
+    It holds the optimizer's name, slots and number of updates, the step number, the loss scale, the layout, and how
+    batches are cut into grains.
     """
     updater = engine.updater
     return {
@@ -132,8 +132,9 @@ def attributes(engine: Engine) -> dict[str, Any]:
             "strategy": engine.placement.saved_as,
             "ranks": engine.grid.axes.size,
             "nodes": engine.whole.nodes,
-            **{axis: getattr(engine.grid.axes, axis) for axis in _AXES},
+            **{axis: getattr(engine.grid.axes, axis) for axis in AXES},
         },
+        "grains": grain_record(engine.grain_rule),
     }
 
 
@@ -152,7 +153,7 @@ def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False)
         saved with another strategy, or with other numbers of ranks, nodes, pipeline stages, tensor or context ranks.
     """
     with all_ranks(engine.grid.world, "restore"):
-        saved = _saved(reader)
+        saved = read_attribute(reader)
     with_state = engine.updater is not None and saved["optimizer"] is not None
     with all_ranks(engine.grid.world, "restore"):
         _check_model(engine, reader)
@@ -161,6 +162,7 @@ def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False)
         if engine.updater is not None:
             (_check_optimizer if with_state else _check_no_state)(engine, reader, saved)
         if with_state:
+            check_order(saved["grains"])
             _tell_rates(engine, reader, saved)
     arrays, state = _parameter_arrays(engine, _everything), dict[str, Array]()
     if with_state:
@@ -174,67 +176,8 @@ def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False)
     engine.store.publish()
 
 
-def _saved(reader: ArrayReader) -> dict[str, Any]:
-    """Return the attribute that :func:`attributes` wrote, after checking all of it, because a file may hold any JSON.
-
-    A missing key counts as None, a missing ``step_number`` as 0: other programs may not write them. Unknown keys raise
-    ``CheckpointError``, because their meaning is unknown.
-    """
-    saved, where = reader.attributes.get("mpizero", {}), "the checkpoint's attribute 'mpizero'"
-    if not isinstance(saved, dict):
-        raise CheckpointError(f"{where} is {saved!r:.80}: expected an object")
-    if unknown := sorted(saved.keys() - _SAVED.keys()):
-        raise CheckpointError(f"{where}: {unknown[0]!r:.80} is unknown; expected {', '.join(_SAVED)}")
-    found: dict[str, Any] = {"optimizer": None, "loss_scale": None, "layout": None, "step_number": 0} | saved
-    for key, (sound, expected) in _SAVED.items():
-        if not sound(found[key]):
-            raise CheckpointError(f"{where}: {key} is {found[key]!r:.200}: expected {expected}")
-    return found
-
-
-def _is_optimizer(value: object) -> bool:
-    return value is None or (
-        isinstance(value, dict)
-        and value.keys() == {"name", "slots", "step_count"}
-        and isinstance(value["name"], str)
-        and isinstance(value["slots"], list)
-        and all(isinstance(slot, str) for slot in value["slots"])
-        and is_count(value["step_count"])
-    )
-
-
-def _is_scale(value: object) -> bool:
-    return value is None or (
-        isinstance(value, dict)
-        and value.keys() == {"scale", "good_steps"}
-        and is_number(value["scale"])
-        and is_count(value["good_steps"])
-    )
-
-
-def _is_layout(value: object) -> bool:
-    return value is None or (
-        isinstance(value, dict)
-        and {"strategy", "ranks", "nodes"} <= value.keys() <= {"strategy", "ranks", "nodes", *_AXES}
-        and isinstance(value["strategy"], str)
-        and all(is_count(number, 1) for key, number in value.items() if key != "strategy")
-    )
-
-
-#: Keys of the attribute ``mpizero``, each with a check of its value, and what errors say is expected.
-_SAVED: Mapping[str, tuple[Callable[[object], bool], str]] = {
-    "optimizer": (_is_optimizer, "null, or name (text), slots (list of texts) and step_count (whole number >= 0)"),
-    "step_number": (is_count, "a whole number >= 0"),
-    "loss_scale": (_is_scale, "null, or scale (finite number > 0) and good_steps (whole number >= 0)"),
-    "layout": (
-        _is_layout,
-        "null, or strategy (text), ranks and nodes, perhaps pipeline, tensor and context (whole numbers >= 1)",
-    ),
-}
-
-
 def _check_layout(layout: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:
-    if layout != {**dict.fromkeys(_AXES, 1), **(saved or {})}:
+    if layout != {**dict.fromkeys(AXES, 1), **(saved or {})}:
         raise CheckpointError(
             f"strict_layout: the checkpoint was written by {_layout_text(saved)}, this model is "
             f"{_layout_text(layout)}; without strict_layout it can be loaded all the same"
@@ -245,7 +188,7 @@ def _layout_text(layout: Mapping[str, Any] | None) -> str:
     if not layout:
         return "an unknown layout"
     ranks, nodes = (f"{layout[what]} {what[:-1]}{'s'[: layout[what] != 1]}" for what in ("ranks", "nodes"))
-    split = ", ".join(f"{axis} {layout[axis]}" for axis in _AXES if layout.get(axis, 1) != 1)
+    split = ", ".join(f"{axis} {layout[axis]}" for axis in AXES if layout.get(axis, 1) != 1)
     return f"{layout['strategy']} over {ranks} on {nodes}{f' ({split})' if split else ''}"
 
 
@@ -261,8 +204,9 @@ def restore_state(engine: Engine, reader: ArrayReader) -> None:
         bound.
     """
     with all_ranks(engine.grid.world, "restore"):
-        saved = _saved(reader)
+        saved = read_attribute(reader)
         _check_optimizer(engine, reader, saved)
+        check_order(saved["grains"])
         _tell_rates(engine, reader, saved)
     state, kept = _kept_state(engine)
     fill(engine, reader, kept)
@@ -334,6 +278,7 @@ def _take_state(engine: Engine, state: Mapping[str, Array], saved: Mapping[str, 
     engine.integrity.forget()
     engine.updater.step_count = saved["optimizer"]["step_count"]
     engine.updater.last_rate = learning_rate.last_of(reader.attributes)
+    resume_grains(engine, saved["grains"])
     if saved.get("loss_scale") is not None and engine.loss_scale is not None:
         engine.loss_scale = replace(engine.loss_scale, **saved["loss_scale"])
 
@@ -363,6 +308,7 @@ def copy_state(source: Engine, target: Engine) -> None:
         target.updater.step_count, target.updater.last_rate = source.updater.step_count, source.updater.last_rate
         target.integrity.forget()
     target.loss_scale, target.step_number = source.loss_scale, source.step_number
+    target.grain_rule = source.grain_rule
     target.exchange.copy_from(source.exchange)
 
 

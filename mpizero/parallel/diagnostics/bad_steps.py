@@ -168,7 +168,7 @@ def _gather(
     counts = np.empty(group.size, np.int64)
     group.allgather(np.array([own := tree.count()], np.int64), counts, "bad step")
     total, first = int(counts.sum()), int(counts[: group.rank].sum())
-    size = model.config.grain_size(total)
+    size = model.grain_size(total)
     numbers = sorted({n for bad in found for n in range(bad.start // size, -(-bad.stop // size))})[: len(found) + 16]
     arrays, known = [*tree.leaves, np.arange(first, first + own)], len(tree.leaves)
     if indices is not None:
@@ -183,7 +183,8 @@ def _gather(
 
 
 def _described(model: ShardedModelBase, report: StepReport, total: int) -> dict[str, Any]:
-    config, found, epoch = model.config, report.non_finite, model.engine.asked.epoch
+    engine, found = model.engine, report.non_finite
+    epoch = engine.asked.epoch
     return ({"epoch": epoch} if epoch else {}) | {
         "format": FORMAT,
         "version": VERSION,
@@ -191,7 +192,7 @@ def _described(model: ShardedModelBase, report: StepReport, total: int) -> dict[
         "run_step": found[0].step - 1,
         "seed": int(getattr(model.wrapped_model, "seed", 0)),
         "loss_scale": report.loss_scale,
-        "micro_batch": config.micro_size(total),
+        "micro_batch": engine.grain_rule.micro_size(total),
         "global_batch": total,
         "found": [asdict(bad) for bad in found],
         "libraries": versions(),

@@ -192,6 +192,14 @@ class ShardedCore(ABC):
         """The communicator over whose ranks a global batch is divided; pass it to ``data.batches`` as ``group``."""
         return self.engine.grid.batch
 
+    def grain_size(self, global_batch: int) -> int:
+        """Return the number of samples of a full grain, for a global batch of ``global_batch`` samples.
+
+        Not collective. Where ``config.micro_batch`` is None it depends on the model, and loading a checkpoint with
+        optimizer state may change it.
+        """
+        return self.loadable_engine.grain_rule.grain_size(global_batch)
+
     @property
     def engine(self) -> Engine:
         """The engine, which trains the model.

@@ -119,7 +119,7 @@ def run_loop(optimizer: ShardedOptimizer, data: Any, options: OptimizationOption
     for epoch in range(options.epochs):
         losses = []
         consumed = epoch * per_epoch * batch
-        stream = batches(train, config, batch, options.seed, per_epoch, consumed, group=model.batch_group)
+        stream = batches(train, model, batch, options.seed, per_epoch, consumed)
         for _ in range(per_epoch):
             with all_ranks(comm):  # reading may fail on one rank
                 x, y = next(stream)

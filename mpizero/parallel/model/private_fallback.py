@@ -46,7 +46,7 @@ def in_private_memory(engine: Engine, parallel_layout: ParallelLayout | None, er
         made.store.owned(unit.index)[:] = kept
     made.store.publish()
     made.store.version = version
-    made.step_number = engine.step_number
+    made.step_number, made.grain_rule = engine.step_number, engine.grain_rule
     if updater is not None:
         made.bind(updater.optimizer)
         made.exchange.compress(engine.exchange.compression)

@@ -11,8 +11,10 @@ import numpy as np
 from mpizero.comm import Communicator
 from mpizero.errors import ConfigError
 from mpizero.kernels.blas import matmul
+from mpizero.layout import GrainRule
 from mpizero.measurement import Measurement
-from mpizero.parallel.config import micro_size
+from mpizero.nn import GPT
+from mpizero.nn.models.efficient_batch import efficient_samples
 from mpizero.planning.machine_file import MatrixProduct
 from mpizero.train.bench.rounds import alone, together
 from mpizero.train.config.sections import Config, GptSection
@@ -66,7 +68,9 @@ class ProductShapes:
         section, train = config.model, config.train
         if not isinstance(section, GptSection):
             raise ConfigError(f'model.name = "{section.name}": bench machine takes the shapes of a "gpt"; give --dim')
-        batch = micro_size(train.global_batch, train.micro_batch, train.accumulate)
+        gpt = GPT(section.dim, section.layers, section.heads, section.sequence, vocabulary=_VOCABULARY)
+        rule = GrainRule(train.micro_batch, train.accumulate, efficient_samples(gpt))
+        batch = rule.micro_size(train.global_batch)
         return cls(section.dim, section.heads, section.sequence, batch, section.dtype)
 
     def linear(self) -> Iterator[tuple[str, int, int]]:

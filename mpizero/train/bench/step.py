@@ -173,9 +173,7 @@ def _train(
     """
     train, model = job.config.train, job.model
     total = request.warm_up + 2 * request.steps
-    stream = batches(
-        job.source, job.sharding, train.global_batch, seed=train.seed, steps=total, group=model.batch_group
-    )
+    stream = batches(job.source, model, train.global_batch, seed=train.seed, steps=total)
     plain: list[float] = []
     watched: list[float] = []
     spans: list[tuple[float, float, list[TimeSpan]]] = []

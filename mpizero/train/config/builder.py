@@ -66,7 +66,7 @@ class TrainingJob:
         Not collective.
         """
         train, parallel, sharing = self.config.train, self.config.parallel, self.model.batch_group.size
-        grains = Grains(train.global_batch, self.sharding.grain_size(train.global_batch))
+        grains = Grains(train.global_batch, self.model.grain_size(train.global_batch))
         who = "replicas" if parallel.splits_model else "ranks"
         count = grains.count
         idle = f"; {who} {count} to {sharing - 1} have no grain and only help" if sharing > count else ""

@@ -124,7 +124,7 @@ class NumberWatch:
         """Return the positions in the training data of the samples that this rank was given in a step."""
         job, train = self.job, self.job.config.train
         group = job.model.batch_group
-        own = Grains(train.global_batch, job.sharding.grain_size(train.global_batch)).samples_of(group.rank, group.size)
+        own = Grains(train.global_batch, job.model.grain_size(train.global_batch)).samples_of(group.rank, group.size)
         start = (step - 1) * train.global_batch
         order = sample_order(start + own.start, start + own.stop, len(job.source), train.seed)
         return job.source.origin(order)

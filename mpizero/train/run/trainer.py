@@ -193,12 +193,11 @@ class Trainer:
         train = self.config.train
         return batches(
             self.job.source,
-            self.job.sharding,
+            self.job.model,
             train.global_batch,
             seed=train.seed,
             steps=train.steps - self.step,
             consumed=self.step * train.global_batch,
-            group=self.job.model.batch_group,
         )
 
     def _finish_step(self, report: StepReport, seconds: float, more: Mapping[str, Any]) -> None:
@@ -251,7 +250,7 @@ class Trainer:
         job, train = self.job, self.config.train
         count = min(len(job.validation), train.validate_samples or len(job.validation))
         chosen = np.arange(count, dtype=np.int64) * len(job.validation) // count
-        size, group = job.sharding.grain_size(train.global_batch), job.model.batch_group
+        size, group = job.model.grain_size(train.global_batch), job.model.batch_group
         loss_sum, weight, correct = 0.0, 0.0, None
         for start in range(0, count, train.global_batch):
             part = chosen[start : start + train.global_batch]

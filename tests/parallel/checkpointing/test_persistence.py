@@ -224,6 +224,12 @@ def test_replicas_that_differ_are_found_and_repaired() -> None:
         lambda told: told | {"optimizer": told["optimizer"] | {"slots": "exp_avg"}},
         lambda told: told | {"optimizer": told["optimizer"] | {"more": 1}},
         lambda told: told | {"second_optimizer": told["optimizer"]},
+        lambda told: told | {"grains": 16},
+        lambda told: told | {"grains": {"order": "binary tree"}},
+        lambda told: told | {"grains": told["grains"] | {"micro_batch": 0}},
+        lambda told: told | {"grains": told["grains"] | {"accumulate": None}},
+        lambda told: told | {"grains": told["grains"] | {"efficient": True}},
+        lambda told: told | {"grains": told["grains"] | {"order": 2}},
     ],
 )
 def test_attributes_that_mpizero_cannot_have_written_are_refused_and_change_nothing(change) -> None:

@@ -17,7 +17,7 @@ import mpizero as mz
 from mpizero import checkpoint
 from mpizero.comm import ProcessGrid
 from mpizero.errors import CheckpointError, LayoutError, RemoteError
-from mpizero.layout import Axes, Coordinates, FlatLayout, Partition
+from mpizero.layout import Axes, Coordinates, FlatLayout, GrainRule, Partition
 from mpizero.layout.parts import part_shape
 from mpizero.nn import initial_parameters, initial_values
 from mpizero.parallel.checkpointing import model_state
@@ -136,6 +136,7 @@ def place(comm: Any, model: Any, spread: Spread) -> Any:
     engine.whole = GlobalView(blocks, store, grid)
     engine.updater = Updater(mz.AdamW(), store, UpdateScope(not row.shard_optimizer, in_rows=True))
     engine.placement, engine.step_number, engine.loss_scale, engine.pristine = row, 0, None, False
+    engine.grain_rule, engine.config = GrainRule(), SimpleNamespace(micro_batch=None)
     engine.integrity, engine.half_loaded = Integrity(grid, store, 0), None
     engine.exchange = GradientExchange(store, row)
     start(engine, model)
