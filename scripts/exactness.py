@@ -48,12 +48,14 @@ SEQUENCE, VOCABULARY = 12, 48
 class Case:
     """Describe a training whose result must not depend on ranks, strategy and memory.
 
-    ``batch`` and ``grain`` are the numbers of samples in the global batch and in a grain.
+    ``batch`` and ``grain`` are the numbers of samples in the global batch and in a grain. A ``grain`` of None is the
+    default, which depends on ``longest``, the most tokens that the model takes.
     """
 
     name: str
     batch: int = 12
-    grain: int = 2
+    grain: int | None = 2
+    longest: int = SEQUENCE
     clip: float | None = None
     dropout: float = 0.0
     tied: bool = False
@@ -62,7 +64,13 @@ class Case:
     def wrapped(self) -> Any:
         """Return the model of this case: a small GPT of 2 blocks."""
         return mz.nn.GPT(
-            dim=28, layers=2, heads=2, sequence=SEQUENCE, vocabulary=VOCABULARY, dropout=self.dropout, tied=self.tied
+            dim=28,
+            layers=2,
+            heads=2,
+            sequence=self.longest,
+            vocabulary=VOCABULARY,
+            dropout=self.dropout,
+            tied=self.tied,
         )
 
     def update(self) -> Any:
@@ -92,6 +100,7 @@ CASES = (
     Case("tied embeddings", tied=True),
     Case("LAMB", optimizer="lamb"),
     Case("SGD, momentum", optimizer="sgd"),
+    Case("24 default grains", batch=24, grain=None, longest=1024),
     Case("all of it", batch=32, grain=3, clip=0.5, dropout=0.2, tied=True, optimizer="lamb"),
 )
 

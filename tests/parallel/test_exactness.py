@@ -23,6 +23,12 @@ CASES: dict[str, dict[str, Any]] = {
     "checkpointed": {"optimizer": lambda: mz.Lion(lr=1e-3), "model": {"activation_checkpointing": True}},
     "six grains": {"optimizer": lambda: mz.RMSprop(lr=1e-3), "samples": 12, "micro_batch": 2},
     "accumulate": {"optimizer": lambda: mz.AdamW(lr=1e-2), "accumulate": 2, "micro_batch": 2},
+    "forty default grains": {
+        "optimizer": lambda: mz.AdamW(lr=1e-2),
+        "samples": 40,
+        "micro_batch": None,
+        "model": {"sequence": 1024},
+    },
     "float64": {"optimizer": lambda: mz.AdamW(lr=1e-2), "model": {"dtype": "float64"}},
     "loss scale": {"optimizer": lambda: mz.AdamW(lr=1e-2), "loss_scale": mz.DynamicLossScale(initial=2.0**10)},
 }
