@@ -1,9 +1,7 @@
 """Compare ways to sum the gradients of grains whose result does not depend on the number of ranks.
 
 A training may give each rank any number of grains, so a sum must have the same bits for every grouping of its terms.
-The library adds float32 rows in the order of one binary tree (``tree``). It needs floor(log2 k) + 1 rows for k grains,
-the one for the gradient that is being computed included. (Where each block's gradients are added when its backward pass
-has ended, a scratch array as large as one block takes the place of that row, for this sum as for the others.)
+The library adds float32 rows in the order of one binary tree (``tree``). It needs floor(log2(k + 1)) rows for k grains.
 The other ways need no order: they round every term to a multiple of one step for each tensor, so that all additions are
 exact.
 
@@ -13,8 +11,8 @@ exact.
               Summation", IEEE Transactions on Computers 64, 2015). Three float32 rows.
 ``in order``  float32, one term after the other: for orientation, it depends on the grouping. One float32 row.
 
-All but ``tree`` need one more row for that gradient. The bound of a tensor is ``2**margin`` times
-its largest term, as it would be known from the step before.
+In all ways the gradient that is being computed needs an array as large as one block besides. The bound of a tensor is
+``2**margin`` times its largest term, as it would be known from the step before.
 
 The first table has errors, in units of 2**-24 times the sum of the terms' magnitudes, the best bound that a sum in
 float32 can have; the exact sum is computed with 64 bits. It does so for Gaussian terms whose scales differ between the
@@ -401,12 +399,9 @@ def report(found: Mapping[str, Any], args: argparse.Namespace) -> str:
     for count, seconds in found["cost"].items():
         cells = "".join(f"{Measurement.of_ratios(seconds[name], seconds[TREE])!s:>27s}" for name in names)
         lines.append(f"{count:16s}{cells}")
-    rows = "".join(f"{f'{fold_plan(0, c, c).rows}':>27s}" for c in args.terms)
-    lines += ["", f"float32 rows of {TREE} for {args.terms} terms:{rows}"]
-    lines.append(
-        "of the others, one being computed included: "
-        + ", ".join(f"{name} {way.bytes // 4 + 1}" for name, way in WAYS.items())
-    )
+    rows = "".join(f"{fold_plan(0, c, c, limit=0).rows:>27d}" for c in args.terms)
+    lines += ["", f"float32 rows of {TREE} for {args.terms} terms, besides one block:{rows}"]
+    lines.append("of the others: " + ", ".join(f"{name} {way.bytes // 4}" for name, way in WAYS.items()))
     lines += ["", *trained(found["training"], args)]
     if args.ranks:
         seconds = found["allreduce"]
