@@ -40,7 +40,7 @@ from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.parallel.partition.local_model import partition_model, trainable_names
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.parallel.placement import Placement
-from mpizero.parallel.step_rules import assigns_waves, uses_scratch
+from mpizero.parallel.step_rules import assigns_waves, scratch_use
 from mpizero.types import BlockModel
 
 
@@ -86,9 +86,9 @@ class PlacedModel:
         if self.dtype not in (np.float32, np.float64):
             raise ConfigError(f"parameters of type {self.dtype} are not supported: use float32 or float64")
         self._find_part(parallel_layout, private=private)
-        self._scratch = uses_scratch(config, self.grid.pipeline.size, by_block=self.block_model)
+        self._scratch = scratch_use(config, self.grid.pipeline.size, by_block=self.block_model)
         item = self.dtype.itemsize
-        if not fits_shared_memory(self.grid, self.layout, item, placement, config, scratch=self._scratch):
+        if not fits_shared_memory(self.grid, self.layout, item, placement, config, scratch=self._scratch == "grains"):
             self._find_part(parallel_layout, private=True)
         try:
             self._take_memory()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from mpizero.comm.reduce.codecs import Codec, codec_of
 from mpizero.layout.nodes import NodeOrder
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.placement import Placement
+
+#: Which gradients are written to scratch memory, see :func:`scratch_use`.
+ScratchUse = Literal["grains", "micro-batches"] | None
 
 
 def keeps_gradients_on_device(config: ShardingConfig, ranks: int) -> bool:
@@ -44,10 +47,11 @@ def overlaps_reduction(placement: Placement, peers: int, stages: int, codec: Cod
     return replicated and stages == 1 and codec is None
 
 
-def uses_scratch(config: ShardingConfig, stages: int, *, by_block: bool) -> bool:
-    """Tell whether gradients that are added to a row at once are written to scratch memory, block by block.
+def scratch_use(config: ShardingConfig, stages: int, *, by_block: bool) -> ScratchUse:
+    """Tell which gradients are written to scratch memory, block by block, where rows hold gradients.
 
-    This needs blocks that end their backward passes one after the other: not so in pipelines, where a stage computes
+    Those of "grains" are added to another grain's row, those of "micro-batches" to the row of their own grain. Scratch
+    memory needs blocks that end their backward passes one after the other: not so in pipelines, where a stage computes
     several micro-batches at a time, nor on GPUs, where no block's end is waited for.
 
     Parameters
@@ -59,7 +63,9 @@ def uses_scratch(config: ShardingConfig, stages: int, *, by_block: bool) -> bool
     by_block : bool
         Whether the model is made of blocks: a black box computes all gradients together.
     """
-    return by_block and stages == 1 and config.device == "cpu"
+    if not by_block or stages > 1 or config.device != "cpu":
+        return None
+    return "grains" if config.accumulate == 1 else "micro-batches"
 
 
 def needs_norm(config: ShardingConfig, codec: Codec | None, *, loss_scale: bool) -> bool:

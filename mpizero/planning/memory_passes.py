@@ -90,7 +90,8 @@ class StepPasses:
         step = self.traffic.training.step
         if step.accumulate > 1:
             grains = -(-present // step.accumulate)
-            found += [self._pass(self._held, 1, 1)] * 2 * grains  # into the partial sum, and out of it
+            if step.waves or step.scratch is None:
+                found += [self._pass(self._held, 1, 1)] * 2 * grains  # into the partial sum, and out of it
             found += [self._pass(self._held, 2, 1)] * (present - grains)
         if not step.waves:
             folds = step.rows_plan(self.traffic.grid).folds[self.traffic.grid.place].folds

@@ -174,15 +174,16 @@ class RankMemory:
 
         A row is an array that holds a gradient or a partial sum. A wave buffer holds the gradients that the node's
         ranks computed for one or two units. The stack keeps partial sums from wave to wave. In both cases the buffer in
-        which micro-batches are added is included, and with rows the scratch array for one block's gradients.
+        which micro-batches are added is included, or with rows the scratch array for one block's gradients.
         """
         traffic, shards = self.traffic, self.traffic.part.shards
         step, grid = traffic.training.step, traffic.grid
         if not step.waves:
             plan = step.rows_plan(grid)
             rows = self._shared(plan.rows * grid.node.size * paged(shards.layout.gradient_size * self._item))
-            scratch = largest_block(shards.layout) * self._item if plan.folds[grid.place].uses_scratch else 0
-            return rows._replace(private=rows.private + self._folded + scratch)
+            uses = plan.folds[grid.place].uses_scratch or (step.scratch == "micro-batches" and any(traffic.jobs))
+            added = largest_block(shards.layout) * self._item if uses else 0
+            return rows._replace(private=rows.private + (added if step.scratch else self._folded))
         slot = grid.node.size * paged(shards.layout.largest_gradient * self._item)
         buffer = self._shared(*[slot] * wave_buffers(grid.node.size))
         stack = step.wave_plan(grid).rows * sum(shards.gradients[grid.data.rank]) * self._item

@@ -12,6 +12,7 @@ from mpizero.layout import Grains, RowsPlan, WavePlan
 from mpizero.parallel.batch.grain_owners import contiguous_owners, contiguous_shares, wave_owners
 
 if TYPE_CHECKING:
+    from mpizero.parallel.step_rules import ScratchUse
     from mpizero.planning.planned_grid import PlannedGrid
 
 
@@ -27,14 +28,14 @@ class StepBatches:
         Number of micro-batches in a full grain.
     waves : bool
         Whether grains are computed in waves.
-    scratch : bool
-        Whether gradients that are added to a row at once have no row of their own.
+    scratch : "grains", "micro-batches" or None
+        Which gradients are written to scratch memory (see :func:`~mpizero.parallel.step_rules.scratch_use`).
     """
 
     grains: Grains
     accumulate: int
     waves: bool
-    scratch: bool
+    scratch: ScratchUse
 
     def rows_plan(self, grid: PlannedGrid) -> RowsPlan:
         """Return the plan by which gradients are summed, if grains are not computed in waves. Not collective.
@@ -45,7 +46,7 @@ class StepBatches:
         count, key = self.grains.count * grid.context.size, _kind(grid)
         if key not in self._rows_plans:
             shares = contiguous_shares(grid, count)
-            self._rows_plans[key] = layout.rows_plan(shares, grid.group_sizes, count, scratch=self.scratch)
+            self._rows_plans[key] = layout.rows_plan(shares, grid.group_sizes, count, scratch=self.scratch == "grains")
         return self._rows_plans[key]
 
     def wave_plan(self, grid: PlannedGrid) -> WavePlan:

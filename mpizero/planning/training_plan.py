@@ -14,7 +14,7 @@ from mpizero.layout import Axes, Coordinates, Costs, Grains, Simulation, build_s
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.parallel.placement import Placement
-from mpizero.parallel.step_rules import assigns_waves, uses_scratch
+from mpizero.parallel.step_rules import assigns_waves, scratch_use
 from mpizero.planning.activation_memory import StageActivations
 from mpizero.planning.block_trial import TrialSample
 from mpizero.planning.byte_counts import Sent
@@ -162,7 +162,7 @@ class TrainingPlan:
     def training(self) -> PlannedTraining:
         """The parts of the plan that are equal for all ranks."""
         waves = assigns_waves(self.row, self.config, self.axes.data * self.axes.context)
-        scratch = uses_scratch(self.config, self.axes.pipeline, by_block=True)
+        scratch = scratch_use(self.config, self.axes.pipeline, by_block=True)
         step = StepBatches(self.grains, self.config.accumulate, waves, scratch)
         sizes = (self.x[:1].nbytes, self.y[:1].nbytes)
         item = np.dtype(self.model.dtype).itemsize

@@ -23,7 +23,7 @@ from mpizero.parallel.gradients.overlap import OverlappedReduction
 from mpizero.parallel.gradients.reducer import Job, SumOperands
 from mpizero.parallel.parameters.allocator import Allocator, on_all_ranks, paged
 from mpizero.parallel.parameters.store import ParameterStore
-from mpizero.parallel.step_rules import overlaps_reduction
+from mpizero.parallel.step_rules import ScratchUse, overlaps_reduction
 from mpizero.types import Array
 
 
@@ -36,7 +36,8 @@ class RowBuffer:
     [Note: scratch] A grain whose gradient is added to a row at once (a right child in the tree) needs no row of its
     own, if its blocks end their backward passes one after the other. Then all blocks write their gradients to the same
     scratch array, as large as the gradients of the largest block, and each block's part is added to the row when the
-    block has ended. Every element is added in the same order as without the scratch array.
+    block has ended. Every element is added in the same order as without the scratch array. With several micro-batches
+    to a grain, the first one of each grain is written to the grain's row, and those after it to the scratch array.
 
     Parameters
     ----------
@@ -53,8 +54,8 @@ class RowBuffer:
     by_block : bool
         Whether it is reported when each block's gradients are complete, so that the sum may overlap with the backward
         pass.
-    scratch : bool
-        Whether a scratch array may take the place of a row.
+    scratch : "grains", "micro-batches" or None
+        Which gradients are written to a scratch array (see :func:`~mpizero.parallel.step_rules.scratch_use`).
     shard : callable, optional
         Returns the array to which the sums of the ranges that this rank owns are written, concatenated. None: they are
         written to this rank's first row.
@@ -71,17 +72,18 @@ class RowBuffer:
         accumulate: int,
         *,
         by_block: bool,
-        scratch: bool,
+        scratch: ScratchUse,
         shard: Callable[[], Array] | None = None,
     ) -> None:
         self.store, self.layout, self.grid, self.dtype = store, store.layout, store.grid, store.dtype
         self.allocator, self.exchange, self.accumulate = allocator, exchange, accumulate
-        self._named, self._by_block, self._uses_scratch, self._shard = views, by_block, scratch, shard
+        self._named, self._by_block, self._scratch_use, self._shard = views, by_block, scratch, shard
         self._ranges = [[s for unit in self.layout.units for s in p.row_spans(unit.index)] for p in store.peer_shares]
         self.stride = paged(self.layout.gradient_size * self.dtype.itemsize) // self.dtype.itemsize
         self.window: Array = np.zeros((0, self.stride), self.dtype)
         self._storage, self._scratch = self.window, self.window[:0].reshape(-1)
-        self._micro_batches = MicroBatchSum(allocator, self.layout.gradient_size, self.dtype, accumulate)
+        apart = 1 if scratch else accumulate  # with scratch memory, micro-batches are added in their grain's row
+        self._micro_batches = MicroBatchSum(allocator, self.layout.gradient_size, self.dtype, apart)
         self._views: dict[tuple[int | None, int], Any] = {}
         self._plans: dict[int, RowsPlan] = {}
         self._reserved: set[int] = set()
@@ -140,10 +142,11 @@ class RowBuffer:
         jobs: list[Job] = []
         for step in plan.folds[self.grid.place].folds:
             grain = batch.grains[step.grain]
-            target, parts = partial(self._target, step.row), partial(self._parts, step.row)
             for number in range(len(grain.micro_batches)):
+                row = None if number and self._scratch_use else step.row
                 ended = partial(self._ended, step, number, number == len(grain.micro_batches) - 1)
-                jobs.append(Job(grain, number, target, _nothing, parts, ended, in_scratch=step.row is None))
+                target, parts = partial(self._target, row), partial(self._parts, row)
+                jobs.append(Job(grain, number, target, _nothing, parts, ended, in_scratch=row is None))
         if self.overlapped is not None and jobs:
             jobs[-1] = self._overlapping(jobs[-1], self.overlapped)
         absent = Job(None, 0, _no_target, _nothing, lambda unit, block: _no_target(unit))
@@ -182,9 +185,15 @@ class RowBuffer:
 
         After the grain's last micro-batch, that sum is added to the rows that ``step`` names.
         """
-        base = self.layout.gradient_bases[unit.index]
-        for span, part in zip(unit.gradient_ranges[block], self._parts(step.row, unit, block), strict=True):
+        base, later = self.layout.gradient_bases[unit.index], number > 0 and self._scratch_use is not None
+        parts = self._parts(None if later else step.row, unit, block)
+        for span, part in zip(unit.gradient_ranges[block], parts, strict=True):
             start, stop = span.shift(base)
+            if later:
+                assert step.row is not None
+                own = self.row(step.row)[start:stop]
+                own += part
+                part = own
             self._micro_batches.add(part, start, number)
             if last:
                 self._micro_batches.finish(part, start)
@@ -277,7 +286,7 @@ class RowBuffer:
         """Return the plan that says in which order, and by which ranks, the gradients of ``count`` grains are added."""
         if count not in self._plans:
             shares, groups = contiguous_shares(self.grid, count), self.grid.group_sizes
-            self._plans[count] = rows_plan(shares, groups, count, scratch=self._uses_scratch)
+            self._plans[count] = rows_plan(shares, groups, count, scratch=self._scratch_use == "grains")
         return self._plans[count]
 
     # ------------------------------------------------------------------ memory
@@ -293,10 +302,14 @@ class RowBuffer:
             reserved, self._reserved = self._reserved, set()  # where this fails, earlier rows may be gone
             with on_all_ranks(self.grid.world, "gradients"):
                 self._take(needed)
-                if plan.folds[self.grid.place].uses_scratch and not self._scratch.size:
+                if self._writes_to_scratch(plan) and not self._scratch.size:
                     self._scratch = self.allocator.private("gradients", largest_block(self.layout), self.dtype)
             self._reserved = reserved | {count}
         self.window = self._storage[:needed]  # a rank's rows stand where the plan of this batch looks for them
+
+    def _writes_to_scratch(self, plan: RowsPlan) -> bool:
+        own = plan.folds[self.grid.place]
+        return own.uses_scratch or (self._scratch_use == "micro-batches" and len(own.folds) > 0)
 
     def _take(self, needed: int) -> None:
         if self._storage.shape[0] < needed:

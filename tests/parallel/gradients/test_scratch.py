@@ -42,7 +42,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
 def rows_alone() -> Iterator[None]:
     """Keep every gradient in a row, as pipelines, GPUs and black boxes do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placed_model, "uses_scratch", lambda *_, **__: False)
+        patch.setattr(placed_model, "scratch_use", lambda *_, **__: None)
         yield
 
 
@@ -60,7 +60,7 @@ def held(comm: Any, grains: int, **settings: Any) -> dict[str, int]:
 def test_a_rank_holds_a_block_in_place_of_a_row(grains: int, rows: int, scratch: int, without: int) -> None:
     row, block = paged(4 * sum(BLOCKS)), 4 * max(BLOCKS)
     assert held(None, grains)["gradients"] == rows * row + scratch * block
-    assert held(None, grains, accumulate=2)["gradients"] == rows * row + scratch * block + 4 * sum(BLOCKS)
+    assert held(None, grains, accumulate=3)["gradients"] == without * row + block
     for found in run_in_threads(2, lambda comm: held(comm, 2 * grains)):
         assert found["gradients"] == rows * row + scratch * block
     with rows_alone():

@@ -180,5 +180,9 @@ def test_an_mlp_takes_its_width_from_the_data(mpizero):
 
 
 def test_one_of_the_ranks_plans_and_prints(on_threads):
-    alone, three = (on_threads(ranks, "plan", "tiny.toml", "--ranks", "2") for ranks in (1, 3))
-    assert (three.status, three.out) == (0, alone.out)
+    plans = [json.loads(on_threads(ranks, "plan", "tiny.toml", "--ranks", "2", "--json").out) for ranks in (1, 3)]
+    for plan in plans:
+        for rank in plan["ranks"]:  # these parts are found by trying, in which other threads take memory, too
+            del rank["memory"]["activations"], rank["memory"]["working arrays"], rank["bytes"]
+    alone, three = ({key: plan[key] for key in ("parameter_count", "axes", "grains", "ranks")} for plan in plans)
+    assert three == alone
