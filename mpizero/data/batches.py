@@ -163,9 +163,10 @@ def batches(
     source : Source
         The data, the same on every rank.
     config : ShardingConfig or sharded model
-        The ranks and the size of a grain. With a model, each rank gets the samples of the grains that it computes. A
-        configuration does not know the default grain of a model with a large batch (see ``docs/concepts.md``), so
-        ``train`` may have to send samples between ranks then; the results are the same.
+        The ranks and the size of a grain. With a model, each rank gets the samples of the grains that it computes, if
+        each rank computes neighbouring grains (DDP, ZeRO-1); ``train`` sends the others to the ranks that compute them.
+        A configuration does not know the default grain of a model with a large batch (see ``docs/concepts.md``), so
+        ``train`` may have to send samples with every strategy then; the results are the same.
     global_batch : int
         Number of samples of one training step, over all ranks.
     seed : int
@@ -205,10 +206,10 @@ def batches(
 
 def _ranks(config: BatchConfig | BatchModel, group: Communicator | None) -> tuple[Communicator, Communicator]:
     """Return the communicator of all ranks, and the one over whose ranks a global batch is divided."""
+    if isinstance(config, type) or not hasattr(config, "grain_size"):
+        raise ArgumentError(f"batches: config is a ShardingConfig or a sharded model, got {config!r:.80}")
     if isinstance(config, BatchModel):
         return config.config.communicator, config.batch_group if group is None else group
-    if not hasattr(config, "communicator"):
-        raise ArgumentError(f"batches: config is a ShardingConfig or a sharded model, got {config!r:.80}")
     return config.communicator, config.communicator if group is None else group
 
 

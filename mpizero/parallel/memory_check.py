@@ -41,8 +41,8 @@ def fits_shared_memory(
         The row of the placement table.
     config : ShardingConfig
         The settings. If ``micro_batch`` is None, the check counts as many rows (copies of the whole gradient vector)
-        as any batch can need. Otherwise it counts one row; if the first step needs more rows and they do not fit,
-        :mod:`mpizero.parallel.model.private_fallback` handles that.
+        as any batch of up to 16 grains can need. Otherwise it counts one row. If the first step needs more rows and
+        they do not fit, :mod:`mpizero.parallel.model.private_fallback` handles that.
     scratch : bool
         Whether gradients that are added to a row at once have no row of their own.
     """

@@ -180,6 +180,8 @@ class PlacedModel:
     def bind(self, optimizer: Any, loss_scale: optim.DynamicLossScale | None = None) -> None:
         """Set the model's optimizer, with fresh state; it replaces an earlier optimizer.
 
+        How batches are cut into grains is again as the settings say, if a checkpoint with state had replaced that.
+
         Raises
         ------
         ConfigError
@@ -196,6 +198,7 @@ class PlacedModel:
             scope = UpdateScope(self.exchange.replicated, not self.reducer.waves, self.global_sums, self.ties)
             self.updater = self.compute_device.updater(optimizer, self.store, scope)
         self.integrity.watch(self.updater)
+        self.grain_rule = self.config.grain_rule(self.model)
 
     def current_loss_scale(self) -> float:
         """Return the factor by which losses are multiplied before the backward pass, 1.0 by default. Not collective."""
@@ -227,6 +230,7 @@ class PlacedModel:
         if self.updater is not None:
             self.updater.reset()
             self.integrity.forget()
+        self.grain_rule = self.config.grain_rule(self.model)
 
     def close(self) -> None:
         """Free the shared windows, and restore the number of BLAS threads from before the model was made."""

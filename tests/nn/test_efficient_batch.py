@@ -78,3 +78,69 @@ def test_nothing_is_known_of_models_that_do_not_say_what_they_compute() -> None:
     sized.sample_shape = (3,)  # type: ignore[attr-defined]
     box = mz.FunctionModel({"w": np.zeros(3)}, lambda p, batch: (0.0, {"w": p["w"]}, 1.0))
     assert [efficient_samples(model) for model in (own, sized, box)] == [None, None, None]
+
+
+def test_numbers_of_numpy_give_a_number_of_python() -> None:
+    for model in (gpt(64, 16, vocabulary=np.int64(31)), MLP(np.int64(8), (16,), np.int32(4))):
+        assert type(efficient_samples(model)) is int
+
+
+def test_a_forward_pass_that_is_computed_again_changes_nothing() -> None:
+    for dim in (16, 256):
+        again = gpt(dim, 16, activation_checkpointing=True)
+        assert efficient_samples(again) == efficient_samples(gpt(dim, 16))
+
+
+class Normed(mz.nn.Layer):
+    """A layer of a user's own that divides by a norm, and does not count the products of its parts."""
+
+    def __init__(self) -> None:
+        self.inner = mz.nn.Linear(8, 8)
+
+    def children(self) -> Any:
+        return {"inner": self.inner}
+
+    def specs(self) -> Any:
+        return self.inner.specs()
+
+    def forward(self, params: Any, x: Any, run: Run = EVALUATE) -> Any:
+        y, cache = self.inner.forward(params, x / np.linalg.norm(x), run)
+        return y, cache
+
+    def backward_input(self, params: Any, cache: Any, dy: Any) -> Any:
+        return dy, None
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape
+
+
+@pytest.mark.filterwarnings("error")
+def test_no_warning_and_no_setting_of_numpy_changes_the_number() -> None:
+    class Owned(Own):
+        blocks = {"normed": Normed()}
+        sample_shape = (8,)
+
+    found = efficient_samples(Owned())
+    assert found is not None
+    with np.errstate(all="raise"):
+        assert efficient_samples(Owned()) == found
+
+
+@pytest.mark.parametrize("what", [None, 7, "raises"])
+def test_a_count_that_fails_is_no_count(what: Any) -> None:
+    class Broken(Scale):
+        def operations(self, shape: tuple[int, ...]) -> Any:
+            return {}["none"] if what == "raises" else what
+
+        def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+            return shape
+
+    class Owned(Own):
+        blocks = {"broken": Broken()}
+        sample_shape = (8,)
+
+    assert efficient_samples(Owned()) is None
+    for shape in (8, None, (None, 8), lambda: (8,)):
+        model = Own()
+        model.sample_shape = shape  # type: ignore[attr-defined]
+        assert efficient_samples(model) is None

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mpizero.errors import MpizeroError
+import numpy as np
+
 from mpizero.nn.models.block_model import model_operations
 
 #: Fewest and most rows of a product that count as enough. Between them the square root of the largest weight's size is.
@@ -34,23 +35,29 @@ def efficient_samples(model: Any) -> int | None:
     Returns
     -------
     int or None
-        Number of samples, at least 1. None if the model lacks one of the two, or makes no products.
+        Number of samples, at least 1. None if the model lacks one of the two, makes no products, or fails in counting.
     """
-    shape = getattr(model, "sample_shape", None)
-    if shape is None or not hasattr(model, "blocks"):
+    if not hasattr(model, "sample_shape") or not hasattr(model, "blocks"):
         return None
     try:
-        counted = {name: count for name, count in model_operations(model, tuple(shape)).items() if count.forward}
-    except (MpizeroError, NotImplementedError):  # a layer of the user's own does not say what it computes
+        with np.errstate(all="ignore"):  # layers that do not count their products compute with zeros to find them
+            return _enough(model)
+    except Exception:  # code of the user's own; where the count is needed, `mpizero plan` names what is wrong
         return None
+
+
+def _enough(model: Any) -> int | None:
+    counted = {name: found.forward for name, found in model_operations(model, tuple(model.sample_shape)).items()}
+    counted = {name: forward for name, forward in counted.items() if forward}
     if not counted:
         return None
-    sizes = [spec.size for name in counted for spec in model.blocks[name].specs()]
-    forward, total = sum(count.forward for count in counted.values()), sum(count.total for count in counted.values())
+    sizes = [int(spec.size) for name in counted for spec in model.blocks[name].specs()]
+    forward = math.ceil(sum(counted.values()))
     rows = min(_MOST, max(_FEWEST, math.isqrt(max(sizes, default=0))))
-    return max(1, _quotient(rows * 2 * sum(sizes), forward), _quotient(len(counted) * _OPERATIONS, total))
+    work = 3 * forward  # backward twice as much; not what is counted, so that a recomputed forward changes nothing
+    return max(1, _quotient(rows * 2 * sum(sizes), forward), _quotient(len(counted) * _OPERATIONS, work))
 
 
 def _quotient(a: int, b: int) -> int:
     """Return a / b, rounded up."""
-    return -(-a // b)
+    return int(-(-a // b))

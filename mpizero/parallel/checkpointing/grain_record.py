@@ -57,22 +57,24 @@ def resume_grains(engine: Engine, record: Mapping[str, Any] | None) -> None:
     Not collective; every rank calls it. A ``micro_batch`` that the user has set stays. Rank 0 prints a notice if it, or
     ``accumulate``, differs from the record, and if a recorded ``micro_batch`` is taken.
     """
-    own, speaks = engine.grain_rule, engine.grid.world.rank == 0
+    config, own = engine.config, engine.config.grain_rule(engine.model)
     found = _BEFORE if record is None else {name: record[name] for name in _BEFORE}
-    if engine.config.micro_batch is None:
-        engine.grain_rule = replace(own, **found)
-    if not speaks or record is None:
+    engine.grain_rule = own if config.micro_batch is not None else replace(own, **found)
+    if record is None or engine.grid.world.rank != 0:
         return
     theirs = _said(record["micro_batch"], record["accumulate"])
-    if own.accumulate != record["accumulate"] or own.micro_batch not in (None, record["micro_batch"]):
+    if config.accumulate != record["accumulate"] or config.micro_batch not in (None, record["micro_batch"]):
+        ours = _said(engine.grain_rule.micro_batch, config.accumulate)
+        unsure = record["micro_batch"] is None and config.accumulate == record["accumulate"]
         notice(
-            f"the checkpoint was trained with {theirs}, this training goes on with "
-            f"{_said(engine.grain_rule.micro_batch, own.accumulate)}: not with the bits of a run that was never "
-            "interrupted"
+            f"the checkpoint was trained with {theirs}, this training goes on with {ours}: "
+            f"{'where these are not the same number of samples, ' if unsure else ''}"
+            "not with the bits of a run that was never interrupted"
         )
-    elif own.micro_batch is None and record["micro_batch"] is not None:
+    elif config.micro_batch is None and record["micro_batch"] is not None:
         notice(f"training goes on with {theirs}, as the checkpoint says; set micro_batch to change it")
 
 
 def _said(micro_batch: int | None, accumulate: int) -> str:
-    return f"micro_batch={micro_batch}" + (f" and accumulate={accumulate}" if accumulate > 1 else "")
+    text = "the default micro_batch" if micro_batch is None else f"micro_batch={micro_batch}"
+    return text + (f" and accumulate={accumulate}" if accumulate > 1 else "")

@@ -164,7 +164,7 @@ def _gather(
     ``tree`` has this rank's samples and ``indices`` their positions in the data set. Return the grains by number, and
     the number of samples in the global batch.
     """
-    group = model.batch_group
+    group = model.engine.grid.batch
     counts = np.empty(group.size, np.int64)
     group.allgather(np.array([own := tree.count()], np.int64), counts, "bad step")
     total, first = int(counts.sum()), int(counts[: group.rank].sum())

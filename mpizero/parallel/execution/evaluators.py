@@ -23,8 +23,9 @@ from mpizero.types import EVALUATE, BlackBoxModel, BlockModel, Run
 GradientTarget = Callable[[Unit], Mapping[str, Any]]
 #: Called when a unit's gradients are complete.
 UnitDone = Callable[[Unit], None]
-#: Called when a block's gradients are complete, before those of its whole unit. Black boxes never call it.
-BlockEnded = Callable[[Unit, str], None]
+#: Called when a block's gradients are complete, before those of its whole unit, with the gradient of the block's input;
+#: returns the latter, to be passed to the block before. Black boxes never call it.
+BlockEnded = Callable[[Unit, str, Any], Any]
 
 
 class Evaluator(Protocol):
@@ -178,7 +179,7 @@ class BlockEvaluator:
                         clock.end("backward", block, begun)
                         self.store.progress.poll()
                         if ended is not None:
-                            ended(unit, block)
+                            d = ended(unit, block, d)
                 passed.done(unit)
         except (CollectiveError, PeerFailure):
             raise

@@ -14,6 +14,7 @@ from mpizero.layout import Unit
 from mpizero.parallel.batch.step_scalars import GrainScalars
 from mpizero.parallel.device.compute_device import ComputeDevice
 from mpizero.parallel.execution.evaluators import Evaluator
+from mpizero.parallel.gradients.gradient_views import apart
 from mpizero.parallel.gradients.reducer import Job
 from mpizero.parallel.gradients.unwritten_gradients import WriteCheck
 from mpizero.parallel.partition.local_model import PartitionedModel
@@ -93,14 +94,18 @@ class WatchedJob:
             self._marks.mark(views)
         return views
 
-    def ended(self, unit: Unit, block: str) -> None:
+    def ended(self, unit: Unit, block: str, dx: Any) -> Any:
         """Check a block's gradients, which are complete, and report the block to the job.
 
-        The other blocks of the unit may not be complete yet.
+        The other blocks of the unit may not be complete yet. Return ``dx``, the gradient of the block's input, or a
+        copy of it if it shares memory with the block's gradients, which the next block may overwrite.
         """
         begun = self.timeline.begin()
+        if self.job.grain is not None:
+            dx = apart(dx, self.job.parts(unit, block))
         self._end(unit, block, self._written[unit.index][block])
         self.timeline.end("local sums", block, begun)
+        return dx
 
     def done(self, unit: Unit) -> None:
         """Check the gradients of a unit, all complete now, and report the unit to the job.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -11,6 +12,7 @@ from mpizero.layout import FlatLayout, Unit
 from mpizero.layout.flat import views
 from mpizero.parallel.gradients.unwritten_gradients import GradientDict
 from mpizero.parallel.parameters.allocator import Allocator
+from mpizero.sampletree import map_arrays
 from mpizero.types import Array
 
 
@@ -43,6 +45,14 @@ def block_parts(unit: Unit, block: str, buffer: Array) -> list[Array]:
     """
     sizes = [span.size for span in unit.gradient_ranges[block]]
     return [buffer[stop - size : stop] for size, stop in zip(sizes, accumulate(sizes), strict=True)]
+
+
+def apart(value: Any, parts: Sequence[Array]) -> Any:
+    """Return ``value``, an array or a tree of arrays, with copies of the arrays that share memory with ``parts``.
+
+    Not collective.
+    """
+    return map_arrays(lambda array: array.copy() if any(np.may_share_memory(array, p) for p in parts) else array, value)
 
 
 def largest_block(layout: FlatLayout) -> int:

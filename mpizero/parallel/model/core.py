@@ -152,7 +152,10 @@ class ShardedCore(ABC):
         blocks = blocks_of(self._wrapped)
         check_names(joined(block, spec.name) for block, specs in blocks.items() for spec in specs)
         plans: dict[str, Any] = {"strategy": self.strategy, "ShardingConfig": self._config.comparable()}
-        return plans if self._is_copy else {**plans, **describe_model(self._wrapped, blocks)}
+        if self._is_copy:
+            return plans
+        grain = {"the samples of a default grain": self._config.grain_rule(self._wrapped).efficient}
+        return {**plans, **describe_model(self._wrapped, blocks), **grain}
 
     def _update_local_shard_from_full(self, values: Array) -> None:
         """Set the parameters to ``values``, a 1-D array of the whole model; each rank copies only its own ranges."""
@@ -189,8 +192,11 @@ class ShardedCore(ABC):
 
     @property
     def batch_group(self) -> Communicator:
-        """The communicator over whose ranks a global batch is divided; pass it to ``data.batches`` as ``group``."""
-        return self.engine.grid.batch
+        """The communicator over whose ranks a global batch is divided; pass it to ``data.batches`` as ``group``.
+
+        It has all ranks also where each rank trains a copy of its own (:class:`LocalSGDOptimizer`).
+        """
+        return self._config.communicator if self._mean_every else self.engine.grid.batch
 
     def grain_size(self, global_batch: int) -> int:
         """Return the number of samples of a full grain, for a global batch of ``global_batch`` samples.

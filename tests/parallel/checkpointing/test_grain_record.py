@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 import mpizero as mz
 from mpizero import checkpoint
-from mpizero.errors import CheckpointError
+from mpizero.errors import CheckpointError, ConfigError
 from mpizero.testing import run_in_threads
 from tests.parallel.models import gpt, part, sharded, tokens
 
@@ -148,3 +149,57 @@ def test_batches_of_a_model_are_those_that_each_rank_computes() -> None:
     cut = run_in_threads(3, lambda comm: sent(comm, lambda placed: placed.config))
     assert len({digest for _, digest in own + cut}) == 1
     assert sum(count for count, _ in own) < sum(count for count, _ in cut)
+
+
+def test_a_new_optimizer_begins_with_the_grains_of_the_settings() -> None:
+    data = written(micro_batch=4)
+    model, _ = sharded("ddp", None, long_gpt(), mz.AdamW(lr=1e-2))
+    with model:
+        model.deserialize(data)
+        assert model.grain_size(SAMPLES) == 4
+        model.engine.bind(mz.AdamW(lr=1e-2))
+        assert model.grain_size(SAMPLES) == 1
+
+
+def test_a_second_load_is_compared_with_the_settings(capfd: pytest.CaptureFixture[str]) -> None:
+    first, second = written(micro_batch=4), written()
+    with place() as placed:
+        placed.deserialize(first)
+        capfd.readouterr()
+        placed.deserialize(second)
+        assert (placed.grain_size(SAMPLES), capfd.readouterr().err) == (1, "")
+
+
+def test_a_model_with_numbers_of_numpy_is_saved_and_resumed() -> None:
+    assert gone_on(written(model=gpt(vocabulary=np.int64(31))), model=gpt(vocabulary=np.int64(31)))[0] == 3
+
+
+class Hidden(mz.nn.GPT):
+    """A model whose longest sample depends on something that is not compared."""
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        return (self._own,)
+
+
+def test_ranks_with_other_default_grains_are_told_before_anything_is_trained() -> None:
+    def differ(comm: Any) -> None:
+        model = Hidden(12, 1, 2, 1024, vocabulary=31)
+        object.__setattr__(model, "_own", 1024 >> comm.rank)
+        with place(comm, model=model):
+            pass
+
+    with pytest.raises(ConfigError, match=r"(?s)the samples of a default grain.*1 on rank 0, 2 on rank 1"):
+        run_in_threads(2, differ)
+
+
+def test_copies_that_train_alone_are_given_samples_of_their_own() -> None:
+    def given(comm: Any) -> list[int]:
+        source = mz.data.ArraySource(np.arange(32.0, dtype=np.float32)[:, None], np.arange(32) % 2)
+        with mz.ShardingConfig(comm=comm) as config:
+            local = mz.LocalSGDOptimizer(mz.SGD(lr=0.1), config, every=2)
+            with mz.DDPModel(mz.nn.MLP(1, (4,), 2), config) as model:
+                local.set_model(model)
+                return [int(v) for x, _ in mz.data.batches(source, model, 32, steps=1) for v in x[:, 0]]
+
+    assert sorted(sum(run_in_threads(3, given), [])) == list(range(32))

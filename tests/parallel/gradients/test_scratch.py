@@ -171,6 +171,47 @@ def test_what_is_looked_at_is_the_gradient_of_one_micro_batch() -> None:
             np.testing.assert_array_equal(views[name], values[name])
 
 
+class Shift:
+    """A user's own block, which adds ``p``; with one sample it returns its gradient itself, not a copy of it."""
+
+    def specs(self) -> tuple[ParameterSpec, ...]:
+        return (ParameterSpec("p", (1, 7), Init("zeros")),)
+
+    def children(self) -> dict[str, Any]:
+        return {}
+
+    def forward(self, params: Any, x: Any, run: Any = EVALUATE) -> Any:
+        return x + params["p"], None
+
+    def backward(self, params: Any, cache: Any, dy: Any, grads: Any) -> Any:
+        grads["p"][...] = dy.sum(0, keepdims=True)
+        return grads["p"] if len(dy) == 1 else dy
+
+
+class Shifted:
+    """A linear layer between two blocks that return views of their gradients."""
+
+    dtype, seed, loss = np.dtype("float32"), 0, mz.nn.MeanSquaredError()
+
+    def __init__(self) -> None:
+        self.blocks = {"in": mz.nn.Linear(6, 7), "a": Shift(), "b": Shift(), "out": mz.nn.Linear(7, 1)}
+
+
+@pytest.mark.parametrize("first", [1, 16])
+def test_a_block_may_return_views_of_its_gradients(first: int) -> None:
+    def trained(comm: Any, strategy: str) -> str:
+        model, _ = sharded(strategy, comm, Shifted(), mz.SGD(lr=0.1), micro_batch=1)
+        with model:
+            for samples in (first, 16):
+                x, _ = points_of(samples)
+                model.train(*part(comm, x, x[:, :1] ** 2))
+            return str(model.parameters_sha256())
+
+    expected = trained(None, "zero3")
+    assert trained(None, "ddp") == expected
+    assert set(run_in_threads(3, lambda comm: trained(comm, "zero1"))) == {expected}
+
+
 # ---------------------------------------------------------------------- what goes wrong
 
 

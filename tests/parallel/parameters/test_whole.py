@@ -136,7 +136,7 @@ def place(comm: Any, model: Any, spread: Spread) -> Any:
     engine.whole = GlobalView(blocks, store, grid)
     engine.updater = Updater(mz.AdamW(), store, UpdateScope(not row.shard_optimizer, in_rows=True))
     engine.placement, engine.step_number, engine.loss_scale, engine.pristine = row, 0, None, False
-    engine.grain_rule, engine.config = GrainRule(), SimpleNamespace(micro_batch=None)
+    engine.grain_rule, engine.config, engine.model = GrainRule(), mz.ShardingConfig(comm=comm), model
     engine.integrity, engine.half_loaded = Integrity(grid, store, 0), None
     engine.exchange = GradientExchange(store, row)
     start(engine, model)
