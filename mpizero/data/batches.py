@@ -163,10 +163,9 @@ def batches(
     source : Source
         The data, the same on every rank.
     config : ShardingConfig or sharded model
-        The ranks and the size of a grain. With a model, each rank gets the samples of the grains that it computes, if
-        each rank computes neighbouring grains (DDP, ZeRO-1); ``train`` sends the others to the ranks that compute them.
-        A configuration does not know the default grain of a model with a large batch (see ``docs/concepts.md``), so
-        ``train`` may have to send samples with every strategy then; the results are the same.
+        The ranks and the size of a grain. With a DDP or ZeRO-1 model, each rank gets the samples of the grains that it
+        computes. Otherwise ``train`` may send samples to the ranks that compute them, also because a configuration does
+        not know a model's default grain (see ``docs/concepts.md``). The results are the same.
     global_batch : int
         Number of samples of one training step, over all ranks.
     seed : int
