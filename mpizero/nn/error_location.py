@@ -30,8 +30,9 @@ def add_location(error: Exception, kind: str, name: str, method: Callable[..., A
     """
     if isinstance(error, CollectiveError | PeerFailure):
         return
+    place = f"{kind} {name!r}" if name else ""  # a model of one block may give it no name
     if isinstance(error, MpizeroError):
-        error.place = ", ".join(filter(None, [f"{kind} {name!r}", error.place]))
+        error.place = ", ".join(filter(None, [place, error.place]))
     else:
         layer = type(getattr(method, "__self__", None)).__name__
-        error.add_note(f"In {kind} {name!r}: {layer}.{getattr(method, '__name__', '')}")
+        error.add_note(f"In {place or 'the model'}: {layer}.{getattr(method, '__name__', '')}")

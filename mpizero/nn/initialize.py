@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 
 from mpizero import kernels
 from mpizero.errors import ConfigError, LayoutError
@@ -22,6 +25,38 @@ _ROWS_AT_ONCE = 1 << 16
 
 #: ``fill(start, out)`` writes the values of a parameter from element ``start`` on.
 _Fill = Callable[[int, Array], None]
+
+
+#: ``fill(spec, start, stop, out)`` writes elements ``start:stop`` of a parameter's start values to ``out``.
+StartValues = Callable[[ParameterSpec, int, int, Array], None]
+
+
+def start_values_of(model: Any) -> StartValues:
+    """Return a function that writes any range of a parameter's start values. Not collective.
+
+    A model of blocks computes them from ``spec.init``, but for parameters in its optional attribute ``start_values``: a
+    mapping from global names to arrays of the parameters' shapes. The attribute is read once in this call, so it may be
+    a property that makes the arrays anew. A black box has the arrays in its attribute of this name or in
+    ``parameters``.
+    """
+    given = getattr(model, "start_values", None)
+    if given is None:
+        given = getattr(model, "parameters", {})
+
+    def fill(spec: ParameterSpec, start: int, stop: int, out: Array) -> None:
+        name = spec.guest or spec.name
+        if name not in given:
+            initial_values(spec, model.seed, start, stop, out)
+            return
+        array, part = np.asarray(given[name]), spec.part
+        whole = spec.shape if part is None else part.shape
+        if array.shape != whole:
+            raise LayoutError(f"parameter {name} has shape {whole}, its start values have shape {array.shape}")
+        if part is not None:
+            array = np.take(array, np.r_[tuple(slice(*ends) for ends in part.ranges)], part.axis)
+        out[:] = array.reshape(-1)[start:stop]
+
+    return fill
 
 
 def initial_values(spec: ParameterSpec, seed: int, start: int, stop: int, out: Array) -> None:

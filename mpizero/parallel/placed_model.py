@@ -79,6 +79,9 @@ class PlacedModel:
         self.model, self.config, self.placement = model, config, placement
         self._blas_threads = limit_blas_threads(config.communicator, config.threads)
         self.block_model = isinstance(model, BlockModel)
+        if callable(told := getattr(model, "set_sharding_config", None)):
+            with all_ranks(config.communicator, "model's own settings"):
+                told(config)
         self.compute_device = open_compute_device(config, self.block_model, device)
         if self.block_model and not config.is_guest:
             keep_freed_memory()

@@ -27,6 +27,11 @@ class Checkpointed(Wrapper):
         """
         return self.layer.forward(params, x, run)[0], (x, run)
 
+    def backward(self, params: Params, cache: Any, dy: Array, grads: Params) -> Array | None:
+        """Run the layer forward again to get its cache, then call its ``backward``. Collective where it is split."""
+        x, run = cache
+        return self.layer.backward(params, self.layer.forward(params, x, run)[1], dy, grads)
+
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Run the layer forward again to get its cache, then call its ``backward_input``.
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from mpizero.errors import ConfigError, LayoutError, UnsupportedError
-from mpizero.layout.flat import nested
+from mpizero.layout.flat import joined, nested
 from mpizero.nn.error_location import call_located
 from mpizero.nn.graph import FORMAT, Graph, NodeOutput
-from mpizero.nn.initialize import initial_values
+from mpizero.nn.initialize import start_values_of
 from mpizero.nn.layer import Layer, namespace
 from mpizero.nn.operations import Operations
 from mpizero.nn.split.model import run_on
@@ -26,7 +26,7 @@ def model_specs(model: BlockModel) -> tuple[ParameterSpec, ...]:
     Their names are global: ``<block>.<name in the block>``.
     """
     return tuple(
-        replace(spec, name=f"{block}.{spec.name}") for block, layer in model.blocks.items() for spec in layer.specs()
+        replace(spec, name=joined(block, spec.name)) for block, layer in model.blocks.items() for spec in layer.specs()
     )
 
 
@@ -36,10 +36,11 @@ def initial_parameters(model: BlockModel) -> dict[str, Array]:
     A tied use has no array of its own. Not collective.
     """
     values: dict[str, Array] = {}
+    fill = start_values_of(model)
     for spec in model_specs(model):
         if spec.tied is None:
             flat = np.empty(spec.size, model.dtype)
-            initial_values(spec, model.seed, 0, spec.size, flat)
+            fill(spec, 0, spec.size, flat)
             values[spec.name] = flat.reshape(spec.shape)
     return values
 
@@ -77,7 +78,7 @@ def bind(model: BlockModel, named: Mapping[str, Array]) -> dict[str, dict[str, A
                 f"it is {array.dtype} of shape {tuple(array.shape)}"
             )
     return {
-        block: nest((spec.name, named[spec.tied or f"{block}.{spec.name}"]) for spec in layer.specs())
+        block: nest((spec.name, named[spec.tied or joined(block, spec.name)]) for spec in layer.specs())
         for block, layer in model.blocks.items()
     }
 
@@ -248,7 +249,7 @@ def model_dtype(where: str, dtype: Any) -> np.dtype[Any]:
 
 
 def _block_items(block: str, layer: Any, uses: Mapping[str, Array]) -> Iterable[tuple[str, Array]]:
-    return ((spec.name, uses[f"{block}.{spec.name}"]) for spec in layer.specs() if spec.trainable)
+    return ((spec.name, uses[joined(block, spec.name)]) for spec in layer.specs() if spec.trainable)
 
 
 def _require_equal_names(wanted: set[str], given: set[str]) -> None:

@@ -20,7 +20,7 @@ from mpizero.parallel.parameters import publication
 from mpizero.parallel.parameters.allocator import STATE_ADVICE, Memory, needing, on_all_ranks
 from mpizero.parallel.parameters.publication import Publication, let_arrive
 from mpizero.parallel.parameters.shards import Share
-from mpizero.types import Array, BlockModel
+from mpizero.types import Array
 
 #: Number of gathered units that a sharded store has room for.
 SLOTS = 2
@@ -29,14 +29,18 @@ SLOTS = 2
 class ParameterViews(dict[str, Any]):
     """Hold nested views of parameters, by name; ``poll()`` lets messages in flight progress.
 
-    A layer that consists of other layers calls ``poll`` between them, through :func:`mpizero.nn.layer.poll`.
+    A layer that consists of other layers calls ``poll`` between them, through :func:`mpizero.nn.layer.poll`. If
+    ``gathered`` is true, the memory of the views holds other parameters between the forward and the backward pass, so
+    a layer must not keep the views in its cache.
     """
 
-    __slots__ = ("poll",)
+    __slots__ = ("gathered", "poll")
 
-    def __init__(self, views: Mapping[str, Any], poll: Callable[[], None]) -> None:
-        super().__init__({k: ParameterViews(v, poll) if type(v) is dict else v for k, v in views.items()})
-        self.poll = poll
+    def __init__(self, views: Mapping[str, Any], poll: Callable[[], None], *, gathered: bool = False) -> None:
+        super().__init__(
+            {k: ParameterViews(v, poll, gathered=gathered) if type(v) is dict else v for k, v in views.items()}
+        )
+        self.poll, self.gathered = poll, gathered
 
 
 class ParameterProvider(Protocol):
@@ -262,18 +266,15 @@ class ParameterStore:
 
         Collective over all ranks. Besides the store, a rank needs memory for at most one tensor at a time.
         """
-        from mpizero.nn.initialize import initial_values
+        from mpizero.nn.initialize import start_values_of
 
         with all_ranks(self.grid.world, "start values"), needing("start values", STATE_ADVICE):
+            fill = start_values_of(model)
             for unit, span in zip(self.layout.units, self.share.spans, strict=True):
                 out = self.owned(unit.index)
                 for entry, part in self.layout.pieces(span):
                     target = out[part.start - span.start : part.stop - span.start]
-                    first, last = part.start - entry.offset, part.stop - entry.offset
-                    if isinstance(model, BlockModel):
-                        initial_values(entry.spec, model.seed, first, last, target)
-                    else:
-                        target[:] = np.asarray(model.parameters[entry.spec.name]).reshape(-1)[first:last]
+                    fill(entry.spec, part.start - entry.offset, part.stop - entry.offset, target)
         self.publish()
 
     def gathered(self, unit: Unit) -> Array:
@@ -377,7 +378,7 @@ class ParameterStore:
         nested = {block: views(buffer, triples) for block, triples in placed.items()}
         if not self.sharded and not self._regions:
             return nested
-        return ParameterViews(nested, self.progress.poll)
+        return ParameterViews(nested, self.progress.poll, gathered=self.sharded)
 
 
 def flat_names(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Array]]:

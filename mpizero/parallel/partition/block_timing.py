@@ -11,7 +11,7 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.comm.calls import record_call
 from mpizero.errors import ConfigError
 from mpizero.layout.flat import joined, nested
-from mpizero.nn.initialize import initial_values
+from mpizero.nn.initialize import StartValues, start_values_of
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.types import Array, BlockModel, ParameterSpec, Run
@@ -55,10 +55,11 @@ def measure_blocks(model: BlockModel, x: Array, y: Array, repeats: int = 3) -> d
     specs, run = blocks_of(model), Run(training=True, seed=model.seed)
     homes = {joined(block, spec.name): spec for block in specs for spec in specs[block]}
     found: dict[str, BlockTimes] = {}
+    fill = start_values_of(model)
     value: Any = x
     last = list(model.blocks)[-1]
     for name, layer in model.blocks.items():
-        params, grads = _parameters(model, name, specs[name], homes)
+        params, grads = _parameters(model, name, specs[name], homes, fill)
         times = []
         for _ in range(max(2, repeats)):
             started = perf_counter()
@@ -94,17 +95,22 @@ def measured_costs(model: BlockModel, x: Array, y: Array, config: ShardingConfig
 
 
 def _parameters(
-    model: BlockModel, block: str, specs: tuple[ParameterSpec, ...], homes: dict[str, ParameterSpec]
+    model: BlockModel,
+    block: str,
+    specs: tuple[ParameterSpec, ...],
+    homes: dict[str, ParameterSpec],
+    fill: StartValues,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Allocate a block's parameters, with their initial values, and its gradients, uninitialized; return both by name.
 
     ``specs`` are the block's parameters. ``homes`` holds, by full name, the parameters that tied ones share.
+    ``fill`` writes start values.
     """
     params, grads = {}, {}
     for spec in specs:
         name = spec.tied or joined(block, spec.name)
         flat = np.empty(spec.size, model.dtype)
-        initial_values(_named(homes[name], name), model.seed, 0, spec.size, flat)
+        fill(_named(homes[name], name), 0, spec.size, flat)
         params[spec.name] = flat.reshape(spec.shape)
         grads[spec.name] = np.empty(spec.shape, model.dtype)
     return nested(params), nested(grads)

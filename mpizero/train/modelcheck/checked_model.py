@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from mpizero.frames import users_line
+from mpizero.layout.flat import joined
 from mpizero.names import nearest
 from mpizero.nn.models.block_model import bind, evaluate, initial_parameters, model_specs, nest
 from mpizero.nn.split.model import run_on
@@ -224,7 +225,7 @@ class CheckedBlocks:
                     layer.backward_weights(params[block], cache, pending, grads)
                 else:
                     dy = layer.backward(params[block], cache, dy, grads)
-                uses.update((f"{block}.{name}", view / self.dtype.type(scale)) for name, view in views.items())
+                uses.update((joined(block, name), view / self.dtype.type(scale)) for name, view in views.items())
         wrong = [*_of_number("loss", loss), *_of_number("weight", weight)]
         if wrong:
             raise UnusableEvaluation(*wrong)
