@@ -154,7 +154,8 @@ def deleted(torture: Torture, reference: Reference, how: str) -> None:
     for name in ("checkpoints", ""):
         with torture.case() as folder:
             checkpoints = folder / "run" / "checkpoints"
-            command = torture.mpi_of(how).command(torture.options.ranks, reference.program(checkpoints, SETTINGS[how]))
+            settings = [*SETTINGS[how], "train.steps=100000"]  # it must not end before the folder is removed
+            command = torture.mpi_of(how).command(torture.options.ranks, reference.program(checkpoints, settings))
 
             def away(job: Job, victim: Path = folder / "run" / name, trash: Path = folder / "trash") -> None:
                 victim.rename(trash)
