@@ -12,7 +12,8 @@ from mpizero.errors import ConfigError
 from mpizero.layout import Unit
 from mpizero.layout.flat import joined
 from mpizero.parallel.diagnostics.bad_steps import BadStep, read_bad_step
-from mpizero.parallel.execution.evaluators import BlackBoxEvaluator, BlockEvaluator, Evaluator
+from mpizero.parallel.execution.black_box import BlackBoxEvaluator
+from mpizero.parallel.execution.evaluators import BlockEvaluator, Evaluator
 from mpizero.parallel.gradients.gradient_views import GradientViews
 from mpizero.parallel.model.base import ShardedModelBase
 from mpizero.parallel.parameters.store import flat_names

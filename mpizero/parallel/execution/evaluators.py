@@ -1,23 +1,18 @@
-"""Compute loss and gradients of one micro-batch, for models of blocks (unit by unit) and for black boxes."""
+"""Compute loss and gradients of one micro-batch: what runners rely on, and how a model of blocks does it."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
-import numpy as np
-
-from mpizero.errors import CollectiveError, LayoutError, PeerFailure, UnsupportedError
+from mpizero.errors import CollectiveError, PeerFailure
 from mpizero.layout import Unit
-from mpizero.layout.flat import joined
 from mpizero.nn.error_location import add_location, call_located
-from mpizero.parallel.parameters.store import ParameterProvider, ParameterStore, flat_names
-from mpizero.parallel.return_checks import check_names, gradient, loss_and_weight
-from mpizero.sampletree import map_arrays, map_leaves
-from mpizero.signatures import takes_run
-from mpizero.types import EVALUATE, BlackBoxModel, BlockModel, Run
+from mpizero.parallel.parameters.store import ParameterProvider
+from mpizero.parallel.return_checks import loss_and_weight
+from mpizero.types import EVALUATE, BlockModel, Run
 
 #: Returns the views that a unit's gradients are written to.
 GradientTarget = Callable[[Unit], Mapping[str, Any]]
@@ -232,162 +227,7 @@ class BlockEvaluator:
             self.criterion = own
 
 
-class BlackBoxEvaluator:
-    """Evaluate a black box: a function that needs all parameters at once and returns all gradients together.
-
-    "Collective if sharded" in the methods means: over the data group, if parameters or gradients are sharded.
-    """
-
-    def __init__(self, model: BlackBoxModel, store: ParameterStore) -> None:
-        self.model, self.store = model, store
-        self.units = store.layout.units
-        self.frozen = frozenset(e.spec.name for e in store.layout.entries if not e.spec.trainable)
-        self.trained = {e.spec.name: None for e in store.layout.entries if e.spec.trainable}.keys()
-        self._takes_run = takes_run(model.loss_and_grad, "loss_and_grad", "parameters", "batch")
-        self._own_loss = _loss_function(model)
-
-    def gradients(
-        self, x: Any, y: Any, run: Run, target: GradientTarget, done: UnitDone, ended: BlockEnded | None = None
-    ) -> tuple[float, float]:
-        """Compute a micro-batch's gradient of the sum of losses, and return the sum of losses and the weight.
-
-        Collective if sharded. :meth:`Evaluator.gradients` describes the parameters. ``ended`` is never called, because
-        the function returns all gradients together.
-        """
-        left, function = deque(reversed(self.units)), self.model.loss_and_grad
-        params = self._parameters()
-        try:
-            begun = self.store.timeline.begin()
-            loss, grads, weight = self._loss_and_grad(params, x, y, run)
-            self.store.timeline.end("backward", "loss and gradient", begun)
-            del params
-            check_names(function, grads, self.trained, self.frozen)
-            while left:
-                for block, views in target(left[0]).items():
-                    for name, view in flat_names(views):
-                        if (parameter := joined(block, name)) not in self.frozen:
-                            view[...] = gradient(function, parameter, grads[parameter], view, run)
-                done(left.popleft())
-        except (CollectiveError, PeerFailure):
-            raise
-        except Exception:
-            for unit in left:
-                done(unit)
-            raise
-        return loss, weight
-
-    def absent(self, done: UnitDone) -> None:
-        """Join the gathers and reductions of a micro-batch that only other ranks have. Collective if sharded."""
-        self._parameters()
-        for unit in reversed(self.units):
-            done(unit)
-
-    def predict(self, x: Any) -> Any:
-        """Return what the model's ``predict`` returns for ``x``; None if ``x`` is None. Collective if sharded."""
-        params = self._parameters()
-        if x is None:
-            return None
-        predict = getattr(self.model, "predict", None)
-        if predict is None:
-            raise UnsupportedError(
-                f"{type(self.model).__name__} has no predict function: give one, FunctionModel(..., predict=...)"
-            )
-        with _explained("predict"):
-            result = predict(params, _read_only(x))
-        return map_leaves(self._own, result)
-
-    def _own(self, result: Any) -> Any:
-        """Return a copy of ``result`` if it is a view of the parameters, else ``result`` itself."""
-        shared = isinstance(result, np.ndarray) and np.may_share_memory(result, self.store.values)
-        return result.copy() if shared else result
-
-    def loss(self, x: Any, y: Any, run: Run) -> tuple[float, float, Any]:
-        """Return the sum of losses, the weight, and None in place of a prediction. Collective if sharded."""
-        params = self._parameters()
-        if x is None and y is None:
-            return 0.0, 0.0, None
-        if self._own_loss is None:
-            loss, _, weight = self._loss_and_grad(params, x, y, run)
-            return loss, weight, None
-        function, takes = self._own_loss
-        with _explained("loss"):
-            result = function(params, (_read_only(x), _read_only(y)), **({"run": run} if takes else {}))
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise LayoutError(f"loss must return (loss_sum, weight), it returned {_kinds(result)}")
-        return *loss_and_weight(function, *result, run, "loss"), None
-
-    @contextmanager
-    def using_loss(self, loss: Any) -> Iterator[None]:
-        """Raise ``UnsupportedError`` if ``loss`` is not None, because a black box contains its loss. Not collective."""
-        if loss is not None:
-            raise UnsupportedError("a black box computes its own loss: another one cannot be put in its place")
-        yield
-
-    def _parameters(self) -> dict[str, Any]:
-        """Return all parameters by name: views of the store, or copies if they are sharded. Collective if sharded."""
-        with ExitStack() as stack:
-            if not self.store.sharded:
-                provided = [(unit, stack.enter_context(self.store.unshard(unit))) for unit in self.units]
-                return {n: a for unit, params in provided for n, a in _named(params)}
-            found: dict[str, Any] = {}
-            for unit, following in with_next(self.units):
-                with self.store.unshard(unit, following) as params:
-                    found.update((n, _read_only(a.copy())) for n, a in _named(params))
-                self.store.memory.barrier("black box")
-            return found
-
-    def _loss_and_grad(
-        self, params: Mapping[str, Any], x: Any, y: Any, run: Run
-    ) -> tuple[float, Mapping[str, Any], float]:
-        function = self.model.loss_and_grad
-        with _explained("loss_and_grad"):
-            result = function(params, (_read_only(x), _read_only(y)), **({"run": run} if self._takes_run else {}))
-        if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[1], Mapping):
-            told = "(loss_sum, gradients by name, weight)"
-            raise LayoutError(f"loss_and_grad must return {told}, it returned {_kinds(result)}")
-        loss, weight = loss_and_weight(function, result[0], result[2], run)
-        return loss, result[1], weight
-
-
-def _loss_function(model: Any) -> tuple[Callable[..., Any], bool] | None:
-    """Return the model's function that computes the loss without gradients, and whether it takes an argument ``run``.
-
-    Return None if the model's attribute ``has_loss`` is not True: a user's class may have a method ``loss`` that
-    returns something else, a mean for example.
-    """
-    function = model.loss if getattr(model, "has_loss", False) is True else None
-    return None if function is None else (function, takes_run(function, "loss", "parameters", "batch"))
-
-
-def _kinds(result: Any) -> Any:
-    return [type(v).__name__ for v in result] if isinstance(result, tuple) else type(result).__name__
-
-
-def _read_only(value: Any) -> Any:
-    """Return ``value``, an array or nested structure, with every array replaced by a read-only view of it."""
-    if not isinstance(value, np.ndarray):
-        return map_arrays(_read_only, value)
-    view = value.view()
-    view.flags.writeable = False
-    return view
-
-
-@contextmanager
-def _explained(function: str) -> Iterator[None]:
-    """Add advice to the error that the user's function, named ``function``, raises on writing to a read-only array."""
-    try:
-        yield
-    except (ValueError, TypeError, BufferError) as error:
-        if any(word in str(error) for word in ("read-only", "readonly", "writable", "writeable")):
-            error.add_note(f"The arrays that {function} gets are read-only: let it copy what it changes, x = x.copy()")
-        raise
-
-
 def with_next(units: Iterable[Unit]) -> Iterator[tuple[Unit, Unit | None]]:
     """Yield each unit together with the unit after it; the last unit comes with None. Not collective."""
     listed = list(units)
     return zip(listed, [*listed[1:], None], strict=True) if listed else iter(())
-
-
-def _named(params: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return [(joined(b, n), array) for b, tree in params.items() for n, array in flat_names(tree)]

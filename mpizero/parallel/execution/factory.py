@@ -9,7 +9,8 @@ from mpizero.comm import ProcessGrid
 from mpizero.comm.supervision import guard
 from mpizero.parallel.batch.step_scalars import GrainScalars
 from mpizero.parallel.device.compute_device import ComputeDevice
-from mpizero.parallel.execution.evaluators import BlackBoxEvaluator, BlockEvaluator
+from mpizero.parallel.execution.black_box import BlackBoxEvaluator
+from mpizero.parallel.execution.evaluators import BlockEvaluator
 from mpizero.parallel.execution.pipeline import PipelineRunner
 from mpizero.parallel.execution.sequential import Runner, SequentialRunner, agreeable_errors
 from mpizero.parallel.gradients.unwritten_gradients import WriteCheck
