@@ -1,4 +1,4 @@
-"""Find out whether a user's function accepts the argument ``run`` (a :class:`mpizero.types.Run`)."""
+"""Find out which arguments a user's function is called with."""
 
 from __future__ import annotations
 
@@ -12,8 +12,20 @@ from mpizero.errors import ConfigError
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
+def writes_in_place(model: Any) -> bool:
+    """Tell whether a black box writes its gradients into arrays that it is given, instead of returning them."""
+    return getattr(model, "in_place", False) is True
+
+
+def loss_arguments(*, in_place: bool) -> tuple[str, ...]:
+    """Return the names of the positional arguments that a black box's ``loss_and_grad`` is called with."""
+    return ("parameters", "batch", "gradients") if in_place else ("parameters", "batch")
+
+
 def takes_run(function: Callable[..., Any], name: str, *given: str) -> bool:
     """Tell whether a function called with positional arguments named ``given`` also accepts the keyword ``run``.
+
+    ``run`` is a :class:`mpizero.types.Run`.
 
     ``name`` is the name of the function in error messages. The result is False for a function without a readable
     signature (compiled code). For a decorated function it is True only if both the function itself and the decorator's

@@ -231,7 +231,8 @@ class BlackBoxModel(Protocol):
     """Describe a model as one function that computes loss and gradients from named arrays.
 
     ``loss_and_grad`` returns the sum of the losses over the batch, the gradients of that sum by name, and the weight of
-    the batch.
+    the batch. If the model has an attribute ``in_place`` that is True, it is called as ``loss_and_grad(parameters,
+    batch, gradients)``, overwrites the arrays in ``gradients``, and returns the sum and the weight.
     """
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from copy import copy, deepcopy
 from types import MappingProxyType
 from typing import Any, Self
@@ -12,10 +13,10 @@ import numpy as np
 from mpizero import validation
 from mpizero.errors import ConfigError
 from mpizero.names import explains, nearest, real_array
-from mpizero.signatures import takes_run
+from mpizero.signatures import loss_arguments, takes_run
 from mpizero.types import Array
 
-LossAndGrad = Callable[..., tuple[float, Mapping[str, Array], float]]
+LossAndGrad = Callable[..., tuple[float, Mapping[str, Array], float] | tuple[float, float]]
 
 
 @explains
@@ -54,6 +55,14 @@ class FunctionModel:
         Names of the parameters that are not trained.
     seed : int
         The value of ``run.seed``.
+    in_place : bool
+        Whether ``loss_and_grad`` writes its gradients into arrays that it is given, so that nothing is copied. It is
+        then called as ``loss_and_grad(parameters, batch, gradients) -> (loss_sum, weight)``. ``gradients`` has a
+        writable array for each parameter (also for frozen ones, where it is never read), with the shape and data type
+        of the parameter. It holds arbitrary numbers, so the function overwrites every element in every call:
+        ``gradients["weight"][...] = value``, or ``numpy.matmul(..., out=gradients["weight"])``, or compiled code that
+        gets a pointer. The arrays are writable during the call only. Give ``loss``, too: without it ``evaluate`` needs
+        memory for gradients that nobody reads.
 
     Raises
     ------
@@ -71,6 +80,7 @@ class FunctionModel:
         predict: Callable[[Mapping[str, Array], Any], Any] | None = None,
         frozen: Collection[str] = (),
         seed: int = 0,
+        in_place: bool = False,
     ) -> None:
         if not isinstance(parameters, Mapping):
             raise ConfigError(
@@ -102,7 +112,8 @@ class FunctionModel:
         self.parameters = MappingProxyType(arrays)
         self.dtype = np.dtype(kinds[0])
         self.frozen = frozenset(frozen)
-        takes_run(loss_and_grad, "loss_and_grad", "parameters", "batch")
+        self.in_place = validation.require("in_place", in_place, validation.flag)
+        _check_arguments(loss_and_grad, in_place=self.in_place)
         self.loss_and_grad, self.seed = loss_and_grad, validation.require("seed", seed, validation.seed)
         if loss is not None:
             if not callable(loss):
@@ -118,3 +129,16 @@ class FunctionModel:
         vars(twin).update({name: deepcopy(v, memo) for name, v in vars(self).items() if name != "parameters"})
         twin.parameters = MappingProxyType(deepcopy(dict(self.parameters), memo))
         return twin
+
+
+def _check_arguments(function: Callable[..., Any], *, in_place: bool) -> None:
+    """Raise ``ConfigError`` if ``loss_and_grad`` cannot be called; if it looks made for ``in_place``, say so."""
+    try:
+        takes_run(function, "loss_and_grad", *loss_arguments(in_place=in_place))
+    except ConfigError as error:
+        advice = ""
+        if not in_place:
+            with suppress(ConfigError):
+                takes_run(function, "loss_and_grad", *loss_arguments(in_place=True))
+                advice = "; a function that writes gradients into a third argument needs in_place=True"
+        raise ConfigError(f"{error}{advice}") from None

@@ -17,12 +17,19 @@ from mpizero.parallel.parameters.allocator import paged
 from mpizero.parallel.parameters.shards import Share
 from mpizero.parallel.parameters.store import SLOTS
 from mpizero.parallel.placement import Placement
-from mpizero.parallel.step_rules import gathers_units, wave_buffers
+from mpizero.parallel.step_rules import gathers_units, wave_slots
 from mpizero.text import notice
 
 
 def fits_shared_memory(
-    grid: ProcessGrid, layout: FlatLayout, item: int, placement: Placement, config: ShardingConfig, *, scratch: bool
+    grid: ProcessGrid,
+    layout: FlatLayout,
+    item: int,
+    placement: Placement,
+    config: ShardingConfig,
+    *,
+    scratch: bool,
+    in_place: bool = False,
 ) -> bool:
     """Tell whether parameters and gradients fit into the shared memory of every host; if not, print why on rank 0.
 
@@ -45,6 +52,8 @@ def fits_shared_memory(
         they do not fit, :mod:`mpizero.parallel.model.private_fallback` handles that.
     scratch : bool
         Whether gradients that are added to a row at once have no row of their own.
+    in_place : bool
+        Whether the model is a function that writes the gradients of all units at once.
     """
     if grid.local_size == 1 and grid.data.size == grid.world.size:
         return True
@@ -52,7 +61,8 @@ def fits_shared_memory(
     if grid.local_size > 1:
         room = grid.node.shared_space()
         if grid.node.rank == 0:  # one rank of each node counts its windows
-            needed = _window_bytes(grid, layout, item, placement, _rows(grid, config, scratch=scratch))
+            rows = _rows(grid, config, scratch=scratch)
+            needed = _window_bytes(grid, layout, item, placement, rows, in_place=in_place)
     told = grid.world.allgather_object((gethostname(), needed, room), "shared memory")
     asked: Counter[str] = Counter()
     rooms: dict[str, int] = {}
@@ -78,7 +88,9 @@ def tell_private(world: Communicator, reason: str) -> None:
         notice(f"every rank keeps its own copy of the model: {reason}")
 
 
-def _window_bytes(grid: ProcessGrid, layout: FlatLayout, item: int, placement: Placement, rows: int) -> int:
+def _window_bytes(
+    grid: ProcessGrid, layout: FlatLayout, item: int, placement: Placement, rows: int, *, in_place: bool
+) -> int:
     """Return the bytes of all shared windows that the ranks of this data group allocate on this node.
 
     ``rows`` is the number of rows of each rank, where gradients are kept in rows.
@@ -93,7 +105,8 @@ def _window_bytes(grid: ProcessGrid, layout: FlatLayout, item: int, placement: P
     else:
         parameters = window(layout.size)
     if placement.waves:
-        return parameters + wave_buffers(grid.node.size) * grid.node.size * window(layout.largest_gradient)
+        slots = wave_slots(layout, grid.node.size, in_place=in_place)
+        return parameters + grid.node.size * sum(window(size) for size in slots)
     return parameters + rows * grid.node.size * window(layout.gradient_size)
 
 

@@ -41,6 +41,7 @@ from mpizero.parallel.partition.local_model import partition_model, trainable_na
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.parallel.placement import Placement
 from mpizero.parallel.step_rules import assigns_waves, scratch_use
+from mpizero.signatures import writes_in_place
 from mpizero.types import BlockModel
 
 
@@ -90,8 +91,8 @@ class PlacedModel:
             raise ConfigError(f"parameters of type {self.dtype} are not supported: use float32 or float64")
         self._find_part(parallel_layout, private=private)
         self._scratch = scratch_use(config, self.grid.pipeline.size, by_block=self.block_model)
-        item = self.dtype.itemsize
-        if not fits_shared_memory(self.grid, self.layout, item, placement, config, scratch=self._scratch == "grains"):
+        used = {"scratch": self._scratch == "grains", "in_place": writes_in_place(model)}
+        if not fits_shared_memory(self.grid, self.layout, self.dtype.itemsize, placement, config, **used):
             self._find_part(parallel_layout, private=True)
         try:
             self._take_memory()
@@ -149,7 +150,8 @@ class PlacedModel:
             views = GradientViews(self.layout, allocator, self.dtype)
         waves = None
         if assigns_waves(placement, config, grid.data.size):
-            waves = WaveBuffer(self.store, views, self.exchange, config.accumulate)
+            in_place = writes_in_place(self.model)
+            waves = WaveBuffer(self.store, views, self.exchange, config.accumulate, in_place=in_place)
         #: Holds whole gradients: with DDP and ZeRO-1 in every step, otherwise only for ``local_gradients``.
         self.rows = RowBuffer(
             self.store,

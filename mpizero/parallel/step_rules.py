@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from mpizero.comm.reduce.codecs import Codec, codec_of
+from mpizero.layout import FlatLayout
 from mpizero.layout.nodes import NodeOrder
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.placement import Placement
@@ -129,6 +130,12 @@ def updated_by(placement: Placement, grid: NodeOrder) -> tuple[int, ...]:
     return (grid.data.rank,) if placement.shard_optimizer else grid.peer_ranks
 
 
-def wave_buffers(node_size: int) -> int:
-    """Return how many units' gradients a wave buffer has room for on a node of ``node_size`` ranks."""
-    return 2 if node_size > 1 else 1
+def wave_slots(layout: FlatLayout, node_size: int, *, in_place: bool) -> list[int]:
+    """Return, for each slot of a wave buffer, how many elements each rank of a node of ``node_size`` ranks has in it.
+
+    A slot holds the gradients of one unit. If ``in_place``, a function writes the gradients of all units at once, and
+    one slot holds them all.
+    """
+    if in_place:
+        return [layout.gradient_size]
+    return [layout.largest_gradient] * (2 if node_size > 1 else 1)

@@ -27,7 +27,7 @@ from mpizero.parallel.gradients.exchange import residual_sizes
 from mpizero.parallel.gradients.gradient_views import largest_block
 from mpizero.parallel.parameters.allocator import paged
 from mpizero.parallel.parameters.store import SLOTS
-from mpizero.parallel.step_rules import keeps_gradients_on_device, wave_buffers
+from mpizero.parallel.step_rules import keeps_gradients_on_device, wave_slots
 from mpizero.planning.activation_memory import StageActivations
 from mpizero.planning.byte_counts import window_bytes
 from mpizero.planning.traffic import RankTraffic
@@ -184,8 +184,8 @@ class RankMemory:
             uses = plan.folds[grid.place].uses_scratch or (step.scratch == "micro-batches" and any(traffic.jobs))
             added = largest_block(shards.layout) * self._item if uses else 0
             return rows._replace(private=rows.private + (added if step.scratch else self._folded))
-        slot = grid.node.size * paged(shards.layout.largest_gradient * self._item)
-        buffer = self._shared(*[slot] * wave_buffers(grid.node.size))
+        slots = wave_slots(shards.layout, grid.node.size, in_place=False)
+        buffer = self._shared(*[grid.node.size * paged(size * self._item) for size in slots])
         stack = step.wave_plan(grid).rows * sum(shards.gradients[grid.data.rank]) * self._item
         return buffer._replace(private=buffer.private + stack + self._folded)
 

@@ -59,6 +59,34 @@ def box(rng: Any, change: Callable[..., Any] | None = None, dtype: str = "float6
     return mz.FunctionModel(start(rng, dtype), loss_and_grad, **settings), *dense(rng, dtype)
 
 
+def writing(rng: Any, write: Callable[[Any, Any], None] | None = None) -> Case:
+    """The perceptron, which writes its gradients in place; ``write(gradients, value)`` may spoil that of 'b'."""
+    right = perceptron()
+
+    def loss_and_grad(p: Any, batch: Any, gradients: Any) -> Any:
+        loss, found, weight = right(p, batch)
+        for name, value in found.items():
+            if write is None or name != "b":
+                gradients[name][...] = value
+            else:
+                write(gradients, value)
+        return loss, weight
+
+    return mz.FunctionModel(start(rng), loss_and_grad, in_place=True), *dense(rng)
+
+
+def added(gradients: Any, value: Any) -> None:
+    gradients["b"] += value
+
+
+def half_written(gradients: Any, value: Any) -> None:
+    gradients["b"][:3] = value[:3]
+
+
+def bound(gradients: Any, value: Any) -> None:
+    gradients["b"] = value
+
+
 # ------------------------------------------------------------------ right ones
 
 
@@ -189,6 +217,7 @@ def sequence_free(rng: Any) -> Case:
 
 RIGHT: dict[str, Callable[[Any], Case]] = {
     "perceptron": lambda rng: box(rng, predict=predictor),
+    "perceptron in place": writing,
     "perceptron in float32": lambda rng: box(rng, dtype="float32", predict=predictor),
     "ReLU by hand in float32": lambda rng: box(rng, dtype="float32", activation="relu"),
     "ReLU network of layers": relu_network,
@@ -456,6 +485,13 @@ def spoilt(change: Callable[..., Any]) -> Callable[[Any], Case]:
 
 #: What is wrong: the model, what the error must name, and pieces of the probable cause.
 WRONG: dict[str, tuple[Callable[[Any], Case], str, str]] = {
+    "added in place": (
+        lambda rng: writing(rng, added),
+        "gradient of 'b': has 5 of 5 elements",
+        "gradients[name] += value",
+    ),
+    "half written": (lambda rng: writing(rng, half_written), "gradient of 'b': has 2 of 5 elements", "left out"),
+    "bound in place": (lambda rng: writing(rng, bound), "gradients: are bound at suspects.py", "to a name"),
     "a mean in place of a sum": (spoilt(mean_returned), "loss", "a mean over the samples"),
     "the gradient of the mean": (spoilt(gradient_of_the_mean), "gradient of 'a'", "a mean over the samples"),
     "half of a gradient": (spoilt(factor_of_two), "gradient of 'b'", "0.5 times what it must be"),

@@ -12,17 +12,19 @@ import numpy as np
 from mpizero.errors import CollectiveError, LayoutError, PeerFailure, UnsupportedError
 from mpizero.layout.flat import joined
 from mpizero.parallel.execution.evaluators import BlockEnded, GradientTarget, UnitDone, with_next
+from mpizero.parallel.gradients.unwritten_gradients import FunctionGradients
 from mpizero.parallel.parameters.store import ParameterStore, flat_names
-from mpizero.parallel.return_checks import check_names, gradient, loss_and_weight
+from mpizero.parallel.return_checks import check_names, gradient, loss_and_weight, named
 from mpizero.sampletree import map_arrays, map_leaves
-from mpizero.signatures import takes_run
-from mpizero.types import BlackBoxModel, Run
+from mpizero.signatures import loss_arguments, takes_run, writes_in_place
+from mpizero.types import Array, BlackBoxModel, Run
 
 
 class BlackBoxEvaluator:
-    """Evaluate a black box: a function that needs all parameters at once and returns all gradients together.
+    """Evaluate a black box: a function that needs all parameters at once and computes all gradients together.
 
-    "Collective if sharded" in the methods means: over the data group, if parameters or gradients are sharded.
+    It returns the gradients or, if ``in_place``, writes them into the arrays that it is given. "Collective if sharded"
+    in the methods means: over the data group, if parameters or gradients are sharded.
     """
 
     def __init__(self, model: BlackBoxModel, store: ParameterStore) -> None:
@@ -30,7 +32,10 @@ class BlackBoxEvaluator:
         self.units = store.layout.units
         self.frozen = frozenset(e.spec.name for e in store.layout.entries if not e.spec.trainable)
         self.trained = {e.spec.name: None for e in store.layout.entries if e.spec.trainable}.keys()
-        self._takes_run = takes_run(model.loss_and_grad, "loss_and_grad", "parameters", "batch")
+        self.in_place = writes_in_place(model)
+        given = loss_arguments(in_place=self.in_place)
+        self._takes_run = takes_run(model.loss_and_grad, "loss_and_grad", *given)
+        self._unread: dict[str, Array] = {}
         self._own_loss = _loss_function(model)
 
     def gradients(
@@ -44,16 +49,17 @@ class BlackBoxEvaluator:
         left, function = deque(reversed(self.units)), self.model.loss_and_grad
         params = self._parameters()
         try:
+            views = {n: v for unit in self.units for n, v in _named(target(unit))} if self.in_place else {}
             begun = self.store.timeline.begin()
-            loss, grads, weight = self._loss_and_grad(params, x, y, run)
+            loss, grads, weight = self._loss_and_grad(params, x, y, run, views)
             self.store.timeline.end("backward", "loss and gradient", begun)
             del params
-            check_names(function, grads, self.trained, self.frozen)
+            if not self.in_place:
+                check_names(function, grads, self.trained, self.frozen)
             while left:
-                for block, views in target(left[0]).items():
-                    for name, view in flat_names(views):
-                        if (parameter := joined(block, name)) not in self.frozen:
-                            view[...] = gradient(function, parameter, grads[parameter], view, run)
+                for name, view in () if self.in_place else _named(target(left[0])):
+                    if name not in self.frozen:
+                        view[...] = gradient(function, name, grads[name], view, run)
                 done(left.popleft())
         except (CollectiveError, PeerFailure):
             raise
@@ -94,7 +100,7 @@ class BlackBoxEvaluator:
         if x is None and y is None:
             return 0.0, 0.0, None
         if self._own_loss is None:
-            loss, _, weight = self._loss_and_grad(params, x, y, run)
+            loss, _, weight = self._loss_and_grad(params, x, y, run, self._unread_gradients())
             return loss, weight, None
         function, takes = self._own_loss
         with _explained("loss"):
@@ -123,17 +129,43 @@ class BlackBoxEvaluator:
                 self.store.memory.barrier("black box")
             return found
 
+    def _unread_gradients(self) -> dict[str, Array]:
+        """Return arrays for gradients that nobody reads: of a function in place that computes a loss. Not collective.
+
+        They are allocated when they are first needed, which is never if the model has a function for the loss alone.
+        """
+        if self.in_place and not self._unread:
+            buffer = self.store.memory.private("buffers", self.store.layout.size, self.store.dtype)
+            entries = self.store.layout.parameters
+            self._unread = {e.spec.name: buffer[slice(*e.span)].reshape(e.spec.shape) for e in entries}
+        return self._unread
+
     def _loss_and_grad(
-        self, params: Mapping[str, Any], x: Any, y: Any, run: Run
-    ) -> tuple[float, Mapping[str, Any], float]:
-        function = self.model.loss_and_grad
-        with _explained("loss_and_grad"):
-            result = function(params, (_read_only(x), _read_only(y)), **({"run": run} if self._takes_run else {}))
-        if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[1], Mapping):
-            told = "(loss_sum, gradients by name, weight)"
-            raise LayoutError(f"loss_and_grad must return {told}, it returned {_kinds(result)}")
-        loss, weight = loss_and_weight(function, result[0], result[2], run)
-        return loss, result[1], weight
+        self, params: Mapping[str, Any], x: Any, y: Any, run: Run, views: Mapping[str, Array]
+    ) -> tuple[float, Mapping[str, Array], float]:
+        """Call the function; return the sum of losses, the gradients and the weight. Not collective.
+
+        A function in place writes its gradients into ``views``; in its place ``views`` are returned.
+        """
+        given, told = (params, (_read_only(x), _read_only(y))), {"run": run} if self._takes_run else {}
+        function: Callable[..., Any] = self.model.loss_and_grad
+        if not self.in_place:
+            with _explained("loss_and_grad"):
+                result = function(*given, **told)
+            if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[1], Mapping):
+                expected = "(loss_sum, gradients by name, weight)"
+                raise LayoutError(f"loss_and_grad must return {expected}, it returned {_kinds(result)}")
+            loss, weight = loss_and_weight(function, result[0], result[2], run)
+            return loss, result[1], weight
+        with _explained("loss_and_grad", kept=", and so are the gradients of an earlier call"), writable(views) as own:
+            result = function(*given, own, **told)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise LayoutError(
+                f"{named(function, 'loss_and_grad')} works in place, so it must return (loss_sum, weight) and write "
+                f"the gradients into its third argument; it returned {_kinds(result)}"
+            )
+        loss, weight = loss_and_weight(function, *result, run)
+        return loss, views, weight
 
 
 def _loss_function(model: Any) -> tuple[Callable[..., Any], bool] | None:
@@ -160,13 +192,30 @@ def _read_only(value: Any) -> Any:
 
 
 @contextmanager
-def _explained(function: str) -> Iterator[None]:
+def writable(views: Mapping[str, Array]) -> Iterator[FunctionGradients]:
+    """Yield ``views`` as arrays that can be written to inside the context only: a later write raises an error.
+
+    Not collective. It would come from a function that keeps the arrays of one call, and write where other gradients
+    stand by then.
+    """
+    own = FunctionGradients({name: view.view() for name, view in views.items()})
+    written = list(own.values())
+    try:
+        yield own
+    finally:
+        for view in written:
+            view.flags.writeable = False
+
+
+@contextmanager
+def _explained(function: str, kept: str = "") -> Iterator[None]:
     """Add advice to the error that the user's function, named ``function``, raises on writing to a read-only array."""
     try:
         yield
     except (ValueError, TypeError, BufferError) as error:
         if any(word in str(error) for word in ("read-only", "readonly", "writable", "writeable")):
-            error.add_note(f"The arrays that {function} gets are read-only: let it copy what it changes, x = x.copy()")
+            told = f"The arrays that {function} gets are read-only{kept}"
+            error.add_note(f"{told}: let it copy what it changes, x = x.copy()")
         raise
 
 

@@ -13,7 +13,7 @@ from mpizero.parallel.execution.black_box import BlackBoxEvaluator
 from mpizero.parallel.execution.evaluators import BlockEvaluator
 from mpizero.parallel.execution.pipeline import PipelineRunner
 from mpizero.parallel.execution.sequential import Runner, SequentialRunner, agreeable_errors
-from mpizero.parallel.gradients.unwritten_gradients import WriteCheck
+from mpizero.parallel.gradients.unwritten_gradients import check_function, check_layers
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.parallel.partition.local_model import PartitionedModel
 from mpizero.types import BlockModel
@@ -36,10 +36,13 @@ def make_runner(
         "agreeable": agreeable_errors(grid),
         "compute_device": device,
     }
-    if not isinstance(partitioned.local, BlockModel):
-        return SequentialRunner(BlackBoxEvaluator(partitioned.local, store), scalars, partitioned, **kinds)
     always = "gradients" in guard.current().debug
-    kinds["marks"] = WriteCheck(partitioned.local.blocks, scalars.frozen, always=always)
+    if not isinstance(partitioned.local, BlockModel):
+        box = BlackBoxEvaluator(partitioned.local, store)
+        if box.in_place:
+            kinds["marks"] = check_function(partitioned.local.loss_and_grad, scalars.frozen, always=always)
+        return SequentialRunner(box, scalars, partitioned, **kinds)
+    kinds["marks"] = check_layers(partitioned.local.blocks, scalars.frozen, always=always)
     provider = device.parameter_provider(store)
     if grid.pipeline.size > 1:
         return PipelineRunner(partitioned, provider, grid.pipeline, scalars, loss_scale, **kinds)

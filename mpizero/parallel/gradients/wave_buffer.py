@@ -20,7 +20,7 @@ from mpizero.parallel.gradients.gradient_views import GradientViews, MicroBatchS
 from mpizero.parallel.gradients.reducer import Job, SumOperands
 from mpizero.parallel.parameters.allocator import on_all_ranks, paged
 from mpizero.parallel.parameters.store import ParameterStore
-from mpizero.parallel.step_rules import wave_buffers
+from mpizero.parallel.step_rules import wave_slots
 from mpizero.types import Array
 
 
@@ -45,6 +45,10 @@ class WaveBuffer:
     an array of a few rows, each as long as this rank's shard of the gradients. A row holds a partial sum (a node of the
     tree over grains) that is not added to another yet.
 
+    [Note: in place] A black box that writes its gradients in place is given those of all units at once. There is one
+    slot then, in which the gradients of all units lie one after the other. When the last unit of a wave has been
+    summed, the ranks of the node wait for each other, before any of them writes the gradients of the next wave.
+
     Parameters
     ----------
     store : ParameterStore
@@ -55,22 +59,28 @@ class WaveBuffer:
         Sends partial sums to the peers that own the elements.
     accumulate : int
         Number of micro-batches of a full grain.
+    in_place : bool
+        Whether the gradients of all units are written at once; see [Note: in place].
     """
 
     waves = True
 
     def __init__(
-        self, store: ParameterStore, views: GradientViews, exchange: GradientExchange, accumulate: int
+        self,
+        store: ParameterStore,
+        views: GradientViews,
+        exchange: GradientExchange,
+        accumulate: int,
+        *,
+        in_place: bool,
     ) -> None:
         self.layout, self.grid, self.memory, self.dtype = store.layout, store.grid, store.memory, store.dtype
         self.exchange, self.timeline, self.accumulate = exchange, store.timeline, accumulate
         self.shares, self.share = store.peer_shares, store.share
-        stride, node = (
-            paged(self.layout.largest_gradient * self.dtype.itemsize) // self.dtype.itemsize,
-            self.grid.node.size,
-        )
+        self._in_place, node, item = in_place, self.grid.node.size, self.dtype.itemsize
+        strides = [paged(size * item) // item for size in wave_slots(self.layout, node, in_place=in_place)]
         with on_all_ranks(self.grid.world, "gradients"):
-            self.slots = self.memory.shared("gradients", [(node, stride)] * wave_buffers(node), self.dtype)
+            self.slots = self.memory.shared("gradients", [(node, stride) for stride in strides], self.dtype)
             self.stack = self.memory.private("gradients", (1, self.share.gradient_size), self.dtype)
         self._micro_batches = MicroBatchSum(self.memory, self.layout.gradient_size, self.dtype, accumulate)
         self._named = views
@@ -170,7 +180,8 @@ class WaveBuffer:
 
     def _current(self, unit: Unit) -> Array:
         """Return a view of this rank's row of the current slot, as long as the gradients of ``unit``."""
-        place: Array = self.slots[self._next][self.grid.node.rank][: unit.gradients]
+        first = self.layout.gradient_bases[unit.index] if self._in_place else 0
+        place: Array = self.slots[self._next][self.grid.node.rank][first : first + unit.gradients]
         return place
 
     def _parts(self, unit: Unit, block: str) -> list[Array]:
@@ -206,7 +217,7 @@ class WaveBuffer:
         self.finish()
         self.memory.barrier("unit gradients")
         rows = self.slots[self._next]
-        ranges = [share.gradient_spans[unit.index] for share in self.shares]
+        ranges = [(s.row_spans if self._in_place else s.gradient_spans.__getitem__)(unit.index) for s in self.shares]
         base = self.share.gradient_offsets[unit.index]
         programs = [(row, program_array(program)) for row, program in wave.merges]
         residuals = self.exchange.residuals(unit.index)
@@ -219,6 +230,8 @@ class WaveBuffer:
                 self.finish()
                 self._in_flight = _InFlight(self.exchange.begin_segment(segment), base, programs, wave.arrivals)
         self._next = (self._next + 1) % len(self.slots)
+        if self._in_place and unit.index == 0:
+            self.memory.barrier("gradients in place")
 
     def _merge(self, piece: RowRange, at: int, programs: Sequence[tuple[int, Array]], arrivals: int) -> None:
         fused = kernels.backend(self.stack).fused

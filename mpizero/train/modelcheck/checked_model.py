@@ -9,14 +9,17 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from mpizero.errors import LayoutError
 from mpizero.frames import users_line
 from mpizero.layout.flat import joined
 from mpizero.names import nearest
 from mpizero.nn.models.block_model import bind, evaluate, initial_parameters, model_specs, nest
 from mpizero.nn.split.model import run_on
+from mpizero.parallel.execution.black_box import writable
+from mpizero.parallel.gradients.unwritten_gradients import mark, marks_left
 from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.parallel.return_checks import named
-from mpizero.signatures import takes_run
+from mpizero.signatures import loss_arguments, takes_run, writes_in_place
 from mpizero.train.modelcheck.batch_pieces import read_only, sample_count
 from mpizero.train.modelcheck.model_report import ModelFinding, UnusableEvaluation
 from mpizero.types import Array, BlackBoxModel, BlockModel, Run
@@ -75,8 +78,14 @@ class CheckedFunction:
         frozen = frozenset(getattr(model, "frozen", ()))
         self.names = tuple(name for name in self.shapes if name not in frozen)
         self.dtype = np.dtype(model.dtype)
-        self._takes_run = takes_run(model.loss_and_grad, "loss_and_grad", "parameters", "batch")
-        self._memory = {name: np.zeros(shape, self.dtype) for name, shape in self.shapes.items()}
+        self.in_place = writes_in_place(model)
+        given = loss_arguments(in_place=self.in_place)
+        self._takes_run = takes_run(model.loss_and_grad, "loss_and_grad", *given)
+        self._memory = self._new()
+        self._gradients = self._new() if self.in_place else {}
+
+    def _new(self) -> dict[str, Array]:
+        return {name: np.zeros(shape, self.dtype) for name, shape in self.shapes.items()}
 
     def start(self) -> dict[str, Array]:
         """Return copies of the start values of all parameters by name."""
@@ -94,22 +103,49 @@ class CheckedFunction:
         self.evaluations += 1
         provided = self._provided(parameters, fresh)
         with np.errstate(all="ignore"):
-            given = self._called(
-                provided, x, y, Run(True, getattr(self.model, "seed", 0), 0, first, count=_count(x, y))
-            )
+            run = Run(True, getattr(self.model, "seed", 0), 0, first, count=_count(x, y))
+            given = self._called(provided, x, y, run, self._new() if fresh else self._gradients)
         for name, array in provided.items():
             if array.tobytes() != parameters[name].tobytes():
                 raise UnusableEvaluation(_written(f"parameter {name!r}", "through a bare pointer"))
         return self._examined(given)
 
-    def _called(self, provided: Named, x: Any, y: Any, run: Run) -> Any:
-        told = {"run": run} if self._takes_run else {}
+    def _called(self, provided: Named, x: Any, y: Any, run: Run, gradients: dict[str, Array]) -> Any:
+        """Call the function; return what it returns, or what it would return if it did not work in place."""
+        given, told = (read_only(provided), (read_only(x), read_only(y))), {"run": run} if self._takes_run else {}
         try:
-            return self.model.loss_and_grad(read_only(provided), (read_only(x), read_only(y)), **told)
+            if not self.in_place:
+                return self.model.loss_and_grad(*given, **told)
+            for array in gradients.values():
+                mark(array)
+            with writable(gradients) as views:
+                result = self.model.loss_and_grad(*given, views, **told)
+            return self._in_place(result, gradients)
+        except LayoutError as error:  # from the mapping of the views
+            told_by = "write into the array that is there, gradients[name][...] = value"
+            seen = f"are bound at {place_of(error)}: {error}"
+            raise UnusableEvaluation(_value("gradients", seen, "an assignment to a name", told_by)) from error
         except (ValueError, TypeError, BufferError) as error:
             if any(word in str(error) for word in ("read-only", "readonly", "writable", "writeable")):
                 raise UnusableEvaluation(_written("arguments", f"at {place_of(error)}")) from error
             raise
+
+    def _in_place(self, result: Any, gradients: dict[str, Array]) -> Any:
+        if not isinstance(result, tuple) or len(result) != 2:
+            kinds = [type(v).__name__ for v in result] if isinstance(result, tuple) else type(result).__name__
+            told = "return (loss_sum, weight), and write the gradients into the third argument"
+            what = "what loss_and_grad returns"
+            raise UnusableEvaluation(_value(what, f"is {kinds}", "a function that returns its gradients", told))
+        wrong = []
+        for name in self.names:
+            if left := marks_left(gradients[name]):
+                seen = f"has {left} of {gradients[name].size} elements that are not written, or added to"
+                cause = "a part that is left out, or gradients[name] += value"
+                told = f"overwrite all of it in every call, zeros too: gradients[{name!r}][...] = value"
+                wrong.append(_value(f"gradient of {name!r}", seen, cause, told))
+        if wrong:
+            raise UnusableEvaluation(*wrong)
+        return result[0], gradients, result[1]
 
     def loss(self, parameters: Named, x: Any, y: Any) -> float:
         """Return only the loss; the function computes the gradients too."""

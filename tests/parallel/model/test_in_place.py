@@ -1,0 +1,236 @@
+"""Functions that write their gradients in place: the same bits, no copies, and every wrong write named at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero.errors import ConfigError, LayoutError, RemoteError
+from mpizero.testing import run_in_threads
+from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, hard_function, layouts, part, sharded, vectors
+from tests.parallel.parallel_layouts import known
+
+Write = Callable[[Any, Any, int], None]
+
+
+def in_place(write: Write | None = None, *, spoils: bool = True) -> mz.FunctionModel:
+    """The function of ``hard_function``, which writes its gradients; ``write(gradients, value, call)`` writes 'b'.
+
+    Not on a rank that does not spoil it; ranks are not compared in what begins with an underscore.
+    """
+    returning, calls, _spoils = hard_function(), [0], spoils and write is not None
+
+    def loss_and_grad(p: Any, batch: Any, gradients: Any) -> Any:
+        loss, found, weight = returning.loss_and_grad(p, batch)
+        for name, value in found.items():
+            if write is None or not _spoils or name != "b":
+                gradients[name][...] = value
+            else:
+                calls[0] += 1
+                write(gradients, value, calls[0])
+        return loss, weight
+
+    frozen = {"frozen": returning.frozen, "predict": returning.predict}
+    return mz.FunctionModel(returning.parameters, loss_and_grad, in_place=True, **frozen)
+
+
+def trained(make: Callable[[], Any], strategy: str, comm: Any, **settings: Any) -> tuple[str, float]:
+    x, y = vectors(19)
+    model, _ = sharded(strategy, comm, make(), mz.AdamW(lr=0.05), micro_batch=2, **settings)
+    with model:
+        for _ in range(3):
+            model.train(*part(comm, x, y))
+        return model.parameters_sha256(), model.evaluate(*part(comm, x, y)).loss_sum
+
+
+def returned(**settings: Any) -> tuple[str, float]:
+    return trained(hard_function, "ddp", None, **settings)
+
+
+@pytest.mark.mpi
+def test_in_place_has_the_bits_of_returned_gradients(world: Any) -> None:
+    for strategy, memory in layouts(world.size):
+        assert trained(in_place, strategy, world, **memory) == known(world, returned), (strategy, memory)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_threads_in_place_have_the_bits_of_returned_gradients(accumulate: int) -> None:
+    """More waves than one, units of one tensor, nodes of two ranks: every way that a slot is used again."""
+    expected = returned(accumulate=accumulate)
+    for ranks, strategy, memory in (
+        (1, "zero2", {}),
+        (2, "ddp", {}),
+        (4, "zero1", {"ranks_per_node": 2}),
+        (2, "zero2", {}),
+        (4, "zero2", {"ranks_per_node": 2}),
+        (3, "zero3", PRIVATE),
+    ):
+        run = partial(trained, in_place, strategy, accumulate=accumulate, **memory)
+        assert set(run_in_threads(ranks, run)) == {expected}, (ranks, strategy, memory)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_nothing_is_copied_and_no_gradient_is_held_twice(strategy: str) -> None:
+    seen: list[Any] = []
+    model, _ = sharded(strategy, None, in_place(lambda g, value, call: seen.append(np.copyto(g["b"], value) or g["b"])))
+    with model:
+        model.train(*vectors(2))
+        engine = model.engine
+        where = engine.reducer.slots[0] if engine.reducer.waves else engine.reducer.window
+        assert np.shares_memory(seen[0], where)
+        size = engine.layout.gradient_size * 8
+        held = engine.memory.private_bytes["gradients"] + engine.memory.shared_bytes["gradients"]
+        stack = engine.reducer.stack.nbytes if engine.reducer.waves else 0
+        assert held - stack <= 2 * (size + 4096), "two grains in rows, or one slot"
+
+
+def test_evaluating_leaves_gradients_that_are_not_applied_yet() -> None:
+    """Without ``loss=`` the function computes gradients in evaluate, too: into other memory."""
+    x, y = vectors(6)
+    model, _ = sharded("ddp", None, in_place(), auto_sync_gradients=False)
+    with model:
+        model.compute_gradients(x, y)
+        expected = model.synchronize_gradients().values.copy()
+        model.compute_gradients(x, y)
+        model.evaluate(x[:2] + 7, y[:2])
+        np.testing.assert_array_equal(model.synchronize_gradients().values, expected)
+
+
+def forget(gradients: Any, value: Any, call: int) -> None:
+    pass
+
+
+def add(gradients: Any, value: Any, call: int) -> None:
+    gradients["b"] += value
+
+
+def write_some(gradients: Any, value: Any, call: int) -> None:
+    gradients["b"][:4] = value[:4]
+
+
+def rebind(gradients: Any, value: Any, call: int) -> None:
+    gradients["b"] = value
+
+
+def bind_a_wrong_name(gradients: Any, value: Any, call: int) -> None:
+    gradients["B"] = value
+
+
+def of_another_shape(gradients: Any, value: Any, call: int) -> None:
+    gradients["b"][...] = value[:5]
+
+
+UNWRITTEN = r"loss_and_grad at test_in_place.py:\d+ has not written {}the gradient of 'b', or has added to what stood"
+WRONG: dict[Write, str] = {
+    forget: UNWRITTEN.format(""),
+    add: UNWRITTEN.format(""),
+    write_some: UNWRITTEN.format("9 of the 13 elements of "),
+    rebind: r"gradients\['b'\] = ... binds a name to another array.*gradients\['b'\]\[...\] = value",
+    bind_a_wrong_name: r"the model has no parameter 'B' \(did you mean 'b'\?\)",
+    of_another_shape: "could not broadcast input array from shape",
+}
+
+
+@pytest.mark.parametrize("write", WRONG)
+def test_a_wrong_write_on_one_rank_is_told_to_all_and_no_step_is_made(write: Write) -> None:
+    x, y = vectors(4)
+
+    def run(comm: Any) -> None:
+        for strategy, memory in zip(STRATEGIES, [*MEMORIES, MEMORIES[0]], strict=True):
+            model, _ = sharded(strategy, comm, in_place(write, spoils=comm.rank == 1), micro_batch=1, **memory)
+            with model:
+                before = model.parameters_sha256()
+                for _ in range(2):
+                    with pytest.raises((LayoutError, ValueError, RemoteError), match=WRONG[write]):
+                        model.train(*part(comm, x, y))
+                assert model.parameters_sha256() == before
+
+    run_in_threads(2, run)
+
+
+def only_first(write: Write, gradients: Any, value: Any, call: int) -> None:
+    np.copyto(gradients["b"], value) if call == 1 else write(gradients, value, call)
+
+
+@pytest.mark.parametrize("write", [forget, add])
+def test_a_gradient_that_a_later_step_leaves_out_or_adds_to_is_named(write: Write) -> None:
+    for strategy in STRATEGIES:
+        model, _ = sharded(strategy, None, in_place(partial(only_first, write)))
+        with model:
+            model.train(*vectors(1))
+            before = model.parameters_sha256()
+            with pytest.raises(LayoutError, match=r"has not written .*the gradient of 'b'"):
+                model.train(*vectors(1))
+            assert model.parameters_sha256() == before
+
+
+def test_the_arrays_of_an_earlier_call_cannot_be_written_to() -> None:
+    kept: dict[str, Any] = {}
+
+    def keep(gradients: Any, value: Any, call: int) -> None:
+        kept.setdefault("b", gradients["b"])[...] = value
+
+    model, _ = sharded("ddp", None, in_place(keep))
+    with model:
+        model.train(*vectors(1))
+        with pytest.raises(ValueError, match="read-only") as caught:
+            model.train(*vectors(1))
+        assert "and so are the gradients of an earlier call" in caught.value.__notes__[0]
+
+
+def test_a_nan_that_was_computed_is_a_bad_step_and_can_be_replayed(tmp_path: Path) -> None:
+    model, _ = sharded("zero2", None, in_place(lambda g, value, call: np.copyto(g["b"], value * np.nan)))
+    with model:
+        model.train(*vectors(4))
+        assert "the gradient of 'b' is not finite" in model.last_step.skipped
+        path = mz.dump_bad_step(model, vectors(4), tmp_path)
+        (first, *_) = mz.replay_bad_step(path, model)
+        assert (first.first.what, first.first.name) == ("gradient", "b")
+
+
+def test_what_cannot_be_in_place_is_refused_before_training() -> None:
+    start = {"w": np.ones(3)}
+    for settings, function, told in (
+        ({"in_place": True}, lambda p, b: (1.0, 1.0), r"called as loss_and_grad\(parameters, batch, gradients\)"),
+        ({}, lambda p, b, g: (1.0, 1.0), r"called as loss_and_grad\(parameters, batch\).*in_place=True"),
+        ({"in_place": 1}, lambda p, b, g: (1.0, 1.0), "in_place=1: expected True or False"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            mz.FunctionModel(start, function, **settings)
+
+    def returns(p: Any, b: Any, g: Any) -> Any:
+        return 1.0, {"w": np.ones(3)}, 1.0
+
+    model, _ = sharded("ddp", None, mz.FunctionModel(start, returns, in_place=True))
+    with model, pytest.raises(LayoutError, match=r"works in place, so it must return \(loss_sum, weight\).*returned"):
+        model.train(*vectors(1))
+
+
+class Own:
+    """A model of the user's own class, whose function takes ``run`` and works in place."""
+
+    in_place, dtype, seed = True, np.dtype("float64"), 3
+
+    def __init__(self) -> None:
+        self.parameters = {"w": np.ones(7)}
+
+    def loss_and_grad(self, parameters: Any, batch: Any, gradients: Any, *, run: Any) -> Any:
+        x, _ = batch
+        assert run.training is not None
+        assert run.seed == 3
+        x.sum(axis=0, out=gradients["w"])
+        return float((x @ parameters["w"]).sum()), float(run.count)
+
+
+def test_a_class_of_ones_own_may_work_in_place() -> None:
+    x, y = vectors(5)
+    model, _ = sharded("zero1", None, Own(), mz.SGD(lr=1.0))
+    with model:
+        model.train(x, y)
+        np.testing.assert_allclose(model.get_parameters(), 1 - x.mean(axis=0), rtol=1e-14)
