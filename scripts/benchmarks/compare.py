@@ -38,7 +38,7 @@ from mpizero.measurement import Measurement
 
 with contextlib.suppress(ImportError):  # the interpreter of PyTorch and DeepSpeed need not have mpizero's dependencies
     from mpizero.train.doctor.machine_facts import described
-    from mpizero.train.run.process_memory import proportional
+    from mpizero.train.process_memory import proportional
 
 PEERS = {
     "torch-ddp": "DDP",

@@ -16,10 +16,10 @@ from mpizero.errors import DataError, IntegrityError, NonFiniteError
 from mpizero.parallel import read_bad_step
 from mpizero.parallel.engine import Engine
 from mpizero.train.cli.main import main
+from mpizero.train.cli.train_command import train
 from mpizero.train.config.config_file import config_of
 from mpizero.train.config.sections import Config
 from mpizero.train.run.number_watch import MAX_DUMPS, SPIKE_LEAST, SPIKE_STEPS, LossSpikes
-from mpizero.train.run.trainer import train
 
 
 @pytest.fixture
@@ -249,7 +249,7 @@ def test_damaged_memory_is_never_saved(data, alone, monkeypatch):
 
     def see(self, step, report, batch):
         if step == 4:
-            self.job.model.engine.store.values.view(np.uint8)[5] ^= 8
+            self.setup.model.engine.store.values.view(np.uint8)[5] ^= 8
         return real(self, step, report, batch)
 
     monkeypatch.setattr(number_watch.NumberWatch, "see", see)

@@ -15,10 +15,11 @@ import pytest
 from mpizero.errors import ConfigError
 from mpizero.train.bench.strategy_memory import MemoryRequest, sent_formula, wide_mlp
 from mpizero.train.generate import Sampling, characters
-from mpizero.train.run.metrics import Speed, Validation, perplexity
-from mpizero.train.run.process_memory import peak_growth, peak_resident, proportional, proportional_growth, resident
+from mpizero.train.process_memory import peak_growth, peak_resident, proportional, proportional_growth, resident
+from mpizero.train.run.metrics import Speed, perplexity
 from mpizero.train.run.progress import ByteProgress, Progress
 from mpizero.train.run.run_folder import RunFolder, RunFolderError
+from mpizero.train.run.validation import Validation
 
 
 def test_no_temperature_takes_the_likeliest():
@@ -66,10 +67,10 @@ def test_a_short_run_has_a_speed_too_and_a_run_without_steps_none():
 
 
 def test_validation_figures_fit_the_task():
-    assert set(Validation(2.0, 4.0, None, "language").figures()) == {"validation_loss", "perplexity"}
-    assert Validation(2.0, 4.0, 3.0, "classification").figures() == {"validation_loss": 0.5, "accuracy": 0.75}
-    assert Validation(2.0, 4.0, None, "regression").figures() == {"validation_loss": 0.5}
-    assert json.dumps(Validation(float("nan"), 4.0, None, "language").figures(), allow_nan=False)
+    assert set(Validation(2.0, 4.0, None, 0, "language").figures()) == {"validation_loss", "perplexity"}
+    assert Validation(2.0, 4.0, 3, 4, "classification").figures() == {"validation_loss": 0.5, "accuracy": 0.75}
+    assert Validation(2.0, 4.0, None, 0, "regression").figures() == {"validation_loss": 0.5}
+    assert json.dumps(Validation(float("nan"), 4.0, None, 0, "language").figures(), allow_nan=False)
     assert perplexity(1e4) == float("inf")
 
 

@@ -16,12 +16,13 @@ import pytest
 from mpizero.comm import InMemoryCommunicator
 from mpizero.errors import ExitStatus
 from mpizero.testing import parallel_assert, run_in_threads
+from mpizero.train.cli.train_command import train
 from mpizero.train.config.config_file import ConfigDocument, parse_config
 from mpizero.train.run.preemption import StopDecision, StopRequests
 from mpizero.train.run.run_folder import RunFolder
 from mpizero.train.run.signals import SIGNALS, StopSignals
 from mpizero.train.run.stop_file import StopFile
-from mpizero.train.run.trainer import Preempted, train
+from mpizero.train.run.trainer import Preempted
 from mpizero.train.run.wall_time import Limit, WallTime, slurm_limit
 from tests.train.conftest import TINY, write_inputs
 

@@ -14,7 +14,7 @@ import pytest
 from mpizero import checkpoint
 from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError, ExitStatus
 from mpizero.testing import run_in_threads
-from mpizero.train.run.trainer import train
+from mpizero.train.cli.train_command import train
 from tests.checkpoint.sealed import seal
 from tests.train.conftest import write_inputs
 from tests.train.test_preemption import configured
@@ -355,7 +355,7 @@ def test_a_save_replaces_no_checkpoint_that_came_in_the_meantime(home, beside):
             super().save(*given, **named)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("mpizero.train.run.trainer.Saver", Late)
+        patched.setattr("mpizero.train.run.loop.Saver", Late)
         with pytest.raises(CheckpointError, match="exists already and is never overwritten"):
             run_in_threads(2, settings)
     assert contents(target) == before

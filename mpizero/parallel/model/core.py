@@ -26,7 +26,7 @@ from mpizero.parallel.partition.description import describe_model
 from mpizero.parallel.partition.model_checks import check_model, check_own_modules
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.parallel.placement import Placement, placement
-from mpizero.parallel.skipped_steps import SkippedSteps
+from mpizero.parallel.skipped_steps import BadSteps, SkippedSteps
 from mpizero.parallel.step_report import StepReport
 from mpizero.types import Array
 from mpizero.validation import require, whole
@@ -144,6 +144,10 @@ class ShardedCore(ABC):
             require("reserve: global_batch", global_batch, whole(1, of=" of samples"))
         self._with_room(lambda engine: engine.reserve(global_batch))
 
+    def count_skipped_steps(self, policy: BadSteps) -> None:
+        """From now on treat skipped steps as ``policy`` says, in place of ``config.bad_steps``. Not collective."""
+        self._skipped = SkippedSteps(policy)
+
     def _plans(self) -> dict[str, Any]:
         """Return all values that must be equal on all ranks, by name; subclasses add to them. Not collective."""
         if self._wrapped is None:
@@ -184,6 +188,11 @@ class ShardedCore(ABC):
     def _placement(self) -> Placement:
         """The row of the placement table for this model's strategy: which state is sharded, and in which units."""
         return placement(self.strategy)
+
+    @property
+    def parallel_layout(self) -> ParallelLayout | None:
+        """The way in which the model is split over ranks; None if every rank computes the whole model."""
+        return self._parallel_layout
 
     @property
     def shards_parameters(self) -> bool:

@@ -30,7 +30,7 @@ from mpizero.errors import ConfigError
 from mpizero.layout import Partition, Span
 from mpizero.train.bench.file_speed import drop_cached, read_part, write_part
 from mpizero.train.config.setting_checks import check_option
-from mpizero.train.run.process_memory import peak_growth, proportional_growth, release_free_memory
+from mpizero.train.process_memory import peak_growth, proportional_growth, release_free_memory
 from mpizero.types import Array
 from mpizero.validation import whole
 

@@ -21,7 +21,7 @@ from mpizero.train.bench.activation_meter import watch
 from mpizero.train.bench.strategy_memory import MemoryRequest, idle_size, require_room
 from mpizero.train.config.parallel_section import ParallelSection
 from mpizero.train.config.setting_checks import check_option
-from mpizero.train.run.process_memory import proportional
+from mpizero.train.process_memory import proportional
 from mpizero.types import Array
 from mpizero.validation import whole
 

@@ -19,7 +19,7 @@ from mpizero.parallel import ShardingConfig, distribute
 from mpizero.parallel.placement import placement
 from mpizero.train.config.setting_checks import check_option
 from mpizero.train.doctor.machine_facts import available_memory
-from mpizero.train.run.process_memory import proportional, release_free_memory
+from mpizero.train.process_memory import proportional, release_free_memory
 from mpizero.validation import whole
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")

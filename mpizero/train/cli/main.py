@@ -244,7 +244,8 @@ def _train_until_stopped(options: argparse.Namespace, signals: StopSignals, star
     comm = _world(options)
     document, config = read_together(comm, options.config, options.overrides, {"train.threads": str(_threads())})
 
-    from mpizero.train.run.trainer import Preempted, train
+    from mpizero.train.cli.train_command import train
+    from mpizero.train.run.trainer import Preempted
     from mpizero.train.run.wall_time import JobContext
 
     try:

@@ -16,7 +16,7 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.comm.equality import agree_equal
 from mpizero.errors import DataError
 from mpizero.layout import Grains
-from mpizero.parallel import BadSteps, HybridShardedModel, ShardedModelBase, ShardingConfig, distribute
+from mpizero.parallel import HybridShardedModel, ShardedModelBase, ShardingConfig, distribute
 from mpizero.train.config.parallel_section import ParallelSection
 from mpizero.train.config.sections import Config, DataSection, GptSection, MlpSection, OptimizerSection
 from mpizero.train.config.setting_checks import rejected
@@ -310,7 +310,6 @@ def build_sharding(config: Config, comm: Communicator) -> ShardingConfig:
         ranks_per_node=parallel.ranks_per_node,
         bucket_mb=parallel.bucket_mb,
         check_every=train.check_every,
-        bad_steps=BadSteps(limit=None, warn=False),  # numbers.py keeps the samples first, and says where
         **computing_settings(config),
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from mpizero.checkpoint import ALIGNMENT, ALIGNMENT_LIMIT
 from mpizero.train.config.data_checks import arrays, patterns, table
+from mpizero.train.config.loop_section import LoopSection
 from mpizero.train.config.message_settings import compression
 from mpizero.train.config.parallel_section import ParallelSection
 from mpizero.train.config.setting_checks import (
@@ -131,14 +132,11 @@ class DataSection(ConfigSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainSection(ConfigSection):
+class TrainSection(LoopSection):
     """Hold the settings of batches, computing and the training loop."""
 
-    steps: int = setting(200, whole(1))
-    global_batch: int = setting(64, whole(1))
     micro_batch: int | None = setting(None, optional(whole(1)))
     accumulate: int = setting(1, whole(1))
-    seed: int = setting(0, whole(0, 2**63 - 1))
     clip: float = setting(0.0, number())
     gradient_compression: str | None = setting(None, optional(compression))
     threads: int = setting(1, whole(1, 1024))
@@ -146,18 +144,12 @@ class TrainSection(ConfigSection):
     optimizer_device: str | None = setting(None, optional(choice("cpu", "cuda")))
     direct_messages: bool = setting(True, flag)
     mixed_precision: str | None = setting(None, optional(choice("bfloat16", "float16")))
-    validate_every: int = setting(50, whole(0))
-    validate_samples: int = setting(512, whole(0))
     check_every: int = setting(50, whole(0))
-    time_limit: float | None = setting(None, optional(duration))
-    time_reserve: float | None = setting(None, optional(duration))
     timeout: float = setting(600.0, duration)
 
     def check_combination(self) -> None:
-        """Raise an error for grains larger than the global batch, GPU settings on CPUs, or wrong time limits.
-
-        ``time_reserve`` must be less than ``time_limit``.
-        """
+        """Raise an error for grains larger than the global batch, GPU settings on CPUs, or wrong time limits."""
+        super().check_combination()
         if self.micro_batch is not None and self.micro_batch > self.global_batch:
             raise self.reject(
                 "micro_batch", f"must be at most train.global_batch = {self.global_batch}, of which it is a part"
@@ -169,8 +161,6 @@ class TrainSection(ConfigSection):
         for name in ("optimizer_device", "mixed_precision"):
             if getattr(self, name) not in (None, "cpu") and self.device == "cpu":
                 raise self.reject(name, 'is for GPUs: set train.device = "cuda" with it')
-        if self.time_limit is not None and self.time_reserve is not None and self.time_reserve >= self.time_limit:
-            raise self.reject("time_reserve", f"must be less than train.time_limit = {self.time_limit}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 #: Number of first steps that are left out of the median speed: they compile kernels and touch memory first.
 WARM_UP_STEPS = 3
@@ -56,40 +55,6 @@ class Speed:
         """Return the median speed of the undisturbed steps, or of all steps if there are none; None without steps."""
         rates = self._rates or self._all
         return statistics.median(rates) if rates else None
-
-
-@dataclass(frozen=True)
-class Validation:
-    """Hold sums over the validation samples, and compute mean loss, perplexity and accuracy from them.
-
-    Attributes
-    ----------
-    loss_sum, weight : float
-        Sums over the validation samples of all ranks.
-    correct : float or None
-        Number of right predictions; None if the task has none.
-    task : str
-        "language", "classification" or "regression".
-    """
-
-    loss_sum: float
-    weight: float
-    correct: float | None
-    task: str
-
-    @property
-    def loss(self) -> float:
-        """The mean loss."""
-        return self.loss_sum / self.weight if self.weight else math.nan
-
-    def figures(self) -> dict[str, Any]:
-        """Return the loss and, by task, perplexity or accuracy, with their names in the step's JSON line."""
-        found: dict[str, Any] = {"validation_loss": finite(self.loss)}
-        if self.task == "language":
-            found["perplexity"] = finite(perplexity(self.loss)) if math.isfinite(self.loss) else None
-        if self.task == "classification" and self.correct is not None:
-            found["accuracy"] = self.correct / self.weight if self.weight else None
-        return found
 
 
 def short(value: float | None, digits: int = 4) -> str:

@@ -15,9 +15,9 @@ from mpizero.errors import DataError, RemoteError
 from mpizero.layout import Grains
 from mpizero.parallel import BadSteps, StepReport, dump_bad_step
 from mpizero.parallel.skipped_steps import SkippedSteps
-from mpizero.train.config.builder import TrainingJob, widths_of
 from mpizero.train.run.progress import Progress
 from mpizero.train.run.run_folder import RunFolder
+from mpizero.train.run.setup import RunSetup
 
 #: The most bad steps of a run whose samples are kept.
 MAX_DUMPS = 5
@@ -46,38 +46,45 @@ class LossSpikes:
 class NumberWatch:
     """Check loss and gradients of every step of a run.
 
+    The model's own report of skipped steps is switched off; this object reports them as ``config.bad_steps`` says.
+
     Parameters
     ----------
-    job : TrainingJob
-        The training.
+    setup : RunSetup
+        The run.
     folder : RunFolder
         Folder of the run, in which the samples of bad steps are kept.
     progress : Progress
         Where messages are written.
     """
 
-    def __init__(self, job: TrainingJob, folder: RunFolder, progress: Progress) -> None:
-        self.job, self.folder, self.progress = job, folder, progress
+    def __init__(self, setup: RunSetup, folder: RunFolder, progress: Progress) -> None:
+        self.setup, self.folder, self.progress = setup, folder, progress
         self.spikes = LossSpikes()
-        self._skipped = SkippedSteps(BadSteps())
+        self._policy: BadSteps = setup.model.config.bad_steps
+        self._skipped = SkippedSteps(self._policy)
+        setup.model.count_skipped_steps(BadSteps(limit=None, warn=False))
 
     def see(self, step: int, report: StepReport, batch: tuple[Any, Any]) -> dict[str, Any]:
         """Check a step; return entries for its line of metrics, empty if nothing is unusual.
 
         ``batch`` holds the samples of this rank. If the step was skipped, they are written to the run's folder, and the
-        call is collective over the job's ranks; samples are not kept if only the loss scale was too high.
+        call is collective over the run's ranks; samples are not kept if only the loss scale was too high.
 
         Raises
         ------
         NonFiniteError
-            After five skipped steps in a row, not counting steps after which the loss scale was lowered.
+            After too many skipped steps in a row, not counting steps after which the loss scale was lowered.
         """
         if skipped := self._skipped.told(report):
             kept = "" if report.backing_off else self._keep(step, batch)
-            self.progress.say("; ".join(filter(None, (skipped, kept))))
+            if self._policy.warn:
+                self.progress.say("; ".join(filter(None, (skipped, kept))))
+            if self._policy.callback is not None:
+                self._policy.callback(report)
             self._skipped.enforce(
                 report,
-                "lower optimizer.lr, set train.clip, or look at the data; the checkpoints in "
+                "lower the learning rate, clip gradients, or look at the data; the checkpoints in "
                 f"{self.folder.checkpoints} are from before; {kept}",
             )
             return {"skipped": report.skipped}
@@ -88,43 +95,40 @@ class NumberWatch:
         return {"loss_spike": told}
 
     def before_save(self) -> None:
-        """Check parameters for damaged memory before a save, unless ``train.check_every`` is 0.
+        """Check parameters for damaged memory before a save, unless ``config.check_every`` is 0.
 
-        Collective over the job's ranks.
+        Collective over the run's ranks.
 
         Raises
         ------
         IntegrityError
             If values are damaged. The message names the tensor and the rank.
         """
-        if self.job.config.train.check_every:
-            self.job.model.check_integrity()
+        if self.setup.model.config.check_every:
+            self.setup.model.check_integrity()
 
     def _keep(self, step: int, batch: tuple[Any, Any]) -> str:
         """Write the samples of a skipped step into the run's folder; return a message about it.
 
-        Collective over the job's ranks. If they cannot be written, the message says so, and the run continues.
+        Collective over the run's ranks. If they cannot be written, the message says so, and the run continues.
         """
-        job, home = self.job, self.folder.bad_steps
-        full = len(list(home.glob("step_*"))) >= MAX_DUMPS if job.comm.rank == 0 else False
-        if job.comm.broadcast_object(full, 0, "bad steps"):
+        setup, home = self.setup, self.folder.bad_steps
+        full = len(list(home.glob("step_*"))) >= MAX_DUMPS if setup.comm.rank == 0 else False
+        if setup.comm.broadcast_object(full, 0, "bad steps"):
             return f"{home} holds {MAX_DUMPS} bad steps already: this one is not kept"
-        config = job.config
-        about = {
-            "config": config.to_dict(),
-            "widths": widths_of(job.model.wrapped_model),
-        }
+        about = setup.record.about
         try:
-            path = dump_bad_step(job.model, batch, home, indices=self._indices(step), about=about)
+            path = dump_bad_step(setup.model, batch, home, indices=self._indices(step), about=about)
         except (OSError, DataError, RemoteError) as error:
             return f"its samples cannot be kept: {error}"
-        return f"see: mpizero replay {path}"
+        if "config" in about:
+            return f"see: mpizero replay {path}"
+        return f"see: mpizero.replay_bad_step({str(path)!r}, model)"
 
     def _indices(self, step: int) -> Any:
         """Return the positions in the training data of the samples that this rank was given in a step."""
-        job, train = self.job, self.job.config.train
-        group = job.model.batch_group
-        own = Grains(train.global_batch, job.model.grain_size(train.global_batch)).samples_of(group.rank, group.size)
-        start = (step - 1) * train.global_batch
-        order = sample_order(start + own.start, start + own.stop, len(job.source), train.seed)
-        return job.source.origin(order)
+        model, loop, source = self.setup.model, self.setup.loop, self.setup.source
+        group = model.batch_group
+        own = Grains(loop.global_batch, model.grain_size(loop.global_batch)).samples_of(group.rank, group.size)
+        start = (step - 1) * loop.global_batch
+        return source.origin(sample_order(start + own.start, start + own.stop, len(source), loop.seed))

@@ -13,11 +13,11 @@ from mpizero.checkpoint import StepFolder
 from mpizero.comm import Communicator
 from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError
 from mpizero.parallel.checkpointing import model_state
-from mpizero.train.config.builder import TrainingJob
 from mpizero.train.config.sections import difference
 from mpizero.train.run.metrics import finite
 from mpizero.train.run.progress import Progress
 from mpizero.train.run.run_folder import RunFolder
+from mpizero.train.run.setup import RunSetup
 
 #: Name of the checkpoint attribute with the state of a training run.
 ATTRIBUTE = "training"
@@ -71,19 +71,19 @@ def _whole(value: object) -> int:
     return value
 
 
-def saved_attributes(job: TrainingJob, step: int, loss: float | None, versions: Mapping[str, str]) -> dict[str, Any]:
+def saved_attributes(setup: RunSetup, step: int, loss: float | None, versions: Mapping[str, str]) -> dict[str, Any]:
     """Return the checkpoint attributes with the state of the run after ``step`` steps.
 
     Not collective. ``versions`` are those of Python and the libraries, by name.
     """
-    train = job.config.train
+    loop, record = setup.loop, setup.record
     own = {
         "step": step,
-        "samples": step * train.global_batch,
-        "seed": train.seed,
+        "samples": step * loop.global_batch,
+        "seed": loop.seed,
         "loss": finite(loss),
-        "config": job.config.to_dict(),
-        "data": job.fingerprint,
+        "config": record.settings,
+        "data": record.fingerprint,
         "versions": dict(versions),
     }
     return {ATTRIBUTE: own}
@@ -106,7 +106,7 @@ class ResumePoint:
 
 
 def restore(
-    job: TrainingJob, folder: RunFolder, comm: Communicator, progress: Progress, step: int | None = None
+    setup: RunSetup, folder: RunFolder, comm: Communicator, progress: Progress, step: int | None = None
 ) -> ResumePoint | None:
     """Restore the newest undamaged checkpoint of a run, or the checkpoint of ``step``.
 
@@ -125,25 +125,25 @@ def restore(
     """
     found = checkpoint.survey(folder.checkpoints, comm)
     if step is not None:
-        start = _restore_step(job, folder, comm, found, step)
+        start = _restore_step(setup, folder, comm, found, step)
         progress.say(f"resuming from step {step}, as asked for")
         return start
     passed: list[StepFolder] = []
     for one in found:
         if one.sound and any(newer.unreadable for newer in passed):
-            raise _refusal(folder, passed, one)
-        looked, saved = _try(job, one, comm)
+            raise _refusal(setup, folder, passed, one)
+        looked, saved = _try(setup, one, comm)
         if saved is not None:
             progress.say(f"resuming from {one.path}")
             return ResumePoint(saved, passed)
         passed.append(looked)
     if passed:
-        raise _refusal(folder, passed, None)
+        raise _refusal(setup, folder, passed, None)
     progress.say(f"no checkpoint in {folder.checkpoints}: starting from the beginning")
     return None
 
 
-def _try(job: TrainingJob, found: StepFolder, comm: Communicator) -> tuple[StepFolder, SavedRun | None]:
+def _try(setup: RunSetup, found: StepFolder, comm: Communicator) -> tuple[StepFolder, SavedRun | None]:
     """Try to load a checkpoint; return its description and the run's state in it.
 
     If loading fails, the description has the problem, and the state is None.
@@ -151,28 +151,31 @@ def _try(job: TrainingJob, found: StepFolder, comm: Communicator) -> tuple[StepF
     if not found.sound:
         return found, None
     try:
-        return found, _load(job, found.path, comm)
+        return found, _load(setup, found.path, comm)
     except CheckpointError as error:
         return replace(found, problem=str(error), damaged=isinstance(error, CheckpointDamagedError)), None
 
 
 def _restore_step(
-    job: TrainingJob, folder: RunFolder, comm: Communicator, found: Sequence[StepFolder], step: int
+    setup: RunSetup, folder: RunFolder, comm: Communicator, found: Sequence[StepFolder], step: int
 ) -> ResumePoint:
+    asked = setup.record.wording.resume_from.format(step)
     chosen = next((one for one in found if one.step == step), None)
     if chosen is None:
         there = ", ".join(str(one.step) for one in reversed(found))
         raise CheckpointError(
-            f"--resume-from {step}: no checkpoint of step {step} in {folder.checkpoints}: "
+            f"{asked}: no checkpoint of step {step} in {folder.checkpoints}: "
             + (f"there are those of the steps {there}" if there else "it holds none")
         )
-    looked, saved = _try(job, chosen, comm)
+    looked, saved = _try(setup, chosen, comm)
     if saved is None:
-        raise CheckpointError(f"--resume-from {step}: {looked.problem}")
+        raise CheckpointError(f"{asked}: {looked.problem}")
     return ResumePoint(saved, [one for one in found if one.step > step])
 
 
-def _refusal(folder: RunFolder, passed: Sequence[StepFolder], good: StepFolder | None) -> CheckpointError:
+def _refusal(
+    setup: RunSetup, folder: RunFolder, passed: Sequence[StepFolder], good: StepFolder | None
+) -> CheckpointError:
     """Return the error that names the checkpoints ``passed``, which cannot be loaded, and says what the user can do.
 
     ``good`` is an older checkpoint that can be loaded, or None.
@@ -181,27 +184,27 @@ def _refusal(folder: RunFolder, passed: Sequence[StepFolder], good: StepFolder |
         f"{os.path.basename(one.path)} {'is damaged' if one.damaged else 'cannot be used'}: {one.problem}"
         for one in passed
     )
-    older = "" if good is None else f"go on from an older one with --resume-from {good.step}, or "
+    wording = setup.record.wording
+    older = "" if good is None else f"go on from an older one with {wording.resume_from.format(good.step)}, or "
     return CheckpointError(
         f"cannot resume in {folder.checkpoints}, where nothing was changed: {told}. Mend that, or {older}start over "
-        "without --resume: what is left behind then moves to earlier/ in the run's folder"
+        f"{wording.afresh}: what is left behind then moves to earlier/ in the run's folder"
     )
 
 
-def _load(job: TrainingJob, path: str, comm: Communicator) -> SavedRun:
+def _load(setup: RunSetup, path: str, comm: Communicator) -> SavedRun:
+    elsewhere = f"or start in another {setup.record.wording.folder}"
     with checkpoint.open_checkpoint(path, comm) as reader:
         saved = SavedRun.of(reader.attributes, path)
         if checkpoint.step_of(path) != saved.step:
             raise CheckpointError(f"{path}: holds step {saved.step}: give it back the name of its own step")
-        if changed := difference(saved.config, job.config.to_dict()):
-            raise ConfigError(
-                f"cannot resume from {path}: {changed}; give the saved value, or start in another checkpoint.folder"
-            )
-        if saved.data != job.fingerprint:
+        if changed := difference(saved.config, setup.record.settings):
+            raise ConfigError(f"cannot resume from {path}: {changed}; give the saved value, {elsewhere}")
+        if saved.data != setup.record.fingerprint:
             raise ConfigError(
                 f"cannot resume from {path}: data: the training samples are not those of the saved run; "
-                "give the same data, or start in another checkpoint.folder"
+                f"give the same data, {elsewhere}"
             )
-        model_state.restore(job.model.loadable_engine, reader)
-    job.model.invalidate_cache()
+        model_state.restore(setup.model.loadable_engine, reader)
+    setup.model.invalidate_cache()
     return saved

@@ -33,7 +33,7 @@ class RunFolder:
     Parameters
     ----------
     checkpoints : path
-        The setting ``checkpoint.folder``.
+        The folder of checkpoints.
     """
 
     def __init__(self, checkpoints: str | Path) -> None:
@@ -223,9 +223,7 @@ class RunFolder:
             file.seek(0)
             owner = file.read(200).strip() or "another process"
             self.close()
-            raise RunFolderError(
-                f"run folder {self.root}: in use by {owner}; choose another checkpoint.folder"
-            ) from None
+            raise RunFolderError(f"run folder {self.root}: in use by {owner}; choose another folder") from None
         except OSError:
             return  # a file system without locks: go on unprotected, as everywhere else on it
         file.seek(0)

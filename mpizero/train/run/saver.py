@@ -11,9 +11,9 @@ from mpizero.checkpoint import PendingSave, RemovalFailure
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.startup.same_software import versions
-from mpizero.train.config.builder import TrainingJob
 from mpizero.train.run.resume import saved_attributes
 from mpizero.train.run.run_folder import RunFolder
+from mpizero.train.run.setup import RunSetup
 from mpizero.train.run.wall_time import WallTime
 
 
@@ -24,8 +24,8 @@ class Saver:
 
     Parameters
     ----------
-    job : TrainingJob
-        The training to save.
+    setup : RunSetup
+        The run to save.
     folder : RunFolder
         Folder of the run.
     comm : Communicator
@@ -42,19 +42,19 @@ class Saver:
     """
 
     def __init__(
-        self, job: TrainingJob, folder: RunFolder, comm: Communicator, clock: WallTime, report: Callable[[str], object]
+        self, setup: RunSetup, folder: RunFolder, comm: Communicator, clock: WallTime, report: Callable[[str], object]
     ) -> None:
-        self._job, self._folder, self._comm, self._clock, self._report = job, folder, comm, clock, report
+        self._setup, self._folder, self._comm, self._clock, self._report = setup, folder, comm, clock, report
         self._told: set[str] = set()
-        self._section = job.config.checkpoint
+        self._section = setup.checkpoints
         self._pending: PendingSave | None = None
         self._begun = 0.0
         #: The step of the newest save, begun or done.
         self.step = -1
         with all_ranks(comm):
-            checkpoint.check_backend(job.comm, self._section.backend)
+            checkpoint.check_backend(setup.comm, self._section.backend)
             if self._section.asynchronous:
-                job.model.reserve_snapshot()
+                setup.model.reserve_snapshot()
             if comm.rank == 0:  # a run that was killed after its last save, and is complete, saves no more
                 checkpoint.remove_leftovers(folder.checkpoints)
         # Those of rank 0: what a checkpoint holds is the same on all ranks.
@@ -75,16 +75,16 @@ class Saver:
         with all_ranks(self._comm):
             if self._comm.rank == 0:
                 self._folder.check()
-        job, section = self._job, self._section
-        attributes = saved_attributes(job, step, loss, self._versions)
+        model, section = self._setup.model, self._section
+        attributes = saved_attributes(self._setup, step, loss, self._versions)
         path = checkpoint.step_folder(self._folder.checkpoints, step)
         self._begun = time.perf_counter()
         # Whatever stands there has come since the run began: its own of later steps were moved aside.
         how: dict[str, Any] = {"attributes": attributes, "alignment": section.alignment, "replace": False}
         if section.asynchronous and not wait:
-            self._pending = job.model.begin_save(path, **how)
+            self._pending = model.begin_save(path, **how)
         else:
-            job.model.save_model(path, backend=section.backend, **how)
+            model.save_model(path, backend=section.backend, **how)
             self._written()
         self.step = step
 
@@ -104,7 +104,7 @@ class Saver:
         checkpoint.prune(
             self._folder.checkpoints,
             section.keep,
-            self._job.comm,
+            self._setup.comm,
             keep_every=section.keep_every,
             report=self._not_removed,
         )

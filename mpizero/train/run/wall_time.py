@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mpizero.train.config.sections import TrainSection
+from mpizero.train.config.loop_section import LoopSection
 from mpizero.train.config.setting_checks import clock_seconds
 from mpizero.train.run.signals import StopSignals
 
@@ -107,15 +107,15 @@ class WallTime:
         self._step = self._save = 0.0
 
     @classmethod
-    def of(cls, train: TrainSection, context: JobContext) -> WallTime:
+    def of(cls, loop: LoopSection, context: JobContext) -> WallTime:
         """Make the tracker from ``train.time_limit`` and Slurm's limit.
 
         Not collective: called on one rank.
         """
         limits = [slurm_limit(context.environment)]
-        if train.time_limit is not None:
-            limits.append(Limit("train.time_limit", context.started + train.time_limit - time.monotonic()))
-        return cls([limit for limit in limits if limit is not None], train.time_reserve)
+        if loop.time_limit is not None:
+            limits.append(Limit("train.time_limit", context.started + loop.time_limit - time.monotonic()))
+        return cls([limit for limit in limits if limit is not None], loop.time_reserve)
 
     @property
     def reserve(self) -> float:

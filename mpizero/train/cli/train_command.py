@@ -1,0 +1,85 @@
+"""Run ``mpizero train``: build what a configuration describes, and train it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpizero.comm import Communicator
+from mpizero.comm.startup.same_software import agree_to_start
+from mpizero.train.config.builder import TrainingJob, build, widths_of
+from mpizero.train.config.sections import Config
+from mpizero.train.run.setup import COMMAND, RunRecord, RunSetup
+from mpizero.train.run.signals import StopSignals
+from mpizero.train.run.trainer import Preempted, run_training
+from mpizero.train.run.wall_time import JobContext
+
+
+def train(
+    config: Config,
+    comm: Communicator,
+    *,
+    resume: bool = False,
+    resume_from: int | None = None,
+    context: JobContext | None = None,
+) -> dict[str, Any]:
+    """Run the training that a configuration describes, and return its result.
+
+    Collective over ``comm``.
+
+    Parameters
+    ----------
+    config : Config
+        The configuration, the same on every rank.
+    comm : Communicator
+        The ranks that train; the communicator is not closed.
+    resume : bool
+        Whether to continue from the newest undamaged checkpoint of the run, if there is one; see :func:`restore`.
+    resume_from : int, optional
+        Continue from the checkpoint of this step; checkpoints of later steps are moved to another folder.
+    context : JobContext, optional
+        Signals that the caller catches already, and its start time. Without it, this function catches signals itself.
+
+    Returns
+    -------
+    dict
+        ``steps``, ``loss`` (of the last step), ``parameters_sha256``, ``ranks``, ``strategy``, ``tokens_per_second``
+        (None if samples have no tokens; ``samples_per_second`` is then there too), ``parameter_count`` and ``layout``.
+
+    Raises
+    ------
+    Preempted
+        After SIGUSR1 or SIGTERM on any rank, if a file ``STOP`` exists in the run's folder, or shortly before the job's
+        time limit. The state is saved, and the message names the reason.
+    NonFiniteError
+        After five skipped steps in a row, whose loss or gradient was not finite.
+    """
+    config.parallel.check_ranks(comm.size)
+    agree_to_start(comm, lambda: {"the configuration": config.to_dict()})
+    context = context or JobContext(StopSignals())
+    with context.signals, build(config, comm) as job:
+        outcome = run_training(setup_of(job), context, resume=resume, resume_from=resume_from)
+    if isinstance(outcome, Preempted):  # raised when the model is closed
+        raise outcome
+    return outcome.to_dict()
+
+
+def setup_of(job: TrainingJob) -> RunSetup:
+    """Return what a configured run is made of. Not collective."""
+    config = job.config.to_dict()
+    record = RunRecord(
+        settings=config,
+        about={"config": config, "widths": widths_of(job.model.wrapped_model)},
+        fingerprint=job.fingerprint,
+        task=job.task,
+        units_per_sample=job.units_per_sample,
+        description=job.describe(),
+        wording=COMMAND,
+    )
+    return RunSetup(
+        model=job.model,
+        source=job.source,
+        validation=job.validation,
+        loop=job.config.train,
+        checkpoints=job.config.checkpoint,
+        record=record,
+    )

@@ -1,0 +1,26 @@
+"""Define the settings of the training loop, which ``[train]`` and :class:`mpizero.Trainer` share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpizero.train.config.setting_checks import ConfigSection, duration, optional, setting
+from mpizero.validation import whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopSection(ConfigSection):
+    """Hold the settings of the training loop: its steps, its samples, when it validates and when it ends."""
+
+    steps: int = setting(200, whole(1))
+    global_batch: int = setting(64, whole(1))
+    seed: int = setting(0, whole(0, 2**63 - 1))
+    validate_every: int = setting(50, whole(0))
+    validate_samples: int = setting(512, whole(0))
+    time_limit: float | None = setting(None, optional(duration))
+    time_reserve: float | None = setting(None, optional(duration))
+
+    def check_combination(self) -> None:
+        """Raise an error if ``time_reserve``, the time kept for saving, is not less than ``time_limit``."""
+        if self.time_limit is not None and self.time_reserve is not None and self.time_reserve >= self.time_limit:
+            raise self.reject("time_reserve", f"must be less than train.time_limit = {self.time_limit}")

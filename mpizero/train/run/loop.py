@@ -1,0 +1,217 @@
+"""Run the training loop: batches, steps, metrics, validation, checkpoints, and early stops that lose no step."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mpizero.checkpoint import StepFolder
+from mpizero.comm.agreement import all_ranks
+from mpizero.data import batches
+from mpizero.errors import MpizeroError
+from mpizero.faults import inject
+from mpizero.parallel import StepReport
+from mpizero.parallel.config import AUTO
+from mpizero.train.config.setting_checks import rejected
+from mpizero.train.process_memory import peak_resident
+from mpizero.train.run.metrics import Speed, finite, shortened
+from mpizero.train.run.number_watch import NumberWatch
+from mpizero.train.run.preemption import StopDecision, StopRequests
+from mpizero.train.run.progress import Progress
+from mpizero.train.run.result import TrainingResult
+from mpizero.train.run.resume import restore
+from mpizero.train.run.run_folder import RunFolder
+from mpizero.train.run.saver import Saver
+from mpizero.train.run.setup import RunSetup
+from mpizero.train.run.validation import validate
+from mpizero.train.run.wall_time import WallTime
+
+
+class TrainingLoop:
+    """Train one run from its first or resumed step to its last, or until it is asked to stop.
+
+    Construction is collective over the run's ranks.
+
+    Parameters
+    ----------
+    setup : RunSetup
+        The run.
+    folder : RunFolder
+        Folder of the run, open on rank 0.
+    stop : StopRequests
+        Requests to stop. Its communicator is used for the messages of this loop, too.
+    clock : WallTime
+        Records how long steps and saves take.
+    progress : Progress
+        Where progress and messages are shown.
+    """
+
+    def __init__(
+        self, setup: RunSetup, folder: RunFolder, stop: StopRequests, clock: WallTime, progress: Progress
+    ) -> None:
+        self.setup, self.folder, self.stop, self.clock, self.progress = setup, folder, stop, clock, progress
+        self.control = stop.comm
+        self.speed = Speed("tokens" if setup.record.task == "language" else "samples")
+        self.step = 0
+        self.loss: float | None = None
+        self.losses = array("d")
+        self.validations: list[dict[str, Any]] = []
+        self.saver = Saver(setup, folder, self.control, clock, progress.say)
+        self.numbers = NumberWatch(setup, folder, progress)
+        self._failure: MpizeroError | None = None
+
+    def run(self, *, resume: bool, resume_from: int | None = None) -> TrainingResult | None:
+        """Train to the last step, and return the result; None if the run was asked to stop before.
+
+        Collective over the run's ranks.
+        """
+        self._start(resume or resume_from is not None, resume_from)
+        model, steps = self.setup.model, self.setup.loop.steps
+        stream = self._batches()
+        decision = StopDecision.GO_ON
+        while self.step < steps and decision is StopDecision.GO_ON:
+            inject("train.step")
+            started = time.perf_counter()
+            x, y = next(stream)
+            self.stop.ask(self.saver.busy)
+            model.train(x, y, epoch=stream.epoch)
+            decision = self.stop.answer()
+            self.step += 1
+            seconds = time.perf_counter() - started
+            more = self.numbers.see(self.step, model.last_step, (x, y))
+            self._finish_step(model.last_step, seconds, more)
+            self.clock.worked(time.perf_counter() - started)
+            if self.stop.all_finished:
+                self.saver.finish()
+            if self._checkpoint_due(decision):
+                self._save(wait=decision is StopDecision.STOP or self.step == steps)
+        with all_ranks(self.control):
+            if self._failure is not None:
+                raise self._failure
+            if decision is StopDecision.STOP and self.control.rank == 0:
+                self.folder.obey_stop()
+        if self.step < steps:
+            return None
+        return self._result()
+
+    def _start(self, resume: bool, step: int | None) -> None:
+        setup = self.setup
+        start = restore(setup, self.folder, self.control, self.progress, step) if resume else None
+        if start is not None:
+            saved = start.saved
+            self.step, self.loss, self.saver.step = saved.step, saved.loss, saved.step
+            if self.step > setup.loop.steps:
+                raise rejected(
+                    "train.steps",
+                    setup.loop.steps,
+                    f"the run in {self.folder.root} has done {self.step} steps already; give more steps, or start in "
+                    f"another {setup.record.wording.folder}",
+                )
+        with all_ranks(self.control):
+            if self.control.rank == 0:
+                self._move_aside([] if start is None else start.newer)
+                self.folder.continue_metrics(self.step)
+        self.progress.begin(self.step)
+        self.progress.say(setup.described())
+
+    def _move_aside(self, newer: Sequence[StepFolder]) -> None:
+        """Move the checkpoints of later steps to another folder, and print a message about each."""
+        place = self.folder.set_steps_aside(one.path for one in newer)
+        for one in newer:
+            why = "of a later step" if one.sound else f"{'damaged' if one.damaged else 'not readable'}: {one.problem}"
+            self.progress.say(f"{one.path} moved to {place}; it is {why}")
+
+    def _batches(self) -> Any:
+        setup, loop = self.setup, self.setup.loop
+        return batches(
+            setup.source,
+            setup.model,
+            loop.global_batch,
+            seed=loop.seed,
+            steps=loop.steps - self.step,
+            consumed=self.step * loop.global_batch,
+        )
+
+    def _finish_step(self, report: StepReport, seconds: float, more: Mapping[str, Any]) -> None:
+        self.loss = report.loss
+        self.losses.append(report.loss)
+        rate = self.speed.step(self.setup.loop.global_batch * self.setup.record.units_per_sample, seconds)
+        line: dict[str, Any] = {
+            "step": self.step,
+            "loss": finite(report.loss),
+            "learning_rate": report.learning_rate,
+            "gradient_norm": finite(report.gradient_norm),
+            f"{self.speed.unit}_per_second": rate,
+            "bytes_sent": report.bytes_sent,
+            "memory": peak_resident(),
+            **more,
+        }
+        if self.setup.model.config.bucket_mb == AUTO and report.bucket_mb:
+            line["bucket_mb"] = report.bucket_mb
+        if report.buckets_tried:
+            tried = ", ".join(f"{size:g}" for size in report.buckets_tried)
+            self.progress.say(f"bucket_mb = {report.bucket_mb:g} from now on (tried {tried})")
+        shown = [key for key in ("loss", f"{self.speed.unit}_per_second")]
+        if self._validation_due():
+            figures = validate(self.setup).figures()
+            self.validations.append({"step": self.step, **figures})
+            line |= figures
+            shown += figures
+            self.speed.disturb()
+        if self.control.rank == 0:
+            self._write(line, shown)
+
+    def _write(self, line: Mapping[str, Any], shown: Sequence[str]) -> None:
+        try:
+            self.folder.write_metrics(line)
+        except MpizeroError as error:
+            # The other ranks are in the next step already: they learn of it when that one is done.
+            self._failure = error
+            self.stop.fail()
+        self.progress.step(self.step, shortened([(name.replace("_per_second", "/s"), line[name]) for name in shown]))
+
+    def _validation_due(self) -> bool:
+        loop, source = self.setup.loop, self.setup.validation
+        if not loop.validate_every or source is None or not len(source):
+            return False
+        return self.step % loop.validate_every == 0 or self.step == loop.steps
+
+    def _checkpoint_due(self, decision: StopDecision) -> bool:
+        every = self.setup.checkpoints.every
+        last = self.step == self.setup.loop.steps
+        return last or decision is StopDecision.STOP or bool(every and self.step % every == 0)
+
+    def _save(self, *, wait: bool) -> None:
+        self.numbers.before_save()
+        self.saver.save(self.step, self.loss, wait=wait)
+        self.speed.disturb()
+
+    @property
+    def farewell(self) -> str:
+        """The last message of a run that was stopped: the reason, the step, and where its state is saved."""
+        where, way_on = self.folder.checkpoints, self.setup.record.wording.resume
+        return f"stopped by {self.stop.reason} after step {self.step}: saved in {where}; go on with {way_on}"
+
+    def _result(self) -> TrainingResult:
+        if self.saver.step != self.step:
+            self._save(wait=True)
+        setup = self.setup
+        result = TrainingResult(
+            steps=self.step,
+            loss=finite(self.loss),
+            parameters_sha256=setup.model.parameters_sha256(),
+            ranks=setup.comm.size,
+            strategy=setup.strategy,
+            unit=self.speed.unit,
+            speed=self.speed.median(),
+            parameter_count=setup.model.parameter_count,
+            layout=setup.layout(),
+            losses=self.losses,
+            validations=tuple(self.validations),
+        )
+        with all_ranks(self.control):
+            if self.control.rank == 0:
+                self.folder.complete(result.to_dict())
+        return result

@@ -1,0 +1,78 @@
+"""Define the result of a training run."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpizero.train.run.metrics import finite
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingResult:
+    """Hold the result of a run that has ended; the same on every rank.
+
+    Attributes
+    ----------
+    steps : int
+        Number of steps that the run has done, those before a resume included.
+    loss : float or None
+        Loss of the last step; None if it was not finite.
+    parameters_sha256 : str
+        SHA-256 of the bytes of all parameters, in declared order.
+    ranks : int
+        Number of ranks.
+    strategy : str
+        Name of the ZeRO strategy, such as "zero2".
+    layout : dict
+        Sizes of the axes "pipeline", "tensor", "data" and "context", and the "schedule" (None without a pipeline).
+    unit : str
+        "tokens" or "samples".
+    speed : float or None
+        Median of these units per second over undisturbed steps; None if there was no step.
+    parameter_count : int
+        Number of parameter elements of the whole model.
+    losses : array of float
+        Losses of the steps of this call, the last one of which is ``steps``.
+    validations : tuple of dict
+        Figures of each validation of this call: "step", "validation_loss", and "perplexity" or "accuracy".
+    """
+
+    steps: int
+    loss: float | None
+    parameters_sha256: str
+    ranks: int
+    strategy: str
+    layout: dict[str, Any]
+    unit: str
+    speed: float | None
+    parameter_count: int
+    losses: array[float] = field(default_factory=lambda: array("d"), repr=False)
+    validations: Sequence[dict[str, Any]] = ()
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """One dictionary for each step of this call: "step", "loss", and the figures of a validation after it."""
+        found = {one["step"]: one for one in self.validations}
+        first = self.steps - len(self.losses) + 1
+        return [
+            {"step": step, "loss": finite(loss), **found.get(step, {})} for step, loss in enumerate(self.losses, first)
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the values that ``mpizero train`` prints and the file ``run_complete`` holds."""
+        found: dict[str, Any] = {
+            "steps": self.steps,
+            "loss": self.loss,
+            "parameters_sha256": self.parameters_sha256,
+            "ranks": self.ranks,
+            "strategy": self.strategy,
+            "tokens_per_second": self.speed if self.unit == "tokens" else None,
+            "parameter_count": self.parameter_count,
+            "layout": self.layout,
+        }
+        if self.unit == "samples":
+            found["samples_per_second"] = self.speed
+        return found

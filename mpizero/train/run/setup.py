@@ -1,0 +1,122 @@
+"""Hold what one training run is made of: model, data, settings, and what the run records about itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpizero.layout import AXES, Grains
+from mpizero.parallel.placement import PLACEMENTS
+from mpizero.train.config.loop_section import LoopSection
+from mpizero.train.config.sections import CheckpointSection
+
+
+@dataclass(frozen=True)
+class Wording:
+    """Hold the words by which error messages name what a user can do: those of the command line, or of Python.
+
+    Attributes
+    ----------
+    resume, resume_from, afresh : str
+        How to resume, to resume from a step (with "{}" for the step), and to start at the beginning.
+    folder : str
+        Name of the setting with the run's folder.
+    """
+
+    resume: str
+    resume_from: str
+    afresh: str
+    folder: str
+
+
+COMMAND = Wording("--resume", "--resume-from {}", "without --resume", "checkpoint.folder")
+LIBRARY = Wording("trainer.resume()", "trainer.resume({})", "with trainer.fit()", "run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """Hold what a run records about itself in its files.
+
+    Attributes
+    ----------
+    settings : dict of dict
+        JSON values by section and name, saved in every checkpoint. A run resumes only with equal settings, except for
+        those that do not change the result (:func:`mpizero.train.config.sections.difference`).
+    about : dict
+        JSON values that are saved beside the samples of skipped steps.
+    fingerprint : str
+        Hash of the training data, by which a resumed run checks that it has the same data.
+    task : str
+        "language", "classification", "regression", or "" if it is unknown.
+    units_per_sample : int
+        Number of tokens in a sample for a language model, else 1.
+    description : str
+        One line about model, layout and data; "" makes one.
+    wording : Wording
+        How messages name what the user can do.
+    """
+
+    settings: dict[str, dict[str, Any]]
+    about: dict[str, Any] = field(default_factory=dict)
+    fingerprint: str
+    task: str = ""
+    units_per_sample: int = 1
+    description: str = ""
+    wording: Wording = LIBRARY
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSetup:
+    """Hold what a run trains, and how.
+
+    Attributes
+    ----------
+    model : ShardedModelBase
+        The sharded model with its optimizer.
+    source, validation : Source
+        The samples for training, and the samples for validation (None if there are none).
+    loop : LoopSection
+        Steps, samples of a step, validation, time limits.
+    checkpoints : CheckpointSection
+        Where and how often checkpoints are saved, and which are kept.
+    record : RunRecord
+        What the run records about itself.
+    """
+
+    model: Any
+    source: Any
+    validation: Any
+    loop: LoopSection
+    checkpoints: CheckpointSection
+    record: RunRecord
+
+    @property
+    def comm(self) -> Any:
+        """The ranks that train."""
+        return self.model.config.communicator
+
+    @property
+    def strategy(self) -> str:
+        """The name of the model's ZeRO strategy, such as "zero2"."""
+        saved_as = self.model.engine.placement.saved_as
+        return next(name for name, row in PLACEMENTS.items() if row.saved_as == saved_as)
+
+    def layout(self) -> dict[str, Any]:
+        """Return the sizes of the axes of parallelism by name, and the name of the schedule. Not collective."""
+        axes, parallel_layout = self.model.engine.grid.axes, self.model.parallel_layout
+        schedule = parallel_layout.schedule if parallel_layout is not None and axes.pipeline > 1 else None
+        return {**{axis: getattr(axes, axis) for axis in AXES}, "schedule": schedule}
+
+    def described(self) -> str:
+        """Return one line about the run: model, layout, numbers of samples, grains. Not collective."""
+        if self.record.description:
+            return self.record.description
+        model, batch, ranks = self.model, self.loop.global_batch, self.comm.size
+        split = [f"{axis} {size}" for axis, size in self.layout().items() if axis in AXES and size > 1]
+        where = " x ".join(split) if len(split) > 1 else f"{ranks} rank{'s' if ranks > 1 else ''}"
+        held_back = f" and {len(self.validation):,} validation" if self.validation is not None else ""
+        grains = Grains(batch, model.grain_size(batch)).described(model.config.accumulate)
+        return (
+            f"{type(model.wrapped_model).__name__} with {model.parameter_count:,} parameters, {self.strategy} on "
+            f"{where}; {len(self.source):,} training{held_back} samples; {batch} a step in {grains}"
+        )
