@@ -67,7 +67,7 @@ class ParameterSpec:
     decay : bool
         Whether weight decay applies. Layers set it to False for biases, norms and embeddings.
     trainable : bool
-        False for a frozen parameter, which has no gradient and no optimizer state.
+        False for a frozen parameter, which has no gradient and no optimizer state, and which no step changes.
     tied : str or None
         Global name of the earlier parameter whose storage this one shares. Each use has its own gradient.
     part : Part or None
@@ -76,6 +76,15 @@ class ParameterSpec:
         Global name of the parameter of another pipeline stage to which this one is tied; None for all other parameters.
         The array is then a copy of that parameter. It has the same values at every step, and it is neither saved nor
         counted.
+    averaged : bool
+        True for a statistic of the samples, such as the running mean of a batch normalization: a parameter that no
+        optimizer trains, and that every step replaces by an average. In the backward pass the layer overwrites
+        ``grads[name]`` with the parameter's new value after these samples, computed from the value that the pass was
+        given. At the end of the step the parameter becomes the mean of the new values of all micro-batches, weighted
+        by their numbers of samples and added in the order of the tree over grains. Weight of the loss, loss scale,
+        learning rate, clipping, weight decay and norms have no effect on it, and it has no optimizer state. A step that
+        is skipped leaves it unchanged. Cannot be combined with tied uses, context parallelism and compression of
+        gradients. If ``trainable`` is False, it is an ordinary frozen parameter.
     """
 
     name: str
@@ -86,11 +95,17 @@ class ParameterSpec:
     tied: str | None = None
     part: Part | None = None
     guest: str | None = None
+    averaged: bool = False
 
     @property
     def size(self) -> int:
         """Number of elements."""
         return int(prod(self.shape))
+
+    @property
+    def optimized(self) -> bool:
+        """True if an optimizer trains the parameter: it is neither frozen nor an averaged statistic."""
+        return self.trainable and not self.averaged
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,11 @@ class FunctionModel:
         ``predict(parameters, x)`` returns predictions. Its arguments are read-only, too.
     frozen : collection of str
         Names of the parameters that are not trained.
+    averaged : collection of str
+        Names of statistics of the samples, such as running means, that no optimizer trains. In place of a gradient,
+        ``loss_and_grad`` returns the new value, computed from the one it was given. The step takes the mean of the new
+        values of all micro-batches, weighted by their numbers of samples
+        (:attr:`ParameterSpec.averaged <mpizero.types.ParameterSpec>`).
     seed : int
         The value of ``run.seed``.
     in_place : bool
@@ -67,8 +72,8 @@ class FunctionModel:
     Raises
     ------
     ConfigError
-        If there is no parameter, the parameters are neither all float32 nor all float64, ``frozen`` names an unknown
-        parameter, or a function cannot be called with the arguments above.
+        If there is no parameter, the parameters are neither all float32 nor all float64, ``frozen`` or ``averaged``
+        names an unknown parameter, both name the same one, or a function cannot be called with the arguments above.
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class FunctionModel:
         loss: Callable[..., tuple[float, float]] | None = None,
         predict: Callable[[Mapping[str, Array], Any], Any] | None = None,
         frozen: Collection[str] = (),
+        averaged: Collection[str] = (),
         seed: int = 0,
         in_place: bool = False,
     ) -> None:
@@ -100,18 +106,17 @@ class FunctionModel:
             first = {kind: name for name, kind in reversed(dtypes.items())}
             told = ", ".join(f"{name!r} is {kind}" for kind, name in first.items())
             raise ConfigError(f"all parameters must be float32, or all float64; {told}")
-        if isinstance(frozen, str):
-            raise ConfigError(f"FunctionModel: frozen is a collection of names, got one string: give [{frozen!r}]")
-        if unknown := sorted(set(frozen) - set(parameters)):
-            hint = nearest(unknown[0], map(str, parameters))
-            raise ConfigError(f"frozen names {unknown}, but the parameters are {sorted(parameters)}{hint}")
+        for what, names in (("frozen", frozen), ("averaged", averaged)):
+            _check_names(what, names, parameters)
+        if both := sorted(set(frozen) & set(averaged)):
+            raise ConfigError(f"frozen and averaged both name {both}: a frozen parameter is not changed by any step")
         if not callable(loss_and_grad):
             raise ConfigError(f"loss_and_grad must be a function, got {loss_and_grad!r}")
         if predict is not None and not callable(predict):
             raise ConfigError(f"predict must be a function, got {predict!r}")
         self.parameters = MappingProxyType(arrays)
         self.dtype = np.dtype(kinds[0])
-        self.frozen = frozenset(frozen)
+        self.frozen, self.averaged = frozenset(frozen), frozenset(averaged)
         self.in_place = validation.require("in_place", in_place, validation.flag)
         _check_arguments(loss_and_grad, in_place=self.in_place)
         self.loss_and_grad, self.seed = loss_and_grad, validation.require("seed", seed, validation.seed)
@@ -142,3 +147,12 @@ def _check_arguments(function: Callable[..., Any], *, in_place: bool) -> None:
                 takes_run(function, "loss_and_grad", *loss_arguments(in_place=True))
                 advice = "; a function that writes gradients into a third argument needs in_place=True"
         raise ConfigError(f"{error}{advice}") from None
+
+
+def _check_names(what: str, names: Collection[str], parameters: Mapping[str, Array]) -> None:
+    """Raise ``ConfigError`` if ``names``, given as the argument ``what``, are no collection of parameters' names."""
+    if isinstance(names, str):
+        raise ConfigError(f"FunctionModel: {what} is a collection of names, got one string: give [{names!r}]")
+    if unknown := sorted(set(names) - set(parameters)):
+        hint = nearest(unknown[0], map(str, parameters))
+        raise ConfigError(f"{what} names {unknown}, but the parameters are {sorted(parameters)}{hint}")

@@ -1,7 +1,7 @@
 """Compute which rank owns which elements, and which pipeline stage computes what, from integers and without MPI."""
 
 from mpizero.layout.axes import AXES, Axes, Coordinates
-from mpizero.layout.flat import FlatLayout, ParameterUse, Span, Unit
+from mpizero.layout.flat import FlatLayout
 from mpizero.layout.grains import GrainRule, Grains
 from mpizero.layout.hyperslab import hyperslabs
 from mpizero.layout.instructions import Instruction
@@ -24,6 +24,7 @@ from mpizero.layout.tree import (
     rows_plan,
     wave_plan,
 )
+from mpizero.layout.unit import ParameterUse, Span, Unit
 
 __all__ = [
     "AXES",

@@ -36,6 +36,8 @@ class Layer(ABC):
     - gradients are overwritten completely, ``grads[name][...] = value``. They are never added to, and ``grads[name]``
       is never replaced by another array, because the arrays in ``grads`` are views of a buffer that every step uses
       again;
+    - of an averaged parameter (:attr:`ParameterSpec.averaged <mpizero.types.ParameterSpec>`), such as a running mean,
+      ``grads[name]`` takes the new value after these samples in place of a gradient;
     - a large layer made of others may call :func:`poll` between them, so that messages in flight make progress;
     - the caller may overwrite a returned array that is neither one of the arguments nor part of the cache.
     """

@@ -18,7 +18,7 @@ import numpy as np
 from mpizero import kernels, optim
 from mpizero.comm.supervision.guard import set_context
 from mpizero.parallel.batch.redistribute import NOTHING_MORE, GlobalBatch, in_contexts, redistribute
-from mpizero.parallel.batch.step_scalars import Totals
+from mpizero.parallel.batch.step_scalars import Divisors, Totals
 from mpizero.parallel.execution.evaluation import Evaluation, evaluate
 from mpizero.parallel.gradients.bucket_tuner import make_tuner
 from mpizero.parallel.gradients.reducer import GradientReducer
@@ -144,34 +144,34 @@ class Engine(PlacedModel):
 
         Sum and update are one pass over memory where :func:`fuses_update` says so.
         """
-        updater, divisor = self._bound(), self._divisor(totals)
+        updater, divisors = self._bound(), self._divisors(totals)
         ties, peers, waves = self.ties is not None, self.grid.peers.size, self.reducer.waves
         if not fuses_update(updater.optimizer, norm=self._needs_norm, ties=ties, peers=peers, waves=waves):
             with self.timeline.span("reduction"):
-                reduced = self._reduced(self.reducer, divisor)
+                reduced = self._reduced(self.reducer, divisors)
             return self.apply(reduced)
         operands = self.reducer.operands()
         with self.timeline.span("optimizer"):
-            updater.update_fused(operands.rows, operands.program, divisor, operands.out, self.config.threads)
+            updater.update_fused(operands.rows, operands.program, divisors, operands.out, self.config.threads)
         self.store.publish(exchange=self.placement.shard_optimizer, later=True)
         return None, ()
 
-    def _divisor(self, totals: Totals) -> Array:
-        return totals.divisor(self.current_loss_scale(), self.dtype)
+    def _divisors(self, totals: Totals) -> Divisors:
+        return totals.divisors(self.current_loss_scale(), self.dtype)
 
     @property
     def _needs_norm(self) -> bool:
         """Tell whether the norm of the summed gradient is needed: to clip it, or to notice that it overflowed."""
         return needs_norm(self.config, self.exchange.codec, loss_scale=self.loss_scale is not None)
 
-    def _reduced(self, reducer: GradientReducer, divisor: Array) -> Array:
-        """Sum the gradients in ``reducer`` over the ranks, divide by ``divisor``, and return the averaged gradient.
+    def _reduced(self, reducer: GradientReducer, divisors: Divisors) -> Array:
+        """Sum the gradients in ``reducer`` over the ranks, divide by ``divisors``, and return the averaged gradient.
 
         The gradients of all uses of a tied parameter are added. The array is on the device where the updater runs; only
         the ranges that this rank updates are complete.
         """
         updater = self._bound()
-        reduced = updater.where_used(reducer.sum(divisor))
+        reduced = updater.where_used(reducer.sum(divisors))
         updater.exchange_ties(reduced)
         reducer.replicate()
         updater.add_uses(reduced)
@@ -234,7 +234,7 @@ class Engine(PlacedModel):
         return self._on_host(self.rows, totals)
 
     def _on_host(self, reducer: GradientReducer, totals: Totals) -> Array:
-        reduced: Array = kernels.to_host(self._reduced(reducer, self._divisor(totals)))
+        reduced: Array = kernels.to_host(self._reduced(reducer, self._divisors(totals)))
         self.memory.barrier("reduced")
         return reduced
 
@@ -249,7 +249,7 @@ class Engine(PlacedModel):
         return self._finish(totals, sent, lambda: self.apply(self._bound().where_used(reduced)))
 
     def pieces(self) -> tuple[UpdatePiece, ...]:
-        """Return the contiguous ranges of trainable parameters that this rank owns by the shard rule."""
+        """Return the contiguous ranges of optimized parameters that this rank owns by the shard rule."""
         return tuple(self._bound().trees.own)
 
     # ------------------------------------------------------------------ evaluation

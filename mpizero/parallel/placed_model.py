@@ -37,7 +37,7 @@ from mpizero.parallel.parameters.global_view import GlobalView
 from mpizero.parallel.parameters.shards import UpdatePiece
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.parallel.partition.blocks import blocks_of
-from mpizero.parallel.partition.local_model import partition_model, trainable_names
+from mpizero.parallel.partition.local_model import averaged_names, optimized_names, partition_model
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.parallel.placement import Placement
 from mpizero.parallel.step_rules import assigns_waves, scratch_use
@@ -104,7 +104,7 @@ class PlacedModel:
         self.whole = GlobalView(blocks_of(model), self.store, self.grid)
         self.scalars = GrainScalars(self.grid, self.layout, tuple(blocks_of(model)))
         self.global_sums = (
-            GlobalSums(self.grid, self.layout, trainable_names(model)) if self.grid.model.size > 1 else None
+            GlobalSums(self.grid, self.layout, optimized_names(model)) if self.grid.model.size > 1 else None
         )
         self.ties = self._tie_exchange()
         self.runner = self._make_runner()
@@ -143,7 +143,9 @@ class PlacedModel:
             self.layout, grid, self.memory, placement.shard_parameters, self.dtype, timeline=self.timeline
         )
         elements = config.bucket_elements(self.dtype.itemsize)
-        self.exchange = GradientExchange(self.store, placement, config.gradient_compression, elements=elements)
+        self.exchange = GradientExchange(
+            self.store, placement, config.gradient_compression, elements=elements, exact=averaged_names(self.model)
+        )
         self.compute_device.share_gradients(grid.data.size)
         allocator = self.compute_device.allocator(self.memory)
         with all_ranks(grid.world, "buffers"):

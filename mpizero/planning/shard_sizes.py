@@ -36,8 +36,10 @@ class ShardSizes:
 
     @cached_property
     def trained(self) -> tuple[int, ...]:
-        """For each data rank, the number of its elements that have optimizer state; tied uses have none."""
-        return tuple(sum(spans[0].size for spans in share.gradient_spans) for share in self.shares)
+        """For each data rank, the number of its elements that an optimizer trains; tied uses are not counted."""
+        own = (sum(spans[0].size for spans in share.gradient_spans) for share in self.shares)
+        averaged = (sum(span.size for span, average in share.gradient_kinds if average) for share in self.shares)
+        return tuple(all_own - average for all_own, average in zip(own, averaged, strict=True))
 
     def parameters(self, rank: int, unit: int, region: Span) -> int:
         """Return how many elements data rank ``rank`` owns in the range ``region`` of unit ``unit``. Not collective."""
@@ -59,7 +61,7 @@ class ShardSizes:
         for unit, span in zip(self.layout.units, self.shares[rank].spans, strict=True):
             for entry in unit.entries:
                 part = entry.span.intersect(span)
-                if part.size and entry.spec.trainable and entry.spec.tied is None:
+                if part.size and entry.spec.optimized and entry.spec.tied is None:
                     start = part.start - entry.offset
                     found += len(cover(start, start + part.size, entry.spec.size))
         return found

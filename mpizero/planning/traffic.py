@@ -316,7 +316,7 @@ class RankTraffic:
         """Return for how many parameters this rank sends a sum of squares to the other ranks of its replica."""
         if self.grid.here.context:
             return 0
-        specs = [e.spec for e in self.part.layout.parameters if e.spec.trainable and e.spec.guest is None]
+        specs = [e.spec for e in self.part.layout.parameters if e.spec.optimized and e.spec.guest is None]
         return sum(self.grid.here.tensor == 0 or spec.part is not None for spec in specs)
 
     def _control(self) -> Sent:

@@ -33,6 +33,7 @@ from comparing.ours import data, timed
 from harness import Team, TeamError, alternate, chosen, parser, serve
 
 from mpizero.measurement import Measurement
+from mpizero.parallel.batch.step_scalars import Divisors
 
 RANKS = 2
 OURS = "mpizero"
@@ -127,11 +128,11 @@ class Exchanges:
     def fused(self) -> Callable[[], None]:
         """Return a function that does what the engine does after a backward pass: sum in the window and update."""
         engine = self.model.engine
-        divisor = np.array([RANKS], np.float32)
+        divisors = Divisors(*[np.array([RANKS], np.float32)] * 2)
 
         def run() -> None:
             operands = engine.rows.operands()
-            engine.updater.update_fused(operands.rows, operands.program, divisor, operands.out, 1)
+            engine.updater.update_fused(operands.rows, operands.program, divisors, operands.out, 1)
             engine.store.publish(exchange=engine.placement.shard_optimizer)
 
         return run

@@ -44,8 +44,18 @@ def finding(*args: Any, **settings: Any) -> Finding:
 
 def wrong_divisor(monkeypatch: Any) -> None:
     """Means of means: the sum is divided by the number of ranks once more."""
-    right = Engine._divisor
-    monkeypatch.setattr(Engine, "_divisor", lambda self, totals: right(self, totals) * self.grid.world.size)
+    divide_by(monkeypatch, lambda ranks: ranks)
+
+
+def divide_by(monkeypatch: Any, factor: Callable[[int], Any]) -> None:
+    """Divide sums of gradients by a factor more, a function of the number of ranks."""
+    right = Engine._divisors
+
+    def wrong(self: Engine, totals: Any) -> Any:
+        found = right(self, totals)
+        return found._replace(gradients=found.gradients * factor(self.grid.world.size))
+
+    monkeypatch.setattr(Engine, "_divisors", wrong)
 
 
 def missed_clip(monkeypatch: Any, first: int, ranks: Callable[[int], bool] = lambda rank: True) -> None:
@@ -108,11 +118,11 @@ def skipped_reduction(monkeypatch: Any) -> None:
     """Every rank divides the gradient of its own samples."""
     right = RowBuffer.sum
 
-    def reduce(self: RowBuffer, divisor: Any) -> Any:
+    def reduce(self: RowBuffer, divisors: Any) -> Any:
         if self.grid.world.size == 1:
-            return right(self, divisor)
+            return right(self, divisors)
         row = self.row(0)
-        row[: self.layout.gradient_size] = self.local_sum() / divisor
+        row[: self.layout.gradient_size] = self.local_sum() / divisors.gradients
         return row
 
     monkeypatch.setattr(RowBuffer, "sum", reduce)
@@ -207,11 +217,11 @@ def another_order(monkeypatch: Any) -> None:
     """Gradients are divided before they are summed: the same number but for rounding."""
     right = RowBuffer.sum
 
-    def reduce(self: RowBuffer, divisor: Any) -> Any:
+    def reduce(self: RowBuffer, divisors: Any) -> Any:
         if self.grid.world.size == 1:
-            return right(self, divisor)
-        divide = divisor * 3
-        found = right(self, divide)
+            return right(self, divisors)
+        divide = divisors.gradients * 3
+        found = right(self, divisors._replace(gradients=divide))
         found *= found.dtype.type(3)
         return found
 

@@ -135,10 +135,8 @@ def test_classic_faults_are_named_in_both_types_and_nothing_else_is(monkeypatch,
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_divisor_that_is_no_count_is_told_as_a_factor_without_a_cause(monkeypatch, dtype):
-    right = planted.Engine._divisor
     factor = np.dtype(dtype).type(1.00005)
-    changed = lambda self, totals: right(self, totals) * (factor if self.grid.world.size > 1 else 1)  # noqa: E731
-    monkeypatch.setattr(planted.Engine, "_divisor", changed)
+    planted.divide_by(monkeypatch, lambda ranks: factor if ranks > 1 else 1)
     found = first("zero2*3", model=model(dtype))
     assert causes(found) == set()
     assert "no ratio of the counts" in found.seen

@@ -143,8 +143,8 @@ def loss_and_gradients(
     loss_sum, weight : float
         The sum of the losses and their total weight; the ratio is the mean loss.
     gradients : dict of str to Array
-        The gradient of ``scale * loss_sum`` for each trainable parameter, by global name. It includes the gradients of
-        tied uses. If ``slots`` is given, these are its arrays.
+        The gradient of ``scale * loss_sum`` for each trainable parameter, by global name; for an averaged parameter its
+        new value. It includes the gradients of tied uses. If ``slots`` is given, these are its arrays.
     """
     params = bind(model, named)
     try:

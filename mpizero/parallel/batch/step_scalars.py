@@ -36,8 +36,27 @@ MAX_TOLD = 16
 _LIMITS = {size: (float(np.finfo(f"f{size}").tiny), float(np.finfo(f"f{size}").max)) for size in (4, 8)}
 
 
+class Divisors(NamedTuple):
+    """Hold what a step's sums are divided by, each an array of one element of the gradients' type.
+
+    Attributes
+    ----------
+    gradients : Array
+        The divisor of summed gradients: the total weight times the loss scale.
+    averages : Array
+        The divisor of the summed values of averaged parameters (``ParameterSpec.averaged``): the number of samples.
+    """
+
+    gradients: Array
+    averages: Array
+
+    def of(self, *, averaged: bool) -> Array:
+        """Return the divisor of averaged parameters, or else the one of gradients. Not collective."""
+        return self.averages if averaged else self.gradients
+
+
 class Totals(NamedTuple):
-    """Hold the loss and weight summed over the global batch.
+    """Hold the loss, the weight and the number of samples, summed over the global batch.
 
     ``problems`` describes the grains with a loss, weight or gradient that is not finite, in the order of their samples.
     """
@@ -45,22 +64,23 @@ class Totals(NamedTuple):
     loss: float
     weight: float
     problems: tuple[NonFinite, ...]
+    samples: int
 
     @property
     def mean(self) -> float:
         """The mean loss; NaN if the weight is infinite or NaN."""
         return self.loss / self.weight if math.isfinite(self.weight) else math.nan
 
-    def divisor(self, scale: float, dtype: np.dtype[Any]) -> Array:
-        """Return the divisor of the summed gradient: the total weight times ``scale``, the loss scale.
+    def divisors(self, scale: float, dtype: np.dtype[Any]) -> Divisors:
+        """Return the divisors of the sums of a step; ``scale`` is the loss scale, ``dtype`` the gradients' type.
 
-        It is an array of one element of type ``dtype``, the gradient's type. Not collective; the same on every rank.
+        Not collective; the same on every rank.
 
         Raises
         ------
         DataError
-            If the divisor is below the smallest or above the largest normal number of ``dtype``: the divided gradient
-            would become zero or infinite.
+            If the divisor of gradients is below the smallest or above the largest normal number of ``dtype``: the
+            divided gradient would become zero or infinite.
         """
         divisor, (least, most) = self.weight * scale, _LIMITS[dtype.itemsize]
         if not least <= divisor <= most and math.isfinite(self.weight):
@@ -70,7 +90,7 @@ class Totals(NamedTuple):
                 f"{most:g}), in which the gradient is divided by it: only the ratios of weights count, so divide or "
                 "multiply all of them by one number"
             )
-        return np.array([divisor], dtype)
+        return Divisors(np.array([divisor], dtype), np.array([self.samples], dtype))
 
 
 class _Bad(NamedTuple):
@@ -135,6 +155,11 @@ class GrainScalars:
         self._late: Exception | None = None
         #: If set, called with every micro-batch's gradients before they are added: grain, micro-batch, block, views.
         self.watch: Callable[[int, int, str, Any], None] | None = None
+        #: For each block that has averaged parameters, their names in the block.
+        self.averages: dict[str, tuple[str, ...]] = {}
+        for entry in layout.parameters:
+            if entry.spec.averaged and entry.spec.trainable:
+                self.averages[entry.block] = (*self.averages.get(entry.block, ()), entry.local_name)
         self.frozen = frozenset(e.spec.name for e in layout.entries if e.gradient < 0)
         self._mine: dict[int, list[float]] = {}
         self._bad: dict[int, _Bad] = {}
@@ -188,7 +213,8 @@ class GrainScalars:
         for name, view in flat_names(views):
             flat, tensor = view.reshape(-1), joined(block, name)
             if tensor not in self.frozen and not kernels.all_finite(flat):
-                self._bad[grain] = _Bad(2, -self._order[block], tensor, f"the gradient of {tensor!r} is not finite")
+                what = "new value" if name in self.averages.get(block, ()) else "gradient"
+                self._bad[grain] = _Bad(2, -self._order[block], tensor, f"the {what} of {tensor!r} is not finite")
                 return
 
     def losses(self) -> dict[int, float]:
@@ -239,7 +265,7 @@ class GrainScalars:
             raise DataError(
                 f"the global batch has weight {weight:g}: every target in it is ignored; expected more than 0"
             )
-        return Totals(float(loss), float(weight), problems)
+        return Totals(float(loss), float(weight), problems, self.samples)
 
     def agree_on_rate(self, ask_rate: Callable[[], float]) -> None:
         """Compare the ranks' learning rates in the first message of a separate optimizer step.

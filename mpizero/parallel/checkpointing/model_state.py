@@ -88,7 +88,7 @@ def _state_arrays(
             HeldPiece(p.entry.spec, p.span.start - p.entry.offset, values[p.state : p.state + p.size]) for p in kept
         ]
         found = _whole_arrays(engine, f"optimizer/{slot}", pieces, wanted)
-        arrays += [array for array in found if array.spec.trainable]
+        arrays += [array for array in found if array.spec.optimized]
     return arrays
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from mpizero import kernels
 from mpizero.kernels import pool
 from mpizero.kernels.device import STAGING, Fill, Upload, copied
+from mpizero.parallel.batch.step_scalars import Divisors
 from mpizero.parallel.device.device_parameters import DeviceParameters
 from mpizero.parallel.optimizer.sharded_update import Updater, UpdateScope
 from mpizero.parallel.optimizer.tied_parameters import home_of
@@ -103,12 +104,13 @@ class DeviceUpdater(Updater):
         for slot, values in host.items():
             self.device.write(self.state[slot], values)
 
-    def update_fused(self, rows: Array, program: Array, divisor: Array, out: Array, threads: int) -> None:
+    def update_fused(self, rows: Array, program: Array, divisors: Divisors, out: Array, threads: int) -> None:
         """Sum the gradients in ``rows`` on the GPU, divide the sum, and update the parameters from it.
 
         Collective over all ranks for optimizers that need norms. :meth:`Updater.update_fused` describes the parameters.
         """
-        super().update_fused(rows, self._placed(program), self._placed(divisor), out, _ONE_THREAD)
+        placed = Divisors(*map(self._placed, divisors))
+        super().update_fused(rows, self._placed(program), placed, out, _ONE_THREAD)
         self.device_parameters.updated(on_host=False)
 
     def update(self, reduced: Array, threads: int) -> None:
@@ -158,7 +160,7 @@ class StagedUpdater(DeviceUpdater):
 
     # ------------------------------------------------------------------ updates
 
-    def update_fused(self, rows: Array, program: Array, divisor: Array, out: Array, threads: int) -> None:
+    def update_fused(self, rows: Array, program: Array, divisors: Divisors, out: Array, threads: int) -> None:
         """Sum the gradients in ``rows`` and divide the sum on the host, copy it to the GPU, and update there.
 
         Collective over all ranks for optimizers that need norms. :meth:`Updater.update_fused` describes the parameters;
@@ -166,7 +168,7 @@ class StagedUpdater(DeviceUpdater):
         """
 
         def tree(at: int, first: int, target: Array) -> None:
-            args = (rows, at + first, rows[:0], 0, program, divisor, target)
+            args = (rows, at + first, rows[:0], 0, program, divisors.gradients, target)
             pool.run(kernels.backend(rows).fused.tree_sum, args, 0, target.size, threads)
 
         def tied(piece: UpdatePiece, first: int, target: Array) -> None:
@@ -176,6 +178,7 @@ class StagedUpdater(DeviceUpdater):
                 tree(use, first, other)
                 target += other
 
+        self._average(self.store.values, rows, program, divisors)
         fills: dict[UpdateRun | UpdatePiece, Fill] = {run: partial(tree, run.gradient) for run in self.plain_runs}
         self._update(fills | {piece: partial(tied, piece) for piece in self.tied})
 
@@ -186,6 +189,7 @@ class StagedUpdater(DeviceUpdater):
         """
         if self.watch is not None:
             self.watch(reduced)
+        self._take_averages(self.store.values, reduced)
         self._update({run: copied(reduced[run.gradient : run.gradient + run.size]) for run in self.runs})
 
     def _update(self, fills: Mapping[UpdateRun | UpdatePiece, Fill]) -> None:

@@ -17,6 +17,7 @@ from mpizero.parallel.execution.evaluators import Evaluator
 from mpizero.parallel.gradients.gradient_views import apart
 from mpizero.parallel.gradients.reducer import Job
 from mpizero.parallel.gradients.unwritten_gradients import WriteCheck
+from mpizero.parallel.parameters.store import flat_names
 from mpizero.parallel.partition.local_model import PartitionedModel
 from mpizero.sampletree import as_arrays
 from mpizero.types import EVALUATE, Run
@@ -125,11 +126,22 @@ class WatchedJob:
 
     def _end(self, unit: Unit, block: str, views: Any) -> None:
         self._check(unit, block, views)
+        self._weight_averages(block, views)
         self._ended.add(block)
         if self.job.ended is not None:
             self.job.ended(unit, block)
         if self._marks is not None and self.job.in_scratch:
             self._marks.mark({block: views})  # the next block is written here, too
+
+    def _weight_averages(self, block: str, views: Any) -> None:
+        """Multiply the new values of a block's averaged parameters by the number of samples of the micro-batch."""
+        grain, names = self.job.grain, self.scalars.averages.get(block)
+        if grain is None or names is None:
+            return
+        values = dict(flat_names(views))
+        for view in (values[name] for name in names):
+            view *= view.dtype.type(grain.place(self.job.number)[1])
+        self.scalars.check(grain.number, block, {name: values[name] for name in names})  # the product may be infinite
 
     def _check(self, unit: Unit, block: str, views: Any) -> None:
         """Check that a block's gradients are finite; if one is not, record it in the scalars.

@@ -15,6 +15,7 @@ import numpy as np
 
 from mpizero.comm.reduce.codecs import Codec
 from mpizero.comm.reduce.exact import ExactExchange, gather_packed, gather_spans, in_flight
+from mpizero.errors import ConfigError
 from mpizero.layout import Span
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.parallel.placement import Placement
@@ -58,6 +59,13 @@ class GradientExchange(ExactExchange):
         The setting ``ShardingConfig.gradient_compression``.
     elements : int or None
         Number of elements in flight between peers at once; None is the default of :class:`ExactExchange`.
+    exact : sequence of str
+        Names of parameters whose values are sent among the gradients and must arrive exactly: averaged parameters.
+
+    Raises
+    ------
+    ConfigError
+        If gradients are to be compressed and ``exact`` is not empty.
     """
 
     def __init__(
@@ -67,10 +75,11 @@ class GradientExchange(ExactExchange):
         compression: str | None = None,
         *,
         elements: int | None = None,
+        exact: Sequence[str] = (),
     ) -> None:
         super().__init__(store.grid.peers, None, store.memory.scratch, elements)
         self.memory, self.shares, self.dtype, self.placement = store.memory, store.peer_shares, store.dtype, placement
-        self.replicated = not placement.shard_optimizer
+        self.replicated, self.exact = not placement.shard_optimizer, exact
         self._kept = self._next = np.empty(0, np.float32)
         self._begun = False
         self.compress(compression)
@@ -79,8 +88,18 @@ class GradientExchange(ExactExchange):
         """Use another compression from the next step on, and drop all residuals.
 
         Not collective, but all ranks must call it before the same step.
+
+        Raises
+        ------
+        ConfigError
+            If gradients are to be compressed and the model has averaged parameters.
         """
         codec = gradient_codec(compression, self.dtype.itemsize)
+        if codec is not None and self.exact:
+            raise ConfigError(
+                f"compression {compression!r} would change {self.exact[0]!r}, an averaged parameter whose values are "
+                "sent among the gradients: leave gradient_compression out for this model"
+            )
         self.memory.release(RESIDUALS, self._kept)
         self.memory.release(RESIDUALS, self._next)
         self.compression, self.codec = compression, codec

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from mpizero.layout import Unit
 from mpizero.parallel.batch.redistribute import GlobalBatch, Grain
+from mpizero.parallel.batch.step_scalars import Divisors
 from mpizero.types import Array
 
 
@@ -105,8 +106,8 @@ class GradientReducer(Protocol):
         Collective over the data group.
         """
 
-    def sum(self, divisor: Array) -> Array:
-        """Sum the gradients of the ranges that this rank owns, divide them by ``divisor``, and return them.
+    def sum(self, divisors: Divisors) -> Array:
+        """Sum the gradients of the ranges that this rank owns, divide them by ``divisors``, and return them.
 
         Collective over the data group.
         """

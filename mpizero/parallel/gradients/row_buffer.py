@@ -14,9 +14,10 @@ import numpy as np
 from mpizero.comm.reduce.exact import RowsToSum
 from mpizero.comm.reduce.segments import RowRange, program_array, tree_sum
 from mpizero.errors import StateError
-from mpizero.layout import FoldStep, RowsPlan, Unit, rows_plan
+from mpizero.layout import FoldStep, RowsPlan, Span, Unit, rows_plan
 from mpizero.parallel.batch.grain_owners import contiguous_owners, contiguous_shares
 from mpizero.parallel.batch.redistribute import GlobalBatch
+from mpizero.parallel.batch.step_scalars import Divisors
 from mpizero.parallel.gradients.exchange import GradientExchange
 from mpizero.parallel.gradients.gradient_views import GradientViews, MicroBatchSum, block_parts, largest_block
 from mpizero.parallel.gradients.overlap import OverlappedReduction
@@ -227,8 +228,8 @@ class RowBuffer:
         self._meet()
         return SumOperands(self.window, program_array(self._current().root), self.row(0))
 
-    def sum(self, divisor: Array) -> Array:
-        """Sum the rows of all ranks over the ranges that this rank owns, divide by ``divisor``, and return the result.
+    def sum(self, divisors: Divisors) -> Array:
+        """Sum the rows of all ranks over the ranges that this rank owns, divide by ``divisors``, and return the result.
 
         Collective over the data group. The result is the array that ``shard`` returns, else this rank's first row. If
         the rows were summed during the backward pass, the first row already has the sums of the ranges of all peers,
@@ -236,15 +237,19 @@ class RowBuffer:
         """
         if self.overlapped is not None:
             for span in (span for spans in self._ranges for span in spans):
-                part = self.row(0)[span.start : span.stop]
-                np.divide(part, divisor, out=part)
+                for part, averaged in self.layout.split_averages(span):
+                    values = self.row(0)[part.start : part.stop]
+                    np.divide(values, divisors.of(averaged=averaged), out=values)
             return self.row(0)
         self._meet()
         pieces, program = self._pieces()
         result = self.row(0) if self._shard is None else self._shard()
         for piece in pieces:
             start = piece.target if self._shard is None else piece.position
-            tree_sum(piece.rows, piece.first, program, divisor, result[start : start + piece.size])
+            for part, averaged in self.layout.split_averages(Span(piece.target, piece.target + piece.size)):
+                inside, divisor = part.start - piece.target, divisors.of(averaged=averaged)
+                out = result[start + inside : start + inside + part.size]
+                tree_sum(piece.rows, piece.first + inside, program, divisor, out)
         return result
 
     def replicate(self) -> None:

@@ -15,6 +15,7 @@ from mpizero.comm.reduce.segments import Arriving, RowRange, program_array
 from mpizero.layout import Unit, Wave, WavePlan, wave_plan
 from mpizero.parallel.batch.grain_owners import wave_owners
 from mpizero.parallel.batch.redistribute import GlobalBatch, Grain
+from mpizero.parallel.batch.step_scalars import Divisors
 from mpizero.parallel.gradients.exchange import GradientExchange
 from mpizero.parallel.gradients.gradient_views import GradientViews, MicroBatchSum
 from mpizero.parallel.gradients.reducer import Job, SumOperands
@@ -159,10 +160,12 @@ class WaveBuffer:
         """
         return SumOperands(self.stack, program_array((self._root,)), self.stack[self._root])
 
-    def sum(self, divisor: Array) -> Array:
-        """Divide the final sums of this rank's shard by ``divisor``, and return them. Not collective."""
+    def sum(self, divisors: Divisors) -> Array:
+        """Divide the final sums of this rank's shard by ``divisors``, and return them. Not collective."""
         reduced: Array = self.stack[self._root]
-        np.divide(reduced, divisor, out=reduced)
+        for span, averaged in self.share.gradient_kinds:
+            part = reduced[span.start : span.stop]
+            np.divide(part, divisors.of(averaged=averaged), out=part)
         return reduced
 
     def replicate(self) -> None:

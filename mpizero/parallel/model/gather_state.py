@@ -16,7 +16,8 @@ from mpizero.types import Array
 def gather_pieces(engine: Engine, dtype: Any, values: Callable[[UpdatePiece], Any]) -> Array:
     """Gather one number for each parameter element of the whole model, from the ranks that own the elements.
 
-    Return the same 1-D array in declared order on every rank. It is 0 for frozen parameters. Collective over the world.
+    Return the same 1-D array in declared order on every rank. It is 0 for frozen and averaged parameters.
+    Collective over the world.
 
     Parameters
     ----------

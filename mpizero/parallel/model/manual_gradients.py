@@ -36,7 +36,7 @@ class Gradients:
     Attributes
     ----------
     values : 1-D array
-        The gradient, one of three kinds; frozen parameters always have zeros.
+        The gradient, one of three kinds; frozen and averaged parameters always have zeros.
 
         - Not synchronized: the gradient of the sum of losses over the samples that this rank computed.
         - Synchronized: the averaged gradient. DDP and ZeRO-1 have it of all parameters, ZeRO-2 and ZeRO-3 only of the
@@ -121,7 +121,7 @@ class ManualGradients(Inspection, LocalTraining, Saving):
         values = np.zeros(layout.size, engine.dtype)
         row = engine.local_sum()
         for entry in layout.entries:
-            if entry.gradient >= 0:
+            if entry.gradient >= 0 and not entry.spec.averaged:
                 start = layout.gradient_bases[entry.unit] + entry.gradient
                 values[entry.offset : entry.offset + entry.spec.size] += row[start : start + entry.spec.size]
         return Gradients(values, totals.weight, totals.mean, False)

@@ -34,7 +34,7 @@ class ModelMetadata:
         Which of "parameters", "gradients" and "optimizer state" every node keeps whole (every rank if ranks share no
         memory), and which of them are sharded over the ranks.
     parameter_count, trainable_count : int
-        Number of parameter elements of the whole model, and of those that are trained.
+        Number of parameter elements of the whole model, and of those that an optimizer trains.
     held_count : int
         Number of parameter elements of this rank's stage and tensor part, including copies of parameters that other
         stages own. In data parallelism this is the whole model.
@@ -113,7 +113,7 @@ def describe(engine: Engine, config: ShardingConfig, bytes_sent: int, label: str
         replicated=tuple(kind for kind, sharded in flags.items() if not sharded),
         sharded=tuple(kind for kind, sharded in flags.items() if sharded),
         parameter_count=engine.whole.parameter_count,
-        trainable_count=_trainable(engine.whole.layout),
+        trainable_count=_optimized(engine.whole.layout),
         held_count=engine.layout.size,
         bytes_on_rank=memory.kinds(),
         bytes_on_device=engine.compute_device.held(),
@@ -124,31 +124,31 @@ def describe(engine: Engine, config: ShardingConfig, bytes_sent: int, label: str
     )
 
 
-def _trainable(layout: FlatLayout) -> int:
-    return sum(entry.spec.size for entry in layout.parameters if entry.spec.trainable)
+def _optimized(layout: FlatLayout) -> int:
+    return sum(entry.spec.size for entry in layout.parameters if entry.spec.optimized)
 
 
 def _formula(engine: Engine) -> dict[str, float]:
     """Compute the bytes by kind that the strategy needs on one rank.
 
-    [Note: memory formulas] Let P be the number of parameter elements on this stage and tensor part (for gradients and
-    optimizer state only the trained ones), b the bytes of an element, and s the number of state arrays. Let n be the
-    ranks of the data group, and L the ranks of a node (1 if ranks share no memory). On each rank, parameters need P*b/n
-    if they are sharded and P*b/L if not; gradients need P*b/n if they are sharded and P*b if not; state needs s*P*b/n
-    if it is sharded and s*P*b/L if not. Compression with error feedback also keeps residuals, 2*P*b/L if state is not
-    sharded. If state is sharded, a rank keeps no residuals for its own ranges: with d peers, itself included, that
-    makes 2*P*b/L*(1 - 1/d).
+    [Note: memory formulas] Let P be the number of parameter elements on this stage and tensor part (for gradients only
+    those that are not frozen, for optimizer state only those that an optimizer trains), b the bytes of an element, and
+    s the number of state arrays. Let n be the ranks of the data group, and L the ranks of a node (1 if ranks share no
+    memory). On each rank, parameters need P*b/n if they are sharded and P*b/L if not; gradients need P*b/n if they are
+    sharded and P*b if not; state needs s*P*b/n if it is sharded and s*P*b/L if not. Compression with error feedback
+    also keeps residuals, 2*P*b/L if state is not sharded. If state is sharded, a rank keeps no residuals for its own
+    ranges: with d peers, itself included, that makes 2*P*b/L*(1 - 1/d).
     """
     row, grid = engine.placement, engine.grid
     item, n, local = engine.dtype.itemsize, grid.data.size, grid.node.size
     slots = len(engine.updater.state) if engine.updater is not None else 0
-    trainable = _trainable(engine.layout)
+    changed = sum(entry.spec.size for entry in engine.layout.parameters if entry.spec.trainable)
     feedback = {}
     if engine.exchange.feedback:
         peers = grid.peers.size
-        feedback["residuals"] = 2 * trainable * item / local * (1 if engine.exchange.replicated else 1 - 1 / peers)
+        feedback["residuals"] = 2 * changed * item / local * (1 if engine.exchange.replicated else 1 - 1 / peers)
     return feedback | {
         "parameters": engine.layout.size * item / (n if row.shard_parameters else local),
-        "gradients": trainable * item / (n if row.shard_gradients else 1),
-        "optimizer state": slots * trainable * item / (n if row.shard_optimizer else local),
+        "gradients": changed * item / (n if row.shard_gradients else 1),
+        "optimizer state": slots * _optimized(engine.layout) * item / (n if row.shard_optimizer else local),
     }

@@ -109,7 +109,7 @@ class ShardedOptimizer:
         """Return all values that must be equal on all ranks when the optimizer is bound, by name. Not collective."""
         _check_sharded(model)
         plans, optimizer = self.comparable(model), self.wrapped_optimizer
-        specs = [entry.spec for entry in model.layout.parameters]
+        specs = [entry.spec for entry in model.layout.parameters if not entry.spec.averaged]
         if isinstance(optimizer, optim.FlatOptimizer):
             optimizer.check_groups([spec.name for spec in specs])
         groups = {optimizer.group_of(spec) for spec in specs}
@@ -299,7 +299,7 @@ class ShardedOptimizer:
             slots[slot] = {
                 e.spec.name: whole[e.span.start : e.span.stop].reshape(e.spec.shape).copy()
                 for e in engine.whole.layout.parameters
-                if e.spec.trainable
+                if e.spec.optimized
             }
         return {"step_count": updater.step_count, "state": slots}
 
@@ -325,7 +325,7 @@ class ShardedOptimizer:
                 raise LayoutError(f"state has slots {sorted(slots)}, the optimizer's are {mine}")
             found = {"the step count": int(state["step_count"])}
             for slot, arrays in sorted(slots.items()):
-                for spec in (entry.spec for entry in whole.layout.parameters if entry.spec.trainable):
+                for spec in (entry.spec for entry in whole.layout.parameters if entry.spec.optimized):
                     if spec.name not in arrays or np.shape(arrays[spec.name]) != spec.shape:
                         raise LayoutError(f"state {slot!r} has no array {spec.name!r} of shape {spec.shape}")
                     found[f"{slot!r} of parameter {spec.name!r}"] = arrays[spec.name]

@@ -24,13 +24,13 @@ class GlobalSums:
         block declares it. Values of a parameter that all tensor ranks hold whole count only on tensor rank 0. Context
         ranks hold equal parameters; only context rank 0 counts.
     order : sequence of str
-        The names of all trainable parameters of the model, in declared order.
+        The names of all optimized parameters of the model, in declared order.
     """
 
     def __init__(self, grid: ProcessGrid, layout: FlatLayout, order: Sequence[str]) -> None:
         self.comm = grid.model
         first = grid.here.tensor == 0
-        specs = [e.spec for e in layout.parameters if e.spec.trainable and e.spec.guest is None]
+        specs = [e.spec for e in layout.parameters if e.spec.optimized and e.spec.guest is None]
         counted = [s.name for s in specs if (first or s.part is not None)] if grid.here.context == 0 else []
         everyone: list[list[str]] = self.comm.allgather_object(counted, "parameters that count")
         self.counted = tuple(counted)
@@ -41,7 +41,7 @@ class GlobalSums:
         self.places = places
 
     def merge(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Return, for every trainable parameter of the model, the sum of the values that the ranks pass for it.
+        """Return, for every optimized parameter of the model, the sum of the values that the ranks pass for it.
 
         Collective over the model group. ``sums`` holds this rank's values by parameter name. The values of the tensor
         ranks that hold slices of a parameter are added in the order of these ranks. The result is in declared order.

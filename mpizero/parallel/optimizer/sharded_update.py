@@ -9,102 +9,13 @@ from typing import Any
 import numpy as np
 
 from mpizero import kernels, optim
-from mpizero.comm import ProcessGrid
-from mpizero.layout import FlatLayout, Span, cover, merge
+from mpizero.parallel.batch.step_scalars import Divisors
 from mpizero.parallel.optimizer.global_norm import GlobalSums
+from mpizero.parallel.optimizer.tensor_tree import TensorTree
 from mpizero.parallel.optimizer.tied_parameters import TieExchange, home_of
-from mpizero.parallel.parameters.shards import Share, UpdatePiece, runs_of, update_pieces
+from mpizero.parallel.parameters.shards import UpdatePiece, runs_of, update_pieces
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.types import Array
-
-
-class TensorTree:
-    """Sum the squares of each parameter's elements in float64, in the order of a binary tree over the elements.
-
-    [Note: scalar sums] A rank computes the sums of the largest subtrees that lie inside its ranges. These few numbers
-    are gathered from all ranks, and every rank adds them in the same order. So norms have the same bits on every
-    layout.
-
-    Parameters
-    ----------
-    grid : ProcessGrid
-        The ranks.
-    layout : FlatLayout
-        The parameters.
-    pieces : sequence of UpdatePiece
-        The ranges of parameters that this rank updates. Only the pieces in its own shard are summed by this rank; they
-        are kept as ``own``.
-    """
-
-    def __init__(self, grid: ProcessGrid, layout: FlatLayout, pieces: Sequence[UpdatePiece]) -> None:
-        self.grid = grid
-        share = Share(layout, grid.data.rank, grid.data.size)
-        self.own = [piece for piece in pieces if _inside(piece.span, share.spans[piece.entry.unit])]
-        self.names = [e.spec.name for e in layout.parameters if e.spec.trainable]
-        self.counts = [0] * grid.data.size
-        arrivals: dict[str, list[Any]] = {name: [] for name in self.names}
-        place = 0
-        for rank in range(grid.data.size):
-            for name, nodes in _held(Share(layout, rank, grid.data.size)):
-                arrivals[name] += [(node, (place + i,)) for i, node in enumerate(nodes)]
-                place += len(nodes)
-                self.counts[rank] += len(nodes)
-        totals = {e.spec.name: e.spec.size for e in layout.parameters}
-        self.programs = {name: merge(held, totals[name]) for name, held in arrivals.items()}
-        cuts = [self._cuts(piece) for piece in self.own] or [np.empty((2, 0), np.int64)]
-        self._cut = np.concatenate(cuts, axis=1)
-        self._cuts_of = [cut.shape[1] for cut in cuts]
-
-    @staticmethod
-    def _cuts(piece: UpdatePiece) -> Array:
-        """Return the starts (row 0) and stops (row 1), in elements of the piece, of the subtrees that make it up."""
-        entry, span = piece.entry, piece.span
-        nodes = cover(span.start - entry.offset, span.stop - entry.offset, entry.spec.size)
-        leaves = [node.leaves(entry.spec.size) for node in nodes]
-        start = span.start - entry.offset
-        return np.array([[r.start - start for r in leaves], [r.stop - start for r in leaves]], np.int64)
-
-    def square_sums(self, values: Array, starts: Sequence[int]) -> dict[str, float]:
-        """Return, for every trainable parameter of the layout, by name, the sum of squares of its elements.
-
-        Collective over the data group. ``values`` holds this rank's elements; those of piece ``own[i]`` begin at index
-        ``starts[i]``.
-        """
-        local = np.empty(self.counts[self.grid.data.rank], np.float64)
-        first, stop = self._cut + np.repeat(np.array(starts, np.int64), self._cuts_of[: len(starts)])
-        kernels.backend(values).reduction.tree_square_sums(values, first, stop, local)
-        everyone = np.empty(sum(self.counts), np.float64)
-        self.grid.data.allgatherv(local, everyone, self.counts, "tensor sums")
-        return {name: _evaluate(held, everyone) for name, held in self.programs.items()}
-
-
-def _inside(span: Span, other: Span) -> bool:
-    return other.start <= span.start and span.stop <= other.stop
-
-
-def _held(share: Share) -> list[tuple[str, tuple[Any, ...]]]:
-    held = []
-    for span in share.spans:
-        for entry, part in share.layout.pieces(span):
-            if entry.spec.trainable:
-                first, last = part.start - entry.offset, part.stop - entry.offset
-                held.append((entry.spec.name, cover(first, last, entry.spec.size)))
-    return held
-
-
-def _evaluate(held: Sequence[tuple[Any, tuple[int, ...]]], values: Array) -> float:
-    if not held:
-        return 0.0
-    stack: list[float] = []
-    for v in held[0][1]:
-        if v >= 0:
-            stack.append(float(values[v]))
-        elif v == -1:
-            right = stack.pop()
-            stack[-1] += right
-        else:
-            stack[-1] += float(values[-2 - v])
-    return stack[0]
 
 
 @dataclass(frozen=True)
@@ -134,7 +45,8 @@ class UpdateScope:
 class Updater:
     """Run an optimizer on the ranges of the parameters that this rank updates.
 
-    The *reduced gradient* is the gradient summed over all grains and divided by the total weight and the loss scale.
+    The *reduced gradient* is the gradient summed over all grains and divided by the total weight and the loss scale. In
+    place of gradients of averaged parameters it has their new values, averaged over the samples.
 
     Parameters
     ----------
@@ -151,9 +63,12 @@ class Updater:
         self.store, self.memory, self.grid, layout = store, store.memory, store.grid, store.layout
         self.shares = store.peer_shares if scope.replicated else (store.share,)
         # A copy of another stage's parameter is in the optimizer group of that parameter, which may depend on its name.
-        groups = {e.spec: self.optimizer.group_of(replace(e.spec, name=home_of(e.spec))) for e in layout.parameters}
+        specs = [e.spec for e in layout.parameters if not e.spec.averaged]
+        groups = {spec: self.optimizer.group_of(replace(spec, name=home_of(spec))) for spec in specs}
         bases = [store.base] if store.sharded else None
-        self.pieces = update_pieces(self.shares, groups, bases, scope.in_rows)
+        pieces = update_pieces(self.shares, groups, bases, scope.in_rows)
+        self.pieces = tuple(piece for piece in pieces if not piece.entry.spec.averaged)
+        self.averages = tuple(piece for piece in pieces if piece.entry.spec.averaged)
         self.plain_runs = runs_of([p for p in self.pieces if not p.uses])
         self.runs = runs_of(self.pieces)
         self.tied = tuple(p for p in self.pieces if p.uses)
@@ -225,7 +140,7 @@ class Updater:
         step, rate = self.step_count + 1, self.rate
         return {g: self.optimizer.hyper(step, g, self.dtype, rate) for g in self.groups}
 
-    def update_fused(self, rows: Array, program: Array, divisor: Array, out: Array, threads: int) -> None:
+    def update_fused(self, rows: Array, program: Array, divisors: Divisors, out: Array, threads: int) -> None:
         """Sum the gradients in ``rows``, divide the sum, and update the parameters from it, in one pass over memory.
 
         Collective over all ranks for optimizers that need norms, else not collective.
@@ -236,14 +151,14 @@ class Updater:
             Partial sums of gradients, one in each row. ``UpdatePiece.gradient`` is an index into a row.
         program : int32 array
             The tree program: says which rows are added in which order.
-        divisor : 1-element array
-            The total weight times the loss scale.
+        divisors : Divisors
+            What sums of gradients, and of averaged parameters, are divided by.
         out : 1-D array
             One of the rows, to which an optimizer that needs norms (LAMB) writes its update directions.
         threads : int
             Number of threads that this rank uses.
         """
-        hypers = self.hypers()
+        hypers, divisor = self.hypers(), divisors.gradients
         placed = {group: self._placed(hyper) for group, hyper in hypers.items()}
         for run in self.plain_runs:
             w, state = self._run_arrays(run.store, run.state, run.size)
@@ -263,12 +178,28 @@ class Updater:
                 self.optimizer.apply(w, total, state, placed[piece.group], threads)
         if self.optimizer.needs_tensor_norms:
             self._apply_directions(out, hypers)
+        self._average(self._parameters(), rows, program, divisors)
         self._made()
+
+    def _average(self, values: Array, rows: Array, program: Array, divisors: Divisors) -> None:
+        """Set this rank's averaged parameters, in ``values``, to the mean of the values in ``rows``. Not collective.
+
+        :meth:`update_fused` describes the other parameters.
+        """
+        tree_sum = kernels.backend(rows).fused.tree_sum
+        for piece in self.averages:
+            w = values[piece.store : piece.store + piece.size]
+            tree_sum(rows, piece.gradient, rows[:0], 0, program, divisors.averages, w, 0, piece.size)
+
+    def _take_averages(self, values: Array, reduced: Array) -> None:
+        """Set this rank's averaged parameters, in ``values``, to those in the reduced gradient. Not collective."""
+        for piece in self.averages:
+            values[piece.store : piece.store + piece.size] = reduced[piece.gradient : piece.gradient + piece.size]
 
     def _tied_sum(self, piece: UpdatePiece, rows: Array, program: Array, divisor: Array) -> Array:
         """Return the reduced gradient of a piece with tied uses: the sum over all uses, added in declared order.
 
-        :meth:`update_fused` describes ``rows``, ``program`` and ``divisor``.
+        :meth:`update_fused` describes ``rows`` and ``program``; ``divisor`` is that of gradients.
         """
         tree_sum, own = kernels.backend(rows).fused.tree_sum, rows[0, : piece.size]
         total: Array = kernels.namespace(rows).empty_like(own)
@@ -325,7 +256,7 @@ class Updater:
         return [kernels.to_host(reduced[p.gradient : p.gradient + p.size]) for p in pieces]
 
     def _square_sums(self, values: Array, starts: Sequence[int]) -> dict[str, float]:
-        """Return, for every trainable parameter of the model, by name, the sum of squares of its elements.
+        """Return, for every optimized parameter of the model, by name, the sum of squares of its elements.
 
         Collective over all ranks. ``values`` and ``starts`` are those of :meth:`TensorTree.square_sums`.
         """
@@ -359,6 +290,7 @@ class Updater:
                 self.optimizer.apply(
                     w, reduced[run.gradient : run.gradient + run.size], state, placed[run.group], threads
                 )
+        self._take_averages(self._parameters(), reduced)
         self._made()
 
     def _apply_directions(self, directions: Array, hypers: dict[int, Array]) -> None:

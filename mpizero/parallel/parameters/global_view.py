@@ -332,7 +332,7 @@ def _check_declared(layout: FlatLayout, spec: ParameterSpec, where: str) -> None
         raise LayoutError(f"{where} declares {spec.name!r} with shape {spec.shape}, its {spec.part} has another")
     if shape != home.spec.shape:
         raise LayoutError(f"{where} holds {spec.name!r} of shape {shape}, the whole model's has {home.spec.shape}")
-    for what in ("init", "decay", "trainable"):
+    for what in ("init", "decay", "trainable", "averaged"):
         own, whole = getattr(spec, what), getattr(home.spec, what)
         if own != whole:
             raise LayoutError(f"{where} declares {spec.name!r} with {what}={own}, {home.spec.name!r} has {whole}")

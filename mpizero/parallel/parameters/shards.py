@@ -57,6 +57,21 @@ class Share:
         base = self.layout.gradient_bases[unit]
         return tuple(span.shift(base) for span in self.gradient_spans[unit])
 
+    @cached_property
+    def gradient_kinds(self) -> tuple[tuple[Span, bool], ...]:
+        """The concatenated owned gradients cut into ranges; for each, whether its elements are averaged parameters."""
+        found: list[tuple[Span, bool]] = []
+        position = 0
+        for unit in self.layout.units:
+            for span in self.row_spans(unit.index):
+                for part, averaged in self.layout.split_averages(span):
+                    start = position + part.start - span.start
+                    if found and found[-1][1] == averaged:
+                        start = found.pop()[0].start
+                    found.append((Span(start, position + part.stop - span.start), averaged))
+                position += span.size
+        return tuple(found)
+
     def shard_position(self, unit: int, gradient: int) -> int:
         """Return the index, in the concatenated owned gradients, of an element that the rank owns.
 
@@ -71,12 +86,12 @@ class Share:
 
 
 class UpdatePiece(NamedTuple):
-    """Describe a contiguous range of one trainable parameter that this rank updates.
+    """Describe a contiguous range of one parameter that this rank updates.
 
     ``span`` is the range in the flat vector of all parameters. ``store``, ``gradient`` and ``state`` are the indices of
     its first element in the parameter store, in the reduced gradient and in the arrays of the optimizer state. ``uses``
     holds the index in the reduced gradient for each tied use of the parameter. ``group`` is the number of the
-    optimizer group.
+    optimizer group. For an averaged parameter, which has no state and no group, ``state`` and ``group`` are -1.
     """
 
     entry: ParameterUse
@@ -111,14 +126,14 @@ class UpdateRun(NamedTuple):
 def update_pieces(
     shares: Sequence[Share], groups: dict[ParameterSpec, int], store_bases: Sequence[int] | None, in_rows: bool
 ) -> tuple[UpdatePiece, ...]:
-    """Return the pieces of parameters that a rank updates; a piece is a contiguous range of one parameter.
+    """Return the pieces of parameters that a rank updates, averaged ones included; a piece is a range of one of them.
 
     Parameters
     ----------
     shares : sequence of Share
         The shards that the rank updates: its own or, with replicated optimizer state, the shards of all its peers.
     groups : dict
-        The number of the optimizer group of each parameter.
+        The number of the optimizer group of each parameter; averaged ones may be left out.
     store_bases : sequence of int or None
         For each shard, the index of its first element in a sharded store; None for a store that holds all parameters.
     in_rows : bool
@@ -139,8 +154,10 @@ def update_pieces(
                     store = store_bases[number] + share.offsets[unit.index] + part.start - span.start
                 uses = tuple(_locate(share, use, inside, in_rows) for use in layout.uses.get(entry.spec.name, ()))
                 gradient = _locate(share, entry, inside, in_rows)
-                pieces.append(UpdatePiece(entry, part, store, gradient, uses, state, groups[entry.spec]))
-                state += part.size
+                averaged = entry.spec.averaged
+                place = (-1, -1) if averaged else (state, groups[entry.spec])
+                pieces.append(UpdatePiece(entry, part, store, gradient, uses, *place))
+                state += 0 if averaged else part.size
     return tuple(pieces)
 
 

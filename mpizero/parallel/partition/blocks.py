@@ -22,8 +22,8 @@ def blocks_of(model: Any) -> dict[str, tuple[ParameterSpec, ...]]:
         return {name: tuple(block.specs()) for name, block in model.blocks.items()}
     if not isinstance(model, BlackBoxModel):
         check_model(model)
-    frozen = frozenset(getattr(model, "frozen", ()))
+    frozen, averaged = frozenset(getattr(model, "frozen", ())), frozenset(getattr(model, "averaged", ()))
     return {
-        name: (ParameterSpec("", np.shape(a), Init(), np.ndim(a) > 1, name not in frozen),)
+        name: (ParameterSpec("", np.shape(a), Init(), np.ndim(a) > 1, name not in frozen, averaged=name in averaged),)
         for name, a in model.parameters.items()
     }

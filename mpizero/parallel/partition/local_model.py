@@ -206,6 +206,11 @@ def partition_model(
     sizes = {"pipeline": parallel_layout.pipeline, "tensor": parallel_layout.tensor, "context": parallel_layout.context}
     if max(sizes.values()) == 1:
         return PartitionedModel(model, model, parallel_layout, (tuple(blocks_of(model)),), 0)
+    if parallel_layout.context > 1 and (averaged := averaged_names(model)):
+        raise ConfigError(
+            f"context={parallel_layout.context} cuts sequences, and {averaged[0]!r} is averaged over whole samples: "
+            "use replicas, stages or tensor groups for this model (context=1)"
+        )
     if not isinstance(model, BlockModel):
         given = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ConfigError(
@@ -246,8 +251,17 @@ def _refuse_frozen_copies(specs: Specs, chunks: Sequence[int], cuts: Sequence[Se
                 )
 
 
-def trainable_names(model: Any) -> list[str]:
-    """Return the names of the trainable parameters of a whole model, in declared order. Not collective.
+def averaged_names(model: Any) -> list[str]:
+    """Return the names of the averaged parameters of a whole model that steps change, in declared order.
+
+    Not collective.
+    """
+    every = ((joined(block, spec.name), spec) for block, specs in blocks_of(model).items() for spec in specs)
+    return [name for name, spec in every if spec.averaged and spec.trainable]
+
+
+def optimized_names(model: Any) -> list[str]:
+    """Return the names of the optimized parameters of a whole model, in declared order. Not collective.
 
     Tied uses of a parameter are not listed.
     """
@@ -255,5 +269,5 @@ def trainable_names(model: Any) -> list[str]:
         joined(block, spec.name)
         for block, specs in blocks_of(model).items()
         for spec in specs
-        if spec.tied is None and spec.trainable
+        if spec.tied is None and spec.optimized
     ]

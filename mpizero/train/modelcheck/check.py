@@ -191,6 +191,13 @@ class _Check:
             self.notes.append("sums were not looked at: give a batch of arrays with at least two samples")
             return
 
+        if self.checked.averaged:
+            self.notes.append(
+                f"sums were not looked at: {self.checked.averaged[0]!r} is averaged, so samples of a grain may see "
+                "each other, and the grain's size is part of the mathematics"
+            )
+            return
+
         def noise() -> list[LossAndGradients]:
             return [self.checked.evaluate(shaken(here, self.rng), self.batch.x, self.batch.y) for _ in range(3)]
 
@@ -243,6 +250,7 @@ class _Check:
         for number, evaluation in enumerate(self.evaluated):
             values = {"loss": np.array(evaluation.loss), "weight": np.array(evaluation.weight)}
             values |= {f"gradient of {name!r}": value for name, value in evaluation.gradients.items()}
+            values |= {f"new value of {name!r}": value for name, value in evaluation.averages.items()}
             found.update({(number, k): hashlib.sha256(value.tobytes()).hexdigest()[:16] for k, value in values.items()})
         return found
 

@@ -28,18 +28,23 @@ Named = Mapping[str, Array]
 
 
 class LossAndGradients(NamedTuple):
-    """Hold the loss, weight and gradients of a batch; the gradients are copies, of trainable parameters only."""
+    """Hold the loss, the weight, the gradients and the new values of averaged parameters of a batch, as copies.
+
+    ``gradients`` are those of the parameters that an optimizer trains.
+    """
 
     loss: float
     gradients: dict[str, Array]
     weight: float
+    averages: dict[str, Array]
 
 
 class CheckedModel(Protocol):
     """Define the interface through which models are checked. No method is collective."""
 
-    #: Names of the trainable parameters.
+    #: Names of the parameters that an optimizer trains, and of the averaged ones.
     names: tuple[str, ...]
+    averaged: tuple[str, ...]
     dtype: np.dtype[Any]
     #: How often the model was evaluated.
     evaluations: int
@@ -75,8 +80,9 @@ class CheckedFunction:
     def __init__(self, model: Any) -> None:
         self.model, self.evaluations = model, 0
         self.shapes = {name: np.shape(value) for name, value in model.parameters.items()}
-        frozen = frozenset(getattr(model, "frozen", ()))
-        self.names = tuple(name for name in self.shapes if name not in frozen)
+        specs = {name: spec for name, (spec,) in blocks_of(model).items()}
+        self.names = tuple(name for name, spec in specs.items() if spec.optimized)
+        self.averaged = tuple(name for name, spec in specs.items() if spec.averaged and spec.trainable)
         self.dtype = np.dtype(model.dtype)
         self.in_place = writes_in_place(model)
         given = loss_arguments(in_place=self.in_place)
@@ -174,7 +180,8 @@ class CheckedFunction:
             wrong.append(_value("weight", f"is {float(weight):g}", "a sign", told))
         if wrong:
             raise UnusableEvaluation(*wrong)
-        return LossAndGradients(float(loss), {name: np.array(gradients[name]) for name in self.names}, float(weight))
+        trained, averaged = ({n: np.array(gradients[n]) for n in names} for names in (self.names, self.averaged))
+        return LossAndGradients(float(loss), trained, float(weight), averaged)
 
     def _of_gradients(self, gradients: Mapping[str, Any]) -> list[ModelFinding]:
         wrong = []
@@ -186,8 +193,8 @@ class CheckedFunction:
                         f"gradient of {name!r}", f"is of no parameter{nearest(name, self.shapes)}", "another name", told
                     )
                 )
-        for name in self.names:
-            what = f"gradient of {name!r}"
+        for name in (*self.names, *self.averaged):
+            what = f"{'new value' if name in self.averaged else 'gradient'} of {name!r}"
             if name not in gradients:
                 told = "return one for every trainable parameter, zeros too, or name it in frozen="
                 wrong.append(_value(what, "is missing", "a parameter that was forgotten", told))
@@ -214,7 +221,8 @@ class CheckedBlocks:
         if dtype is not None:
             self.model = SimpleNamespace(blocks=model.blocks, loss=model.loss, dtype=np.dtype(dtype), seed=model.seed)
         self.specs = model_specs(model)
-        self.names = tuple(spec.name for spec in self.specs if spec.trainable and spec.tied is None)
+        self.names = tuple(spec.name for spec in self.specs if spec.optimized and spec.tied is None)
+        self.averaged = tuple(spec.name for spec in self.specs if spec.averaged and spec.trainable)
         self.dtype = np.dtype(self.model.dtype)
 
     def start(self) -> dict[str, Array]:
@@ -232,7 +240,7 @@ class CheckedBlocks:
         for spec in self.specs:
             if spec.tied in gradients and spec.trainable:
                 gradients[spec.tied] = gradients[spec.tied] + uses[spec.name]
-        return LossAndGradients(loss, gradients, weight)
+        return LossAndGradients(loss, gradients, weight, {name: uses[name] for name in self.averaged})
 
     def passed(
         self, parameters: Named, batch: tuple[Any, Any], first: int = 0, *, fill: float = 0.0, halves: bool = False
@@ -241,7 +249,7 @@ class CheckedBlocks:
 
         A tied parameter has one gradient for each use. The memory for gradients is first filled with ``fill``. With
         ``halves``, ``backward_input`` and ``backward_weights`` run in place of ``backward``; the loss is multiplied by
-        2 before, and the gradients are divided by 2 after.
+        2 before, and the gradients are divided by 2 after (not the new values of averaged parameters).
         """
         self.evaluations += 1
         params, run, scale = bind(self.model, read_only(dict(parameters))), self._run(batch[0], first), 1.0 + halves
@@ -261,7 +269,9 @@ class CheckedBlocks:
                     layer.backward_weights(params[block], cache, pending, grads)
                 else:
                     dy = layer.backward(params[block], cache, dy, grads)
-                uses.update((joined(block, name), view / self.dtype.type(scale)) for name, view in views.items())
+                for name, view in views.items():
+                    use = joined(block, name)
+                    uses[use] = view if use in self.averaged else view / self.dtype.type(scale)
         wrong = [*_of_number("loss", loss), *_of_number("weight", weight)]
         if wrong:
             raise UnusableEvaluation(*wrong)

@@ -35,12 +35,14 @@ def unlike(found: LossAndGradients, expected: LossAndGradients) -> Iterator[tupl
         a, b = getattr(found, what), getattr(expected, what)
         if np.float64(a).tobytes() != np.float64(b).tobytes():
             yield what, f"{b!r}, then {a!r}"
-    for name, b in expected.gradients.items():
-        a = found.gradients[name]
+    for what, a, b in (
+        *((f"gradient of {name!r}", found.gradients[name], b) for name, b in expected.gradients.items()),
+        *((f"new value of {name!r}", found.averages[name], b) for name, b in expected.averages.items()),
+    ):
         if a.dtype != b.dtype or a.tobytes() != b.tobytes():
             worst = np.unravel_index(int(np.argmax(np.abs(a - b))), a.shape) if a.size else ()
             place = f" at {[int(i) for i in worst]}" if worst else ""
-            yield f"gradient of {name!r}", f"{b[worst]!s}{place}, then {a[worst]!s}"
+            yield what, f"{b[worst]!s}{place}, then {a[worst]!s}"
 
 
 def random_states() -> dict[str, Any]:

@@ -344,7 +344,7 @@ class TrainingPair:
                 for n, names in uses.items()
             },
             computed=[one for one in computed if one is not None],
-            tensors=sum(e.spec.trainable and e.spec.size > 0 for e in self.entries),
+            tensors=sum(e.spec.optimized and e.spec.size > 0 for e in self.entries),
             rounding=self.rounding,
         )
         return diagnosis.of_gradient(seen, self._counts())
