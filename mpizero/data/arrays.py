@@ -14,7 +14,7 @@ from mpizero.crc import crc32
 from mpizero.data.source import Indices, Source, check_lengths, check_samples, native
 from mpizero.errors import DataError
 from mpizero.names import explains
-from mpizero.sampletree import SampleTree, map_arrays
+from mpizero.sampletree import SampleTree, leaves_of, map_arrays, map_leaves, paths_of
 from mpizero.types import Array
 
 #: Path of the file of digits inside the scikit-learn package.
@@ -27,9 +27,9 @@ class ArraySource(Source):
 
     Parameters
     ----------
-    x, y : array_like, or dictionary of array_like
-        Inputs and targets, with samples on the first axis. If they are dictionaries of arrays (nested or not), samples
-        are dictionaries too.
+    x, y : array_like, or dictionary of array_like, or tuple or dataclass of arrays
+        Inputs and targets, with samples on the first axis. If they are trees of arrays (nested or not), samples are
+        trees too. A tuple of anything but NumPy arrays is one array, as a list is.
 
     Raises
     ------
@@ -37,7 +37,7 @@ class ArraySource(Source):
         If there are no samples, the arrays have different numbers of samples, or elements are not numbers.
     """
 
-    def __init__(self, x: ArrayLike | Mapping[Any, Any], y: ArrayLike | Mapping[Any, Any]) -> None:
+    def __init__(self, x: Any, y: Any) -> None:
         self.x, self.y = _taken(x, "x"), _taken(y, "y")
         if isinstance(self.x, np.ndarray) and isinstance(self.y, np.ndarray):
             check_lengths(self.x, "x", self.y, "y")
@@ -126,16 +126,28 @@ def _digits() -> tuple[Array, Array]:
     return images, targets
 
 
-def _taken(values: ArrayLike | Mapping[Any, Any], name: str) -> Any:
-    """Check an array, or a dictionary of arrays; return it with contiguous arrays in this machine's byte order.
+def _taken(values: Any, name: str) -> Any:
+    """Check an array, or a tree of arrays; return it with contiguous arrays in this machine's byte order.
 
     ``name`` names the array in error messages.
     """
+    if _is_record(values):
+        checked = iter([_taken(leaf, path) for path, leaf in paths_of(**{name: values})])
+        return map_leaves(lambda leaf: next(checked), values)
     if not isinstance(values, Mapping):
         return native(check_samples(_as_array(values, name), name))
     if not values:
         raise DataError(f"{name}: a dictionary without arrays")
     return {key: _taken(inside, f"{name}[{key!r}]") for key, inside in values.items()}
+
+
+def _is_record(values: Any) -> bool:
+    """Tell whether ``values`` is a tuple or dataclass whose leaves are all arrays of samples."""
+    if isinstance(values, Mapping | list | np.ndarray):
+        return False
+    leaves = leaves_of(values)
+    arrays = all(isinstance(leaf, np.ndarray) and leaf.ndim for leaf in leaves)
+    return arrays and bool(leaves) and not any(leaf is values for leaf in leaves)
 
 
 def _as_array(values: ArrayLike, name: str) -> Array:

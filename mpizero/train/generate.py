@@ -20,8 +20,8 @@ from mpizero.parallel import HybridShardedModel, ShardingConfig
 from mpizero.parallel.checkpointing import model_state
 from mpizero.text import printable
 from mpizero.train.checkpoints.lookup import find_checkpoint
+from mpizero.train.config.model_sections import GptSection
 from mpizero.train.config.parallel_section import ParallelSection
-from mpizero.train.config.sections import GptSection, check_split
 from mpizero.train.config.setting_checks import SettingError, check_option
 from mpizero.train.run.resume import SavedRun
 from mpizero.types import Array
@@ -231,7 +231,7 @@ def open_language_model(
                 settings = _settings_of(reader, home)
                 if settings.layers > len(reader.arrays):
                     raise CheckpointError(f"{home}: holds {len(reader.arrays)} arrays, too few for its configuration")
-                check_split(layout, settings)
+                settings.check_layout(layout)
             model = _model_of(settings)
             with all_ranks(comm):  # before memory is taken for what a file asks for
                 specs = [spec for spec in nn.model_specs(model) if spec.tied is None]
@@ -251,7 +251,8 @@ def open_language_model(
 def _settings_of(reader: checkpoint.Reader, home: str) -> GptSection:
     section = SavedRun.of(reader.attributes, home).config["model"]
     if section.get("name") != "gpt":
-        raise CheckpointError(f"{home}: holds the model {section.get('name')!r}, which writes no text; train a gpt")
+        held = section.get("make", section.get("name"))
+        raise CheckpointError(f"{home}: holds the model {held!r}, which writes no text; train a gpt")
     try:
         return GptSection(**section)
     except (TypeError, SettingError) as error:

@@ -6,19 +6,21 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from mpizero import nn
 from mpizero.errors import ConfigError
 from mpizero.layout import Simulation
 from mpizero.parallel.placement import placement
 from mpizero.planning import TrainingPlan
 from mpizero.planning.machine_file import Machine
 from mpizero.planning.time_floors import TimeFloors
-from mpizero.train.config.builder import build_model, build_optimizer, build_sharding, build_source
-from mpizero.train.config.sections import Config, GptSection
-from mpizero.train.config.setting_checks import check_option, optional, rejected
+from mpizero.train.config.builder import build_optimizer, build_sharding
+from mpizero.train.config.model_and_data import model_and_sample
+from mpizero.train.config.sections import Config
+from mpizero.train.config.setting_checks import check_option, optional
 from mpizero.validation import positive, whole
 
 if TYPE_CHECKING:
@@ -104,7 +106,7 @@ def plan(config: Config, request: PlanRequest) -> PlannedRun:
         For every error in configuration or data for which the training itself would raise it.
     """
     config.parallel.check_ranks(request.ranks)
-    model, x, y = _model_and_sample(config)
+    model, x, y = model_and_sample(config)
     parallel = config.parallel
     sharding = build_sharding(config, cast("Communicator", "self"))  # whose ranks are never asked for
     training = TrainingPlan(
@@ -123,18 +125,6 @@ def plan(config: Config, request: PlanRequest) -> PlannedRun:
         message=request.message,
     )
     return PlannedRun(config, request, training)
-
-
-def _model_and_sample(config: Config) -> tuple[Any, Any, Any]:
-    section, batch = config.model, config.train.global_batch
-    if isinstance(section, GptSection):
-        sample = np.zeros((1, section.sequence), np.int64)
-        return build_model(config), sample, sample
-    source, validation = build_source(config)
-    if len(source) < batch:
-        allowed = f"must be at most the number of training samples, which is {len(source)}"
-        raise rejected("train.global_batch", batch, allowed)
-    return build_model(config, source, validation), *source.samples(np.arange(1))
 
 
 @dataclass(frozen=True)
@@ -235,17 +225,18 @@ class PlannedRun:
             yield from self._machine_warnings(machine)
 
     def _machine_warnings(self, machine: Machine) -> Iterator[str]:
-        train, model, nodes = self.config.train, self.config.model, len(self.training.node_bytes)
+        train, model, nodes = self.config.train, self.training.model, len(self.training.node_bytes)
+        dtype = np.dtype(model.dtype).name
         if self.training.ranks > 1 and not machine.messages:
             yield "the machine file was measured on one rank: messages are expected to take no time"
         elif nodes > machine.nodes == 1:
             yield "the machine file was measured on one node: messages between nodes are expected to take as inside"
-        if (machine.threads, machine.dtype) != (train.threads, model.dtype):
+        if (machine.threads, machine.dtype) != (train.threads, dtype):
             yield (
                 f"the machine file was measured with {machine.threads} threads a rank in {machine.dtype}, this "
-                f"training has {train.threads} and {model.dtype}"
+                f"training has {train.threads} and {dtype}"
             )
-        if isinstance(model, GptSection):
+        if isinstance(model, nn.GPT):
             mine = (self.training.training.step.largest * model.sequence, model.dim)
             found = next(((p.rows, p.inner) for p in machine.products if p.linear), mine)
             if found != mine:

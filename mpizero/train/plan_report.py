@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mpizero.layout.timetable import timetable
 from mpizero.planning import PARTS, PURPOSES, RankPlan
 from mpizero.planning.time_floors import TimeFloors
@@ -44,7 +46,8 @@ def _head(plan: PlannedRun) -> str:
     if config.parallel.splits_model:
         where = f"{training.ranks} ranks {where}"
     return (
-        f"{config.model.name} with {plan.parameter_count:,} {config.model.dtype} parameters, {config.optimizer.name}; "
+        f"{config.model.described} with {plan.parameter_count:,} {np.dtype(training.model.dtype).name} parameters, "
+        f"{config.optimizer.name}; "
         f"{config.parallel.describe(training.ranks)}; {where}\n"
         f"{training.global_batch} samples a step in {grains.described(config.train.accumulate)}"
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from mpizero.errors import ConfigError, DataError
 from mpizero.parallel import BadStep, DDPModel, Replay, ShardingConfig, read_bad_step, replay_bad_step
 from mpizero.parallel.checkpointing import model_state
 from mpizero.parallel.diagnostics.replay import ReplayedArray
-from mpizero.train.config.builder import make_model
 from mpizero.train.config.config_file import config_of
+from mpizero.train.config.model_and_data import build_model, make_model, user_functions, users_modules
+from mpizero.train.config.model_sections import NamedModelSection
 from mpizero.train.config.sections import Config
 from mpizero.train.number_format import joined
 from mpizero.train.run.metrics import finite
@@ -65,8 +66,12 @@ def replay(path: str, chosen: str | None, tell: Callable[[str], object]) -> Repl
     """
     step = read_bad_step(path)
     config = _config_of(step, path)
-    model = _model_of(step, config, path)
-    found = chosen or _newest_before(Path(path), step.step, tell)
+    with users_modules(config):
+        model = _model_of(step, config, path)
+        return _replayed(step, model, chosen or _newest_before(Path(path), step.step, tell))
+
+
+def _replayed(step: BadStep, model: Any, found: str | None) -> ReplayedStep:
     with ShardingConfig(comm="self") as sharding, DDPModel(model, sharding) as placed:
         told = "the start values"
         if found is not None:
@@ -79,7 +84,7 @@ def replay(path: str, chosen: str | None, tell: Callable[[str], object]) -> Repl
 
 def _config_of(step: BadStep, path: str) -> Config:
     try:
-        return config_of(dict(step.about["config"]))
+        config = config_of(dict(step.about["config"]))
     except KeyError:
         raise DataError(
             f"{path}: has no configuration: not written by `mpizero train`; replay it from Python, with "
@@ -87,6 +92,10 @@ def _config_of(step: BadStep, path: str) -> Config:
         ) from None
     except (ConfigError, TypeError, ValueError) as error:
         raise DataError(f"{path}: its configuration is of another version: {error}") from None
+    recorded = replace(config, folder=str(step.about.get("folder", config.folder)))
+    functions = user_functions(recorded).values()
+    there = all(function.file is None or function.file.is_file() for function in functions)
+    return recorded if there else config  # the working directory may have the files, where the run's folder is gone
 
 
 def _model_of(step: BadStep, config: Config, path: str) -> Any:
@@ -95,6 +104,8 @@ def _model_of(step: BadStep, config: Config, path: str) -> Any:
     Raise :class:`DataError` if the model is too large for this machine, or the samples do not fit it.
     """
     widths, section = step.about.get("widths"), config.model
+    if not isinstance(section, NamedModelSection):
+        return build_model(config)
     if widths is not None and not (isinstance(widths, list) and all(is_count(width, 1) for width in widths)):
         raise DataError(f"{path}: about.widths is {widths!r:.80}: expected two whole numbers > 0")
     for what, values in ((name, getattr(grain, name)) for grain in step.grains for name in "xy"):

@@ -14,16 +14,10 @@ from mpizero.errors import ConfigError, ExitStatus
 from mpizero.parallel import ShardingConfig
 from mpizero.train.config.builder import build_sharding, computing_settings
 from mpizero.train.config.config_file import ConfigDocument, parse_config, read_config
+from mpizero.train.config.data_sections import DataSection
+from mpizero.train.config.model_sections import MODELS
 from mpizero.train.config.parallel_section import ParallelSection
-from mpizero.train.config.sections import (
-    MODELS,
-    OPTIMIZERS,
-    CheckpointSection,
-    DataSection,
-    TrainSection,
-    difference,
-    mathematics,
-)
+from mpizero.train.config.sections import OPTIMIZERS, CheckpointSection, TrainSection, difference, mathematics
 
 GPT = '[model]\nname = "gpt"\n[data]\ntext = "stdlib"\n'
 MLP = '[model]\nname = "mlp"\n[data]\narrays = "digits"\n'

@@ -161,6 +161,7 @@ def test_a_model_that_is_wrong_on_one_process_too_is_said_before_any_layout(conf
 
 def test_without_names_the_configurations_own_layout_comes_first(tmp_path):
     config = parse_config(ConfigDocument("tiny.toml", TINY, ["parallel.strategy=ddp", "parallel.ranks_per_node=1"]), {})
-    layouts = choose(config, as_communicator(None), None, 2)
+    model = SimpleNamespace(blocks=dict.fromkeys("abc"), loss=None, dtype=None, seed=0)
+    layouts = choose(config, model, as_communicator(None), None, 2)
     assert str(layouts[0]) == "ddp*2, ranks_per_node=1"
     assert "zero1*2, context=2" in map(str, layouts)

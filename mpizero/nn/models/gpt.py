@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -74,6 +74,8 @@ class GPT:
     activation_checkpointing: bool = False
     dtype: Any = "float32"
     seed: int = 0
+    #: What the model is for: in `mpizero train` it is told its perplexity.
+    task: ClassVar[str] = "language"
 
     def __post_init__(self) -> None:
         require_positive("GPT", dim=self.dim, layers=self.layers, heads=self.heads)

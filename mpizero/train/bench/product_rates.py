@@ -17,8 +17,9 @@ from mpizero.nn import GPT
 from mpizero.nn.models.efficient_batch import efficient_samples
 from mpizero.planning.machine_file import MatrixProduct
 from mpizero.train.bench.rounds import alone, together
-from mpizero.train.config.sections import Config, GptSection
-from mpizero.train.config.setting_checks import check_option
+from mpizero.train.config.model_sections import GptSection
+from mpizero.train.config.sections import Config
+from mpizero.train.config.setting_checks import check_option, shown
 from mpizero.types import Array
 from mpizero.validation import whole
 
@@ -67,7 +68,9 @@ class ProductShapes:
         """
         section, train = config.model, config.train
         if not isinstance(section, GptSection):
-            raise ConfigError(f'model.name = "{section.name}": bench machine takes the shapes of a "gpt"; give --dim')
+            raise ConfigError(
+                f'the model is {shown(section.described)}: bench machine takes the shapes of a "gpt"; give --dim'
+            )
         gpt = GPT(section.dim, section.layers, section.heads, section.sequence, vocabulary=_VOCABULARY)
         rule = GrainRule(train.micro_batch, train.accumulate, efficient_samples(gpt))
         batch = rule.micro_size(train.global_batch)

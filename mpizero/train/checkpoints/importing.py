@@ -13,9 +13,9 @@ from mpizero import checkpoint, nn
 from mpizero.checkpoint.tools import element_types
 from mpizero.errors import DataError
 from mpizero.train.checkpoints.lookup import find_checkpoint
-from mpizero.train.config.builder import build_model, build_source, data_fingerprint
 from mpizero.train.config.config_file import ConfigDocument, parse_config, read_config
-from mpizero.train.config.sections import Config, GptSection
+from mpizero.train.config.model_and_data import build_model, build_source, data_fingerprint, needs_data
+from mpizero.train.config.sections import Config
 from mpizero.train.run.resume import ATTRIBUTE
 
 
@@ -73,7 +73,7 @@ def _build(config: Config) -> tuple[Any, str]:
     try:
         source, validation = build_source(config)
     except DataError:
-        if not isinstance(config.model, GptSection):
-            raise  # its width is that of the data
+        if needs_data(config):
+            raise
         return build_model(config), ""
     return build_model(config, source, validation), data_fingerprint(source)

@@ -6,7 +6,8 @@ from typing import Any
 
 from mpizero.comm import Communicator
 from mpizero.comm.startup.same_software import agree_to_start
-from mpizero.train.config.builder import TrainingJob, build, widths_of
+from mpizero.train.config.builder import TrainingJob, build
+from mpizero.train.config.model_and_data import widths_of
 from mpizero.train.config.sections import Config
 from mpizero.train.run.setup import COMMAND, RunRecord, RunSetup
 from mpizero.train.run.signals import StopSignals
@@ -68,8 +69,9 @@ def setup_of(job: TrainingJob) -> RunSetup:
     config = job.config.to_dict()
     record = RunRecord(
         settings=config,
-        about={"config": config, "widths": widths_of(job.model.wrapped_model)},
+        about={"config": config, "widths": widths_of(job.model.wrapped_model), "folder": job.config.folder},
         fingerprint=job.fingerprint,
+        code=job.code,
         task=job.task,
         units_per_sample=job.units_per_sample,
         description=job.describe(),

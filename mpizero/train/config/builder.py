@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from mpizero import data, nn, optim
+from mpizero import optim
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.equality import agree_equal
-from mpizero.errors import DataError
 from mpizero.layout import Grains
 from mpizero.parallel import HybridShardedModel, ShardedModelBase, ShardingConfig, distribute
+from mpizero.train.config.model_and_data import (
+    build_model,
+    build_source,
+    check_samples,
+    data_fingerprint,
+    task_of,
+    units_per_sample,
+    user_functions,
+    users_modules,
+)
 from mpizero.train.config.parallel_section import ParallelSection
-from mpizero.train.config.sections import Config, DataSection, GptSection, MlpSection, OptimizerSection
-from mpizero.train.config.setting_checks import rejected
-
-#: Number of samples in the hash by which a resumed run recognizes its training data.
-FINGERPRINT_SAMPLES = 64
+from mpizero.train.config.sections import Config, OptimizerSection
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,16 @@ class TrainingJob:
         How the ranks compute, communicate and share memory.
     model, optimizer : ShardedModelBase, its optimizer
         The sharded model and its optimizer, ready to train.
+    name : str
+        Name of the model in messages.
     task : str
-        "language", "classification" or "regression".
+        "language", "classification" or "regression"; "" if it is not known.
     units_per_sample : int
         Number of tokens in a sample for a language model, else 1.
     fingerprint : str
         Hash of the training data, by which a resumed run checks that it has the same data.
+    code : mapping of str to str
+        Hashes of the files of the user's functions that made model and data, by file name; empty if there are none.
     """
 
     config: Config
@@ -56,9 +62,11 @@ class TrainingJob:
     sharding: ShardingConfig
     model: Any
     optimizer: Any
+    name: str
     task: str
     units_per_sample: int
     fingerprint: str
+    code: Mapping[str, str] = field(default_factory=dict)
 
     def describe(self) -> str:
         """Describe the run in one line: model, layout, numbers of samples, grains.
@@ -71,7 +79,7 @@ class TrainingJob:
         count = grains.count
         idle = f"; {who} {count} to {sharing - 1} have no grain and only help" if sharing > count else ""
         return (
-            f"{self.config.model.name} with {self.model.parameter_count:,} parameters, "
+            f"{self.name} with {self.model.parameter_count:,} parameters, "
             f"{parallel.describe(self.comm.size)}; "
             f"{len(self.source):,} training and {len(self.validation):,} validation samples; "
             f"{train.global_batch} a step in {grains.described(train.accumulate)}{idle}"
@@ -85,32 +93,35 @@ def build(config: Config, comm: Communicator) -> Iterator[TrainingJob]:
 
     Collective over ``comm``.
     """
-    with all_ranks(comm):
-        source, validation = build_source(config)
-        check_samples(config, source)
-        wrapped = build_model(config, source, validation)
-        fingerprint = data_fingerprint(source)
-    agree_equal(comm, lambda: {"the training data": fingerprint}, "agree data")
-    sharding = build_sharding(config, comm)
-    model = lay_out(wrapped, build_optimizer(config), config.parallel, sharding)
-    section = config.model
-    task = section.task if isinstance(section, MlpSection) else "language"
-    units = section.sequence if isinstance(section, GptSection) else 1
-    with model:
-        model.reserve(config.train.global_batch)
-        yield TrainingJob(
-            config=config,
-            comm=comm,
-            source=source,
-            validation=validation,
-            sharding=sharding,
-            model=model,
-            optimizer=model.optimizer,
-            task=task,
-            units_per_sample=units,
-            fingerprint=fingerprint,
-        )
-    sharding.close()
+    with users_modules(config):
+        with all_ranks(comm):
+            source, validation = build_source(config)
+            check_samples(config, source)
+            wrapped = build_model(config, source, validation)
+            fingerprint = data_fingerprint(source)
+            held = data_fingerprint(validation) if len(validation) else ""
+            task = task_of(wrapped)
+            units = units_per_sample(task, source)
+            code = {k: v for function in user_functions(config).values() for k, v in function.files().items()}
+        agree_equal(comm, lambda: {"the training data": fingerprint, "the validation data": held}, "agree data")
+        sharding = build_sharding(config, comm)
+        with lay_out(wrapped, build_optimizer(config), config.parallel, sharding) as model:
+            model.reserve(config.train.global_batch)
+            yield TrainingJob(
+                config=config,
+                comm=comm,
+                source=source,
+                validation=validation,
+                sharding=sharding,
+                model=model,
+                optimizer=model.optimizer,
+                name=config.model.described,
+                task=task,
+                units_per_sample=units,
+                fingerprint=fingerprint,
+                code=code,
+            )
+        sharding.close()
 
 
 def lay_out(model: Any, optimizer: Any, parallel: ParallelSection, sharding: ShardingConfig) -> ShardedModelBase:
@@ -121,137 +132,6 @@ def lay_out(model: Any, optimizer: Any, parallel: ParallelSection, sharding: Sha
     if not parallel.splits_model:
         return distribute(model, optimizer, strategy=parallel.strategy, config=sharding)
     return HybridShardedModel(model, sharding, **parallel.arguments(), optimizer=optimizer)
-
-
-def build_source(config: Config) -> tuple[Any, Any]:
-    """Open the data; return the samples for training and the samples held back for validation.
-
-    Not collective.
-
-    Raises
-    ------
-    DataError
-        If data are missing, empty, or too short; the message names the file.
-    """
-    section = config.data
-    parts: tuple[Any, Any] = _open(section, config).split(section.validation)
-    return parts
-
-
-def check_samples(config: Config, source: Any) -> None:
-    """Raise an error if the global batch is larger than the number of training samples in ``source``.
-
-    Not collective.
-    """
-    if len(source) < config.train.global_batch:
-        raise rejected(
-            "train.global_batch",
-            config.train.global_batch,
-            f"must be at most the number of training samples, which is {len(source)}",
-        )
-
-
-def _open(section: DataSection, config: Config) -> Any:
-    if isinstance(config.model, GptSection):
-        assert section.text is not None
-        paths = "stdlib" if section.text == ("stdlib",) else list(section.text)
-        return data.TextSource(paths, sequence=config.model.sequence)
-    if section.hdf5 is not None:
-        return data.Hdf5Source(section.hdf5["path"], section.hdf5["x"], section.hdf5["y"])
-    if section.arrays == "digits":
-        return data.digits()
-    return data.NpySource(section.arrays["x"], section.arrays["y"])
-
-
-def build_model(config: Config, *sources: Any) -> Any:
-    """Build the model; an MLP takes its numbers of features and outputs from the data.
-
-    Not collective. ``sources`` are the samples for training and for validation. The number of classes is the larger
-    one of the two.
-    """
-    section = config.model
-    return make_model(config, _widths(section, sources) if isinstance(section, MlpSection) else None)
-
-
-def make_model(config: Config, widths: Sequence[int] | None) -> Any:
-    """Build the model; ``widths`` are the numbers of features and outputs of an MLP, None for a GPT.
-
-    Not collective.
-
-    Raises
-    ------
-    DataError
-        If the model is an MLP and ``widths`` are not two numbers.
-    """
-    section, seed = config.model, config.train.seed
-    if isinstance(section, GptSection):
-        return nn.GPT(
-            dim=section.dim,
-            layers=section.layers,
-            heads=section.heads,
-            sequence=section.sequence,
-            dropout=section.dropout,
-            tied=section.tied,
-            activation_checkpointing=section.activation_checkpointing,
-            dtype=section.dtype,
-            seed=seed,
-        )
-    assert isinstance(section, MlpSection)
-    if not isinstance(widths, list | tuple) or len(widths) != 2:
-        raise DataError(f"an mlp takes features and outputs from its data, got {widths!r}")
-    return nn.MLP(
-        widths[0],
-        section.hidden,
-        widths[1],
-        activation=section.activation,
-        task=section.task,
-        dtype=section.dtype,
-        seed=seed,
-    )
-
-
-def widths_of(model: Any) -> tuple[int, int] | None:
-    """Return the ``widths`` with which :func:`make_model` makes a model of this size; None for a GPT.
-
-    Not collective.
-    """
-    return (model.features, model.outputs) if isinstance(model, nn.MLP) else None
-
-
-def _widths(section: MlpSection, sources: Sequence[Any]) -> tuple[int, int]:
-    """Return the number of features of a sample, and the number of classes (regression: of values) to predict."""
-    x, y = sources[0].samples(np.arange(1))
-    if x.ndim != 2:
-        raise DataError(f"an mlp takes samples of one axis (samples, features), the data have shape {x.shape[1:]} each")
-    if section.task == "regression":
-        if y.ndim != 2:
-            raise DataError(f'task = "regression" takes targets (samples, outputs), the data\'s have {y.ndim} axes')
-        return x.shape[1], y.shape[1]
-    if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
-        raise DataError(
-            f'task = "classification" takes whole numbers (samples,) as targets, the data have {y.dtype} '
-            f"with {y.ndim} axes"
-        )
-    return x.shape[1], max(map(classes, sources))
-
-
-def classes(source: Any) -> int:
-    """Return the number of classes of a source: one more than its largest target.
-
-    Not collective.
-
-    Raises
-    ------
-    DataError
-        If a target is negative.
-    """
-    largest = -1
-    for start in range(0, len(source), 4096):
-        _, y = source.samples(np.arange(start, min(start + 4096, len(source))))
-        if y.min() < 0:
-            raise DataError(f"classes are numbered from 0; sample {start + int(y.argmin())} has {int(y.min())}")
-        largest = max(largest, int(y.max()))
-    return largest + 1
 
 
 def build_optimizer(config: Config) -> Any:
@@ -312,16 +192,3 @@ def build_sharding(config: Config, comm: Communicator) -> ShardingConfig:
         check_every=train.check_every,
         **computing_settings(config),
     )
-
-
-def data_fingerprint(source: Any) -> str:
-    """Return a hash of a source's length and of :data:`FINGERPRINT_SAMPLES` samples, evenly spaced in it.
-
-    Not collective.
-    """
-    count = min(FINGERPRINT_SAMPLES, len(source))
-    x, y = source.samples(np.arange(count, dtype=np.int64) * len(source) // max(count, 1))
-    digest = hashlib.sha256(f"{len(source)} {x.dtype} {x.shape} {y.dtype} {y.shape}".encode())
-    digest.update(np.ascontiguousarray(x).tobytes())
-    digest.update(np.ascontiguousarray(y).tobytes())
-    return digest.hexdigest()

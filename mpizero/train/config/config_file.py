@@ -14,17 +14,10 @@ from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ConfigError
 from mpizero.names import nearest
+from mpizero.train.config.data_sections import DataSection, MadeDataSection
+from mpizero.train.config.model_sections import MODELS, MadeModelSection, ModelSection, NamedModelSection
 from mpizero.train.config.parallel_section import ParallelSection
-from mpizero.train.config.sections import (
-    MODELS,
-    OPTIMIZERS,
-    CheckpointSection,
-    Config,
-    DataSection,
-    ModelSection,
-    OptimizerSection,
-    TrainSection,
-)
+from mpizero.train.config.sections import OPTIMIZERS, CheckpointSection, Config, OptimizerSection, TrainSection
 from mpizero.train.config.setting_checks import SettingError, rejected, shown
 
 Tables = dict[str, dict[str, Any]]
@@ -59,8 +52,10 @@ class ConfigDocument:
         """
         try:
             yield
-        except SettingError as error:
-            raise ConfigError(f"{self.place(error.key)}: {error.message}") from None
+        except SettingError as error:  # one of a user's function has the error that was raised there as its cause
+            located = ConfigError(f"{self.place(error.key)}: {error.message}")
+            located.status = error.status
+            raise located from error.__cause__
 
     def place(self, key: str) -> str:
         """Return where a key such as ``train.steps`` was set: "--set", or the file's name and, if found, the line.
@@ -154,7 +149,7 @@ def parse_config(document: ConfigDocument, defaults: Mapping[str, str] | None = 
             section, _, setting = key.partition(".")
             if isinstance(tables.get(section, {}), dict) and setting not in tables.get(section, {}):
                 _apply(tables, f"{key}={value}")
-        return config_of(tables)
+        return config_of(tables, str(Path(document.name).parent.absolute()))
 
 
 def _apply(tables: Tables, override: str) -> None:
@@ -182,10 +177,10 @@ def _value(override: str, raw: str) -> Any:
     return parsed["value"]
 
 
-def config_of(tables: Tables) -> Config:
+def config_of(tables: Tables, folder: str = ".") -> Config:
     """Build a checked configuration from the tables of a TOML file, or from the result of :meth:`Config.to_dict`.
 
-    Not collective.
+    Not collective. ``folder`` is that of the configuration file.
 
     Raises
     ------
@@ -201,18 +196,30 @@ def config_of(tables: Tables) -> Config:
     for section in ("model", "data"):
         if section not in tables:
             raise SettingError(section, f"[{section}] is missing: it has no default")
-    if "name" not in tables["model"]:
-        raise SettingError("model", f"model.name is missing: it must be one of {', '.join(map(shown, MODELS))}")
-    model = _chosen(tables, "model", ModelSection, MODELS, "")
     optimizer = _chosen(tables, "optimizer", OptimizerSection, OPTIMIZERS, "adamw")
     return Config(
-        model=_section(model, tables, MODELS),
-        data=_section(DataSection, tables),
+        model=_model(tables),
+        data=MadeDataSection.of(tables["data"]) if "make" in tables["data"] else _section(DataSection, tables),
         parallel=_section(ParallelSection, tables),
         train=_section(TrainSection, tables),
         optimizer=_section(optimizer, tables, OPTIMIZERS),
         checkpoint=_section(CheckpointSection, tables),
+        folder=folder,
     )
+
+
+def _model(tables: Tables) -> ModelSection:
+    given = tables["model"]
+    names = ", ".join(map(shown, MODELS))
+    if "make" not in given:
+        if "name" not in given:
+            message = f'model.name is missing: it must be one of {names}; or give model.make = "my_model.py:make"'
+            raise SettingError("model", message)
+        section: ModelSection = _section(_chosen(tables, "model", NamedModelSection, MODELS, ""), tables, MODELS)
+        return section
+    if "name" in given:
+        raise rejected("model.name", given["name"], "must be left out with model.make, which makes the model")
+    return MadeModelSection.of(given)
 
 
 def _chosen(tables: Tables, section: str, base: Any, kinds: Mapping[str, Any], default: str) -> Any:

@@ -9,7 +9,17 @@ from mpizero.errors import ConfigError, GridError
 from mpizero.layout import SCHEDULES, Axes, chunk_stages, explicit_cuts
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.train.config.message_settings import bucket
-from mpizero.train.config.setting_checks import ConfigSection, choice, flag, many, optional, setting, shown, text
+from mpizero.train.config.setting_checks import (
+    ConfigSection,
+    SettingError,
+    choice,
+    flag,
+    many,
+    optional,
+    setting,
+    shown,
+    text,
+)
 from mpizero.validation import whole
 
 #: Names of the strategies, by ZeRO stage.
@@ -126,6 +136,10 @@ class ParallelSection(ConfigSection):
         """Raise an error if the layout has a context group; called if the model, named ``model``, has no sequences."""
         if self.context > 1:
             raise self.reject("context", f"must be 1: model.name = {shown(model)} has no sequence to cut")
+
+    def reject_split(self, allowed: str) -> SettingError:
+        """Return the error about the first axis that splits the model; ``allowed`` says what is allowed."""
+        return self.reject(next(axis for axis in _SPLITTING if getattr(self, axis) > 1), allowed)
 
     def parallel_layout(self) -> ParallelLayout:
         """Return the layout as a :class:`ParallelLayout`; without a pipeline, schedule and cuts keep their defaults."""

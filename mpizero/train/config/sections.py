@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from mpizero.checkpoint import ALIGNMENT, ALIGNMENT_LIMIT
-from mpizero.train.config.data_checks import arrays, patterns, table
+from mpizero.train.config.data_sections import DataSection, MadeDataSection
 from mpizero.train.config.loop_section import LoopSection
 from mpizero.train.config.message_settings import compression
+from mpizero.train.config.model_sections import ModelSection
 from mpizero.train.config.parallel_section import ParallelSection
 from mpizero.train.config.setting_checks import (
     ConfigSection,
@@ -17,8 +18,6 @@ from mpizero.train.config.setting_checks import (
     flag,
     many,
     optional,
-    rejected,
-    required,
     setting,
     shown,
     text,
@@ -44,91 +43,10 @@ FREE_KEYS = (
     "data.text",
     "data.arrays",
     "data.hdf5",
+    "data.make",
 )
 #: The setting with the step at which the learning rate schedule ends.
 _LENGTH = "optimizer.schedule_steps"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSection(ConfigSection):
-    """Hold the settings that all models have; :class:`GptSection` and :class:`MlpSection` add their own."""
-
-    name: str = required(choice("gpt", "mlp"))
-    dtype: str = setting("float32", choice("float32", "float64"))
-
-    @classmethod
-    def title(cls) -> str:
-        """Return the section's name in the file."""
-        return "model"
-
-    @property
-    def block_count(self) -> int:
-        """Number of blocks of the model, between which a pipeline can cut it."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, kw_only=True)
-class GptSection(ModelSection):
-    """Hold the settings of a byte-level language model."""
-
-    dim: int = setting(256, whole(1))
-    layers: int = setting(4, whole(1))
-    heads: int = setting(4, whole(1))
-    sequence: int = setting(128, whole(1))
-    dropout: float = setting(0.0, fraction)
-    tied: bool = setting(True, flag)
-    activation_checkpointing: bool = setting(False, flag)
-
-    @property
-    def block_count(self) -> int:
-        """Number of blocks: embedding, transformer blocks, head."""
-        return self.layers + 2
-
-    def check_combination(self) -> None:
-        """Raise an error if ``heads``, the number of attention heads, does not divide ``dim``."""
-        if self.dim % self.heads:
-            fit = ", ".join(str(n) for n in range(1, min(self.dim, 64) + 1) if self.dim % n == 0)
-            raise self.reject("heads", f"must divide model.dim = {self.dim}; these do: {fit}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MlpSection(ModelSection):
-    """Hold the settings of a multi-layer perceptron, whose numbers of inputs and outputs are taken from the data."""
-
-    hidden: tuple[int, ...] = setting((64, 64), many(whole(1)))
-    activation: str = setting("relu", choice("relu", "gelu", "silu", "tanh"))
-    task: str = setting("classification", choice("classification", "regression"))
-
-    @property
-    def block_count(self) -> int:
-        """Number of blocks: hidden layers and output layer."""
-        return len(self.hidden) + 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataSection(ConfigSection):
-    """Hold the origin of the samples: exactly one of ``text``, ``arrays`` and ``hdf5``.
-
-    Relative paths start at the working directory. ``validation`` is the fraction of samples held back for validation.
-    """
-
-    text: tuple[str, ...] | None = setting(None, optional(patterns))
-    arrays: Any = setting(None, optional(arrays))
-    hdf5: Any = setting(None, optional(table("path", "x", "y")))
-    validation: float = setting(0.05, fraction)
-
-    @property
-    def kind(self) -> str:
-        """The setting that is given: "text", "arrays" or "hdf5"."""
-        return next(key for key in ("text", "arrays", "hdf5") if getattr(self, key) is not None)
-
-    def check_combination(self) -> None:
-        """Raise an error if not exactly one of ``text``, ``arrays`` and ``hdf5`` is given."""
-        given = [key for key in ("text", "arrays", "hdf5") if getattr(self, key) is not None]
-        if len(given) != 1:
-            what = " and ".join(f"data.{key}" for key in given) if given else "none"
-            example = 'text = ["corpus/*.txt"], text = "stdlib", arrays = {x = "x.npy", y = "y.npy"}, arrays = "digits"'
-            raise rejected("data", what, f"must have exactly one of text, arrays and hdf5, for example {example}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,7 +190,6 @@ class CheckpointSection(ConfigSection):
             )
 
 
-MODELS: dict[str, type[ModelSection]] = {"gpt": GptSection, "mlp": MlpSection}
 OPTIMIZERS: dict[str, type[OptimizerSection]] = {
     "sgd": SgdSection,
     "adam": AdamSection,
@@ -285,14 +202,18 @@ OPTIMIZERS: dict[str, type[OptimizerSection]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Hold a whole configuration; the constructor checks that its sections fit together."""
+    """Hold a whole configuration; the constructor checks that its sections fit together.
+
+    ``folder`` is the folder of the configuration file, where relative paths of ``make`` start. It is no setting.
+    """
 
     model: ModelSection
-    data: DataSection
+    data: DataSection | MadeDataSection
     parallel: ParallelSection = ParallelSection()
     train: TrainSection = TrainSection()
     optimizer: OptimizerSection = AdamwSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    folder: str = "."
 
     def __post_init__(self) -> None:
         """Raise an error for sections that do not fit together."""
@@ -300,32 +221,18 @@ class Config:
         if self.optimizer.warmup > length:
             whose = "optimizer.schedule_steps" if given else "train.steps"
             raise self.optimizer.reject("warmup", f"must be at most {whose} = {length}")
-        if self.train.mixed_precision is not None and self.model.dtype != "float32":
-            raise self.train.reject("mixed_precision", f"needs model.dtype = float32, it is {self.model.dtype}")
-        if self.model.name == "gpt" and self.data.kind != "text":
-            raise rejected("data", f"data.{self.data.kind}", 'model.name = "gpt" learns from data.text')
-        if self.model.name == "mlp" and self.data.kind == "text":
-            raise rejected("data", "data.text", 'model.name = "mlp" learns from data.arrays or data.hdf5')
+        dtype = getattr(self.model, "dtype", "float32")  # a model that a function makes is looked at when it is made
+        if self.train.mixed_precision is not None and dtype != "float32":
+            raise self.train.reject("mixed_precision", f"needs model.dtype = float32, it is {dtype}")
+        self.model.check_data(self.data)
         if self.parallel.bucket_mb is not None and self.train.gradient_compression is not None:
             raise self.parallel.reject("bucket_mb", "must be left out with train.gradient_compression: it fixes sizes")
-        check_split(self.parallel, self.model)
+        self.model.check_layout(self.parallel)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return every setting, defaults included, as JSON values by section and key."""
-        return {item.name: {k: _plain(v) for k, v in asdict(getattr(self, item.name)).items()} for item in fields(self)}
-
-
-def check_split(parallel: ParallelSection, model: ModelSection) -> None:
-    """Raise an error if the layout cannot split the model on any number of ranks."""
-    parallel.check_blocks(model.block_count)
-    if isinstance(model, GptSection):
-        parallel.check_heads(model.heads)
-    else:
-        parallel.check_sequence(model.name)
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+        sections = [getattr(self, item.name) for item in fields(self) if item.name != "folder"]
+        return {section.title(): section.to_dict() for section in sections}
 
 
 def mathematics(config: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from mpizero.errors import ConfigError
@@ -84,6 +84,10 @@ class ConfigSection:
 
     def check_combination(self) -> None:
         """Raise an error for settings that do not fit together; subclasses override this."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every setting, defaults included, as JSON values by key."""
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
     def reject(self, key: str, allowed: str) -> SettingError:
         """Return the error about the wrong setting ``key`` of this section; ``allowed`` says what is allowed."""

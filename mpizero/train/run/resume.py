@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,15 @@ class SavedRun:
         The whole configuration of the run.
     data : str
         Fingerprint of the training data.
+    code : mapping of str to str
+        Hashes of the files of the user's functions that made model and data, by file name.
     """
 
     step: int
     loss: float | None
     config: dict[str, dict[str, Any]]
     data: str
+    code: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, attributes: Mapping[str, Any], path: str | Path) -> SavedRun:
@@ -57,7 +60,13 @@ class SavedRun:
         """
         try:
             found = attributes[ATTRIBUTE]
-            saved = cls(_whole(found["step"]), found["loss"], dict(found["config"]), str(found["data"]))
+            saved = cls(
+                _whole(found["step"]),
+                found["loss"],
+                dict(found["config"]),
+                str(found["data"]),
+                dict(found.get("code", {})),
+            )
         except (KeyError, TypeError, ValueError):
             raise CheckpointError(f"{path}: not written by `mpizero train`: it holds no training run's state") from None
         if not isinstance(saved.config.get("model"), dict):
@@ -85,6 +94,7 @@ def saved_attributes(setup: RunSetup, step: int, loss: float | None, versions: M
         "config": record.settings,
         "data": record.fingerprint,
         "versions": dict(versions),
+        **({"code": dict(record.code)} if record.code else {}),
     }
     return {ATTRIBUTE: own}
 
@@ -126,7 +136,7 @@ def restore(
     found = checkpoint.survey(folder.checkpoints, comm)
     if step is not None:
         start = _restore_step(setup, folder, comm, found, step)
-        progress.say(f"resuming from step {step}, as asked for")
+        progress.say(f"resuming from step {step}, as asked for{_changed_code(setup, start.saved)}")
         return start
     passed: list[StepFolder] = []
     for one in found:
@@ -134,13 +144,23 @@ def restore(
             raise _refusal(setup, folder, passed, one)
         looked, saved = _try(setup, one, comm)
         if saved is not None:
-            progress.say(f"resuming from {one.path}")
+            progress.say(f"resuming from {one.path}{_changed_code(setup, saved)}")
             return ResumePoint(saved, passed)
         passed.append(looked)
     if passed:
         raise _refusal(setup, folder, passed, None)
     progress.say(f"no checkpoint in {folder.checkpoints}: starting from the beginning")
     return None
+
+
+def _changed_code(setup: RunSetup, saved: SavedRun) -> str:
+    """Return a text that names the user's files that have changed since the checkpoint was saved; "" if none has."""
+    code = setup.record.code
+    changed = [name for name, digest in sorted(code.items()) if saved.code.get(name, digest) != digest]
+    if not changed:
+        return ""
+    verb = "has" if len(changed) == 1 else "have"
+    return f"; {', '.join(changed)} {verb} changed since it was saved: from here on the run is that of the new code"
 
 
 def _try(setup: RunSetup, found: StepFolder, comm: Communicator) -> tuple[StepFolder, SavedRun | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +47,8 @@ class RunRecord:
         JSON values that are saved beside the samples of skipped steps.
     fingerprint : str
         Hash of the training data, by which a resumed run checks that it has the same data.
+    code : mapping of str to str
+        Hashes of the files of the user's functions that made model and data, by file name; a resume tells of changes.
     task : str
         "language", "classification", "regression", or "" if it is unknown.
     units_per_sample : int
@@ -59,6 +62,7 @@ class RunRecord:
     settings: dict[str, dict[str, Any]]
     about: dict[str, Any] = field(default_factory=dict)
     fingerprint: str
+    code: Mapping[str, str] = field(default_factory=dict)
     task: str = ""
     units_per_sample: int = 1
     description: str = ""

@@ -16,8 +16,9 @@ from mpizero.data import Source, batches
 from mpizero.errors import ConfigError, ExitStatus
 from mpizero.parallel import ShardingConfig
 from mpizero.text import notice
-from mpizero.train.config.builder import build_model, build_optimizer, build_source, check_samples, computing_settings
-from mpizero.train.config.sections import Config, GptSection, check_split
+from mpizero.train.config.builder import build_optimizer, computing_settings
+from mpizero.train.config.model_and_data import build_model, build_source, check_samples, users_modules
+from mpizero.train.config.sections import Config
 from mpizero.train.config.setting_checks import check_option, optional
 from mpizero.train.modelcheck.check import examine
 from mpizero.train.modelcheck.model_report import ModelReport
@@ -25,6 +26,7 @@ from mpizero.train.run.progress import Progress
 from mpizero.train.verify.compare import compare_layouts
 from mpizero.train.verify.layouts import Layout, default_layouts, parse_layouts
 from mpizero.train.verify.verdicts import Report
+from mpizero.types import BlockModel
 from mpizero.validation import whole
 
 #: Exit status if a layout differs from one process, or the model itself is wrong.
@@ -42,11 +44,15 @@ def verify(config: Config, comm: Communicator, options: argparse.Namespace) -> i
     if options.tolerance is not None and not 0 <= options.tolerance < 1:
         raise ConfigError(f"--tolerance {options.tolerance}: must be a number from 0 to 1")
     check_option("--ranks", options.ranks, optional(whole(1)))
-    layouts = choose(config, comm, options.layouts, options.ranks)
+    with users_modules(config):
+        return _verify(config, comm, options)
+
+
+def _verify(config: Config, comm: Communicator, options: argparse.Namespace) -> int:
     with all_ranks(comm):
         source, validation = build_source(config)
         check_samples(config, source)
-        build_model(config, source, validation)
+        layouts = choose(config, build_model(config, source, validation), comm, options.layouts, options.ranks)
 
     def feed(sharding: ShardingConfig, group: Communicator) -> Iterator[Any]:
         return batches(source, sharding, config.train.global_batch, seed=config.train.seed, group=group)
@@ -81,25 +87,26 @@ def verify(config: Config, comm: Communicator, options: argparse.Namespace) -> i
     return int(ExitStatus.OK) if report.agrees else DIFFERS
 
 
-def choose(config: Config, comm: Communicator, named: str | None, ranks: int | None) -> list[Layout]:
+def choose(config: Config, model: Any, comm: Communicator, named: str | None, ranks: int | None) -> list[Layout]:
     """Return the layouts to compare, and check that the model fits them.
 
-    Not collective. ``named`` is the option ``--layouts``. If it is None, the configuration's layout and the default
-    layouts for ``ranks`` ranks are compared. ``ranks`` is the option ``--ranks``; None means the ranks of the job, or 2
-    threads.
+    Not collective. ``model`` is the configuration's. ``named`` is the option ``--layouts``. If it is None, the
+    configuration's layout and the default layouts for ``ranks`` ranks are compared. ``ranks`` is the option
+    ``--ranks``; None means the ranks of the job, or 2 threads.
 
     Raises
     ------
     ConfigError
         If a layout does not fit the model or the job. The message names the layout and the reason.
     """
-    model, launched = config.model, comm.size
+    launched = comm.size
     if ranks is not None and launched > 1 and ranks > launched:
         raise ConfigError(f"--ranks {ranks}: this job has {launched}")
     if named is None:
-        heads, sequence = (model.heads, model.sequence) if isinstance(model, GptSection) else (1, 0)
+        heads, sequence = config.model.split_sizes
         count = ranks if ranks is not None else launched if launched > 1 else 2
-        found = default_layouts(count, blocks=model.block_count, heads=heads, sequence=sequence)
+        blocks = len(model.blocks) if isinstance(model, BlockModel) else 1
+        found = default_layouts(count, blocks=blocks, heads=heads, sequence=sequence)
         own = _own(config, count)
         return found if own is None or own in found else [own, *found]
     layouts = parse_layouts(named, config.parallel.strategy)
@@ -109,7 +116,7 @@ def choose(config: Config, comm: Communicator, named: str | None, ranks: int | N
         )
     for layout in layouts:
         try:
-            check_split(layout.parallel, model)
+            config.model.check_layout(layout.parallel, model)
         except ConfigError as error:
             raise ConfigError(f"--layouts: {str(layout)!r} does not fit: {error}") from None
         if launched > 1 and layout.ranks > launched:

@@ -1,0 +1,330 @@
+"""Open the data that a configuration describes, and make its model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpizero import data, nn
+from mpizero.data import ArraySource, Source
+from mpizero.errors import DataError, MpizeroError
+from mpizero.parallel import ShardedModelBase
+from mpizero.parallel.partition.model_checks import check_model
+from mpizero.sampletree import SampleTree
+from mpizero.train.config.data_sections import DataSection, MadeDataSection
+from mpizero.train.config.model_sections import GptSection, MadeModelSection, MlpSection
+from mpizero.train.config.sections import Config
+from mpizero.train.config.setting_checks import rejected, shown
+from mpizero.train.config.user_function import UserFunction, importable
+from mpizero.validation import whole
+
+#: What a model may be for, which says what is told of its validation.
+TASKS = ("language", "classification", "regression")
+_TWO_SETS = '{"training": (x, y), "validation": (x, y)}'
+#: Number of samples in the hash by which a resumed run recognizes its training data.
+FINGERPRINT_SAMPLES = 64
+
+
+def user_functions(config: Config) -> dict[str, UserFunction]:
+    """Return the user's functions that the configuration names, by section: "model", "data", both or none.
+
+    Not collective.
+    """
+    sections = {"model": config.model, "data": config.data}
+    return {
+        name: UserFunction(name, section.make, Path(config.folder))
+        for name, section in sections.items()
+        if isinstance(section, MadeModelSection | MadeDataSection)
+    }
+
+
+def users_modules(config: Config) -> AbstractContextManager[None]:
+    """Return a context manager in whose ``with`` block the user's functions can import the modules beside their files.
+
+    Not collective.
+    """
+    return importable(*user_functions(config).values())
+
+
+def build_source(config: Config) -> tuple[Any, Any]:
+    """Open the data; return the samples for training and the samples held back for validation.
+
+    Not collective.
+
+    Raises
+    ------
+    DataError
+        If data are missing, empty, or too short; the message names the file.
+    SettingError
+        If the user's function that makes the data fails, or returns something else.
+    """
+    section = config.data
+    if isinstance(section, MadeDataSection):
+        return _made_source(section, config)
+    parts: tuple[Any, Any] = _open(section, config).split(section.validation)
+    return parts
+
+
+def _made_source(section: MadeDataSection, config: Config) -> tuple[Source, Source]:
+    function = user_functions(config)["data"]
+    made = function.call(section.arguments, {"seed": lambda: config.train.seed})
+    training, validation = _parts_of(made, function)
+    if validation is None:
+        found: tuple[Source, Source] = training.split(section.validation)
+        return found
+    if section.validation is not None:
+        raise rejected("data.validation", section.validation, f"must be left out: {section.make} makes these samples")
+    return training, validation
+
+
+def _parts_of(made: Any, function: UserFunction) -> tuple[Source, Source | None]:
+    """Return the samples for training and for validation that a user's function has made; None if it made none."""
+    if isinstance(made, Mapping) and set(made) == {"training", "validation"}:
+        return _source_of(made["training"], function), _source_of(made["validation"], function)
+    if isinstance(made, tuple | list) and len(made) == 2 and all(isinstance(part, Source) for part in made):
+        return made[0], made[1]
+    return _source_of(made, function), None
+
+
+def _source_of(made: Any, function: UserFunction) -> Source:
+    if isinstance(made, Source):
+        return made
+    wanted = f"must return arrays (x, y), a mpizero.data.Source, or for two sets of samples two sources or {_TWO_SETS}"
+    if not isinstance(made, tuple | list) or len(made) != 2:
+        raise function.reject(f"{wanted}; {returned(made)}")
+    if any(isinstance(part, type(None) | Source | str) for part in made):
+        raise function.reject(f"{wanted}; it returned a pair of {' and '.join(type(p).__name__ for p in made)}")
+    try:
+        return ArraySource(*made)
+    except MpizeroError as error:
+        both = all(isinstance(part, tuple | list) for part in made)
+        hint = f"; for two sets of samples return {_TWO_SETS}" if both else ""
+        raise DataError(
+            f"{function.key} = {shown(function.make)}: it returned samples that do not fit: {error}{hint}"
+        ) from None
+
+
+def returned(made: Any) -> str:
+    """Return the words of an error message for what a user's function has returned. Not collective."""
+    if made is None:
+        return "it returned None: does it end with return?"
+    if isinstance(made, tuple | list | Mapping):
+        return f"it returned a {type(made).__name__} of {len(made)}"
+    kind = f"the class {made.__name__}: call it" if isinstance(made, type) else f"a {type(made).__name__}"
+    return f"it returned {kind}"
+
+
+def check_samples(config: Config, source: Any) -> None:
+    """Raise an error if the global batch is larger than the number of training samples in ``source``.
+
+    Not collective.
+    """
+    if len(source) < config.train.global_batch:
+        raise rejected(
+            "train.global_batch",
+            config.train.global_batch,
+            f"must be at most the number of training samples, which is {len(source)}",
+        )
+
+
+def _open(section: DataSection, config: Config) -> Any:
+    if section.text is not None:
+        paths = "stdlib" if section.text == ("stdlib",) else list(section.text)
+        return data.TextSource(paths, sequence=_sequence(config))
+    if section.hdf5 is not None:
+        return data.Hdf5Source(section.hdf5["path"], section.hdf5["x"], section.hdf5["y"])
+    if section.arrays == "digits":
+        return data.digits()
+    return data.NpySource(section.arrays["x"], section.arrays["y"])
+
+
+def _sequence(config: Config) -> int:
+    """Return the length of the samples into which a text is cut."""
+    section = config.model
+    given = section.arguments.get("sequence") if isinstance(section, MadeModelSection) else section.split_sizes[1]
+    try:
+        return int(whole(1)(given))
+    except ValueError as error:
+        told = f"must be given with data.text, the length of a sample, {error}"
+        raise rejected("model.sequence", given, told) from None
+
+
+def build_model(config: Config, *sources: Any) -> Any:
+    """Build the model; an MLP takes its numbers of features and outputs from the data.
+
+    Not collective. ``sources`` are the samples for training and for validation. The number of classes is the larger
+    one of the two. A user's function gets those for training as its argument ``source``, if it has one; without
+    ``sources`` the data are opened for it.
+
+    Raises
+    ------
+    SettingError
+        If the user's function that makes the model fails, or returns something else.
+    """
+    section = config.model
+    if isinstance(section, MadeModelSection):
+        return _made_model(section, config, sources)
+    return make_model(config, _widths(section, sources) if isinstance(section, MlpSection) else None)
+
+
+def _made_model(section: MadeModelSection, config: Config, sources: Sequence[Any]) -> Any:
+    function = user_functions(config)["model"]
+    offered = {"seed": lambda: config.train.seed, "source": lambda: sources[0] if sources else build_source(config)[0]}
+    model = function.call(section.arguments, offered)
+    if model is None:
+        raise function.reject(f"must return a model; {returned(model)}")
+    if isinstance(model, ShardedModelBase):
+        kind = type(model).__name__
+        raise function.reject(f"must return the model alone, not a {kind}: [parallel] says how it is sharded")
+    try:
+        check_model(model)
+    except MpizeroError as error:
+        raise function.reject(f"must return a model; {error}") from None
+    section.check_layout(config.parallel, model)
+    return model
+
+
+def make_model(config: Config, widths: Sequence[int] | None) -> Any:
+    """Build the model of a configuration that names one of the library's.
+
+    Not collective. ``widths`` are the numbers of features and outputs of an MLP, None for a GPT.
+
+    Raises
+    ------
+    DataError
+        If the model is an MLP and ``widths`` are not two numbers.
+    """
+    section, seed = config.model, config.train.seed
+    if isinstance(section, GptSection):
+        return nn.GPT(
+            dim=section.dim,
+            layers=section.layers,
+            heads=section.heads,
+            sequence=section.sequence,
+            dropout=section.dropout,
+            tied=section.tied,
+            activation_checkpointing=section.activation_checkpointing,
+            dtype=section.dtype,
+            seed=seed,
+        )
+    assert isinstance(section, MlpSection)
+    if not isinstance(widths, list | tuple) or len(widths) != 2:
+        raise DataError(f"an mlp takes features and outputs from its data, got {widths!r}")
+    return nn.MLP(
+        widths[0],
+        section.hidden,
+        widths[1],
+        activation=section.activation,
+        task=section.task,
+        dtype=section.dtype,
+        seed=seed,
+    )
+
+
+def model_and_sample(config: Config) -> tuple[Any, Any, Any]:
+    """Build the model, and return it with input and target of one sample.
+
+    Not collective. The data are opened, unless the model is a GPT, whose samples are known without them.
+    """
+    section = config.model
+    if isinstance(section, GptSection):
+        sample = np.zeros((1, section.sequence), np.int64)
+        return build_model(config), sample, sample
+    source, validation = build_source(config)
+    check_samples(config, source)
+    return build_model(config, source, validation), *source.samples(np.arange(1))
+
+
+def needs_data(config: Config) -> bool:
+    """Tell whether the model cannot be built without the data. Not collective."""
+    return not isinstance(config.model, GptSection)
+
+
+def task_of(model: Any) -> str:
+    """Return the task of a model, its attribute ``task``: "language", "classification" or "regression"; "" if none.
+
+    Not collective. A language model is told its perplexity, a classifier its accuracy; a model without a task its
+    accuracy if its predictions are scores of classes.
+    """
+    task = getattr(model, "task", "")
+    return task if task in TASKS else ""
+
+
+def units_per_sample(task: str, source: Source) -> int:
+    """Return the number of tokens in a sample of a language model's data; 1 for other tasks. Not collective."""
+    if task != "language":
+        return 1
+    first = next(SampleTree.of(x=source.samples(np.arange(1))[0]).named)[1]
+    return int(first.size)
+
+
+def widths_of(model: Any) -> tuple[int, int] | None:
+    """Return the ``widths`` with which :func:`make_model` makes a model of this size; None for a GPT.
+
+    Not collective.
+    """
+    return (model.features, model.outputs) if isinstance(model, nn.MLP) else None
+
+
+def _widths(section: MlpSection, sources: Sequence[Any]) -> tuple[int, int]:
+    """Return the number of features of a sample, and the number of classes (regression: of values) to predict."""
+    x, y = sources[0].samples(np.arange(1))
+    if x.ndim != 2:
+        raise DataError(f"an mlp takes samples of one axis (samples, features), the data have shape {x.shape[1:]} each")
+    if section.task == "regression":
+        if y.ndim != 2:
+            raise DataError(f'task = "regression" takes targets (samples, outputs), the data\'s have {y.ndim} axes')
+        return x.shape[1], y.shape[1]
+    if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
+        raise DataError(
+            f'task = "classification" takes whole numbers (samples,) as targets, the data have {y.dtype} '
+            f"with {y.ndim} axes"
+        )
+    return x.shape[1], max(map(classes, sources))
+
+
+def classes(source: Any) -> int:
+    """Return the number of classes of a source: one more than its largest target.
+
+    Not collective.
+
+    Raises
+    ------
+    DataError
+        If a target is negative.
+    """
+    largest = -1
+    for start in range(0, len(source), 4096):
+        _, y = source.samples(np.arange(start, min(start + 4096, len(source))))
+        if y.min() < 0:
+            raise DataError(f"classes are numbered from 0; sample {start + int(y.argmin())} has {int(y.min())}")
+        largest = max(largest, int(y.max()))
+    return largest + 1
+
+
+def data_fingerprint(source: Source) -> str:
+    """Return a hash of a source's length and of :data:`FINGERPRINT_SAMPLES` samples, evenly spaced in it.
+
+    Not collective.
+
+    Raises
+    ------
+    DataError
+        If samples are not made of arrays.
+    """
+    count = min(FINGERPRINT_SAMPLES, len(source))
+    x, y = source.samples(np.arange(count, dtype=np.int64) * len(source) // max(count, 1))
+    tree = SampleTree.of(x=x, y=y)
+    if tree.uncut:
+        raise DataError(f"{type(source).__name__}: its samples are not arrays: {tree.uncut}")
+    names = [] if tree.paths == ("x", "y") else [tree.form]  # runs saved before there were trees have no form
+    kinds = " ".join(f"{leaf.dtype} {leaf.shape}" for leaf in tree.leaves)
+    digest = hashlib.sha256(" ".join([str(len(source)), kinds, *names]).encode())
+    for leaf in tree.leaves:
+        digest.update(np.ascontiguousarray(leaf).tobytes())
+    return digest.hexdigest()

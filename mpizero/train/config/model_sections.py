@@ -1,0 +1,150 @@
+"""Define the section ``[model]``: a model of the library by name, or one that a function of the user's makes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mpizero.train.config.data_sections import DataSection, MadeDataSection
+from mpizero.train.config.make_settings import MakeSettings
+from mpizero.train.config.parallel_section import ParallelSection
+from mpizero.train.config.setting_checks import ConfigSection, choice, flag, many, rejected, required, setting
+from mpizero.types import BlockModel
+from mpizero.validation import fraction, whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection(ConfigSection):
+    """Serve as base class of the sections that describe a model."""
+
+    @classmethod
+    def title(cls) -> str:
+        """Return the section's name in the file."""
+        return "model"
+
+    @property
+    def described(self) -> str:
+        """Name of the model in messages."""
+        raise NotImplementedError
+
+    @property
+    def split_sizes(self) -> tuple[int, int]:
+        """Number of attention heads, which tensor groups divide, and length of sequences, which context groups cut.
+
+        They are 1 and 0 for a model without these.
+        """
+        return 1, 0
+
+    def check_layout(self, parallel: ParallelSection, model: Any = None) -> None:
+        """Raise an error if the layout cannot split the model on any number of ranks.
+
+        ``model`` is the model that this section describes; None if it is not made yet.
+        """
+
+    def check_data(self, data: DataSection | MadeDataSection) -> None:
+        """Raise an error if the model cannot learn from data of this kind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedModelSection(ModelSection):
+    """Hold the settings that all models of the library have; :class:`GptSection` and :class:`MlpSection` add theirs."""
+
+    name: str = required(choice("gpt", "mlp"))
+    dtype: str = setting("float32", choice("float32", "float64"))
+
+    @property
+    def described(self) -> str:
+        """Name of the model in messages, which is that in the file."""
+        return self.name
+
+    @property
+    def block_count(self) -> int:
+        """Number of blocks of the model, between which a pipeline can cut it."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptSection(NamedModelSection):
+    """Hold the settings of a byte-level language model."""
+
+    dim: int = setting(256, whole(1))
+    layers: int = setting(4, whole(1))
+    heads: int = setting(4, whole(1))
+    sequence: int = setting(128, whole(1))
+    dropout: float = setting(0.0, fraction)
+    tied: bool = setting(True, flag)
+    activation_checkpointing: bool = setting(False, flag)
+
+    @property
+    def block_count(self) -> int:
+        """Number of blocks: embedding, transformer blocks, head."""
+        return self.layers + 2
+
+    @property
+    def split_sizes(self) -> tuple[int, int]:
+        """Number of attention heads, and length of sequences."""
+        return self.heads, self.sequence
+
+    def check_layout(self, parallel: ParallelSection, model: Any = None) -> None:
+        """Raise an error if there are more stages than blocks, or a tensor group's size does not divide ``heads``."""
+        parallel.check_blocks(self.block_count)
+        parallel.check_heads(self.heads)
+
+    def check_data(self, data: DataSection | MadeDataSection) -> None:
+        """Raise an error if the data are arrays or an HDF5 file."""
+        if data.kind not in ("text", "make"):
+            raise rejected("data", f"data.{data.kind}", 'model.name = "gpt" learns from data.text or data.make')
+
+    def check_combination(self) -> None:
+        """Raise an error if ``heads``, the number of attention heads, does not divide ``dim``."""
+        if self.dim % self.heads:
+            fit = ", ".join(str(n) for n in range(1, min(self.dim, 64) + 1) if self.dim % n == 0)
+            raise self.reject("heads", f"must divide model.dim = {self.dim}; these do: {fit}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpSection(NamedModelSection):
+    """Hold the settings of a multi-layer perceptron, whose numbers of inputs and outputs are taken from the data."""
+
+    hidden: tuple[int, ...] = setting((64, 64), many(whole(1)))
+    activation: str = setting("relu", choice("relu", "gelu", "silu", "tanh"))
+    task: str = setting("classification", choice("classification", "regression"))
+
+    @property
+    def block_count(self) -> int:
+        """Number of blocks: hidden layers and output layer."""
+        return len(self.hidden) + 1
+
+    def check_layout(self, parallel: ParallelSection, model: Any = None) -> None:
+        """Raise an error if there are more stages than blocks, or a context group."""
+        parallel.check_blocks(self.block_count)
+        parallel.check_sequence(self.described)
+
+    def check_data(self, data: DataSection | MadeDataSection) -> None:
+        """Raise an error if the data are text."""
+        if data.kind == "text":
+            raise rejected("data", "data.text", 'model.name = "mlp" learns from data.arrays, data.hdf5 or data.make')
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadeModelSection(MakeSettings, ModelSection):
+    """Hold the function that makes the model, and its arguments."""
+
+    @property
+    def described(self) -> str:
+        """Name of the model in messages, which is that of the function."""
+        return self.make
+
+    def check_layout(self, parallel: ParallelSection, model: Any = None) -> None:
+        """Raise an error if the layout cannot split ``model``; without a model, nothing is known."""
+        if model is None or not parallel.splits_model:
+            return
+        if not isinstance(model, BlockModel):
+            raise parallel.reject_split(
+                f"must be 1: {self.make} makes a {type(model).__name__}, a black box, which cannot be split; return a "
+                "model of blocks, or use data parallelism alone"
+            )
+        parallel.check_blocks(len(model.blocks))
+
+
+MODELS: dict[str, type[NamedModelSection]] = {"gpt": GptSection, "mlp": MlpSection}

@@ -1,0 +1,178 @@
+"""Models and data that functions of the user's make, from the configuration file, in every command."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpizero.train.config.config_file import ConfigDocument, parse_config
+from mpizero.train.config.model_and_data import build_model, build_source, data_fingerprint
+from tests.train.conftest import ThreadCommands
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_model"
+#: A linear model as one function, and data for it.
+MODEL = """
+import numpy as np
+import mpizero as mz
+
+def squares(parameters, batch):
+    x, y = batch
+    error = x @ parameters["weight"] - y
+    return float((error**2).sum()), {"weight": 2 * x.T @ error}, float(len(x))
+
+def make(width=3):
+    return mz.FunctionModel({"weight": np.full((width, 1), 0.1)}, squares)
+"""
+DATA = """
+import numpy as np
+
+def make(count=20, width=3):
+    x = np.random.default_rng(0).normal(size=(count, width))
+    return x, x.sum(axis=1, keepdims=True)
+"""
+CONFIG = """
+[model]
+make = "model.py:make"
+[data]
+make = "data.py:make"
+[train]
+steps = 4
+global_batch = 6
+micro_batch = 1
+[checkpoint]
+every = 2
+"""
+
+
+@pytest.fixture
+def example(tmp_path):
+    """The example's commands on threads, in a folder above that of its files."""
+    shutil.copytree(EXAMPLE, tmp_path / "own", ignore=shutil.ignore_patterns("run", "__pycache__"))
+    return ThreadCommands(tmp_path)
+
+
+@pytest.fixture
+def linear(tmp_path):
+    """Commands in a folder with a linear model and its data, which tests spoil."""
+    for name, text in (("model.py", MODEL), ("data.py", DATA), ("config.toml", CONFIG)):
+        (tmp_path / name).write_text(text)
+    return ThreadCommands(tmp_path)
+
+
+def run(commands, ranks, command, *settings, config="config.toml", flags=()):
+    return commands(ranks, command, config, *(part for s in settings for part in ("--set", s)), *flags)
+
+
+def test_an_own_model_trains_to_one_hash_and_is_resumed_by_other_ranks(example):
+    def train(ranks, *settings, flags=()):
+        outcome = run(
+            example,
+            ranks,
+            "train",
+            "train.steps=6",
+            "checkpoint.every=2",
+            *settings,
+            config="own/config.toml",
+            flags=flags,
+        )
+        assert outcome.status == 0, outcome.err
+        return outcome
+
+    path = list(sys.path)
+    whole = train(1).result["parameters_sha256"]
+    layouts = [(2, "parallel.strategy=zero3"), (3, "parallel.pipeline=3"), (4, "parallel.pipeline=2")]
+    assert {train(ranks, setting).result["parameters_sha256"] for ranks, setting in layouts} == {whole}
+    train(3, "train.steps=4", "parallel.pipeline=3")
+    resumed = train(2, flags=["--resume"])
+    assert resumed.result["parameters_sha256"] == whole
+    assert "resuming from" in resumed.err
+    assert "changed since" not in resumed.err
+    assert sys.path == path
+    last = example.metrics()[-1]
+    assert last["validation_loss"] > 0
+    assert not {"accuracy", "perplexity"} & last.keys()
+
+
+def test_what_make_describes_must_be_the_same_when_a_run_is_resumed(linear):
+    assert run(linear, 1, "train").status == 0
+    again = {"train.steps=5", "data.width=3"}
+    outcome = run(linear, 1, "train", *sorted(again), flags=["--resume"])
+    assert outcome.status == 78
+    assert "data.width was (not given) in the saved run and is 3 now" in outcome.err
+    (linear.folder / "model.py").write_text(f"{MODEL}\n# and a comment\n")
+    outcome = run(linear, 2, "train", "train.steps=5", flags=["--resume"])
+    assert outcome.status == 0, outcome.err
+    assert "model.py has changed since it was saved" in outcome.err
+
+
+def test_a_module_is_loaded_once_by_its_content_and_its_siblings_are_its_own(tmp_path):
+    """Two folders with files of one name, one after the other and at once; a changed file is loaded again."""
+    found = []
+    for name, size in (("a", 1), ("b", 2)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "helper.py").write_text(f"size = {size}\n")
+        text = "from helper import size\ncalls = []\n"
+        text += "def make(**keys):\n    calls.append(1)\n    return [[size]], [[0]]\n"
+        (folder / "data.py").write_text(text)
+        config = parse_config(
+            ConfigDocument(str(folder / "c.toml"), CONFIG, ["model.make=data.py:make", "data.validation=0"])
+        )
+        found.append(build_source(config)[0].samples([0])[0].item())
+    assert found == [1, 2]
+    (module,) = {m for n, m in sys.modules.items() if n.startswith("data_") and m.__file__ == str(folder / "data.py")}
+    assert module.calls == [1]
+    assert pickle.loads(pickle.dumps(module.make)) is module.make
+    (folder / "data.py").write_text(text.replace("[[size]]", "[[size + 5]]"))
+    assert build_source(config)[0].samples([0])[0].item() == 7
+
+
+def test_values_of_keys_are_those_of_toml_also_after_a_checkpoint_has_held_them(tmp_path):
+    keys = 'sizes = [1, 2]\nwhen = 2026-01-02\nmost = inf\nshape = {x = 1.5, names = ["a"]}\n'
+    text = CONFIG.replace('make = "model.py:make"\n', f'make = "model.py:make"\n{keys}')
+    config = parse_config(ConfigDocument("c.toml", text, ["model.more=true"]))
+    again = parse_config(ConfigDocument("c.toml", CONFIG))
+    arguments = config.model.arguments
+    assert arguments["most"] == float("inf")
+    assert arguments["more"] is True
+    assert arguments["shape"] == {"x": 1.5, "names": ["a"]}
+    from mpizero.train.config.config_file import config_of
+
+    saved = json.loads(json.dumps(config.to_dict(), allow_nan=False))
+    assert config_of(saved).model == config.model
+    assert again.model != config.model
+
+
+def test_samples_may_be_trees_and_come_with_those_for_validation(linear):
+    (linear.folder / "data.py").write_text(
+        "import numpy as np\n"
+        "def make(seed):\n"
+        "    def samples(count):\n"
+        "        x = {'a': np.full((count, 3), float(seed)), 'b': (np.ones(count), np.zeros(count))}\n"
+        "        return x, np.ones((count, 1))\n"
+        "    return {'training': samples(20), 'validation': samples(4)}\n"
+    )
+    document = ConfigDocument(str(linear.folder / "config.toml"), CONFIG, ["train.seed=7"])
+    training, validation = build_source(parse_config(document))
+    assert (len(training), len(validation)) == (20, 4)
+    x, _ = training.samples([3, 4])
+    assert x["a"].tolist() == [[7.0] * 3] * 2
+    assert x["b"][0].shape == (2,)
+    assert data_fingerprint(training) != data_fingerprint(validation)
+
+
+def test_a_function_is_told_seed_and_samples_if_it_asks_for_them(linear):
+    (linear.folder / "model.py").write_text(
+        MODEL.replace(
+            "def make(width=3):", "def make(source, seed, **more):\n    width = source.samples([0])[0].shape[1] + seed"
+        )
+    )
+    document = ConfigDocument(str(linear.folder / "config.toml"), CONFIG, ["train.seed=2", "model.any=1"])
+    config = parse_config(document)
+    assert build_model(config, *build_source(config)).parameters["weight"].shape == (5, 1)
+    assert build_model(config).parameters["weight"].shape == (5, 1)
