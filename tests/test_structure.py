@@ -58,6 +58,7 @@ DOORS = {
     "cupy": {"kernels"},
     "cupy_backends": {"kernels"},
     "sklearn": {"data"},
+    "jax": {"adapters"},
 }
 #: Modules that may read the process's environment.
 ENVIRONMENT = {
@@ -69,6 +70,7 @@ ENVIRONMENT = {
     "mpizero.comm.startup.launch",
     "mpizero.kernels.cache",
     "mpizero.kernels.blas",
+    "mpizero.adapters.jax.xla_threads",  # XLA reads its number of threads there
 }
 MAX_FUNCTION, MAX_FILE, MAX_PARAMETERS = 60, 400, 6
 #: Modules that a folder may hold: more than one reads as one idea means that there are two.

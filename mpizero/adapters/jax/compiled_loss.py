@@ -1,0 +1,87 @@
+"""Compile a user's loss and its gradient, once for each number of samples, and check the loss on its first samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpizero.adapters.jax.loss_checks import check_first_grain, sum_and_weight
+from mpizero.adapters.jax.parameter_tree import ParameterTree, count, host_view, samples
+from mpizero.adapters.jax.random_key import key_data, make_key
+from mpizero.adapters.jax.traced_function import TracedFunction
+from mpizero.types import EVALUATE, Array, Run
+
+
+class CompiledLoss:
+    """Compute a user's loss of all parameters, with its gradient or without.
+
+    Parameters
+    ----------
+    loss : TracedFunction
+        ``loss(parameters, x, y[, key])``.
+    tree : ParameterTree
+        Structure and names of the parameters.
+    frozen : frozenset of str
+        Names of the parameters that are not differentiated.
+    dtype : dtype
+        Type of the parameters, to which wider samples are converted.
+    """
+
+    def __init__(self, loss: TracedFunction, tree: ParameterTree, frozen: frozenset[str], dtype: np.dtype[Any]) -> None:
+        self.loss, self._tree, self._dtype = loss, tree, dtype
+        self._trained = [name for name in tree.names if name not in frozen]
+        self._fixed = [name for name in tree.names if name in frozen]
+        self._gradient = jax.jit(jax.value_and_grad(self._differentiated, has_aux=True))
+        self._forward = jax.jit(self._value)
+        self._checked = False
+        #: How often the loss with its gradient was traced and compiled.
+        self.compilations = 0
+
+    def loss_and_grad(
+        self, parameters: Mapping[str, Array], batch: tuple[Any, Any], run: Run = EVALUATE
+    ) -> tuple[float, Mapping[str, Array], float]:
+        """Return the sum of the losses, its gradient by name, and the weight; the arrays are read-only."""
+        x, y = self._samples(batch)
+        trained, fixed, key = self._part(parameters, self._trained), self._part(parameters, self._fixed), None
+        if self.loss.takes_key and run.training:
+            key = key_data(run, 0)
+        with self.loss.traced(without_key=key is None):
+            if not self._checked:
+                self._checked = check_first_grain(self.loss, self._value, (trained, fixed, x, y, key))
+            (loss, weight), gradients = self._gradient(trained, fixed, x, y, key)
+        found = {name: host_view(gradients[name]) for name in self._trained}
+        return float(loss), found, _weight(weight, batch, run)
+
+    def loss_alone(
+        self, parameters: Mapping[str, Array], batch: tuple[Any, Any], run: Run = EVALUATE
+    ) -> tuple[float, float]:
+        """Return the sum of the losses and the weight."""
+        x, y = self._samples(batch)
+        trained, fixed = self._part(parameters, self._trained), self._part(parameters, self._fixed)
+        key = key_data(run, 0) if self.loss.takes_key and run.training else None
+        with self.loss.traced(without_key=key is None):
+            loss, weight = self._forward(trained, fixed, x, y, key)
+        return float(loss), _weight(weight, batch, run)
+
+    def _samples(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
+        return samples(batch[0], self._dtype, "x"), samples(batch[1], self._dtype, "y")
+
+    @staticmethod
+    def _part(parameters: Mapping[str, Array], names: list[str]) -> dict[str, Array]:
+        return {name: parameters[name] for name in names}
+
+    def _differentiated(self, trained: dict[str, Any], *others: Any) -> tuple[Any, Any]:
+        self.compilations += 1
+        return self._value(trained, *others)
+
+    def _value(self, trained: dict[str, Any], fixed: dict[str, Any], x: Any, y: Any, key: Any) -> tuple[Any, Any]:
+        every = {**trained, **fixed}
+        parameters = self._tree.build([every[name] for name in self._tree.names])
+        return sum_and_weight(self.loss, self.loss(parameters, x, y, key=make_key(key)))
+
+
+def _weight(weight: Any, batch: tuple[Any, Any], run: Run) -> float:
+    return float(run.count or count(*batch)) if weight is None else float(weight)

@@ -1,0 +1,232 @@
+"""A loss of JAX as a model: its names, its errors, how often it is compiled, and its training against optax."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero.errors import ConfigError, DataError, LayoutError, UnsupportedError
+from mpizero.testing import check_model, run_in_threads
+
+jax = pytest.importorskip("jax")
+
+from mpizero.adapters.jax import JaxModel, xla_threads  # noqa: E402 - before JAX computes anything
+
+jnp = jax.numpy
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(24, 3)), RNG.normal(size=(24, 2))
+
+
+@pytest.fixture(autouse=True)
+def _wide():
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", before)
+
+
+def perceptron(dtype="float64"):
+    rng = np.random.default_rng(1)
+    layers = [
+        {"kernel": rng.normal(0, 0.5, shape).astype(dtype), "bias": np.zeros(shape[1], dtype)}
+        for shape in ((3, 5), (5, 2))
+    ]
+    return {"layers": layers, "scale": np.ones((), dtype)}
+
+
+def outputs(parameters, x):
+    first, second = parameters["layers"]
+    return (jnp.tanh(x @ first["kernel"] + first["bias"]) @ second["kernel"] + second["bias"]) * parameters["scale"]
+
+
+def squares(parameters, x, y):
+    return jnp.sum((outputs(parameters, x) - y) ** 2)
+
+
+def dropped(parameters, x, y, key):
+    if key is not None:
+        x = x * jax.random.bernoulli(key, 0.7, x.shape)
+    return squares(parameters, x, y)
+
+
+def trained(model, ranks=1, strategy="zero1", optimizer=None, steps=3, **settings):
+    """Train on threads as ranks; return the hash of the parameters, and the model's parameters by name."""
+
+    def rank(comm):
+        with mz.ShardingConfig(comm=comm, micro_batch=4, minimum_parameter_group_size=1, **settings) as config:
+            sharded = mz.distribute(model, optimizer or mz.Adam(lr=0.01), strategy=strategy, config=config)
+            with sharded:
+                mine = slice(len(X) * comm.rank // comm.size, len(X) * (comm.rank + 1) // comm.size)
+                for _ in range(steps):
+                    sharded.train(X[mine], Y[mine])
+                return sharded.parameters_sha256(), sharded.named_parameters()
+
+    return run_in_threads(ranks, rank)[0]
+
+
+def test_parameters_are_named_by_their_paths():
+    assert list(JaxModel(perceptron(), squares).parameters) == [
+        "layers.0.bias", "layers.0.kernel", "layers.1.bias", "layers.1.kernel", "scale",
+    ]  # fmt: skip
+    assert list(JaxModel(np.ones(3), lambda w, x, y: jnp.sum(x @ w)).parameters) == ["value"]
+
+
+def test_the_model_is_right():
+    model = JaxModel(perceptron(), squares, predict=outputs)
+    assert check_model(model, X[:6], Y[:6]).right
+
+
+@pytest.mark.parametrize("loss", [squares, dropped])
+def test_all_strategies_have_the_bits_of_one_process(loss):
+    model = JaxModel(perceptron(), loss, seed=3, frozen=["scale"])
+    expected = trained(model)[0]
+    cases = [(2, "ddp"), (3, "zero2"), (2, "zero3")]
+    assert [trained(model, ranks, strategy)[0] for ranks, strategy in cases] == [expected] * 3
+    assert trained(model, 2, "zero3", share_node_memory=False)[0] == expected
+
+
+def test_the_gradient_is_compiled_once_for_each_number_of_samples():
+    model = JaxModel(perceptron(), squares)
+    with mz.ZeRO1Model(model, mz.ShardingConfig(comm="self", micro_batch=5), optimizer=mz.SGD(lr=0.01)) as sharded:
+        for _ in range(3):
+            sharded.train(X, Y)  # grains of 5 samples, and one of 4
+    assert model.compilations == 2
+
+
+def test_weights_trees_and_predictions():
+    def loss(parameters, x, y):
+        error = jnp.sum((outputs(parameters, x["value"]) - y) ** 2, axis=1)
+        return jnp.sum(jnp.where(x["mask"], error, 0)), jnp.sum(x["mask"])
+
+    model = JaxModel(perceptron(), loss, predict=lambda p, x: {"found": outputs(p, x["value"])})
+    x = {"value": X, "mask": np.arange(24) % 3 > 0}
+    with mz.DDPModel(model, mz.ShardingConfig(comm="self", micro_batch=4)) as sharded:
+        found = sharded.evaluate(x, Y)
+        assert found.weight == 16
+        prediction = sharded.predict(x)["found"]
+        prediction[0] = 0  # an array of the caller's own
+        expected = np.asarray(outputs(perceptron(), X))
+        np.testing.assert_allclose(prediction[1:], expected[1:], rtol=1e-12)
+        errors = ((expected - Y) ** 2).sum(1)[x["mask"]]
+        np.testing.assert_allclose(found.loss_sum, errors.sum(), rtol=1e-12)
+
+
+def test_float32_stays_float32():
+    kinds = []
+
+    def loss(parameters, x, y):
+        kinds.append((x.dtype, y.dtype, squares(parameters, x, y).dtype))
+        return squares(parameters, x, y)
+
+    JaxModel(perceptron("float32"), loss).loss_and_grad(JaxModel(perceptron("float32"), loss).parameters, (X, Y))
+    assert set(kinds) == {(np.dtype("float32"),) * 3}
+
+
+@pytest.mark.parametrize("name", ["momentum", "adamw"])
+def test_training_follows_optax(name):
+    optax = pytest.importorskip("optax")
+
+    def matrices(parameters):  # weight decay spares vectors and numbers
+        return jax.tree.map(lambda p: p.ndim > 1, parameters)
+
+    ours, theirs = {
+        "momentum": (mz.SGD(lr=0.01, momentum=0.9), optax.sgd(0.01, momentum=0.9)),
+        "adamw": (mz.AdamW(lr=0.01, weight_decay=0.1), optax.adamw(0.01, weight_decay=0.1, mask=matrices)),
+    }[name]
+    start = perceptron()
+    found = trained(JaxModel(start, squares), 2, "zero2", ours, steps=50)[1]
+
+    @jax.jit
+    def step(parameters, state):
+        gradients = jax.grad(lambda p: squares(p, X, Y) / len(X))(parameters)
+        updates, state = theirs.update(gradients, state, parameters)
+        return optax.apply_updates(parameters, updates), state
+
+    parameters = jax.tree.map(jnp.asarray, start)
+    state = theirs.init(parameters)
+    for _ in range(50):
+        parameters, state = step(parameters, state)
+    expected = dict(zip(found, jax.tree.leaves(parameters), strict=True))
+    apart = sum(float(np.sum((found[n] - expected[n]) ** 2)) for n in found)
+    assert (apart / sum(float(np.sum(v**2)) for v in expected.values())) ** 0.5 <= 1e-11
+
+
+def branching(parameters, x, y):
+    return squares(parameters, x, y) if jnp.sum(x) > 0 else 0.0
+
+
+def drawing(parameters, x, y):
+    return squares(parameters, x * np.random.rand(), y)  # noqa: NPY002
+
+
+WRONG_LOSSES = {
+    "mean": (
+        lambda p, x, y: jnp.mean((outputs(p, x) - y) ** 2),
+        LayoutError,
+        "a mean over the samples: return their sum",
+    ),
+    "penalty": (lambda p, x, y: squares(p, x, y) + 1.0, LayoutError, "a term that does not depend on the samples"),
+    "batch": (lambda p, x, y: squares(p, x - x.mean(0), y), LayoutError, "samples that see each other"),
+    "weight": (lambda p, x, y: (squares(p, x, y), 1.0), LayoutError, "a weight that does not grow"),
+    "vector": (lambda p, x, y: jnp.sum(outputs(p, x), 1), LayoutError, r"array of float64 of shape \(4,\) as the loss"),
+    "nothing": (lambda p, x, y: None, LayoutError, "returned None as the loss"),
+    "complex": (lambda p, x, y: squares(p, x, y) * 1j, LayoutError, "a number of type complex128 as the loss"),
+    "three": (lambda p, x, y: (squares(p, x, y), 1.0, 2.0), LayoutError, "returned 3 values"),
+    "float()": (lambda p, x, y: float(squares(p, x, y)), UnsupportedError, "keep values as arrays"),
+    "numpy": (lambda p, x, y: np.sum(np.tanh(x)), UnsupportedError, r"test_jax_functions.py:\d+ in .*jax.numpy"),
+    "if": (branching, UnsupportedError, r"test_jax_functions.py:\d+ in branching.*jax.lax.cond"),
+    "random": (drawing, UnsupportedError, r"drawing at test_jax_functions.py:\d+.*numpy.random"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_LOSSES)
+def test_a_wrong_loss_is_told_with_its_line_and_the_way_out(name):
+    loss, kind, told = WRONG_LOSSES[name]
+    with pytest.raises(kind, match=told) as caught:
+        trained(JaxModel(perceptron(), loss))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "told"),
+    [
+        ({}, "hold no arrays"),
+        ({"w": 1.5}, r"'w' is 1.5 \(float\), not an array"),
+        ({"w": np.arange(3)}, "'w' is of type int64"),
+        ({"w": np.ones(3, "float16")}, "'w' is of type float16"),
+        ({"a": {"b": np.ones(1)}, "a.b": np.ones(1)}, r"\['a'\]\['b'\] and \['a.b'\] would both be named 'a.b'"),
+        ({1: np.ones(1), "b": np.ones(1)}, "are no pytree"),
+        ({"a": np.ones(1), "b": np.ones(1, "float32")}, "all parameters must be float32, or all float64"),
+    ],
+)
+def test_wrong_parameters_are_named(parameters, told):
+    with pytest.raises(ConfigError, match=told):
+        JaxModel(parameters, squares)
+
+
+def test_precision_that_jax_would_lose_is_told():
+    jax.config.update("jax_enable_x64", False)
+    with pytest.raises(
+        ConfigError, match="'layers.0.bias' is float64, but JAX would compute in 32 bits: call jax.config"
+    ):
+        JaxModel(perceptron(), squares)
+    model = JaxModel({"table": np.ones((3, 2), "float32")}, lambda p, x, y: jnp.sum(p["table"][x % 3]))
+    with pytest.raises(DataError, match="which JAX would cut to 32 bits"):
+        model.loss_and_grad(model.parameters, (np.array([2**40]), Y[:1]))
+
+
+def test_a_loss_that_cannot_be_called_and_one_that_needs_its_key_in_evaluate_are_told():
+    with pytest.raises(ConfigError, match=r"called as loss\(parameters, x, y\)"):
+        JaxModel(perceptron(), lambda parameters, x: 0.0)
+    model = JaxModel(perceptron(), lambda p, x, y, key: squares(p, x * jax.random.bernoulli(key, 0.5, x.shape), y))
+    with pytest.raises(TypeError) as caught:
+        model.loss(model.parameters, (X, Y))
+    assert "key is None in evaluate" in caught.value.__notes__[0]
+
+
+def test_xla_computes_with_one_thread_and_is_refused_with_more():
+    jnp.zeros(1).block_until_ready()
+    assert xla_threads.running_threads() == 1
+    with pytest.raises(ConfigError, match=r"started with 1 threads on this rank, the configuration has threads=0"):
+        xla_threads.require_threads(0)
