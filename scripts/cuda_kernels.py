@@ -44,8 +44,14 @@ class Allowed(NamedTuple):
 
 
 _LOSS = Allowed(70, "a row's loss is a double: one logarithm, one difference and one store a row")
+_ELEMENT = Allowed(200, "the loss of an element is a double, as the sum of losses; gradients are float32")
 #: The float32 kernels that may have instructions on doubles. An entry that no kernel needs is an error, too.
 DOUBLES = {
+    "element_loss.absolute_error": _ELEMENT,
+    "element_loss.binary_cross_entropy": _ELEMENT,
+    "element_loss.gaussian_likelihood": _ELEMENT,
+    "element_loss.huber": _ELEMENT,
+    "element_loss.row_square_sums": Allowed(30, "norms are summed in double precision"),
     "loss.merged_cross_entropy": _LOSS,
     "loss.softmax_cross_entropy": _LOSS,
     "random.dropout": Allowed(4, "the threshold is a 32-bit word, which float32 cannot hold: once a thread"),

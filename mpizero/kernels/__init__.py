@@ -2,9 +2,9 @@
 
 ``backend(array)`` returns the package of kernels for this kind of array: :mod:`mpizero.kernels.cpu` or
 :mod:`mpizero.kernels.cuda`. Both have the same modules (``optimizer``, ``fused``, ``reduction``, ``copy``,
-``activation``, ``norm``, ``loss``, ``embedding``, ``attention``, ``compression``, ``random``, ``ring``). These modules
-are imported on first use, and a kernel is compiled or loaded from disk at its first call. ``namespace(array)`` returns
-the array library, NumPy or CuPy.
+``activation``, ``norm``, ``loss``, ``element_loss``, ``embedding``, ``attention``, ``compression``, ``random``,
+``ring``). These modules are imported on first use, and a kernel is compiled or loaded from disk at its first call.
+``namespace(array)`` returns the array library, NumPy or CuPy.
 """
 
 from __future__ import annotations

@@ -18,7 +18,15 @@ from mpizero.nn.layers.frozen import Frozen
 from mpizero.nn.layers.language_head import LanguageHead
 from mpizero.nn.layers.linear import Linear, Projection
 from mpizero.nn.layers.norm import LayerNorm, RMSNorm
-from mpizero.nn.loss import CrossEntropy, MeanSquaredError
+from mpizero.nn.losses.cross_entropy import CrossEntropy
+from mpizero.nn.losses.element_losses import (
+    BCEWithLogitsLoss,
+    GaussianNLLLoss,
+    HuberLoss,
+    L1Loss,
+    MeanSquaredError,
+)
+from mpizero.nn.losses.relative_error import RelativeL2Loss
 from mpizero.nn.malloc import keep_freed_memory
 from mpizero.nn.models.block_model import (
     bind,
@@ -44,6 +52,7 @@ __all__ = [
     "GELU",
     "GPT",
     "MLP",
+    "BCEWithLogitsLoss",
     "CausalSelfAttention",
     "Checkpointed",
     "ColumnLinear",
@@ -53,6 +62,9 @@ __all__ = [
     "Embedding",
     "FeedForward",
     "Frozen",
+    "GaussianNLLLoss",
+    "HuberLoss",
+    "L1Loss",
     "LanguageHead",
     "Layer",
     "LayerNorm",
@@ -63,6 +75,7 @@ __all__ = [
     "Projection",
     "RMSNorm",
     "ReLU",
+    "RelativeL2Loss",
     "RingSelfAttention",
     "RowLinear",
     "Select",

@@ -254,9 +254,14 @@ class Engine(PlacedModel):
 
     # ------------------------------------------------------------------ evaluation
 
-    def evaluate(self, x: Any, y: Any) -> Evaluation:
-        """Evaluate all ranks' samples without training: return loss sum, weight and number of correct predictions."""
+    def evaluate(self, x: Any, y: Any, loss: Any = None) -> Evaluation:
+        """Evaluate all ranks' samples without training: return loss sum, weight and number of correct predictions.
+
+        ``loss`` is used in place of the model's own, unless it is None.
+        """
         batch = self._redistribute(x, y, self.rows)
         with self.scalars.everyone.trace.joint_task("evaluation"):
             scores = self.partitioned.is_last and self.grid.here.tensor == 0  # losses are found here, and count
-            return evaluate(batch, self.runner, self.scalars, self.rows.rounds(batch.count), self._run, scores=scores)
+            rounds, own = self.rows.rounds(batch.count), getattr(self.model, "loss", None) if loss is None else loss
+            with self.runner.using_loss(loss):
+                return evaluate(batch, self.runner, self.scalars, rounds, self._run, scores=scores, loss=own)

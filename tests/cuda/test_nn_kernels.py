@@ -53,6 +53,24 @@ def test_bias_kernels_agree_with_the_oracle(shape, dtype, rng):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(0, 4), (2, 2), (3, 5)])
+def test_element_losses_agree_with_the_oracle(shape, dtype, rng):
+    prediction, target, both_ = (rng.normal(size=(shape[0], n * shape[1])).astype(dtype) for n in (1, 1, 2))
+    ones, losses = (target > 0).astype(dtype), np.zeros(shape)
+    scale, delta, lowest = (np.array([number], dtype) for number in (0.25, 0.5, -0.5))
+    factors, flat = rng.uniform(0.5, 2, shape[1]).astype(dtype), (prediction.reshape(-1), target.reshape(-1))
+    both("element_loss", "absolute_error", *flat, losses.reshape(-1))
+    both("element_loss", "absolute_error_backward", *flat, scale, flat[0])
+    both("element_loss", "huber", *flat, delta, losses.reshape(-1))
+    both("element_loss", "huber_backward", *flat, delta, scale, flat[0])
+    both("element_loss", "binary_cross_entropy", prediction, ones, factors, losses)
+    both("element_loss", "binary_cross_entropy_backward", prediction, ones, factors, scale, prediction)
+    both("element_loss", "gaussian_likelihood", both_, target, lowest, losses)
+    both("element_loss", "gaussian_likelihood_backward", both_, target, lowest, scale, both_)
+    both("element_loss", "row_square_sums", prediction, np.zeros(shape[0]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 4), (2, 2), (3, 5)])
 def test_norms_agree_with_the_oracle(shape, dtype, rng):
     x, dy, y = rng.normal(size=(3, *shape)).astype(dtype)
     gamma, beta, dgamma, dbeta = rng.normal(size=(4, shape[1])).astype(dtype)

@@ -23,8 +23,8 @@ from mpizero.nn import (
     Layer,
     LayerNorm,
     Linear,
-    MeanSquaredError,
     Position,
+    RelativeL2Loss,
     RingSelfAttention,
     Sequential,
     TransformerBlock,
@@ -360,7 +360,7 @@ class Mute(Layer):
         (Model({"drop": Sequential([Linear(3, 3), Dropout(0.5)])}), "Model has no attention along a sequence"),
         (Model({"own": Mute()}), "block 'own': Mute does not say how it works on a part of a sequence"),
         (Model({"b": Sequential({"c": Mute()})}), "block 'b', 'c': Mute does not say"),
-        (Model({"b": TransformerBlock(4, 2)}, MeanSquaredError()), "MeanSquaredError does not add up over parts"),
+        (Model({"b": TransformerBlock(4, 2)}, RelativeL2Loss()), "RelativeL2Loss does not add up over parts"),
     ],
 )
 def test_models_that_cannot_be_cut_are_named(model, message):

@@ -12,6 +12,7 @@ TOPICS = (
     "attention",
     "compression",
     "copy",
+    "element_loss",
     "embedding",
     "fused",
     "loss",

@@ -30,12 +30,44 @@ from mpizero.nn.layers.frozen import Frozen
 from mpizero.nn.layers.language_head import LanguageHead
 from mpizero.nn.layers.linear import Linear, Projection
 from mpizero.nn.layers.norm import LayerNorm, RMSNorm
-from mpizero.nn.loss import CrossEntropy
+from mpizero.nn.losses.cross_entropy import CrossEntropy
+from mpizero.nn.losses.element_losses import ElementLoss
 from mpizero.nn.models.mlp import Select
 from mpizero.nn.sequential import Sequential
 from mpizero.nn.split.model import SplitModel
 from mpizero.sampletree import leaves_of, map_leaves
 from mpizero.types import Array, BlockModel, Group, Loss, Run
+
+
+@dataclass(frozen=True)
+class PartLoss:
+    """Compute an element loss of this rank's positions of every sequence; the sums of all ranks are the whole loss.
+
+    Parameters
+    ----------
+    loss : ElementLoss
+        The loss of whole sequences.
+    group : Group
+        The context group.
+    """
+
+    loss: ElementLoss
+    group: Group
+
+    def forward(self, prediction: Array, target: Any) -> tuple[float, float, Any]:
+        """Return this rank's terms of the loss sum and of the weight, and the cache for :meth:`backward`.
+
+        ``prediction`` is (samples, positions of this rank, ...). Collective over the group (one small message).
+        """
+        lengths = gather_lengths(prediction, self.group)
+        share = lengths[self.group.rank] / sum(lengths)
+        loss_sum, weight, cache = self.loss.forward(prediction, target)
+        return loss_sum * share, weight * share, (cache, share)
+
+    def backward(self, cache: Any, scale: float = 1.0) -> Array:
+        """Return ``scale`` times the gradient of the loss sum at this rank's positions. Not collective."""
+        inner, share = cache
+        return self.loss.backward(inner, scale * share)
 
 
 @dataclass(frozen=True)
@@ -53,8 +85,22 @@ class ContextModel:
 
     @property
     def loss(self) -> Loss:
-        """The model's loss, which takes this rank's part of the targets."""
-        return self.model.loss
+        """The model's loss, which takes this rank's part of the predictions and of the targets."""
+        return self.loss_on_parts(self.model.loss)
+
+    def loss_on_parts(self, loss: Loss) -> Loss:
+        """Adapt a loss of whole sequences to this rank's positions; the ranks' sums and weights add up to the whole.
+
+        Not collective. Raises :class:`ConfigError` if the loss does not add up over positions.
+        """
+        if isinstance(loss, CrossEntropy):
+            return loss
+        if isinstance(loss, ElementLoss):
+            return PartLoss(loss, self.group)
+        raise ConfigError(
+            f"{type(self.model).__name__}: the loss {type(loss).__name__} does not add up over parts of a sequence; "
+            "use CrossEntropy or a loss that averages over elements, such as MeanSquaredError, or set context=1"
+        )
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -105,7 +151,7 @@ def context_model(model: BlockModel, group: Group) -> BlockModel:
     ----------
     model : BlockModel
         A GPT, or a model of mpizero's layers and of layers with a method ``context``. Its loss must be a
-        :class:`CrossEntropy`.
+        :class:`CrossEntropy`, or average over elements as :class:`MeanSquaredError` does.
     group : Group
         The context group.
 
@@ -131,12 +177,9 @@ def context_model(model: BlockModel, group: Group) -> BlockModel:
             f"{name} has no attention along a sequence, so there is nothing for a context group of {group.size} ranks "
             "to cut; set context=1 and use those ranks for data"
         )
-    if not isinstance(model.loss, CrossEntropy):
-        raise ConfigError(
-            f"{name}: the loss {type(model.loss).__name__} does not add up over parts of a sequence; "
-            "use CrossEntropy, or set context=1"
-        )
-    return ContextModel(model, group, blocks)
+    found = ContextModel(model, group, blocks)
+    found.loss_on_parts(model.loss)
+    return found
 
 
 def cut_batch(x: Any, y: Any, group: Group) -> tuple[Any, Any]:

@@ -16,7 +16,7 @@ from mpizero.nn.layers.block import TransformerBlock
 from mpizero.nn.layers.checkpointed import Checkpointed
 from mpizero.nn.layers.embedding import TokenEmbedding
 from mpizero.nn.layers.language_head import LanguageHead
-from mpizero.nn.loss import CrossEntropy
+from mpizero.nn.losses.cross_entropy import CrossEntropy
 from mpizero.nn.models.block_model import export_computation_graph, model_dtype
 from mpizero.nn.models.predictor import compile_gpt
 from mpizero.nn.split.block import SplitBlock

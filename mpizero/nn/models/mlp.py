@@ -14,13 +14,13 @@ from mpizero.names import explains
 from mpizero.nn.layer import Layer, namespace, require_numbers, require_positive
 from mpizero.nn.layers.activation import named_activation
 from mpizero.nn.layers.linear import Linear
-from mpizero.nn.loss import CrossEntropy, MeanSquaredError
+from mpizero.nn.losses.named_losses import TASKS, loss_for
 from mpizero.nn.models.block_model import export_computation_graph, model_dtype
 from mpizero.nn.models.predictor import compile_mlp
 from mpizero.nn.sequential import Sequential
 from mpizero.nn.split.linear import ColumnLinear, RowLinear
 from mpizero.nn.split.model import SplitModel
-from mpizero.types import EVALUATE, Array, BlockModel, Group, Init, Params, Run
+from mpizero.types import EVALUATE, Array, BlockModel, Group, Init, Loss, Params, Run
 from mpizero.validation import require, seed
 
 
@@ -62,7 +62,7 @@ class MLP:
     """Describe a fully connected network, made of the blocks "hidden.0", "hidden.1", ..., "output".
 
     Inputs are (samples, features). For a classifier targets are integers (samples,), for a regressor numbers (samples,
-    outputs). Inputs of another dtype are cast to ``dtype``.
+    outputs); another ``loss`` may take other targets. Inputs of another dtype are cast to ``dtype``.
 
     Parameters
     ----------
@@ -71,17 +71,21 @@ class MLP:
     hidden : sequence of int
         Widths of the hidden layers; empty gives a linear model.
     outputs : int
-        Number of classes; for regression, number of predicted values.
+        Number of classes; for regression, number of predicted values (:class:`GaussianNLLLoss` takes two for each
+        value).
     activation : str
         "gelu", "silu", "relu" or "tanh".
     task : str
-        "classification" (cross-entropy of logits) or "regression" (mean squared error).
+        "classification" or "regression".
     dtype : dtype
         float32 or float64.
     seed : int
         Seed of the start values.
     active_features : tuple of int or None
         Indices of the features that are used; the others are replaced by zeros, in training too. None uses all.
+    loss : str, Loss or None
+        "cross_entropy" or "bce" for a classifier, "mse", "l1", "huber", "relative_l2" or "gaussian" for a regressor, or
+        an object such as ``HuberLoss(delta=0.5)``. None is "cross_entropy" and "mse". The attribute is the object.
 
     Raises
     ------
@@ -97,6 +101,7 @@ class MLP:
     dtype: Any = "float32"
     seed: int = 0
     active_features: tuple[int, ...] | None = None
+    loss: Any = None
 
     def __post_init__(self) -> None:
         require_positive("MLP", features=self.features, outputs=self.outputs)
@@ -106,8 +111,10 @@ class MLP:
         for index, width in enumerate(self.hidden):
             require_positive("MLP", **{f"hidden[{index}]": width})
         named_activation(self.activation)
-        if self.task not in ("classification", "regression"):
+        if self.task not in TASKS:
             raise ConfigError(f'MLP: task={self.task!r} is not one of "classification", "regression"')
+        loss: Loss = loss_for("MLP", self.task, self.loss)
+        object.__setattr__(self, "loss", loss)
         require("MLP: seed", self.seed, seed)
         object.__setattr__(self, "dtype", model_dtype("MLP", self.dtype))
         if self.active_features is not None:
@@ -140,11 +147,6 @@ class MLP:
         if index > 0 or self.active_features is None:
             return {}
         return {"select": Select(self.features, self.active_features)}
-
-    @cached_property
-    def loss(self) -> CrossEntropy | MeanSquaredError:
-        """Cross-entropy for a classifier, mean squared error for a regressor."""
-        return CrossEntropy() if self.task == "classification" else MeanSquaredError()
 
     @property
     def sample_shape(self) -> tuple[int, ...]:

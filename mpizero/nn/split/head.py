@@ -12,7 +12,8 @@ from mpizero import kernels
 from mpizero.nn.layer import namespace, vector
 from mpizero.nn.layers.language_head import LanguageHead, LanguageHeadBase
 from mpizero.nn.layers.norm import LayerNorm
-from mpizero.nn.loss import CrossEntropy
+from mpizero.nn.losses.cross_entropy import CrossEntropy
+from mpizero.nn.losses.weighted_target import times
 from mpizero.nn.regions import Gather
 from mpizero.nn.split.linear import SplitProjection
 from mpizero.nn.split.parts import complete_shared, own_range, require_length
@@ -84,24 +85,26 @@ class SplitCrossEntropy:
     group: Group
     classes: int
 
-    def forward(self, prediction: Array, target: Array) -> tuple[float, float, Any]:
+    def forward(self, prediction: Array, target: Any) -> tuple[float, float, Any]:
         """Sum the losses of all targets that are not negative, in float64. Collective over the group.
 
         Parameters
         ----------
         prediction : Array
             The logits of this rank's classes: (..., number of these classes).
-        target : Array
-            Class numbers (...), the same on every rank; see :meth:`mpizero.nn.CrossEntropy.forward`.
+        target : Array or dict
+            Class numbers (...), the same on every rank, maybe with weights and a mask; see
+            :meth:`mpizero.nn.CrossEntropy.forward`.
 
         Returns
         -------
         loss_sum, weight : float
-            The sum of the losses, and the number of targets that are not negative; the same on every rank.
+            The sum of the losses, and the number (the sum of the weights) of the targets that are not negative; the
+            same on every rank.
         cache : Any
             The intermediate results that :meth:`backward` needs.
         """
-        targets = self.whole.as_targets(target, prediction.shape[:-1], self.classes)
+        targets, weights = self.whole.as_targets(target, prediction.shape[:-1], self.classes)
         xp, loss = namespace(prediction), kernels.backend(prediction).loss
         logits = xp.ascontiguousarray(prediction.reshape(targets.size, prediction.shape[-1]))
         first = own_range(self.classes, self.group)[0]
@@ -110,17 +113,16 @@ class SplitCrossEntropy:
         terms = self.group.all_gather(own, 0, (1,) * self.group.size, "cross-entropy")
         merged, losses = xp.empty((2, targets.size), logits.dtype), xp.empty(targets.size, np.float64)
         loss.merged_cross_entropy(terms, targets, merged, losses)
-        counted = float((targets >= 0).sum())
-        return float(losses.sum()), counted, (logits, targets, merged, prediction.shape)
+        return *self.whole.totals(losses, targets, weights), (logits, targets, weights, merged, prediction.shape)
 
     def backward(self, cache: Any, scale: float = 1.0) -> Array:
         """Return ``scale`` times the gradient of the loss sum with respect to this rank's logits. Not collective."""
-        logits, targets, merged, shape = cache
+        logits, targets, weights, merged, shape = cache
         gradient: Array = namespace(logits).empty_like(logits)
         first = own_range(self.classes, self.group)[0]
         loss = kernels.backend(logits).loss
         loss.partial_cross_entropy_backward(logits, targets, first, merged, vector(logits, scale), gradient)
-        return gradient.reshape(shape)
+        return times(gradient, weights).reshape(shape)
 
     def joined(self, prediction: Array) -> Array:
         """Return the logits of all classes; ``prediction`` holds those of this rank's classes.

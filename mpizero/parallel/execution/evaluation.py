@@ -11,7 +11,6 @@ import numpy as np
 from mpizero.parallel.batch.redistribute import GlobalBatch
 from mpizero.parallel.batch.step_scalars import GrainScalars
 from mpizero.parallel.execution.sequential import Runner, RunOf
-from mpizero.types import Array
 
 
 class _Sums(NamedTuple):
@@ -32,10 +31,10 @@ class Evaluation(_Sums):
     weight : float
         Total weight of the samples, as the loss returns it.
     correct : int or None
-        Number of predictions whose largest score is that of the target class. None if predictions are not scores of
-        classes, or targets are not class numbers.
+        Number of correct predictions, as the loss's method ``correct`` counts them: for cross-entropy those whose
+        largest score is that of the target class. None if predictions are not right or wrong.
     predictions : int
-        Number of predictions that ``correct`` was counted from: those whose target is not negative.
+        Number of predictions that ``correct`` was counted from: those whose target counts.
     """
 
     predictions: int = 0
@@ -57,19 +56,30 @@ class Evaluation(_Sums):
         return None if self.correct is None or not self.predictions else self.correct / self.predictions
 
 
-def _are_scores(prediction: Any, targets: Array) -> bool:
-    """Tell whether the prediction of every sample has one score per class, and its target is the number of a class."""
-    if not isinstance(prediction, np.ndarray):
-        return False
-    return prediction.shape[:-1] == targets.shape and targets.dtype.kind in "iu"
+def count_correct(loss: Any, prediction: Any, targets: Any) -> tuple[int, int] | None:
+    """Return how many predictions are correct, and how many there are; None if they are not right or wrong.
+
+    The method ``correct(prediction, target)`` of the loss counts them. For a loss without this method they are counted
+    if each prediction is one score per class, and its target the number of a class or negative.
+    """
+    own = getattr(loss, "correct", None)
+    if prediction is None:  # of a black box, or where a layer of another stage has raised
+        return None
+    if callable(own):
+        counted: tuple[int, int] | None = own(prediction, targets)
+        return counted
+    arrays = isinstance(prediction, np.ndarray) and isinstance(targets, np.ndarray)
+    if not arrays or prediction.shape[:-1] != targets.shape or targets.dtype.kind not in "iu":
+        return None
+    return int((prediction.argmax(-1) == targets).sum()), int((targets >= 0).sum())
 
 
 def evaluate(
-    batch: GlobalBatch, runner: Runner, scalars: GrainScalars, rounds: int, run_of: RunOf, *, scores: bool
+    batch: GlobalBatch, runner: Runner, scalars: GrainScalars, rounds: int, run_of: RunOf, *, scores: bool, loss: Any
 ) -> Evaluation:
     """Return the sum of losses, the weight and the number of correct predictions over the global batch.
 
-    Collective over all ranks. A prediction is correct if the class with the highest score is the target.
+    Collective over all ranks.
 
     Parameters
     ----------
@@ -87,6 +97,8 @@ def evaluate(
     scores : bool
         Whether this rank adds the losses of its grains to the sums. True on one of the ranks that compute the same
         losses, and never on a rank without the last pipeline stage.
+    loss : Loss or None
+        The loss of whole predictions, which counts correct ones (:func:`count_correct`).
     """
     right, predictions, scored, done = 0, 0, True, 0
     runner.ready()
@@ -95,14 +107,14 @@ def evaluate(
             for number, (gx, gy, _) in enumerate(grain.micro_batches):
                 done += 1
                 run = replace(run_of(*grain.place(number)), training=False)
-                loss, weight, prediction = runner.loss(gx, gy, run)
+                loss_sum, weight, prediction = runner.loss(gx, gy, run)
                 if not scores or scalars.error is not None:
                     continue
-                scalars.add(grain.number, loss, weight)
-                scored = scored and isinstance(gy, np.ndarray) and _are_scores(prediction, gy)
-                if scored:
-                    right += int((prediction.argmax(-1) == gy).sum())
-                    predictions += int((gy >= 0).sum())
+                scalars.add(grain.number, loss_sum, weight)
+                counted = count_correct(loss, prediction, gy) if scored else None
+                scored = counted is not None
+                if counted is not None:
+                    right, predictions = right + counted[0], predictions + counted[1]
     except Exception as error:
         if not isinstance(error, runner.agreeable):
             raise

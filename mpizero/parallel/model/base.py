@@ -159,13 +159,14 @@ class ShardedModelBase(ManualGradients):
         )
 
     @recorded
-    def evaluate(self, x: Any, y: Any) -> Evaluation:
+    def evaluate(self, x: Any, y: Any, *, loss: Any = None) -> Evaluation:
         """Evaluate the samples of all ranks without training; return losses and correct predictions.
 
         ``x`` and ``y`` are inputs and targets of this rank's samples; the result is for all ranks together. It has the
-        attributes ``loss`` and ``accuracy``, and unpacks as ``loss_sum, weight, correct``.
+        attributes ``loss`` and ``accuracy``, and unpacks as ``loss_sum, weight, correct``. ``loss`` is used instead of
+        the model's own loss (not for black boxes); None is the model's own.
         """
-        return self._evaluate_alone(x, y) if self._mean_every else self.engine.evaluate(x, y)
+        return self._evaluate_alone(x, y, loss) if self._mean_every else self.engine.evaluate(x, y, loss)
 
     def predict(self, x: Any) -> Any:
         """Return the predictions for this rank's ``x``; ranks may pass different numbers of samples.

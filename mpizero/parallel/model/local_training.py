@@ -72,7 +72,7 @@ class LocalTraining(ParameterAccess):
         self.last_step = replace(report, loss=loss / weight, weight=weight, bytes_sent=comm.counters.bytes_sent - sent)
         return self.last_step.loss
 
-    def _evaluate_alone(self, x: Any, y: Any) -> Evaluation:
+    def _evaluate_alone(self, x: Any, y: Any, loss: Any) -> Evaluation:
         """Evaluate each rank's samples with that rank's parameters, and return the sums over all ranks.
 
         ``correct`` is None if a rank's predictions are not scores of classes.
@@ -80,10 +80,10 @@ class LocalTraining(ParameterAccess):
         found = Evaluation(0.0, 0.0, 0)
         with all_ranks(self._config.communicator, first=True):
             if count_samples(x, y):
-                found = self.engine.evaluate(x, y)
+                found = self.engine.evaluate(x, y, loss)
         values = [found.loss_sum, found.weight, found.correct or 0, found.predictions, found.correct is None]
-        loss, weight, correct, predictions, unscored = self._sum_over_ranks(values).tolist()
-        return Evaluation(loss, weight, None if unscored else int(correct), int(predictions))
+        loss_sum, weight, correct, predictions, unscored = self._sum_over_ranks(values).tolist()
+        return Evaluation(loss_sum, weight, None if unscored else int(correct), int(predictions))
 
     def _sum_over_ranks(self, values: list[float]) -> Array:
         comm = self._config.communicator

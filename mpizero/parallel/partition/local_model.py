@@ -157,9 +157,9 @@ class PartitionedModel:
         """Return ``loss`` adapted to the output of this rank's last block. Not collective.
 
         If the scores of classes are split over a tensor group and the loss needs all of them, the returned loss first
-        joins them. None is returned for None.
+        joins them. In a context group it takes this rank's positions. None is returned for None.
         """
-        return loss if loss is None or self.parallel_layout.tensor == 1 else self.split.loss_on_parts(loss)
+        return loss if loss is None or not self.splits_layers else self.split.loss_on_parts(loss)
 
     def own_places(self, x: Array) -> Array:
         """Return ``x`` cut to this rank's positions of the sequences; without a context group, ``x`` itself.

@@ -221,6 +221,7 @@ def make_model(config: Config, widths: Sequence[int] | None) -> Any:
         widths[1],
         activation=section.activation,
         task=section.task,
+        loss=section.loss,
         dtype=section.dtype,
         seed=seed,
     )
@@ -272,14 +273,21 @@ def widths_of(model: Any) -> tuple[int, int] | None:
 
 
 def _widths(section: MlpSection, sources: Sequence[Any]) -> tuple[int, int]:
-    """Return the number of features of a sample, and the number of classes (regression: of values) to predict."""
+    """Return the number of features of a sample, and the number of values that the model computes for it.
+
+    These are scores of classes, logits (loss "bce"), predicted values, or two for each value (loss "gaussian").
+    """
     x, y = sources[0].samples(np.arange(1))
     if x.ndim != 2:
         raise DataError(f"an mlp takes samples of one axis (samples, features), the data have shape {x.shape[1:]} each")
     if section.task == "regression":
         if y.ndim != 2:
             raise DataError(f'task = "regression" takes targets (samples, outputs), the data\'s have {y.ndim} axes')
-        return x.shape[1], y.shape[1]
+        return x.shape[1], y.shape[1] * (2 if section.loss == "gaussian" else 1)
+    if section.loss == "bce":
+        if y.ndim not in (1, 2):
+            raise DataError(f'loss = "bce" takes targets (samples,) or (samples, outputs), they have {y.ndim} axes')
+        return x.shape[1], y.shape[1] if y.ndim == 2 else 1
     if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
         raise DataError(
             f'task = "classification" takes whole numbers (samples,) as targets, the data have {y.dtype} '

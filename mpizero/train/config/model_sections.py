@@ -5,10 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from mpizero.nn.losses.named_losses import TASKS
 from mpizero.train.config.data_sections import DataSection, MadeDataSection
 from mpizero.train.config.make_settings import MakeSettings
 from mpizero.train.config.parallel_section import ParallelSection
-from mpizero.train.config.setting_checks import ConfigSection, choice, flag, many, rejected, required, setting
+from mpizero.train.config.setting_checks import (
+    ConfigSection,
+    choice,
+    flag,
+    many,
+    optional,
+    rejected,
+    required,
+    setting,
+    shown,
+)
 from mpizero.types import BlockModel
 from mpizero.validation import fraction, whole
 
@@ -108,7 +119,15 @@ class MlpSection(NamedModelSection):
 
     hidden: tuple[int, ...] = setting((64, 64), many(whole(1)))
     activation: str = setting("relu", choice("relu", "gelu", "silu", "tanh"))
-    task: str = setting("classification", choice("classification", "regression"))
+    task: str = setting("classification", choice(*TASKS))
+    loss: str | None = setting(None, optional(choice(*(name for losses in TASKS.values() for name in losses))))
+
+    def check_combination(self) -> None:
+        """Raise an error if the loss belongs to another task."""
+        super().check_combination()
+        if self.loss is not None and self.loss not in TASKS[self.task]:
+            known = ", ".join(map(shown, TASKS[self.task]))
+            raise self.reject("loss", f"must be one of {known} with model.task = {shown(self.task)}")
 
     @property
     def block_count(self) -> int:

@@ -1,0 +1,138 @@
+"""Every loss, with weights and a mask, has the bits of one process on any layout, and its sum on split models."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero.testing import run_in_threads
+
+nn = mz.nn
+#: Each loss, and how many numbers are predicted for 4 targets.
+LOSSES = {
+    "cross-entropy": (nn.CrossEntropy(), 4),
+    "squared": (nn.MeanSquaredError(), 4),
+    "absolute": (nn.L1Loss(), 4),
+    "huber": (nn.HuberLoss(0.5), 4),
+    "binary": (nn.BCEWithLogitsLoss(2.0), 4),
+    "relative": (nn.RelativeL2Loss(), 4),
+    "gaussian": (nn.GaussianNLLLoss(), 8),
+}
+RNG = np.random.default_rng(0)
+X, WEIGHT, ELEMENTS, MASK = (
+    RNG.normal(size=(11, 5)).astype("f4"),
+    RNG.uniform(0, 2, 11),
+    RNG.uniform(0, 2, (11, 4)),
+    RNG.random((11, 4)) > 0.3,
+)
+MASK[3] = False
+IDS = RNG.integers(0, 30, (11, 4))
+
+
+def batch(name):
+    """Inputs, and targets with weights; what is left out is NaN."""
+    if name == "cross-entropy":
+        return X, {"target": RNG.integers(0, 4, 11), "weight": WEIGHT, "mask": MASK[:, 0]}
+    target = np.where(MASK, np.sign(X[:, :1] + X[:, 1:]) / 2 + 0.5 if name == "binary" else X[:, 1:] + 1, np.nan)
+    return X, {"target": target, "weight": WEIGHT if name == "relative" else ELEMENTS, "mask": MASK}
+
+
+BATCHES = {name: batch(name) for name in LOSSES}
+
+
+def network(name):
+    loss, outputs = LOSSES[name]
+    return nn.MLP(5, (6,), outputs, dtype="f4", loss=loss)
+
+
+def trained(comm, strategy, **layout):
+    """Train each loss three steps; return a hash of all parameters, and what evaluations find."""
+    found = {}
+    with mz.ShardingConfig(comm=comm, micro_batch=2) as config:
+        for name in LOSSES:
+            x, y = BATCHES[name]
+            optimizer = mz.AdamW(lr=1e-2)
+            if layout:
+                model = mz.HybridShardedModel(network(name), config, **layout, optimizer=optimizer)
+            else:
+                model = mz.distribute(network(name), optimizer, strategy=strategy, config=config)
+            with model:
+                here = np.array_split(np.arange(11), model.batch_group.size)[model.batch_group.rank]
+                own = x[here], {key: array[here] for key, array in y.items()}
+                losses = [model.train(*own) for _ in range(3)]
+                again = model.evaluate(*own)
+                other = model.evaluate(*own, loss=nn.MeanSquaredError()).loss if name == "huber" else 0.0
+                found[name] = model.parameters_sha256(), losses, tuple(again), again.accuracy, other
+    return found
+
+
+LAYOUTS = {
+    2: ("zero2", {}),
+    3: ("zero3", {}),
+    4: ("", {"pipeline_parallel_size": 2, "zero_stage": 2}),
+}
+
+
+def test_one_hash_for_each_loss_on_any_number_of_ranks():
+    alone = trained("self", "ddp")
+    for ranks, (strategy, layout) in LAYOUTS.items():
+        assert run_in_threads(ranks, lambda comm, s=strategy, k=layout: trained(comm, s, **k))[0] == alone, ranks
+    for name, (_, losses, (loss_sum, weight, correct), accuracy, other) in alone.items():
+        assert losses[2] < losses[0], name
+        counted = BATCHES[name][1]["weight"] * (MASK if BATCHES[name][1]["weight"].ndim > 1 else MASK.any(axis=1))
+        if name == "cross-entropy":
+            counted = WEIGHT * MASK[:, 0]
+        assert weight == pytest.approx(counted.sum() / (4 if counted.ndim > 1 else 1), rel=1e-6), name
+        assert np.isfinite(loss_sum)
+        assert (correct is None) == (name not in ("cross-entropy", "binary"))
+        assert accuracy is None or accuracy > 0
+        assert (other > 0) == (name == "huber")
+
+
+def test_losses_see_whole_predictions_where_the_last_layer_is_split():
+    def evaluated(comm, tensor):
+        found = {}
+        with mz.ShardingConfig(comm=comm, micro_batch=4) as config:
+            for name in LOSSES:
+                x, y = BATCHES[name]
+                with mz.HybridShardedModel(
+                    network(name), config, tensor_parallel_size=tensor, optimizer=mz.SGD(lr=0.1)
+                ) as model:
+                    losses = [model.train(x, y) for _ in range(2)]
+                    found[name] = *losses, model.evaluate(x, y).correct or 0
+            ids, gpt = IDS, nn.GPT(dim=8, layers=1, heads=2, sequence=4, vocabulary=30)
+            with mz.HybridShardedModel(gpt, config, tensor_parallel_size=tensor) as model:
+                y = {"target": ids, "weight": ELEMENTS, "mask": MASK}
+                found["GPT"] = *(model.train(ids, y) for _ in range(2)), model.evaluate(ids, y).correct
+        return found
+
+    alone, split = evaluated("self", 1), run_in_threads(2, lambda comm: evaluated(comm, 2))
+    for name, values in alone.items():
+        assert split[0][name] == split[1][name] == pytest.approx(values, rel=1e-5), name
+
+
+def test_element_losses_add_up_over_parts_of_sequences():
+    model = SimpleNamespace(
+        blocks={"b": nn.TransformerBlock(4, 2), "out": nn.Linear(4, 4)}, loss=None, dtype=np.dtype("f8"), seed=0
+    )
+    rng = np.random.default_rng(1)
+    x, target = rng.normal(size=(2, 7, 4)), rng.uniform(size=(2, 7, 4))
+    y = {"target": target, "weight": rng.uniform(size=(2, 7)), "mask": rng.random((2, 7)) > 0.3}
+
+    def found(comm, context):
+        result = []
+        with mz.ShardingConfig(comm=comm) as config:
+            for loss in (nn.L1Loss(), nn.BCEWithLogitsLoss()):
+                own = SimpleNamespace(**{**vars(model), "loss": loss})
+                with mz.HybridShardedModel(own, config, context_parallel_size=context) as sharded:
+                    for other in (None, nn.MeanSquaredError()):
+                        gradients = sharded.compute_gradients(x, y, loss=other, gather=True)
+                        result += [gradients.loss, *gradients.values]
+        return result
+
+    alone = found("self", 1)
+    for result in run_in_threads(3, lambda comm: found(comm, 3)):
+        np.testing.assert_allclose(result, alone, rtol=1e-10, atol=1e-12)
