@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 import mpizero as mz
 from mpizero.errors import DataError, ModelCheckError, RemoteError
 from mpizero.testing import check_model, run_in_threads
+from mpizero.types import EVALUATE
 from tests.testing.suspects import RIGHT, WRONG, box, chain, dense
 
 SLOW = {"GPT in float32 with dropout", "tied GPT with dropout"}
@@ -125,6 +127,25 @@ def test_ranks_that_compute_other_bits_are_named(rng):
         return True
 
     assert all(run_in_threads(3, rank))
+
+
+def test_the_first_block_that_computes_other_bits_is_named(rng):
+    x, y = dense(rng)
+
+    def rank(comm):
+        class Shifted(mz.nn.Linear):
+            def forward(self, params, x, run=EVALUATE):
+                return super().forward(params, x + 1e-6 * (comm.rank == 1), run)
+
+        blocks = {"in": mz.nn.Linear(4, 3), "shifted": Shifted(3, 3), "out": mz.nn.Linear(3, 2)}
+        model = SimpleNamespace(blocks=blocks, loss=mz.nn.MeanSquaredError(), dtype=np.dtype("float64"), seed=0)
+        with pytest.raises(
+            ModelCheckError, match="- output of block 'shifted': rank 1 computes other bits than rank 0"
+        ):
+            check_model(model, x, y, comm=comm)
+        return True
+
+    assert all(run_in_threads(2, rank))
 
 
 def test_all_ranks_hear_of_what_one_has_found(rng):

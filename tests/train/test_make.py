@@ -6,12 +6,16 @@ import json
 import pickle
 import shutil
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
+from mpizero.errors import ConfigError
+from mpizero.train.config.builder import build
 from mpizero.train.config.config_file import ConfigDocument, parse_config
 from mpizero.train.config.model_and_data import build_model, build_source, data_fingerprint
+from mpizero.train.verify.verify_command import verify
 from tests.train.conftest import ThreadCommands
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_model"
@@ -176,3 +180,106 @@ def test_a_function_is_told_seed_and_samples_if_it_asks_for_them(linear):
     config = parse_config(document)
     assert build_model(config, *build_source(config)).parameters["weight"].shape == (5, 1)
     assert build_model(config).parameters["weight"].shape == (5, 1)
+
+
+#: What is done: settings, files in place of the right ones, what is said, and the status unless it is 78.
+WRONG = {
+    "a file that is not there": (["model.make=modle.py:make"], {}, 'model.make = "modle.py:make": no file '),
+    "a module that is not there": (["model.make=no.such:make"], {}, "no module no.such"),
+    "no function": (["model.make=model.py:mak"], {}, "model.py has no function mak (did you mean 'make'?)"),
+    "no colon": (["model.make=model.py"], {}, 'must be "FILE.py:FUNCTION" or "PACKAGE.MODULE:FUNCTION"'),
+    "an unknown key": (["model.widht=4"], {}, "model.widht: model.py:make takes no such key (did you mean 'width'?)"),
+    "a key of data": (["data.cuont=4"], {}, "data.cuont: data.py:make takes no such key (did you mean 'count'?)"),
+    "a name too": (["model.name=gpt"], {}, "must be left out with model.make"),
+    "a needed key": ([], {"model.py": MODEL.replace("=3", "")}, "it needs width, which is not given as model.width"),
+    "a value": ([], {"model.py": f"{MODEL}\nmake = 3\n"}, "make is a int, which cannot be called"),
+    "an error": (
+        [],
+        {"model.py": MODEL.replace("    return mz", "    int('x')\n    return mz")},
+        'config.toml:3: model.make = "model.py:make": make raised ValueError: invalid literal for int() with base 10: '
+        "'x' (model.py:11 in make)",
+    ),
+    "an error of the module": ([], {"data.py": f"import nothing_at_all\n{DATA}"}, "(data.py:1 in <module>)"),
+    "bad syntax": ([], {"model.py": f"{MODEL}\ndef f(:\n"}, "SyntaxError: invalid syntax (model.py, line 13)"),
+    "an exit": ([], {"model.py": f"{MODEL}\nraise SystemExit(0)\n"}, "its module raised SystemExit: 0"),
+    "no return": (
+        [],
+        {"model.py": MODEL.replace("    return mz", "    mz")},
+        "it returned None: does it end with return",
+    ),
+    "a pair": ([], {"model.py": MODEL.replace("squares)\n", "squares), 1\n")}, "tuple is not a model"),
+    "a sharded model": (
+        [],
+        {
+            "model.py": MODEL.replace("return mz.FunctionModel(", "return mz.DDPModel(mz.FunctionModel(").replace(
+                "squares)\n", "squares), mz.ShardingConfig(comm='self'))\n"
+            )
+        },
+        "must return the model alone, not a DDPModel",
+    ),
+    "a black box in stages": (
+        ["parallel.pipeline=2"],
+        {},
+        "parallel.pipeline = 2: must be 1: model.py:make makes a Func",
+    ),
+    "x alone": ([], {"data.py": DATA.replace("return x, x", "return x  #")}, "must return arrays (x, y)"),
+    "other lengths": (
+        [],
+        {"data.py": DATA.replace("return x, x", "return x, x[1:]")},
+        "x has 20 samples and y has 19",
+        65,
+    ),
+    "two sets and a share": (
+        ["data.validation=0.1"],
+        {"data.py": "def make():\n    return {'training': ([[1.0]], [1]), 'validation': ([[1.0]], [1])}\n"},
+        "data.validation = 0.1: must be left out: data.py:make makes these samples",
+    ),
+}
+
+
+def test_what_is_wrong_with_a_function_is_one_line_with_key_and_place(linear):
+    for change, told in WRONG.items():
+        settings, files, expected, status = told if len(told) == 4 else (*told, 78)
+        for name, text in {"model.py": MODEL, "data.py": DATA, **files}.items():
+            (linear.folder / name).write_text(text)
+        outcome = run(linear, 2, "train", *settings)
+        assert outcome.status == status, (change, outcome)
+        (line,) = outcome.told
+        assert expected in line, change
+
+
+@pytest.mark.mpi
+def test_ranks_that_make_other_models_or_data_or_compute_otherwise_are_named(world, tmp_path, capsys):
+    folder = Path(world.broadcast_object(str(tmp_path)))
+    if world.rank == 0:
+        rank = "from mpi4py import MPI\nRANK = MPI.COMM_WORLD.rank\n"
+        (folder / "data.py").write_text(
+            rank + DATA.replace("default_rng(0)", "default_rng(RANK if count == 30 else 0)")
+        )
+        model = MODEL.replace("0.1)", "0.1 + (RANK if width == 1 else 0))")
+        model = model.replace("x, y = batch", "x, y = batch\n    x = x + PLANT * RANK")
+        (folder / "model.py").write_text(f"{rank}PLANT = 0\n{model}")
+        (folder / "plant.py").write_text(f"{rank}PLANT = 1e-6\n{model}")
+        (folder / "config.toml").write_text(CONFIG)
+    world.barrier("files")
+    if world.size == 1:
+        return
+
+    def config(*settings):
+        return parse_config(
+            ConfigDocument(str(folder / "config.toml"), CONFIG, ["checkpoint.folder=unused", *settings])
+        )
+
+    with pytest.raises(ConfigError, match="ranks differ: the training data"), build(config("data.count=30"), world):
+        pass
+    one = config("model.width=1", "data.width=1")
+    with pytest.raises(ConfigError, match="ranks differ: weight of the start values"), build(one, world):
+        pass
+    options = Namespace(layouts="2; zero3*2", ranks=None, steps=2, tolerance=None, json=False)
+    assert verify(config(), world, options) == 0
+    capsys.readouterr()
+    assert verify(config("model.make=plant.py:make"), world, options) == 1
+    told = capsys.readouterr().out
+    if world.rank == 0:
+        assert "wrong: loss: rank 1 computes other bits than rank 0" in told
+        assert "zero3*2: step 1: loss computed by rank 1" in told

@@ -248,10 +248,8 @@ class _Check:
         """
         found = {}
         for number, evaluation in enumerate(self.evaluated):
-            values = {"loss": np.array(evaluation.loss), "weight": np.array(evaluation.weight)}
-            values |= {f"gradient of {name!r}": value for name, value in evaluation.gradients.items()}
-            values |= {f"new value of {name!r}": value for name, value in evaluation.averages.items()}
-            found.update({(number, k): hashlib.sha256(value.tobytes()).hexdigest()[:16] for k, value in values.items()})
+            for name, value in evaluation.named():
+                found[number, name] = hashlib.sha256(value.tobytes()).hexdigest()[:16]
         return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
@@ -19,6 +19,7 @@ from mpizero.parallel.execution.black_box import writable
 from mpizero.parallel.gradients.unwritten_gradients import mark, marks_left
 from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.parallel.return_checks import named
+from mpizero.sampletree import paths_of
 from mpizero.signatures import loss_arguments, takes_run, writes_in_place
 from mpizero.train.modelcheck.batch_pieces import read_only, sample_count
 from mpizero.train.modelcheck.model_report import ModelFinding, UnusableEvaluation
@@ -30,13 +31,22 @@ Named = Mapping[str, Array]
 class LossAndGradients(NamedTuple):
     """Hold the loss, the weight, the gradients and the new values of averaged parameters of a batch, as copies.
 
-    ``gradients`` are those of the parameters that an optimizer trains.
+    ``gradients`` are those of the parameters that an optimizer trains. ``outputs`` are those of the blocks by name, in
+    the order of the forward pass; empty for a black box.
     """
 
     loss: float
     gradients: dict[str, Array]
     weight: float
     averages: dict[str, Array]
+    outputs: dict[str, Array]
+
+    def named(self) -> Iterator[tuple[str, Array]]:
+        """Yield the name and the values of everything, in the order in which a model computes it. Not collective."""
+        yield from ((f"output of block {name}", value) for name, value in self.outputs.items())
+        yield from (("loss", np.array(self.loss)), ("weight", np.array(self.weight)))
+        yield from ((f"gradient of {name!r}", value) for name, value in self.gradients.items())
+        yield from ((f"new value of {name!r}", value) for name, value in self.averages.items())
 
 
 class CheckedModel(Protocol):
@@ -181,7 +191,7 @@ class CheckedFunction:
         if wrong:
             raise UnusableEvaluation(*wrong)
         trained, averaged = ({n: np.array(gradients[n]) for n in names} for names in (self.names, self.averaged))
-        return LossAndGradients(float(loss), trained, float(weight), averaged)
+        return LossAndGradients(float(loss), trained, float(weight), averaged, {})
 
     def _of_gradients(self, gradients: Mapping[str, Any]) -> list[ModelFinding]:
         wrong = []
@@ -235,21 +245,31 @@ class CheckedBlocks:
 
     def evaluate(self, parameters: Named, x: Any, y: Any, first: int = 0, *, fresh: bool = False) -> LossAndGradients:
         """Run forward and backward; add up the gradients of all uses of a tied parameter. ``fresh`` has no effect."""
-        loss, weight, uses = self.passed(parameters, (x, y), first)
+        outputs: dict[str, Array] = {}
+        loss, weight, uses = self.passed(parameters, (x, y), first, outputs=outputs)
         gradients = {name: uses[name] for name in self.names}
         for spec in self.specs:
             if spec.tied in gradients and spec.trainable:
                 gradients[spec.tied] = gradients[spec.tied] + uses[spec.name]
-        return LossAndGradients(loss, gradients, weight, {name: uses[name] for name in self.averaged})
+        averages = {name: uses[name] for name in self.averaged}
+        return LossAndGradients(loss, gradients, weight, averages, outputs)
 
     def passed(
-        self, parameters: Named, batch: tuple[Any, Any], first: int = 0, *, fill: float = 0.0, halves: bool = False
+        self,
+        parameters: Named,
+        batch: tuple[Any, Any],
+        first: int = 0,
+        *,
+        fill: float = 0.0,
+        halves: bool = False,
+        outputs: dict[str, Array] | None = None,
     ) -> tuple[float, float, dict[str, Array]]:
         """Run forward and backward, and return loss, weight, and gradients by name.
 
         A tied parameter has one gradient for each use. The memory for gradients is first filled with ``fill``. With
         ``halves``, ``backward_input`` and ``backward_weights`` run in place of ``backward``; the loss is multiplied by
-        2 before, and the gradients are divided by 2 after (not the new values of averaged parameters).
+        2 before, and the gradients are divided by 2 after (not the new values of averaged parameters). Copies of the
+        blocks' outputs are put into ``outputs``.
         """
         self.evaluations += 1
         params, run, scale = bind(self.model, read_only(dict(parameters))), self._run(batch[0], first), 1.0 + halves
@@ -259,6 +279,8 @@ class CheckedBlocks:
             for block, layer in self.model.blocks.items():
                 x, cache = layer.forward(params[block], x, run)
                 caches.append((block, layer, cache))
+                if outputs is not None:
+                    outputs |= {f"{block!r}{path[1:]}": np.array(leaf) for path, leaf in paths_of(x=x)}
             loss, weight, cache = self.model.loss.forward(x, read_only(batch[1]))
             dy = self.model.loss.backward(cache, scale)
             for block, layer, cache in reversed(caches):

@@ -29,17 +29,12 @@ class CheckBatch(NamedTuple):
 def unlike(found: LossAndGradients, expected: LossAndGradients) -> Iterator[tuple[str, str]]:
     """Yield the name of each value that differs in a bit between two evaluations, and a text with both numbers.
 
-    For a gradient the text has the element that differs most.
+    For an array the text has the element that differs most.
     """
-    for what in ("loss", "weight"):
-        a, b = getattr(found, what), getattr(expected, what)
-        if np.float64(a).tobytes() != np.float64(b).tobytes():
-            yield what, f"{b!r}, then {a!r}"
-    for what, a, b in (
-        *((f"gradient of {name!r}", found.gradients[name], b) for name, b in expected.gradients.items()),
-        *((f"new value of {name!r}", found.averages[name], b) for name, b in expected.averages.items()),
-    ):
-        if a.dtype != b.dtype or a.tobytes() != b.tobytes():
+    for (what, a), (_, b) in zip(found.named(), expected.named(), strict=True):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            yield what, f"{b.dtype} of shape {b.shape}, then {a.dtype} of shape {a.shape}"
+        elif a.tobytes() != b.tobytes():
             worst = np.unravel_index(int(np.argmax(np.abs(a - b))), a.shape) if a.size else ()
             place = f" at {[int(i) for i in worst]}" if worst else ""
             yield what, f"{b[worst]!s}{place}, then {a[worst]!s}"

@@ -17,7 +17,7 @@ from mpizero.errors import ConfigError, ExitStatus
 from mpizero.parallel import ShardingConfig
 from mpizero.text import notice
 from mpizero.train.config.builder import build_optimizer, computing_settings
-from mpizero.train.config.model_and_data import build_model, build_source, check_samples, users_modules
+from mpizero.train.config.model_and_data import build_model, build_source, check_samples, user_functions, users_modules
 from mpizero.train.config.sections import Config
 from mpizero.train.config.setting_checks import check_option, optional
 from mpizero.train.modelcheck.check import examine
@@ -61,7 +61,7 @@ def _verify(config: Config, comm: Communicator, options: argparse.Namespace) -> 
     model = examine(
         build_model(config, source, validation), *source.samples(np.arange(_few(config, source))), comm=comm
     )
-    if not model.right:
+    if any(finding.check != "ranks" for finding in model.findings):  # ranks that differ show in layouts too, by step
         if comm.rank == 0:
             print(json.dumps({"model": model.to_dict()}) if options.json else model, flush=True)
             notice("the model is wrong, so no layout was compared")
@@ -84,7 +84,12 @@ def _verify(config: Config, comm: Communicator, options: argparse.Namespace) -> 
         progress.close()
     if comm.rank == 0:
         _print(report, model, as_json=options.json)
-    return int(ExitStatus.OK) if report.agrees else DIFFERS
+        if comm.size == 1 and user_functions(config):
+            notice(
+                "ranks were threads of this process: what a process has of its own, such as its rank in COMM_WORLD, is "
+                "seen under mpiexec only"
+            )
+    return int(ExitStatus.OK) if report.agrees and model.right else DIFFERS
 
 
 def choose(config: Config, model: Any, comm: Communicator, named: str | None, ranks: int | None) -> list[Layout]:
@@ -153,7 +158,8 @@ def _print(report: Report, model: ModelReport, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({**report.to_dict(), "model": model.to_dict()}), flush=True)
         return
-    print(f"model: right in {len(model.passed)} ways, {model.evaluations} evaluations in {model.seconds:.1f} s")
+    right = f"model: right in {len(model.passed)} ways, {model.evaluations} evaluations in {model.seconds:.1f} s"
+    print(right if model.right else model)
     print(report, flush=True)
     if not report.agrees:
         count = len(report.findings)
