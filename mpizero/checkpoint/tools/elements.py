@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 from mpizero.checkpoint.format.checksum import BLOCK
 from mpizero.checkpoint.format.table import DTYPES, LocalArray
 from mpizero.checkpoint.reader import Reader
+from mpizero.name_patterns import fits
 from mpizero.types import Array
 
 #: Name of the type, and of the checkpoint attribute that lists the bfloat16 arrays, which are stored as ``<u2``.
@@ -59,14 +59,6 @@ def short_name(path: str) -> str:
 def matches(path: str, pattern: str | None) -> bool:
     """Tell whether a path, with or without ``parameters/``, fits a shell pattern; None fits all. Not collective."""
     return pattern is None or fits(path, pattern) or fits(short_name(path), pattern)
-
-
-def fits(name: str, pattern: str) -> bool:
-    """Tell whether a name matches a shell pattern, or equals the pattern. Not collective.
-
-    The second case is needed because names such as ``w[0]`` look like patterns.
-    """
-    return name == pattern or fnmatchcase(name, pattern)
 
 
 def blocks(reader: Reader, path: str, report: Report | None = None) -> Iterator[tuple[int, Array]]:

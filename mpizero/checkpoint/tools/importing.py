@@ -19,7 +19,6 @@ from mpizero.checkpoint.tools.elements import (
     OPTIMIZER,
     PARAMETERS,
     convert,
-    fits,
     matches,
     overflows,
     short_name,
@@ -29,6 +28,7 @@ from mpizero.checkpoint.tools.output import check_free
 from mpizero.checkpoint.tools.tensorfile import Tensor, TensorFile
 from mpizero.checkpoint.writer import write
 from mpizero.errors import CheckpointError, ConfigError
+from mpizero.name_patterns import fits
 from mpizero.types import Array
 
 #: Type of the expected arrays: shape and element type by path.

@@ -12,8 +12,10 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
-from typing import IO, Any
+from types import TracebackType
+from typing import IO, Any, Self
 
 import numpy as np
 
@@ -78,15 +80,57 @@ def read_arrays(path: str | os.PathLike[str], limit: int | None = None) -> dict[
     OSError
         If the file cannot be opened or read.
     """
-    name = os.fspath(path)
-    with os.fdopen(open_regular(name), "rb") as file:
-        room = os.fstat(file.fileno()).st_size if limit is None else limit
+    with NpzFile(path, limit) as file:
+        return {name: file.values(name).reshape(shape) for name, (shape, _) in file.arrays.items()}
+
+
+class NpzFile:
+    """Read arrays of an ``.npz`` file of numbers one at a time; parameters and errors are as for :func:`read_arrays`.
+
+    Attributes
+    ----------
+    arrays : dict
+        Shape and element type of every array, in native byte order, by name.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], limit: int | None = None) -> None:
+        self.path = os.fspath(path)
+        self._file = os.fdopen(open_regular(self.path), "rb")
         try:
-            with zipfile.ZipFile(file) as archive:
-                entries = [info for info in archive.infolist() if info.filename.endswith(".npy")]
+            room = os.fstat(self._file.fileno()).st_size if limit is None else limit
+            with self._sound():
+                self._archive = zipfile.ZipFile(self._file)
+                entries = [info for info in self._archive.infolist() if info.filename.endswith(".npy")]
                 if (size := sum(info.file_size for info in entries)) > room + 4096 * len(entries):
                     raise ValueError(f"declares {size} bytes of arrays, at most {room} are plausible")
-                return {info.filename.removesuffix(".npy"): _read_entry(archive, info) for info in entries}
+                self._entries = {info.filename.removesuffix(".npy"): info for info in entries}
+                self.arrays = {name: self._described(info) for name, info in self._entries.items()}
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def values(self, name: str) -> Array:
+        """Return all values of an array, flattened in C order."""
+        with self._sound():
+            return _read_entry(self._archive, self._entries[name]).reshape(-1)
+
+    def _described(self, info: zipfile.ZipInfo) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        with self._archive.open(info) as member:
+            shape, _, dtype = _read_header(member, info)
+        return shape, dtype.newbyteorder("=")
+
+    @contextmanager
+    def _sound(self) -> Iterator[None]:
+        try:
+            yield
         except (
             ValueError,
             TypeError,
@@ -100,20 +144,27 @@ def read_arrays(path: str | os.PathLike[str], limit: int | None = None) -> dict[
             zipfile.BadZipFile,
             zlib.error,
         ) as error:
-            raise CheckpointError(f"{name}: not a sound .npz file of numbers: {error!s:.300}") from None
+            raise CheckpointError(f"{self.path}: not a sound .npz file of numbers: {error!s:.300}") from None
+
+
+def _read_header(member: IO[bytes], info: zipfile.ZipInfo) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Read the header of an array; return its shape, whether it is stored by columns, and its element type."""
+    version = np.lib.format.read_magic(member)
+    if version not in _HEADERS:
+        raise ValueError(f"{info.filename!r:.80}: version {version} of .npy")
+    shape, by_columns, dtype = _HEADERS[version](member)
+    where = f"{info.filename!r:.80}: {dtype!s:.80} of shape {shape!r:.80}"
+    if dtype.kind not in NUMBERS or any(size < 0 for size in shape) or len(shape) > 32:
+        raise ValueError(f"{where}: not an array of numbers")
+    if prod(shape) * dtype.itemsize != info.file_size - member.tell():
+        raise ValueError(f"{where}: it has {info.file_size - member.tell()} bytes")
+    return shape, by_columns, dtype
 
 
 def _read_entry(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Array:
     with archive.open(info) as member:
-        version = np.lib.format.read_magic(member)
-        if version not in _HEADERS:
-            raise ValueError(f"{info.filename!r:.80}: version {version} of .npy")
-        shape, by_columns, dtype = _HEADERS[version](member)
+        shape, by_columns, dtype = _read_header(member, info)
         where = f"{info.filename!r:.80}: {dtype!s:.80} of shape {shape!r:.80}"
-        if dtype.kind not in NUMBERS or any(size < 0 for size in shape) or len(shape) > 32:
-            raise ValueError(f"{where}: not an array of numbers")
-        if prod(shape) * dtype.itemsize != info.file_size - member.tell():
-            raise ValueError(f"{where}: it has {info.file_size - member.tell()} bytes")
         values = np.empty(prod(shape), dtype)
         view, done = as_bytes(values), 0
         while part := member.read(min(_PIECE, len(view) - done) or 1):  # the last read compares the checksum

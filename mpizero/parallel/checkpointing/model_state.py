@@ -55,6 +55,11 @@ def _everything(spec: ParameterSpec) -> bool:
     return True
 
 
+def parameter_arrays(engine: Engine) -> list[HeldArray]:
+    """Return the arrays of all parameters of the model, with the pieces that this rank holds. Not collective."""
+    return _parameter_arrays(engine, _everything)
+
+
 def _parameter_arrays(
     engine: Engine, wanted: Callable[[ParameterSpec], bool], values: Array | None = None
 ) -> list[HeldArray]:
@@ -164,7 +169,7 @@ def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False)
         if with_state:
             check_order(saved["grains"])
             _tell_rates(engine, reader, saved)
-    arrays, state = _parameter_arrays(engine, _everything), dict[str, Array]()
+    arrays, state = parameter_arrays(engine), dict[str, Array]()
     if with_state:
         state, kept = _kept_state(engine)
         arrays += kept

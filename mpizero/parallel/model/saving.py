@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +18,7 @@ from mpizero.comm.calls import collective, recorded
 from mpizero.comm.reduce.mean import mean_over_ranks
 from mpizero.crc import crc32
 from mpizero.parallel.checkpointing import learning_rate, model_state
+from mpizero.parallel.checkpointing.chosen_parameters import Choice, LoadReport, load_chosen
 from mpizero.parallel.checkpointing.restore import opened_alike
 from mpizero.parallel.model.core import ShardedCore
 from mpizero.text import notice
@@ -190,6 +191,61 @@ class Saving(ShardedCore):
         self._unread = str(path) if left else ""
         self._pending = None
         self.invalidate_cache()
+
+    @collective
+    def load_parameters(
+        self,
+        path: str | Path,
+        *,
+        include: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] | None = None,
+        rename: Mapping[str, str] | None = None,
+        strict: bool | None = None,
+    ) -> LoadReport:
+        """Load parameters alone, all or those that fit patterns, from a file of any layout; return what was loaded.
+
+        Optimizer state and the number of the step stay as they are. Each rank reads the ranges that it holds. All
+        values are verified before any is replaced, as for :meth:`load_model`.
+
+        Parameters
+        ----------
+        path : path
+            A checkpoint, a safetensors file or an ``.npz`` file of arrays by name. The path of rank 0 is used, and
+            every rank must be able to read it. Floats of another type are converted; of an ``.npz`` file a rank holds
+            one array at a time.
+        include, exclude : str or sequence of str, optional
+            Shell patterns of parameter names, such as ``"encoder.*"`` (``*`` stands for dots, too): what is loaded, by
+            default everything, and what is not.
+        rename : mapping of str to str, optional
+            Names in the file and their names in the model; both may have one ``*``, which stands for the same text.
+        strict : bool, optional
+            Whether a chosen parameter that is missing from the file, or has another shape or type there, is an error;
+            without patterns also a parameter that is in the file only. The default is True if no pattern is given.
+            Otherwise such parameters keep their values; rank 0 prints which.
+
+        Returns
+        -------
+        LoadReport
+            The names that were taken, left, missing, of another shape, and in the file only. It prints as one line.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is nothing at ``path``.
+        ConfigError
+            If a pattern fits nothing, or ranks choose differently.
+        CheckpointError
+            If the file is damaged, nothing of it can be loaded, or ``strict`` says so. The message names file,
+            parameters and reason.
+        """
+        with all_ranks(self._config.communicator):
+            choice = Choice.of(include, exclude, rename, strict)
+        report = load_chosen(self.loadable_engine, path, choice)
+        self._pending = None
+        self.invalidate_cache()
+        if self.rank == 0 and (report.left or report.missing or report.different):
+            notice(str(report))
+        return report
 
     def tell_unread(self) -> None:
         """Print a notice on rank 0 if a checkpoint was loaded before the optimizer was bound. Not collective.
