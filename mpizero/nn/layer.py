@@ -32,6 +32,9 @@ class Layer(ABC):
     other layers defines :meth:`children`; their parameters get dotted names. The rules for every layer:
 
     - the first axis of ``x`` counts samples, and every output keeps it;
+    - ``x`` and the output may be trees (tuples, lists, dictionaries, dataclasses) of arrays. ``dy`` then is a tree like
+      the output, and the returned gradient one like ``x``, with None in place of arrays that have no gradient, such as
+      ids and masks;
     - ``x``, ``dy`` and parameters are never written to;
     - gradients are overwritten completely, ``grads[name][...] = value``. They are never added to, and ``grads[name]``
       is never replaced by another array, because the arrays in ``grads`` are views of a buffer that every step uses

@@ -13,6 +13,7 @@ from mpizero.comm.group.model_group import GpuAwareGroup
 from mpizero.comm.group.pipeline_p2p import PipelineP2P, Route
 from mpizero.kernels import to_host
 from mpizero.kernels.device import Device
+from mpizero.sampletree import map_leaves
 from mpizero.types import Array, Group, ShiftRequest
 
 
@@ -23,17 +24,16 @@ class HostStagedP2P(PipelineP2P):
         super().__init__(comm)
         self.device = device
 
-    def send(self, route: Route, micro: int, key: Any, peer: int, array: Array | None) -> None:
-        """Copy a GPU array to the host and start to send it, as :meth:`PipelineP2P.send` does.
+    def send(self, route: Route, micro: int, key: Any, peer: int, value: Any) -> None:
+        """Copy an array, or the arrays of a tree, to the host and start to send them, as :meth:`PipelineP2P.send` does.
 
-        If ``array`` is None, tell the other stage that the chunk failed.
+        If ``value`` is None, tell the other stage that the chunk failed.
         """
-        super().send(route, micro, key, peer, array if peer == self.comm.rank else to_host(array))
+        super().send(route, micro, key, peer, value if peer == self.comm.rank else map_leaves(to_host, value))
 
-    def receive(self, route: Route, micro: int, key: Any, peer: int) -> Array | None:
-        """Wait for the array from stage ``peer`` and return it on the GPU; None if that stage's chunk failed."""
-        array = super().receive(route, micro, key, peer)
-        return None if array is None else self.device.put(array)
+    def receive(self, route: Route, micro: int, key: Any, peer: int) -> Any:
+        """Wait for what stage ``peer`` sends and return it on the GPU; None if that stage's chunk failed."""
+        return map_leaves(self.device.put, super().receive(route, micro, key, peer))
 
 
 class GpuAwareP2P(PipelineP2P):

@@ -1,11 +1,13 @@
 """Send activations and their gradients between pipeline stages.
 
-[Note: shapes] A receive that is posted before its message arrives must know the size. The shape of a chunk's output
-depends only on the shape and dtype of the micro-batch. So the first message for a new shape of micro-batch is preceded
-by a header with the shape of the output, and both stages remember this shape. If micro-batches are not arrays, every
-message is preceded by a header. If a chunk raises and the shape of its output is not known yet, the header says so. If
-the shape is known, the stage sends zeros instead of the output. Results that are computed from these zeros are never
-used, because the step ends with an agreement that raises on every rank.
+[Note: shapes] A receive that is posted before its message arrives must know the size. The form of a chunk's output (its
+shape, or the structure of a tree and the shapes of its arrays) depends only on the shapes and dtypes of the
+micro-batch. So the first message for a new shape of micro-batch is preceded by a header that describes the output, and
+both stages remember its form. The description of a tree follows the header in a message of its own. Each array of a
+tree is sent as a message, in the order of the tree. If micro-batches are not arrays, every output is preceded by a
+header. If a chunk raises and the form of its output is not known yet, the header says so. If the form is known, the
+stage sends zeros instead of the output. Results that are computed from these zeros are never used, because the step
+ends with an agreement that raises on every rank.
 """
 
 from __future__ import annotations
@@ -18,15 +20,21 @@ import numpy as np
 
 from mpizero.comm import Communicator, Request
 from mpizero.comm.group.model_group import contiguous
+from mpizero.comm.group.tree_form import ArrayShape, TreeForm, packable
 from mpizero.errors import LayoutError
 from mpizero.sampletree import leaves_of
 from mpizero.types import Array
 
 #: Most axes of an array that is sent.
 _AXES = 8
-#: Length of a header: 1 if an array follows (else 0), the index of its dtype, the number of axes, and their lengths.
+#: Length of a header. It begins with 0 if nothing follows. If an array does, with 1, the index of its dtype, the number
+#: of axes, and their lengths. If a tree does, with 2 and the number of bytes that describe it.
 _HEADER = 3 + _AXES
-_DTYPES = ("float32", "float64", "int64", "int32", "uint8", "bool", "float16")
+_NOTHING, _ARRAY, _TREE = range(3)
+_DTYPES = (
+    "float32", "float64", "int64", "int32", "uint8", "bool", "float16", "complex64", "complex128", "int8", "int16",
+    "uint16", "uint32", "uint64",
+)  # fmt: skip
 
 
 class Route(NamedTuple):
@@ -45,11 +53,6 @@ class Route(NamedTuple):
         return 4 * self.border + (0 if self.kind == "forward" else 2)
 
 
-class _Shape(NamedTuple):
-    dims: tuple[int, ...]
-    dtype: str
-
-
 def key_of(x: Any) -> Any:
     """Return a key made of the shapes and dtypes of a micro-batch ``x``; None if ``x`` is not made of arrays.
 
@@ -63,7 +66,7 @@ def key_of(x: Any) -> Any:
 
 
 class PipelineP2P:
-    """Send activations and their gradients between the stages of one pipeline.
+    """Send activations and their gradients, arrays or trees of arrays, between the stages of one pipeline.
 
     The messages of a :class:`Route` must be received in the order in which they are sent. Not thread-safe.
 
@@ -83,111 +86,134 @@ class PipelineP2P:
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self.messages, self.waited = 0, 0.0
-        self._known: dict[tuple[Route, Any], _Shape] = {}
+        self._known: dict[tuple[Route, Any], TreeForm] = {}
         self._sending: deque[tuple[Request, Array]] = deque()
-        self._posted: dict[tuple[Route, int], tuple[Request, Array]] = {}
-        self._kept: dict[tuple[Route, int], Array | None] = {}
+        self._posted: dict[tuple[Route, int], tuple[TreeForm, list[tuple[Request, Array]]]] = {}
+        self._kept: dict[tuple[Route, int], Any] = {}
 
-    def send(self, route: Route, micro: int, key: Any, peer: int, array: Array | None) -> None:
+    def send(self, route: Route, micro: int, key: Any, peer: int, value: Any) -> None:
         """Start to send a chunk's output for micro-batch ``micro`` to stage ``peer``.
 
-        ``array`` is the output, or None if the chunk failed. ``key`` is :func:`key_of` of the micro-batch, the same on
-        both stages. If ``peer`` is this stage, the array is kept for :meth:`receive`.
+        ``value`` is the output, an array or a tree of arrays, or None if the chunk failed. ``key`` is :func:`key_of` of
+        the micro-batch, the same on both stages. If ``peer`` is this stage, the output is kept for :meth:`receive`.
         """
         if peer == self.comm.rank:
-            self._kept[route, micro] = array
+            self._kept[route, micro] = value
             return
-        known = self._known.get((route, key))
-        if known is None:
-            header = np.zeros(_HEADER, np.int64)
-            if array is not None:
-                header[:3] = 1, _DTYPES.index(array.dtype.name), array.ndim
-                header[3 : 3 + array.ndim] = array.shape
-                self._remember(route, key, _Shape(array.shape, array.dtype.name))
-            self._start(header, peer, route.tag + 1)
-        elif array is None:
-            array = np.zeros(known.dims, known.dtype)
-        if array is not None:
+        form = self._known.get((route, key))
+        if form is None:
+            form = None if value is None else TreeForm.of(value, "x")
+            self._announce(route, peer, form)
+            if form is None:
+                return
+            self._remember(route, key, form)
+        arrays = [np.zeros(*shape) for shape in form.shapes] if value is None else leaves_of(value)
+        for array in arrays:
             self._start(contiguous(array), peer, route.tag)
 
-    def check(self, route: Route, key: Any, array: Array) -> None:
-        """Check that the other stage can receive ``array``, an output for a micro-batch with this ``key``.
+    def _announce(self, route: Route, peer: int, form: TreeForm | None) -> None:
+        """Send a header that describes the next output on a route; ``form`` is None if the chunk failed."""
+        header = np.zeros(_HEADER, np.int64)
+        if form is not None and form.structure == "*":
+            ((dims, dtype),) = form.shapes
+            header[:3] = _ARRAY, _DTYPES.index(dtype), len(dims)
+            header[3 : 3 + len(dims)] = dims
+            form = None
+        packed = b"" if form is None else form.packed()
+        if packed:
+            header[:2] = _TREE, len(packed)
+        self._start(header, peer, route.tag + 1)
+        if packed:
+            self._start(np.frombuffer(packed, np.uint8), peer, route.tag + 1)
+
+    def check(self, route: Route, key: Any, value: Any, what: str) -> None:
+        """Check that the other stage can receive ``value``, an output for a micro-batch with this ``key``.
+
+        ``what`` names the output in error messages.
 
         Raises
         ------
         LayoutError
-            If another shape or dtype was sent before for a micro-batch with the same key, or if the dtype or the number
-            of axes is not supported.
+            If the structure, a shape or a dtype is another one than before for a micro-batch with the same key, if a
+            leaf is not an array, if its dtype or the number of its axes is not supported, or if it is part of an object
+            that cannot be sent.
+        DataError
+            If a dictionary has a key that is neither a string nor an integer.
         """
-        given = _Shape(array.shape, array.dtype.name)
-        known = self._known.get((route, key), given)
-        if given != known:
+        known = self._known.get((route, key))
+        given = packable(value, what) if known is None else TreeForm.of(value, what)
+        if known is not None and given != known:
             raise LayoutError(
-                f"a pipeline stage gave {given.dtype}{list(given.dims)} for a micro-batch that is like an earlier one "
-                f"(shape and dtype {key}), for which it gave {known.dtype}{list(known.dims)}: between stages, shapes "
-                "must follow from the shape of the input"
+                f"{what} is {given} for a micro-batch that is like an earlier one (shape and dtype {key}), "
+                f"for which it was {known}: between pipeline stages, shapes must follow from the shape of the input"
             )
-        if given.dtype not in _DTYPES or array.ndim > _AXES:
+        if any(shape.dtype not in _DTYPES or len(shape.dims) > _AXES for shape in given.shapes):
             raise LayoutError(
-                f"a pipeline stage gave {given.dtype}{list(given.dims)}: between stages go {', '.join(_DTYPES)} of at "
-                f"most {_AXES} axes"
+                f"{what} is {given}: between pipeline stages go {', '.join(_DTYPES)} of at most {_AXES} axes"
             )
 
     def post(self, route: Route, micro: int, key: Any, peer: int) -> None:
-        """Start to receive the array that stage ``peer`` sends for micro-batch ``micro``, before it is needed.
+        """Start to receive what stage ``peer`` sends for micro-batch ``micro``, before it is needed.
 
-        Does nothing if the shape of the array is not known yet, or if ``peer`` is this stage.
+        Does nothing if its form is not known yet, or if ``peer`` is this stage.
         """
         known = self._known.get((route, key))
         if peer != self.comm.rank and known is not None:
             self._expect(route, micro, known, peer)
 
-    def receive(self, route: Route, micro: int, key: Any, peer: int) -> Array | None:
-        """Wait for the array that stage ``peer`` sends for micro-batch ``micro``, and return it.
+    def receive(self, route: Route, micro: int, key: Any, peer: int) -> Any:
+        """Wait for the array or tree that stage ``peer`` sends for micro-batch ``micro``, and return it.
 
-        Returns None if the chunk that computes the array failed before its shape was known to both stages.
+        Returns None if the chunk that computes it failed before its form was known to both stages.
         """
         if peer == self.comm.rank:
             return self._kept.pop((route, micro))
         started = time.perf_counter()
-        array = self._take(route, micro, key, peer)
+        value = self._take(route, micro, key, peer)
         self.waited += time.perf_counter() - started
-        return array
+        return value
 
-    def _take(self, route: Route, micro: int, key: Any, peer: int) -> Array | None:
+    def _take(self, route: Route, micro: int, key: Any, peer: int) -> Any:
         if (route, micro) not in self._posted:
-            shape = self._known.get((route, key)) or self._announced(route, peer)
-            if shape is None:
+            form = self._known.get((route, key)) or self._announced(route, peer)
+            if form is None:
                 return None
-            self._remember(route, key, shape)
-            self._expect(route, micro, shape, peer)
-        request, array = self._posted.pop((route, micro))
-        request.wait()
-        return array
+            self._remember(route, key, form)
+            self._expect(route, micro, form, peer)
+        form, arriving = self._posted.pop((route, micro))
+        for request, _ in arriving:
+            request.wait()
+        return form.build([array for _, array in arriving])
 
-    def _announced(self, route: Route, peer: int) -> _Shape | None:
-        """Receive a header and return the shape and dtype of the array that follows; None if the other chunk failed."""
+    def _announced(self, route: Route, peer: int) -> TreeForm | None:
+        """Receive a header and return the form of the output that follows; None if the other chunk failed."""
         header = np.empty(_HEADER, np.int64)
         self.comm.recv(header, peer, route.tag + 1)
-        dims = tuple(int(n) for n in header[3 : 3 + int(header[2])])
-        return _Shape(dims, _DTYPES[int(header[1])]) if header[0] else None
+        kind, number, axes = header[:3].tolist()
+        if kind == _ARRAY:
+            return TreeForm((ArrayShape(tuple(header[3 : 3 + axes].tolist()), _DTYPES[number]),), "*", 0)
+        if kind == _NOTHING:
+            return None
+        packed = np.empty(number, np.uint8)
+        self.comm.recv(packed, peer, route.tag + 1)
+        return TreeForm.unpacked(packed.tobytes())
 
-    def _expect(self, route: Route, micro: int, shape: _Shape, peer: int) -> None:
+    def _expect(self, route: Route, micro: int, form: TreeForm, peer: int) -> None:
         if (route, micro) not in self._posted:
-            array = self._empty(shape.dims, shape.dtype)
-            self._posted[route, micro] = (self.comm.irecv(array, peer, route.tag), array)
+            arrays = [self._empty(*shape) for shape in form.shapes]
+            self._posted[route, micro] = form, [(self.comm.irecv(array, peer, route.tag), array) for array in arrays]
 
     def _empty(self, dims: tuple[int, ...], dtype: str) -> Array:
         """Allocate an array to receive into."""
         return np.empty(dims, dtype)
 
-    def _remember(self, route: Route, key: Any, shape: _Shape) -> None:
+    def _remember(self, route: Route, key: Any, form: TreeForm) -> None:
         if key is not None:
-            self._known[route, key] = shape
+            self._known[route, key] = form
 
     def progress(self) -> None:
         """Let MPI make progress on all messages, and release the arrays that have been sent. Does not wait."""
-        for request, _ in self._posted.values():
+        for request, _ in (arriving for _, arrays in self._posted.values() for arriving in arrays):
             request.test()
         while self._sending and self._sending[0][0].test():
             self._sending.popleft()

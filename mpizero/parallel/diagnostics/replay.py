@@ -17,7 +17,7 @@ from mpizero.parallel.execution.evaluators import BlockEvaluator, Evaluator
 from mpizero.parallel.gradients.gradient_views import GradientViews
 from mpizero.parallel.model.base import ShardedModelBase
 from mpizero.parallel.parameters.store import flat_names
-from mpizero.sampletree import SampleTree
+from mpizero.sampletree import SampleTree, paths_of
 from mpizero.types import EVALUATE, Array, Loss, Params, Run
 
 
@@ -140,9 +140,9 @@ class _Trace:
         self._frozen = {entry.spec.name for entry in self.engine.layout.entries if entry.gradient < 0}
 
     def note(self, what: str, name: str, values: Any) -> None:
-        """Record the statistics of ``values``; do nothing if it is None."""
-        if values is not None:
-            self.figures.append(ReplayedArray.of(what, name, values))
+        """Record the statistics of ``values``, an array or every array of a tree; do nothing if it is None."""
+        for path, leaf in paths_of(**{name: values}):
+            self.figures.append(ReplayedArray.of(what, path, leaf))
 
     def follow(self, x: Any, y: Any, run: Run) -> tuple[float, float]:
         """Run one micro-batch forward and backward; return its loss sum and weight."""

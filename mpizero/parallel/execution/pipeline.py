@@ -12,11 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.group.pipeline_p2p import Route, key_of
+from mpizero.comm.group.tree_form import broadcast_tree, packable
 from mpizero.errors import CollectiveError, LayoutError, PeerFailure
 from mpizero.kernels import to_host
 from mpizero.layout import Instruction, Schedule, build_schedule
@@ -30,7 +29,7 @@ from mpizero.parallel.gradients.unwritten_gradients import WriteCheck
 from mpizero.parallel.parameters.store import ParameterProvider
 from mpizero.parallel.partition.local_model import PartitionedModel
 from mpizero.parallel.return_checks import loss_and_weight
-from mpizero.sampletree import as_arrays
+from mpizero.sampletree import as_arrays, leaves_of, map_leaves
 from mpizero.types import EVALUATE, Run
 
 #: Number of instructions, the current one included, whose receives are posted early.
@@ -206,7 +205,14 @@ class PipelineRunner:
         """
         with self._computing(flight) as working:
             if working:
-                self.pipeline_p2p.check(route, key_of(x), value)
+                forward = route.kind == "forward"
+                block = (
+                    self.partitioned.cuts[route.border - 1][-1]
+                    if forward
+                    else self.partitioned.cuts[route.border + 1][0]
+                )
+                what = f"what {'forward' if forward else 'the backward pass'} of block {block!r} returns"
+                self.pipeline_p2p.check(route, key_of(x), value, what)
         self.pipeline_p2p.send(route, micro, key_of(x), peer, None if flight.failed else value)
 
     def _backward(self, chunk: int, micro: int, watched: WatchedJob) -> None:
@@ -274,7 +280,7 @@ class PipelineRunner:
             return
         flight, x = self._flights[chunk, micro], self._samples(watched)[0]
         with self._computing(flight) as working:
-            if working and d is None:
+            if working and not leaves_of(d):
                 first, before = self.partitioned.cuts[chunk][0], self.partitioned.cuts[chunk - 1][-1]
                 raise LayoutError(
                     f"no gradient reaches block {before!r}: {first!r} after it returns none for its input"
@@ -324,19 +330,15 @@ class PipelineRunner:
         errors: list[Exception] = []
         own = None if x is None else self.compute_device.put(self.partitioned.own_places(as_arrays(x)))
         value = self._forward_only(own, EVALUATE, errors.append)
+        form, whole = None, None
         with all_ranks(self.comm, "predict"):  # so everything that was sent has arrived
             self.pipeline_p2p.finish()
             if errors:
                 raise errors[0]
-        if x is None:
-            return None
-        whole = to_host(self.partitioned.whole_prediction(value)) if self.partitioned.is_last else None
-        root = self.stage_of[-1]
-        told = None if whole is None else (whole.shape, whole.dtype.str)
-        shape, dtype = self.comm.broadcast_object(told, root, "prediction")
-        result = np.empty(shape, dtype) if whole is None else np.ascontiguousarray(whole)
-        self.comm.broadcast(result, root, "prediction")
-        return result
+            if value is not None and self.partitioned.is_last:
+                whole = map_leaves(to_host, self.partitioned.whole_prediction(value))
+                form = packable(whole, "the prediction")
+        return None if x is None else broadcast_tree(self.comm, form, whole, self.stage_of[-1], "prediction")
 
     def loss(self, x: Any, y: Any, run: Run = EVALUATE) -> tuple[float, float, Any]:
         """Return the sum of losses, the weight and the prediction on the last stage, 0.0, 0.0 and None on the others.
@@ -351,7 +353,7 @@ class PipelineRunner:
         with self._computing(_Flight(self.scalars.fail)):
             loss, weight, _ = self.criterion.forward(value, y)
             loss, weight = loss_and_weight(self.criterion.forward, loss, weight)
-            return loss, weight, to_host(self.partitioned.whole_scores(value))
+            return loss, weight, map_leaves(to_host, self.partitioned.whole_scores(value))
         return 0.0, 0.0, None  # and go on: the other micro-batches still come
 
     def _forward_only(self, x: Any, run: Run, fail: Callable[[Exception], None]) -> Any:

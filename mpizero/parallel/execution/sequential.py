@@ -19,7 +19,7 @@ from mpizero.parallel.gradients.reducer import Job
 from mpizero.parallel.gradients.unwritten_gradients import WriteCheck
 from mpizero.parallel.parameters.store import flat_names
 from mpizero.parallel.partition.local_model import PartitionedModel
-from mpizero.sampletree import as_arrays
+from mpizero.sampletree import as_arrays, map_leaves
 from mpizero.types import EVALUATE, Run
 
 #: Returns the ``Run`` of a forward pass, from the index of its first sample and the number of samples.
@@ -240,7 +240,7 @@ class SequentialRunner:
         """
         own = None if x is None else self.compute_device.put(self.partitioned.own_places(as_arrays(x)))
         prediction = self.evaluator.predict(own)
-        return None if x is None else to_host(self.partitioned.whole_prediction(prediction))
+        return None if x is None else map_leaves(to_host, self.partitioned.whole_prediction(prediction))
 
     def loss(self, x: Any, y: Any, run: Run = EVALUATE) -> tuple[float, float, Any]:
         """Return the sum of losses, the weight and the prediction of a micro-batch, without computing gradients.
@@ -249,7 +249,9 @@ class SequentialRunner:
         is on the host; in a context group it has this rank's positions of the sequences only.
         """
         loss, weight, prediction = self.evaluator.loss(self.compute_device.put(x), self.compute_device.put(y), run)
-        return loss, weight, None if prediction is None else to_host(self.partitioned.whole_scores(prediction))
+        if prediction is None:
+            return loss, weight, None
+        return loss, weight, map_leaves(to_host, self.partitioned.whole_scores(prediction))
 
     def using_loss(self, loss: Any) -> AbstractContextManager[None]:
         """Use ``loss`` in place of the model's own loss inside the context; None keeps the own one. Not collective."""

@@ -12,7 +12,7 @@ from mpizero.layout import FlatLayout, Unit
 from mpizero.layout.flat import views
 from mpizero.parallel.gradients.unwritten_gradients import GradientDict
 from mpizero.parallel.parameters.allocator import Allocator
-from mpizero.sampletree import map_arrays
+from mpizero.sampletree import map_leaves
 from mpizero.types import Array
 
 
@@ -52,7 +52,12 @@ def apart(value: Any, parts: Sequence[Array]) -> Any:
 
     Not collective.
     """
-    return map_arrays(lambda array: array.copy() if any(np.may_share_memory(array, p) for p in parts) else array, value)
+
+    def own(leaf: Any) -> Any:
+        shared = isinstance(leaf, np.ndarray) and any(np.may_share_memory(leaf, part) for part in parts)
+        return leaf.copy() if shared else leaf
+
+    return map_leaves(own, value)
 
 
 def largest_block(layout: FlatLayout) -> int:

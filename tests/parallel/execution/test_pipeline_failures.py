@@ -201,7 +201,11 @@ def test_an_output_of_another_shape_for_the_same_input_is_refused_on_all_stages(
             before = model.parameters_sha256()
             times["now"] = 2
             told = error_of(lambda: model.train(x, y))
-            parallel_assert(comm, "gave float32[4, 5] for a micro-batch that is like an earlier one" in told, told)
+            parallel_assert(
+                comm,
+                "block 'moody' returns is float32[4, 5] for a micro-batch that is like an earlier one" in told,
+                told,
+            )
             assert model.parameters_sha256() == before
             times["now"] = 1
             model.train(x, y)

@@ -1,0 +1,310 @@
+"""Blocks may take and return trees of arrays: one process, every strategy and every schedule have the same bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero.errors import LayoutError, RemoteError
+from mpizero.nn import Checkpointed, Layer
+from mpizero.testing import check_model, run_in_threads
+from mpizero.types import EVALUATE, Array, Init, ParameterSpec
+from tests.parallel.models import MEMORIES, PRIVATE, part, sharded
+from tests.parallel.parallel_layouts import Case, Chain, Way, known, pipelines, placed, trained, trained_alone, vectors
+
+WIDTH = 5
+
+
+class Both(NamedTuple):
+    """Two arrays, one of them scaled."""
+
+    left: Any
+    right: Any = None
+
+
+@dataclass
+class Sides:
+    """Two arrays and a place that is not used."""
+
+    even: Any
+    odd: Any
+    unused: Any = None
+
+
+def matrix(name: str = "weight") -> ParameterSpec:
+    return ParameterSpec(name, (WIDTH, WIDTH), Init("normal", WIDTH**-0.5))
+
+
+class Spread(Layer):
+    """From an array to a dictionary: a product, the input itself, whole numbers and a mask."""
+
+    def own_specs(self) -> Any:
+        return (matrix(),)
+
+    def forward(self, params: Any, x: Array, run: Any = EVALUATE) -> Any:
+        x = x.astype(params["weight"].dtype)
+        signs = (x > 0).astype(np.int32)
+        return {"h": np.tanh(x @ params["weight"]), "inputs": x, "signs": signs, "mask": signs.any(1)}, x
+
+    def backward_input(self, params: Any, cache: Any, dy: Any) -> Any:
+        assert dy["signs"] is None
+        assert dy["mask"] is None
+        d = dy["h"] * (1 - np.tanh(cache @ params["weight"]) ** 2)
+        return d @ params["weight"].T + dy["inputs"], d
+
+    def backward_weights(self, params: Any, cache: Any, pending: Any, grads: Any) -> None:
+        np.matmul(cache.T, pending, out=grads["weight"])
+
+
+class Turn(Layer):
+    """From the dictionary to a tuple with a list in it; the whole numbers choose a row of a table."""
+
+    def own_specs(self) -> Any:
+        return (ParameterSpec("table", (2, WIDTH), Init("normal", 0.5)),)
+
+    def forward(self, params: Any, x: Any, run: Any = EVALUATE) -> Any:
+        chosen = x["signs"][:, 0]
+        return (x["h"] + params["table"][chosen], [x["inputs"], x["mask"]], Both(x["h"])), chosen
+
+    def backward_input(self, params: Any, cache: Any, dy: Any) -> Any:
+        d, (inputs, mask), (h, nothing) = dy
+        assert mask is None
+        assert nothing is None
+        return {"h": d + h, "inputs": inputs, "signs": None, "mask": None}, d
+
+    def backward_weights(self, params: Any, cache: Any, pending: Any, grads: Any) -> None:
+        for row in range(2):
+            grads["table"][row] = pending[cache == row].sum(0)
+
+
+class Same(Layer):
+    """Pass a tuple on, with its first array multiplied by a matrix; the gradient of it is a view of a gradient."""
+
+    def own_specs(self) -> Any:
+        return (ParameterSpec("scale", (WIDTH,), Init("ones")),)
+
+    def forward(self, params: Any, x: Any, run: Any = EVALUATE) -> Any:
+        return (x[0] * params["scale"], *x[1:]), x[0]
+
+    def backward_input(self, params: Any, cache: Any, dy: Any) -> Any:
+        return (dy[0] * params["scale"], *dy[1:]), dy[0]
+
+    def backward_weights(self, params: Any, cache: Any, pending: Any, grads: Any) -> None:
+        grads["scale"][...] = (cache * pending).sum(0)
+
+
+class Halve(Layer):
+    """From the tuple to a dataclass."""
+
+    def forward(self, params: Any, x: Any, run: Any = EVALUATE) -> Any:
+        first, (inputs, mask), both = x
+        return Sides(first * mask[:, None], inputs + both.left), mask
+
+    def backward_input(self, params: Any, cache: Any, dy: Any) -> Any:
+        return (dy.even * cache[:, None], [dy.odd, None], Both(dy.odd)), None
+
+
+class Meet(Layer):
+    """From the dataclass to an array, or to a tuple of two arrays that the loss takes."""
+
+    def own_specs(self) -> Any:
+        return (matrix("a"), matrix("b"))
+
+    def forward(self, params: Any, x: Any, run: Any = EVALUATE) -> Any:
+        return x.even @ params["a"] + x.odd @ params["b"], x
+
+    def backward_input(self, params: Any, cache: Any, dy: Any) -> Any:
+        return Sides(dy @ params["a"].T, dy @ params["b"].T), dy
+
+    def backward_weights(self, params: Any, cache: Any, pending: Any, grads: Any) -> None:
+        np.matmul(cache.even.T, pending, out=grads["a"])
+        np.matmul(cache.odd.T, pending, out=grads["b"])
+
+
+@dataclass(frozen=True)
+class OfSides:
+    """Squared error of a dataclass as prediction, in place of a last block."""
+
+    def forward(self, prediction: Any, target: Array) -> Any:
+        errors = prediction.even - target, prediction.odd - target
+        return float(sum((e.astype(np.float64) ** 2).sum() for e in errors)), float(len(target)), errors
+
+    def backward(self, cache: Any, scale: float = 1.0) -> Any:
+        return Sides(*(2 * scale * error for error in cache))
+
+
+def trees(*, checkpointed: bool = False) -> Chain:
+    kinds = {"spread": Spread(), "turn": Turn(), "same": Same(), "again": Same(), "halve": Halve(), "meet": Meet()}
+    return Chain(
+        {name: Checkpointed(layer) if checkpointed else layer for name, layer in kinds.items()},
+        dtype=np.dtype("float64"),
+    )  # noqa: E501
+
+
+def ends_in_a_tree() -> Chain:
+    blocks = {name: layer for name, layer in trees().blocks.items() if name != "meet"}
+    return replace(trees(), blocks=blocks, loss=OfSides())
+
+
+CASES = {
+    "trees": Case(trees, batches=vectors(3, 11)),
+    "checkpointed": Case(lambda: trees(checkpointed=True), batches=vectors(2, 11), config={"accumulate": 2}),
+    "tree at the end": Case(ends_in_a_tree, batches=vectors(2, 11), config={"clip": 0.1}),
+}
+
+
+@cache
+def alone(name: str) -> Any:
+    return trained_alone(CASES[name])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_agree_with_differences_of_the_loss(name: str) -> None:
+    x, y = vectors(1, 8)[0]
+    assert "agree" in str(check_model(CASES[name].model(), x, y))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_strategy_and_schedule_has_the_bits_of_one_process(ranks: int) -> None:
+    ways = [*(Way(zero=zero) for zero in range(4)), *pipelines(ranks, 5)]
+    for number, way in enumerate(ways):
+        name, memory = list(CASES)[(number + ranks) % 3], MEMORIES[number % (2 + (ranks == 4))]
+        found = run_in_threads(ranks, lambda comm, n=name, w=way, m=memory: trained(CASES[n], comm, w, **m))
+        assert found == [alone(name)] * ranks, (name, way, memory)
+
+
+@pytest.mark.mpi
+def test_ranks_of_a_real_job_have_the_bits_of_one_process(world: Any) -> None:
+    for number, way in enumerate([Way(zero=world.size % 4), *pipelines(world.size, 5)]):
+        name = list(CASES)[number % 3]
+        assert trained(CASES[name], world, way, **MEMORIES[number % 2]) == known(world, alone, name), (name, way)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_predictions_and_losses_of_trees_reach_every_stage(ranks: int) -> None:
+    x, y = vectors(1, 6)[0]
+    direct = mz.nn.evaluate(
+        ends_in_a_tree(), mz.nn.bind(ends_in_a_tree(), mz.nn.initial_parameters(ends_in_a_tree())), x
+    )
+
+    def go(comm: Any) -> Any:
+        model, _ = placed(CASES["tree at the end"], comm, Way(min(ranks, 2)))
+        with model:
+            found = model.evaluate(*part(model.batch_group, x, y))
+            return found.loss_sum, found.accuracy, model.predict(x)
+
+    for loss, accuracy, prediction in run_in_threads(ranks, go):
+        assert type(prediction) is Sides
+        np.testing.assert_allclose(prediction.even, direct.even, rtol=1e-13)
+        np.testing.assert_allclose(prediction.odd, direct.odd, rtol=1e-13)
+        np.testing.assert_allclose(loss, OfSides().forward(direct, y)[0], rtol=1e-13)
+        assert accuracy is None
+
+
+# ---------------------------------------------------------------------- mistakes
+
+
+class Local(Layer):
+    """Return what cannot be sent: ``what`` makes it of the input."""
+
+    what: Any = staticmethod(lambda x: x)
+
+    def forward(self, params: Any, x: Any, run: Any = EVALUATE) -> Any:
+        return type(self).what(x), None
+
+    def backward_input(self, params: Any, cache: Any, dy: Any) -> Any:
+        return (None, None), None
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (lambda x: (x[0], 3), r"what forward of block 'again' returns\[1\] is of type int; expected an array"),
+        (lambda x: {2.5: x[0]}, r"block 'again' returns has the key 2.5"),
+        (lambda x: (x[0].astype("longdouble"),), r"block 'again' returns is \(.*128.*\): between pipeline stages go"),
+        (lambda x: (x[0], [Local]), r"returns\[1\]\[0\] is of type ABCMeta"),
+    ],
+)
+def test_what_cannot_be_sent_is_named_on_all_ranks(what: Any, message: str) -> None:
+    class Wrong(Local):
+        pass
+
+    Wrong.what = staticmethod(what)
+    chain = replace(trees(), blocks={**trees().blocks, "again": Wrong()})
+
+    def go(comm: Any) -> None:
+        model, _ = placed(Case(lambda: chain), comm, Way(2, more={"cuts": [4]}), **PRIVATE)
+        with model, pytest.raises((LayoutError, RemoteError, mz.errors.DataError), match=message):
+            model.train(*vectors(1, 4)[0])
+
+    run_in_threads(2, go)
+
+
+def test_a_gradient_that_is_missing_everywhere_is_named() -> None:
+    class Stops(Halve):
+        def backward_input(self, params: Any, cache: Any, dy: Any) -> Any:
+            return (None, [None, None], Both(None)), None
+
+    chain = replace(trees(), blocks={**trees().blocks, "halve": Stops()})
+
+    def go(comm: Any) -> None:
+        model, _ = placed(Case(lambda: chain), comm, Way(2, more={"cuts": [4]}))
+        with model, pytest.raises((LayoutError, RemoteError), match="no gradient reaches block 'again'"):
+            model.train(*vectors(1, 4)[0])
+
+    run_in_threads(2, go)
+
+
+def test_another_structure_for_a_like_micro_batch_is_named() -> None:
+    class Fickle(Same):
+        def forward(self, params: Any, x: Any, run: Any = EVALUATE) -> Any:
+            y, cache = super().forward(params, x, run)
+            return (list(y) if run.first_sample else y), cache
+
+    chain = replace(trees(), blocks={**trees().blocks, "again": Fickle()})
+
+    def go(comm: Any) -> None:
+        model, _ = placed(Case(lambda: chain), comm, Way(2, more={"cuts": [4]}))
+        with model, pytest.raises((LayoutError, RemoteError), match="block 'again' returns is .* for which it was"):
+            model.train(*vectors(1, 4)[0])
+
+    run_in_threads(2, go)
+
+
+@dataclass(frozen=True)
+class Shifted(Layer):
+    """Add a row to every sample of a micro-batch; the gradient of the input is the memory of the row's gradient."""
+
+    copies: bool
+
+    def own_specs(self) -> Any:
+        return (ParameterSpec("rows", (2, WIDTH)),)
+
+    def forward(self, params: Any, x: Any, run: Any = EVALUATE) -> Any:
+        return (x[0] + params["rows"][: len(x[0])], *x[1:]), None
+
+    def backward_input(self, params: Any, cache: Any, dy: Any) -> Any:
+        raise NotImplementedError
+
+    def backward(self, params: Any, cache: Any, dy: Any, grads: Any) -> Any:
+        grads["rows"][...] = 0
+        grads["rows"][: len(dy[0])] = dy[0]
+        found = grads["rows"][: len(dy[0])]
+        return (found.copy() if self.copies else found, *dy[1:])
+
+
+def test_gradients_that_are_views_of_gradients_are_copied_in_trees_too() -> None:
+    def sha(copies: bool, strategy: str) -> str:
+        blocks = trees().blocks | {"same": Shifted(copies), "again": Shifted(copies)}
+        model, _ = sharded(strategy, None, replace(trees(), blocks=blocks), mz.SGD(lr=0.1), micro_batch=2)
+        with model:
+            for batch in CASES["trees"].batches:
+                model.train(*batch)
+            return str(model.parameters_sha256())
+
+    assert len({sha(copies, strategy) for copies in (True, False) for strategy in ("ddp", "zero3")}) == 1
