@@ -30,7 +30,6 @@ FLOORS = {
     "names": 1,
     "faults": 1,
     "sampletree": 1,
-    "name_patterns": 1,
     "signatures": 1,
     "layout": 1,
     "kernels": 1,

@@ -12,7 +12,7 @@ import numpy as np
 from mpizero.checkpoint.format.checksum import BLOCK
 from mpizero.checkpoint.format.table import DTYPES, LocalArray
 from mpizero.checkpoint.reader import Reader
-from mpizero.name_patterns import fits
+from mpizero.names import fits
 from mpizero.types import Array
 
 #: Name of the type, and of the checkpoint attribute that lists the bfloat16 arrays, which are stored as ``<u2``.

@@ -28,7 +28,7 @@ from mpizero.checkpoint.tools.output import check_free
 from mpizero.checkpoint.tools.tensorfile import Tensor, TensorFile
 from mpizero.checkpoint.writer import write
 from mpizero.errors import CheckpointError, ConfigError
-from mpizero.name_patterns import fits
+from mpizero.names import fits
 from mpizero.types import Array
 
 #: Type of the expected arrays: shape and element type by path.

@@ -15,8 +15,7 @@ from mpizero.checkpoint.tools.parameter_file import ParameterFile, loadable, ope
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.equality import agree_equal
 from mpizero.errors import CheckpointError, ConfigError
-from mpizero.name_patterns import as_patterns, selected
-from mpizero.names import nearest
+from mpizero.names import as_patterns, nearest, selected
 from mpizero.parallel.checkpointing.model_state import parameter_arrays
 from mpizero.parallel.checkpointing.restore import fill
 
