@@ -63,6 +63,11 @@ if TYPE_CHECKING:
     from mpizero.parallel import dump_bad_step as dump_bad_step
     from mpizero.parallel import measured_costs as measured_costs
     from mpizero.parallel import replay_bad_step as replay_bad_step
+    from mpizero.train.callbacks.callback import Callback as Callback
+    from mpizero.train.callbacks.tensorboard import TensorBoard as TensorBoard
+    from mpizero.train.run.result import TrainingResult as TrainingResult
+    from mpizero.train.run.trainer import Trainer as Trainer
+    from mpizero.train.run.visit import Preempted as Preempted
 
 _MODULES = (
     "adapters",
@@ -113,6 +118,11 @@ _NAMES = {
         "measured_costs",
         "replay_bad_step",
     ),
+    "mpizero.train.callbacks.callback": ("Callback",),
+    "mpizero.train.callbacks.tensorboard": ("TensorBoard",),
+    "mpizero.train.run.result": ("TrainingResult",),
+    "mpizero.train.run.trainer": ("Trainer",),
+    "mpizero.train.run.visit": ("Preempted",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 

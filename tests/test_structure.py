@@ -53,6 +53,7 @@ DOORS = {
     "llvmlite": {"kernels"},
     "h5py": {"data", "checkpoint"},
     "tqdm": {"train"},
+    "tensorboardX": {"train"},
     "safetensors": {"checkpoint"},
     "isal": {"crc"},
     "cupy": {"kernels"},
@@ -66,6 +67,7 @@ ENVIRONMENT = {
     "mpizero",
     "mpizero.faults",
     "mpizero.train.cli.main",
+    "mpizero.train.run.trainer",  # Slurm's variables
     "mpizero.comm.supervision.guard",
     "mpizero.comm.startup.launch",
     "mpizero.kernels.cache",

@@ -3,7 +3,19 @@
 from typing import TYPE_CHECKING
 
 from mpizero.checkpoint.atomic_folder import remove_leftovers
-from mpizero.checkpoint.folders import RemovalFailure, StepFolder, newest, prune, sound, step_folder, step_of, survey
+from mpizero.checkpoint.folders import (
+    BEST,
+    RemovalFailure,
+    StepFolder,
+    mark_best,
+    marked_best,
+    newest,
+    prune,
+    sound,
+    step_folder,
+    step_of,
+    survey,
+)
 from mpizero.checkpoint.format.skeleton import ALIGNMENT, ALIGNMENT_LIMIT
 from mpizero.checkpoint.format.table import LocalArray
 from mpizero.checkpoint.full_check import verify
@@ -23,6 +35,7 @@ from mpizero.names import unknown_names
 __all__ = [
     "ALIGNMENT",
     "ALIGNMENT_LIMIT",
+    "BEST",
     "CheckpointDamagedError",
     "CheckpointIOError",
     "CheckpointMissingError",
@@ -36,6 +49,8 @@ __all__ = [
     "begin",
     "check_backend",
     "from_bytes",
+    "mark_best",
+    "marked_best",
     "newest",
     "open_checkpoint",
     "prune",

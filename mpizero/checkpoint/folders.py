@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from mpizero.checkpoint.atomic_folder import STEP_NAME, remove_folder, remove_leftovers
+from mpizero.checkpoint.atomic_folder import STEP_NAME, remove_folder, remove_leftovers, sync_folder
 from mpizero.checkpoint.failures import on_root, portable_error
 from mpizero.checkpoint.open_manifest import read_manifest
 from mpizero.comm.startup.convert import communicator_of
 from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError
 
 _NAME = re.compile(STEP_NAME)
+#: Name of the link to a run's best checkpoint, beside the step folders.
+BEST = "best"
 
 
 def step_folder(folder: str | os.PathLike[str], step: int) -> str:
@@ -187,20 +189,64 @@ def sound(
     return paths
 
 
+def marked_best(folder: str | os.PathLike[str]) -> int | None:
+    """Return the step to which the link ``best`` in ``folder`` points; None if there is no link. Not collective."""
+    try:
+        return step_of(os.readlink(os.path.join(os.fspath(folder), BEST)))
+    except OSError:
+        return None
+
+
+def mark_best(folder: str | os.PathLike[str], step: int | None, comm: object = None) -> None:
+    """Make the link ``best`` in ``folder`` point to the checkpoint of ``step``; None removes the link.
+
+    A link that exists is replaced in one step, so there is always a link to a whole checkpoint, also if the process is
+    killed. Collective over ``comm``; only rank 0 changes the link.
+
+    Raises
+    ------
+    CheckpointError
+        If ``best`` is no link, or cannot be made.
+    """
+    where = os.path.abspath(os.fspath(folder))
+    link, new = os.path.join(where, BEST), os.path.join(where, f".{BEST}.new")
+
+    def point() -> None:
+        if os.path.lexists(link) and not os.path.islink(link):
+            raise CheckpointError(f"{link} is no link to a checkpoint: rename it")
+        if step is None:
+            if os.path.islink(link):
+                os.unlink(link)
+            return
+        name = os.path.basename(step_folder(where, step))
+        if os.path.islink(link) and os.readlink(link) == name:
+            return
+        if os.path.lexists(new):  # of a process that was killed
+            os.unlink(new)
+        os.symlink(name, new)
+        os.replace(new, link)
+        sync_folder(where)
+
+    with communicator_of(comm) as world:
+        on_root(world, f"cannot mark the best checkpoint of {os.fspath(folder)}", point)
+
+
 def prune(
     folder: str | os.PathLike[str],
     keep: int,
     comm: object = None,
     *,
     keep_every: int = 0,
+    spare: Collection[int] = (),
     report: Callable[[RemovalFailure], object] = _warn,
 ) -> list[str]:
     """Remove all step folders older than the newest ``keep`` sound ones; return the paths of the removed folders.
 
     A step folder is sound if nothing is wrong with its manifest, file sizes and HDF5 structure. If there are fewer than
     ``keep`` sound folders, none is removed. Steps that are multiples of ``keep_every`` are never removed; with 0 there
-    are no such steps. Older damaged checkpoints are removed. A checkpoint that cannot be opened but may be undamaged is
-    not removed, and neither is a link. Hidden folders that killed saves and removals have left are removed, too.
+    are no such steps. Neither are the steps ``spare``. Older damaged checkpoints are removed. A checkpoint that cannot
+    be opened but may be undamaged is not removed, and neither is a link. Hidden folders that killed saves and removals
+    have left are removed, too.
 
     Collective over ``comm``; only rank 0 removes. It renames each folder to a hidden name before it deletes the folder.
     If it cannot remove a folder, it calls ``report`` with a :class:`RemovalFailure` and continues with the next folder.
@@ -221,6 +267,7 @@ def prune(
         try:
             remove_leftovers(where)
             old = [path for path in _beyond(where, keep) if not keep_every or (step_of(path) or 0) % keep_every]
+            old = [path for path in old if step_of(path) not in spare]
         except OSError as error:
             report(RemovalFailure(error.filename or where, error.strerror or str(error)))
             old = []

@@ -249,7 +249,7 @@ def open_language_model(
 
 
 def _settings_of(reader: checkpoint.Reader, home: str) -> GptSection:
-    section = SavedRun.of(reader.attributes, home).config["model"]
+    section = SavedRun.of(reader.attributes, home).config.get("model") or {}
     if section.get("name") != "gpt":
         held = section.get("make", section.get("name"))
         raise CheckpointError(f"{home}: holds the model {held!r}, which writes no text; train a gpt")

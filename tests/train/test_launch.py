@@ -12,7 +12,7 @@ from mpizero.testing import run_in_threads
 from mpizero.train.doctor import launch_checks, machine_facts
 from mpizero.train.doctor.examination import check_gpu
 from mpizero.train.doctor.launch_checks import check_launch, check_threads, check_time, difference
-from mpizero.train.run.wall_time import Limit
+from mpizero.train.stopping.wall_time import Limit
 
 STEP = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "8"}
 

@@ -200,6 +200,11 @@ class ShardedCore(ABC):
         return self._parallel_layout is not None or self._placement.shard_parameters
 
     @property
+    def keeps_copies(self) -> bool:
+        """True if each rank trains a copy of its own, as :class:`LocalSGDOptimizer` does."""
+        return bool(self._mean_every)
+
+    @property
     def batch_group(self) -> Communicator:
         """The communicator over whose ranks a global batch is divided; pass it to ``data.batches`` as ``group``.
 

@@ -24,7 +24,7 @@ from mpizero.train.cli.options import (
 )
 from mpizero.train.cli.output import accept_all_characters, show
 from mpizero.train.cli.verify_options import add_verify
-from mpizero.train.run.signals import StopSignals
+from mpizero.train.stopping.signals import StopSignals
 
 if TYPE_CHECKING:
     from mpizero.comm import Communicator
@@ -245,8 +245,8 @@ def _train_until_stopped(options: argparse.Namespace, signals: StopSignals, star
     document, config = read_together(comm, options.config, options.overrides, {"train.threads": str(_threads())})
 
     from mpizero.train.cli.train_command import train
-    from mpizero.train.run.trainer import Preempted
-    from mpizero.train.run.wall_time import JobContext
+    from mpizero.train.run.visit import Preempted
+    from mpizero.train.stopping.wall_time import JobContext
 
     try:
         with document.located():

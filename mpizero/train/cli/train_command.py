@@ -10,9 +10,10 @@ from mpizero.train.config.builder import TrainingJob, build
 from mpizero.train.config.model_and_data import widths_of
 from mpizero.train.config.sections import Config
 from mpizero.train.run.setup import COMMAND, RunRecord, RunSetup
-from mpizero.train.run.signals import StopSignals
-from mpizero.train.run.trainer import Preempted, run_training
-from mpizero.train.run.wall_time import JobContext
+from mpizero.train.run.trainer import Trainer
+from mpizero.train.run.visit import Preempted
+from mpizero.train.stopping.signals import StopSignals
+from mpizero.train.stopping.wall_time import JobContext
 
 
 def train(
@@ -58,7 +59,7 @@ def train(
     agree_to_start(comm, lambda: {"the configuration": config.to_dict()})
     context = context or JobContext(StopSignals())
     with context.signals, build(config, comm) as job:
-        outcome = run_training(setup_of(job), context, resume=resume, resume_from=resume_from)
+        outcome = Trainer.of_setup(setup_of(job), context).visit(resume=resume, resume_from=resume_from)
     if isinstance(outcome, Preempted):  # raised when the model is closed
         raise outcome
     return outcome.to_dict()

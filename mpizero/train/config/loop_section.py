@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mpizero.train.config.setting_checks import ConfigSection, duration, optional, setting
-from mpizero.validation import whole
+from mpizero.validation import number, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,10 +17,16 @@ class LoopSection(ConfigSection):
     seed: int = setting(0, whole(0, 2**63 - 1))
     validate_every: int = setting(50, whole(0))
     validate_samples: int = setting(512, whole(0))
+    patience: int | None = setting(None, optional(whole(1)))
+    min_delta: float = setting(0.0, number())
     time_limit: float | None = setting(None, optional(duration))
     time_reserve: float | None = setting(None, optional(duration))
 
     def check_combination(self) -> None:
-        """Raise an error if ``time_reserve``, the time kept for saving, is not less than ``time_limit``."""
+        """Raise an error for a ``patience`` without validations, or a ``time_reserve`` not less than ``time_limit``."""
+        if self.patience is not None and not self.validate_every:
+            raise self.reject("patience", "counts validations: set train.validate_every > 0 with it")
+        if self.min_delta and self.patience is None:
+            raise self.reject("min_delta", "belongs to train.patience, which is not given")
         if self.time_limit is not None and self.time_reserve is not None and self.time_reserve >= self.time_limit:
             raise self.reject("time_reserve", f"must be less than train.time_limit = {self.time_limit}")

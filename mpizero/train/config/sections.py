@@ -36,6 +36,8 @@ FREE_KEYS = (
     "train.validate_every",
     "train.validate_samples",
     "train.check_every",
+    "train.patience",
+    "train.min_delta",
     "train.time_limit",
     "train.time_reserve",
     "train.timeout",
@@ -175,6 +177,7 @@ class CheckpointSection(ConfigSection):
     every: int = setting(100, whole(0))
     keep: int = setting(2, whole(1))
     keep_every: int = setting(0, whole(0))
+    best: str | None = setting(None, optional(text))
     asynchronous: bool = setting(False, flag)
     backend: str = setting("direct", choice("direct", "mpio"))
     alignment: int = setting(ALIGNMENT, whole(ALIGNMENT, ALIGNMENT_LIMIT))
@@ -227,6 +230,8 @@ class Config:
         self.model.check_data(self.data)
         if self.parallel.bucket_mb is not None and self.train.gradient_compression is not None:
             raise self.parallel.reject("bucket_mb", "must be left out with train.gradient_compression: it fixes sizes")
+        if self.checkpoint.best is not None and not self.train.validate_every:
+            raise self.checkpoint.reject("best", "is chosen by validations: set train.validate_every > 0 with it")
         self.model.check_layout(self.parallel)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:

@@ -9,7 +9,7 @@ from mpizero.comm import Communicator
 from mpizero.launched import Launch
 from mpizero.train.doctor import machine_facts
 from mpizero.train.doctor.check_result import CheckResult, counted
-from mpizero.train.run.wall_time import Limit, slurm_limit
+from mpizero.train.stopping.wall_time import Limit, slurm_limit
 
 T = TypeVar("T")
 

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import time
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpizero.checkpoint import StepFolder
+from mpizero.checkpoint import BEST, StepFolder
 from mpizero.comm.agreement import all_ranks
 from mpizero.data import batches
 from mpizero.errors import MpizeroError
 from mpizero.faults import inject
 from mpizero.parallel import StepReport
 from mpizero.parallel.config import AUTO
+from mpizero.train.callbacks.callback import restore_state, saved_state
+from mpizero.train.callbacks.callback_rounds import CallbackRounds
 from mpizero.train.config.setting_checks import rejected
 from mpizero.train.process_memory import peak_resident
+from mpizero.train.run.improvement import Improvement
 from mpizero.train.run.metrics import Speed, finite, shortened
 from mpizero.train.run.number_watch import NumberWatch
-from mpizero.train.run.preemption import StopDecision, StopRequests
 from mpizero.train.run.progress import Progress
 from mpizero.train.run.result import TrainingResult
-from mpizero.train.run.resume import restore
+from mpizero.train.run.resume import RunState, SavedRun, restore
 from mpizero.train.run.run_folder import RunFolder
 from mpizero.train.run.saver import Saver
 from mpizero.train.run.setup import RunSetup
 from mpizero.train.run.validation import validate
-from mpizero.train.run.wall_time import WallTime
+from mpizero.train.stopping.stop_requests import StopDecision, StopRequests
+from mpizero.train.stopping.wall_time import WallTime
 
 
 class TrainingLoop:
@@ -46,13 +50,34 @@ class TrainingLoop:
         Records how long steps and saves take.
     progress : Progress
         Where progress and messages are shown.
+
+    Attributes
+    ----------
+    host : Trainer
+        What callbacks are called with.
+    step : int
+        Number of steps done.
+    running : bool
+        Whether :meth:`run` runs now.
+    figures : dict
+        The line of metrics of the last step; bytes and memory are those of this rank.
     """
 
     def __init__(
-        self, setup: RunSetup, folder: RunFolder, stop: StopRequests, clock: WallTime, progress: Progress
+        self,
+        setup: RunSetup,
+        folder: RunFolder,
+        stop: StopRequests,
+        clock: WallTime,
+        progress: Progress,
     ) -> None:
         self.setup, self.folder, self.stop, self.clock, self.progress = setup, folder, stop, clock, progress
         self.control = stop.comm
+        self.host: Any = None
+        self.callbacks = CallbackRounds(setup.callbacks, setup.model)
+        self.improvement = setup.improvement()
+        self.figures: dict[str, Any] = {}
+        self._is_best = self.running = False
         self.speed = Speed("tokens" if setup.record.task == "language" else "samples")
         self.step = 0
         self.loss: float | None = None
@@ -67,54 +92,89 @@ class TrainingLoop:
 
         Collective over the run's ranks.
         """
+        self.running = True
+        try:
+            return self._run(resume, resume_from)
+        finally:
+            self.running = False
+
+    def _run(self, resume: bool, resume_from: int | None) -> TrainingResult | None:
         self._start(resume or resume_from is not None, resume_from)
-        model, steps = self.setup.model, self.setup.loop.steps
-        stream = self._batches()
-        decision = StopDecision.GO_ON
-        while self.step < steps and decision is StopDecision.GO_ON:
-            inject("train.step")
-            started = time.perf_counter()
-            x, y = next(stream)
-            self.stop.ask(self.saver.busy)
-            model.train(x, y, epoch=stream.epoch)
-            decision = self.stop.answer()
-            self.step += 1
-            seconds = time.perf_counter() - started
-            more = self.numbers.see(self.step, model.last_step, (x, y))
-            self._finish_step(model.last_step, seconds, more)
-            self.clock.worked(time.perf_counter() - started)
-            if self.stop.all_finished:
-                self.saver.finish()
-            if self._checkpoint_due(decision):
-                self._save(wait=decision is StopDecision.STOP or self.step == steps)
+        stream, decision = iter(self._batches()), StopDecision.GO_ON
+        while not self._complete and decision is StopDecision.GO_ON:
+            decision = self._advance(stream)
         with all_ranks(self.control):
             if self._failure is not None:
                 raise self._failure
             if decision is StopDecision.STOP and self.control.rank == 0:
                 self.folder.obey_stop()
-        if self.step < steps:
+        if not self._complete:
+            self.callbacks.call("on_end", self.host, None)
             return None
         return self._result()
+
+    def _advance(self, stream: Any) -> StopDecision:
+        """Train one step, with all that follows it; return what the ranks decided meanwhile."""
+        model = self.setup.model
+        inject("train.step")
+        started = time.perf_counter()
+        x, y = next(stream)
+        self.stop.ask(self.saver.busy)
+        model.train(x, y, epoch=stream.epoch)
+        decision = self.stop.answer()
+        self.step += 1
+        seconds = time.perf_counter() - started
+        more = self.numbers.see(self.step, model.last_step, (x, y))
+        self._finish_step(model.last_step, seconds, more)
+        self.clock.worked(time.perf_counter() - started)
+        if self.stop.all_finished:
+            self.saver.finish()
+        if self._checkpoint_due(decision):
+            self._save(wait=decision is StopDecision.STOP or self._complete)
+        self._tell_saved()
+        return decision
+
+    @property
+    def _complete(self) -> bool:
+        """True if the run has reached its end: its last step, or an earlier one by its own decision."""
+        return self.step >= self.setup.loop.steps or bool(self.reason)
+
+    @property
+    def reason(self) -> str:
+        """The reason for which the run ends before its last step; "" if it does not. The same on every rank."""
+        if self.improvement is not None and self.improvement.exhausted:
+            return self.improvement.reason
+        return self.callbacks.reason
 
     def _start(self, resume: bool, step: int | None) -> None:
         setup = self.setup
         start = restore(setup, self.folder, self.control, self.progress, step) if resume else None
         if start is not None:
-            saved = start.saved
-            self.step, self.loss, self.saver.step = saved.step, saved.loss, saved.step
-            if self.step > setup.loop.steps:
-                raise rejected(
-                    "train.steps",
-                    setup.loop.steps,
-                    f"the run in {self.folder.root} has done {self.step} steps already; give more steps, or start in "
-                    f"another {setup.record.wording.folder}",
-                )
+            self._take(start.saved)
         with all_ranks(self.control):
             if self.control.rank == 0:
                 self._move_aside([] if start is None else start.newer)
                 self.folder.continue_metrics(self.step)
+        self.saver.start(self.step, None if self.improvement is None else self.improvement.step)
         self.progress.begin(self.step)
         self.progress.say(setup.described())
+
+    def _take(self, saved: SavedRun) -> None:
+        """Go on from the state of a checkpoint."""
+        setup, self.step, self.loss = self.setup, saved.step, saved.state.loss
+        if self.step > setup.loop.steps:
+            raise rejected(
+                "train.steps",
+                setup.loop.steps,
+                f"the run in {self.folder.root} has done {self.step} steps already; give more steps, or start in "
+                f"another {setup.record.wording.folder}",
+            )
+        self.numbers.restore(saved.state.numbers)
+        told = [] if self.improvement is None else [self.improvement.restore(saved.state.best)]
+        with all_ranks(self.control):  # a callback may not take what another version of it has saved
+            told += restore_state(setup.callbacks, saved.state.callbacks)
+        for message in filter(None, told):
+            self.progress.say(message)
 
     def _move_aside(self, newer: Sequence[StepFolder]) -> None:
         """Move the checkpoints of later steps to another folder, and print a message about each."""
@@ -153,12 +213,18 @@ class TrainingLoop:
         if report.buckets_tried:
             tried = ", ".join(f"{size:g}" for size in report.buckets_tried)
             self.progress.say(f"bucket_mb = {report.bucket_mb:g} from now on (tried {tried})")
-        shown = [key for key in ("loss", f"{self.speed.unit}_per_second")]
+        shown = ["loss", f"{self.speed.unit}_per_second"]
+        self.figures = line
+        self.callbacks.call("on_step", self.host, report)
+        self._is_best = False
         if self._validation_due():
-            figures = validate(self.setup).figures()
+            figures = validate(self.setup)
             self.validations.append({"step": self.step, **figures})
             line |= figures
             shown += figures
+            if self.improvement is not None:
+                self._is_best = self.improvement.see(self.step, figures) and self.setup.checkpoints.best is not None
+            self.callbacks.call("on_validation", self.host, figures)
             self.speed.disturb()
         if self.control.rank == 0:
             self._write(line, shown)
@@ -180,13 +246,27 @@ class TrainingLoop:
 
     def _checkpoint_due(self, decision: StopDecision) -> bool:
         every = self.setup.checkpoints.every
-        last = self.step == self.setup.loop.steps
-        return last or decision is StopDecision.STOP or bool(every and self.step % every == 0)
+        if self._complete or self._is_best or decision is StopDecision.STOP:
+            return True
+        return bool(every and self.step % every == 0)
 
     def _save(self, *, wait: bool) -> None:
         self.numbers.before_save()
-        self.saver.save(self.step, self.loss, wait=wait)
+        with all_ranks(self.control):
+            state = RunState(
+                self.loss,
+                {} if self.improvement is None else self.improvement.state(),
+                self.numbers.state(),
+                saved_state(self.setup.callbacks),
+            )
+        self.saver.save(self.step, state, wait=wait, best=self._is_best)
         self.speed.disturb()
+
+    def _tell_saved(self) -> None:
+        """Call the callbacks for each checkpoint that was completed meanwhile."""
+        saved, self.saver.saved = self.saver.saved, []
+        for path in saved:
+            self.callbacks.call("on_checkpoint", self.host, path)
 
     @property
     def farewell(self) -> str:
@@ -197,7 +277,8 @@ class TrainingLoop:
     def _result(self) -> TrainingResult:
         if self.saver.step != self.step:
             self._save(wait=True)
-        setup = self.setup
+            self._tell_saved()
+        setup, best = self.setup, self.improvement
         result = TrainingResult(
             steps=self.step,
             loss=finite(self.loss),
@@ -210,8 +291,17 @@ class TrainingLoop:
             layout=setup.layout(),
             losses=self.losses,
             validations=tuple(self.validations),
+            stopped=self.reason if self.step < setup.loop.steps else "",
+            best=None if best is None or best.value is None else self._best(best),
         )
+        self.callbacks.call("on_end", self.host, result)
         with all_ranks(self.control):
             if self.control.rank == 0:
                 self.folder.complete(result.to_dict())
         return result
+
+    def _best(self, best: Improvement) -> dict[str, Any]:
+        """Return the best value so far, its step, and its checkpoint if that is kept."""
+        kept = self.saver.best is not None and self.saver.best == best.step
+        path = os.path.join(self.folder.checkpoints, BEST) if kept else None
+        return {"metric": best.name, "value": best.value, "step": best.step, "checkpoint": path}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpizero.data.batches import sample_order
@@ -42,6 +43,15 @@ class LossSpikes:
         self._last.append(loss)
         return told
 
+    @property
+    def last(self) -> list[float]:
+        """The last losses, oldest first."""
+        return list(self._last)
+
+    def restore(self, losses: Sequence[float]) -> None:
+        """Take the last losses of an interrupted run. Not collective."""
+        self._last.extend(losses)
+
 
 class NumberWatch:
     """Check loss and gradients of every step of a run.
@@ -64,6 +74,15 @@ class NumberWatch:
         self._policy: BadSteps = setup.model.config.bad_steps
         self._skipped = SkippedSteps(self._policy)
         setup.model.count_skipped_steps(BadSteps(limit=None, warn=False))
+
+    def state(self) -> dict[str, Any]:
+        """Return the JSON values that a checkpoint keeps: the last losses, and the skipped steps in a row."""
+        return {"losses": self.spikes.last, "skipped": self._skipped.in_a_row}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take the values of a checkpoint. Not collective."""
+        self.spikes.restore(saved.get("losses", ()))
+        self._skipped.in_a_row = int(saved.get("skipped", 0))
 
     def see(self, step: int, report: StepReport, batch: tuple[Any, Any]) -> dict[str, Any]:
         """Check a step; return entries for its line of metrics, empty if nothing is unusual.

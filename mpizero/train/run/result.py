@@ -37,7 +37,13 @@ class TrainingResult:
     losses : array of float
         Losses of the steps of this call, the last one of which is ``steps``.
     validations : tuple of dict
-        Figures of each validation of this call: "step", "validation_loss", and "perplexity" or "accuracy".
+        Figures of each validation of this call: "step", "validation_loss", "perplexity" or "accuracy", and the user's
+        own metrics.
+    stopped : str
+        The reason for which the run has ended before its last step: no improvement, or a callback; else "".
+    best : dict or None
+        The best value of the metric that decides: "metric", "value", "step", and "checkpoint" (its path, None if it is
+        not kept). None without such a metric.
     """
 
     steps: int
@@ -51,6 +57,8 @@ class TrainingResult:
     parameter_count: int
     losses: array[float] = field(default_factory=lambda: array("d"), repr=False)
     validations: Sequence[dict[str, Any]] = ()
+    stopped: str = ""
+    best: dict[str, Any] | None = None
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -75,4 +83,8 @@ class TrainingResult:
         }
         if self.unit == "samples":
             found["samples_per_second"] = self.speed
+        if self.stopped:
+            found["stopped"] = self.stopped
+        if self.best is not None:
+            found["best"] = self.best
         return found

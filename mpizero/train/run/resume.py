@@ -24,6 +24,28 @@ ATTRIBUTE = "training"
 
 
 @dataclass(frozen=True)
+class RunState:
+    """Hold the state of a run, other than arrays and settings, that changes from step to step.
+
+    Attributes
+    ----------
+    loss : float or None
+        Loss of the last step; None if it was not finite.
+    best : dict
+        State of :class:`~mpizero.train.run.improvement.Improvement`; empty if there is none.
+    numbers : dict
+        State of :class:`~mpizero.train.run.number_watch.NumberWatch`.
+    callbacks : dict
+        States of the callbacks, by name.
+    """
+
+    loss: float | None = None
+    best: dict[str, Any] = field(default_factory=dict)
+    numbers: dict[str, Any] = field(default_factory=dict)
+    callbacks: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class SavedRun:
     """Hold the state of a training run that a checkpoint has besides the arrays.
 
@@ -31,8 +53,8 @@ class SavedRun:
     ----------
     step : int
         Number of steps done. Multiplied by the global batch size, it is the number of samples consumed.
-    loss : float or None
-        Loss of the last step; None if it was not finite.
+    state : RunState
+        What changes from step to step.
     config : dict
         The whole configuration of the run.
     data : str
@@ -42,7 +64,7 @@ class SavedRun:
     """
 
     step: int
-    loss: float | None
+    state: RunState
     config: dict[str, dict[str, Any]]
     data: str
     code: Mapping[str, str] = field(default_factory=dict)
@@ -56,22 +78,18 @@ class SavedRun:
         Raises
         ------
         CheckpointError
-            If the checkpoint was not written by ``mpizero train``.
+            If the checkpoint was not written by ``mpizero train`` or :class:`mpizero.Trainer`.
         """
         try:
             found = attributes[ATTRIBUTE]
-            saved = cls(
-                _whole(found["step"]),
-                found["loss"],
-                dict(found["config"]),
-                str(found["data"]),
-                dict(found.get("code", {})),
-            )
+            parts = {name: dict(found.get(name) or {}) for name in ("best", "numbers", "callbacks")}
+            state = RunState(found["loss"], **parts)
+            config = {str(name): dict(section) for name, section in dict(found["config"]).items()}
+            return cls(_whole(found["step"]), state, config, str(found["data"]), dict(found.get("code") or {}))
         except (KeyError, TypeError, ValueError):
-            raise CheckpointError(f"{path}: not written by `mpizero train`: it holds no training run's state") from None
-        if not isinstance(saved.config.get("model"), dict):
-            raise CheckpointError(f"{path}: its configuration has no model")
-        return saved
+            raise CheckpointError(
+                f"{path}: not written by `mpizero train` or mpizero.Trainer: it holds no training run's state"
+            ) from None
 
 
 def _whole(value: object) -> int:
@@ -80,7 +98,7 @@ def _whole(value: object) -> int:
     return value
 
 
-def saved_attributes(setup: RunSetup, step: int, loss: float | None, versions: Mapping[str, str]) -> dict[str, Any]:
+def saved_attributes(setup: RunSetup, step: int, state: RunState, versions: Mapping[str, str]) -> dict[str, Any]:
     """Return the checkpoint attributes with the state of the run after ``step`` steps.
 
     Not collective. ``versions`` are those of Python and the libraries, by name.
@@ -90,12 +108,13 @@ def saved_attributes(setup: RunSetup, step: int, loss: float | None, versions: M
         "step": step,
         "samples": step * loop.global_batch,
         "seed": loop.seed,
-        "loss": finite(loss),
+        "loss": finite(state.loss),
         "config": record.settings,
         "data": record.fingerprint,
         "versions": dict(versions),
         **({"code": dict(record.code)} if record.code else {}),
     }
+    own |= {name: part for name in ("best", "numbers", "callbacks") if (part := getattr(state, name))}
     return {ATTRIBUTE: own}
 
 
@@ -218,6 +237,9 @@ def _load(setup: RunSetup, path: str, comm: Communicator) -> SavedRun:
         saved = SavedRun.of(reader.attributes, path)
         if checkpoint.step_of(path) != saved.step:
             raise CheckpointError(f"{path}: holds step {saved.step}: give it back the name of its own step")
+        if ("model" in saved.config) != ("model" in setup.record.settings):
+            writers = "mpizero.Trainer", "`mpizero train`"
+            raise ConfigError(f"cannot resume from {path}: it is of a run of {writers['model' in saved.config]}")
         if changed := difference(saved.config, setup.record.settings):
             raise ConfigError(f"cannot resume from {path}: {changed}; give the saved value, {elsewhere}")
         if saved.data != setup.record.fingerprint:

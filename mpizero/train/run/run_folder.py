@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from mpizero.checkpoint.folders import step_folders
+from mpizero.checkpoint.folders import BEST, step_folders
 from mpizero.checkpoint.format.regular_files import open_regular
 from mpizero.errors import CheckpointError, ExitStatus, MpizeroError
 
@@ -118,6 +118,8 @@ class RunFolder:
         Return that folder, or None if there are no such files.
         """
         steps = [Path(path) for path in step_folders(str(self.checkpoints))]
+        if (link := self.checkpoints / BEST).is_symlink():
+            steps.append(link)
         files = [path for path in (self.metrics, self.superseded, self.marker, self.bad_steps) if path.exists()]
         return self._move_aside(steps, files)
 
@@ -126,7 +128,10 @@ class RunFolder:
 
         Return that folder, or None if ``steps`` is empty.
         """
-        return self._move_aside([Path(path) for path in steps], [])
+        moved, link = [Path(path) for path in steps], self.checkpoints / BEST
+        if link.is_symlink() and any(path.name == os.readlink(link) for path in moved):
+            moved.append(link)
+        return self._move_aside(moved, [])
 
     def _move_aside(self, steps: Sequence[Path], files: Sequence[Path]) -> Path | None:
         """Move checkpoints, given newest first, and files into a new folder below ``earlier``; return that folder.
@@ -246,8 +251,11 @@ class RunFolder:
 
 
 def _move(path: Path, target: Path) -> None:
-    """Rename a file, folder or link; a relative link is changed so that it still points to its target."""
-    if path.is_symlink() and not (meant := path.readlink()).is_absolute():
+    """Rename a file, folder or link; a relative link is changed so that it still points to its target.
+
+    The link to the best checkpoint is not changed: its target is moved with it.
+    """
+    if path.is_symlink() and path.name != BEST and not (meant := path.readlink()).is_absolute():
         target.symlink_to(path.parent / meant)
         path.unlink()
     else:

@@ -11,10 +11,10 @@ from mpizero.checkpoint import PendingSave, RemovalFailure
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.startup.same_software import versions
-from mpizero.train.run.resume import saved_attributes
+from mpizero.train.run.resume import RunState, saved_attributes
 from mpizero.train.run.run_folder import RunFolder
 from mpizero.train.run.setup import RunSetup
-from mpizero.train.run.wall_time import WallTime
+from mpizero.train.stopping.wall_time import WallTime
 
 
 class Saver:
@@ -35,6 +35,15 @@ class Saver:
     report : callable
         Called with a message if an old checkpoint cannot be removed, once for each reason.
 
+    Attributes
+    ----------
+    step : int
+        The step of the newest save, begun or done; -1 if there is none.
+    best : int or None
+        The step of the best checkpoint so far, which the link ``best`` names and no clean-up removes.
+    saved : list of str
+        Paths of the checkpoints that were completed since the list was last emptied.
+
     Raises
     ------
     ConfigError
@@ -48,9 +57,11 @@ class Saver:
         self._told: set[str] = set()
         self._section = setup.checkpoints
         self._pending: PendingSave | None = None
+        self._begun_save = (-1, False)
         self._begun = 0.0
-        #: The step of the newest save, begun or done.
         self.step = -1
+        self.best: int | None = None
+        self.saved: list[str] = []
         with all_ranks(comm):
             checkpoint.check_backend(setup.comm, self._section.backend)
             if self._section.asynchronous:
@@ -65,27 +76,42 @@ class Saver:
         """Tell whether the thread of this rank that saves asynchronously is still writing a checkpoint."""
         return self._pending is not None and not self._pending.finished
 
-    def save(self, step: int, loss: float | None, *, wait: bool) -> None:
-        """Commit a pending save, then save the checkpoint of step ``step``, whose loss is ``loss``.
+    def start(self, step: int, best: int | None) -> None:
+        """Begin after ``step``, from whose checkpoint the run was resumed; 0 if it is new.
+
+        Collective over the job's ranks. ``best`` is the step of the best checkpoint so far, or None. If that is no
+        longer there, the link ``best`` is removed until there is a better one.
+        """
+        self.step, folder = step or -1, self._folder.checkpoints
+        if self._section.best is None:
+            self.best = checkpoint.marked_best(folder)  # of an earlier part of the run
+            return
+        sound = [one.step for one in checkpoint.survey(folder, self._comm) if one.sound]
+        self.best = best if best in sound else None
+        checkpoint.mark_best(folder, self.best, self._comm)
+
+    def save(self, step: int, state: RunState, *, wait: bool, best: bool = False) -> None:
+        """Commit a pending save, then save the checkpoint of step ``step``, with the run's ``state``.
 
         If the configuration asks for asynchronous saves and ``wait`` is false, a thread writes the checkpoint.
-        Otherwise the checkpoint is complete on return. Collective over the job's ranks.
+        Otherwise the checkpoint is complete on return. With ``best`` it is the best one so far, and the link ``best``
+        points to it as soon as it is complete. Collective over the job's ranks.
         """
         self.finish()
         with all_ranks(self._comm):
             if self._comm.rank == 0:
                 self._folder.check()
         model, section = self._setup.model, self._section
-        attributes = saved_attributes(self._setup, step, loss, self._versions)
+        attributes = saved_attributes(self._setup, step, state, self._versions)
         path = checkpoint.step_folder(self._folder.checkpoints, step)
         self._begun = time.perf_counter()
         # Whatever stands there has come since the run began: its own of later steps were moved aside.
         how: dict[str, Any] = {"attributes": attributes, "alignment": section.alignment, "replace": False}
         if section.asynchronous and not wait:
-            self._pending = model.begin_save(path, **how)
+            self._pending, self._begun_save = model.begin_save(path, **how), (step, best)
         else:
             model.save_model(path, backend=section.backend, **how)
-            self._written()
+            self._written(step, best)
         self.step = step
 
     def finish(self) -> None:
@@ -96,16 +122,21 @@ class Saver:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.commit()
-            self._written()
+            self._written(*self._begun_save)
 
-    def _written(self) -> None:
+    def _written(self, step: int, best: bool) -> None:
         self._clock.saved(time.perf_counter() - self._begun)
         section = self._section
+        if best:  # before the earlier one may be removed
+            self.best = step
+            checkpoint.mark_best(self._folder.checkpoints, step, self._comm)
+        self.saved.append(checkpoint.step_folder(self._folder.checkpoints, step))
         checkpoint.prune(
             self._folder.checkpoints,
             section.keep,
             self._setup.comm,
             keep_every=section.keep_every,
+            spare=() if self.best is None else (self.best,),
             report=self._not_removed,
         )
 

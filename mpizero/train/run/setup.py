@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 from collections.abc import Mapping
+=======
+from collections.abc import Mapping, Sequence
+>>>>>>> eeb9bc5 (mz.Trainer: the command's training loop as a library, with callbacks, own metrics, best checkpoint and early stop)
 from dataclasses import dataclass, field
 from typing import Any
 
 from mpizero.layout import AXES, Grains
 from mpizero.parallel.placement import PLACEMENTS
+from mpizero.train.callbacks.user_metrics import Metric
 from mpizero.train.config.loop_section import LoopSection
 from mpizero.train.config.sections import CheckpointSection
+from mpizero.train.run.improvement import Improvement
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,12 @@ class RunSetup:
         Where and how often checkpoints are saved, and which are kept.
     record : RunRecord
         What the run records about itself.
+    metrics : dict
+        The user's validation metrics by name.
+    callbacks : sequence
+        Objects whose methods the run calls.
+    shows_progress : bool
+        Whether rank 0 shows progress and messages.
     """
 
     model: Any
@@ -93,6 +105,9 @@ class RunSetup:
     loop: LoopSection
     checkpoints: CheckpointSection
     record: RunRecord
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    callbacks: Sequence[Any] = ()
+    shows_progress: bool = True
 
     @property
     def comm(self) -> Any:
@@ -110,6 +125,13 @@ class RunSetup:
         axes, parallel_layout = self.model.engine.grid.axes, self.model.parallel_layout
         schedule = parallel_layout.schedule if parallel_layout is not None and axes.pipeline > 1 else None
         return {**{axis: getattr(axes, axis) for axis in AXES}, "schedule": schedule}
+
+    def improvement(self) -> Improvement | None:
+        """Return a new object that follows the best value, if checkpoints or the end of the run depend on it."""
+        best, patience = self.checkpoints.best, self.loop.patience
+        if best is None and patience is None:
+            return None
+        return Improvement(best or "validation_loss", patience, self.loop.min_delta)
 
     def described(self) -> str:
         """Return one line about the run: model, layout, numbers of samples, grains. Not collective."""

@@ -2,78 +2,270 @@
 
 from __future__ import annotations
 
-from mpizero.comm.agreement import all_ranks
-from mpizero.errors import ExitStatus, MpizeroError
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from mpizero.comm.calls import check_call
+from mpizero.data import Source
+from mpizero.errors import StateError
+from mpizero.names import explains
+from mpizero.parallel import ShardingConfig
+from mpizero.text import notice
+from mpizero.train.callbacks.user_metrics import Metric
+from mpizero.train.run.arguments import TrainerArguments, plain_settings
 from mpizero.train.run.loop import TrainingLoop
-from mpizero.train.run.preemption import StopRequests
-from mpizero.train.run.progress import Progress
 from mpizero.train.run.result import TrainingResult
 from mpizero.train.run.run_folder import RunFolder
 from mpizero.train.run.setup import RunSetup
-from mpizero.train.run.signals import StopSignals
-from mpizero.train.run.stop_file import StopFile
-from mpizero.train.run.wall_time import JobContext, WallTime
+from mpizero.train.run.visit import Preempted, run_visit
+from mpizero.train.stopping.signals import SIGNALS, StopSignals
+from mpizero.train.stopping.wall_time import JobContext
+from mpizero.validation import require, whole
 
 
-class Preempted(MpizeroError):  # noqa: N818 - it is the outcome of a request, not a mistake
-    """Report that a run was asked to stop before its last step, and has saved its state.
+@explains
+class Trainer:
+    """Train a model, as ``mpizero train`` does: with checkpoints, resume, early stops, validation, metrics, callbacks.
 
-    It was asked by SIGUSR1 or SIGTERM on any rank, by a file ``STOP`` in the run's folder, or the time limit of the job
-    is near. The message names the reason. A program that does not catch it ends with status 75.
-    """
-
-    status = ExitStatus.PREEMPTED
-
-
-def run_training(
-    setup: RunSetup, context: JobContext | None = None, *, resume: bool = False, resume_from: int | None = None
-) -> TrainingResult | Preempted:
-    """Train a run to its last step, and return its result; return a :class:`Preempted` if it was asked to stop before.
-
-    Collective over the run's ranks.
+    Construction, :meth:`fit`, :meth:`resume` and :meth:`close` are collective over the ranks of ``config``. All ranks
+    pass the same arguments. docs/trainer.md says how to use it.
 
     Parameters
     ----------
-    setup : RunSetup
-        The run.
-    context : JobContext, optional
-        Signals that the caller catches already, its start time and its environment.
-    resume : bool
-        Whether to continue from the newest undamaged checkpoint of the run, if there is one; see :func:`restore`.
-    resume_from : int, optional
-        Continue from the checkpoint of this step; checkpoints of later steps are moved to another folder.
+    model : model, or sharded model
+        What to train: a model that is not sharded yet, of which each :meth:`fit` starts anew; or a sharded model with
+        its optimizer, which is trained as it is, and which the caller closes.
+    source : Source
+        The training samples.
+    config : ShardingConfig or None
+        The ranks, and how they compute; None takes the default settings. Left out with a sharded model.
+    optimizer : optimizer
+        The optimizer, such as ``mz.AdamW(1e-3)``. Left out with a sharded model.
+    steps, global_batch : int
+        Number of training steps, and of samples in each.
+    strategy : {"ddp", "zero1", "zero2", "zero3"}
+        What the ranks shard; "zero2" if it is not given. Left out with a sharded model.
+    parallel : dict
+        How the model is split over ranks: the keys ``pipeline``, ``tensor``, ``context``, ``data``, ``schedule``,
+        ``virtual_stages``, ``order``, ``cuts`` of the section ``[parallel]``. Left out with a sharded model.
+    validation : Source, float or None
+        The samples for validation, or a share of ``source`` that is held back for it; None does not validate.
+    metrics : dict
+        Functions by name. Each takes the sharded model and samples ``(x, y)``, and returns a sum over the samples and
+        their weight. Their quotient over all validation samples is written to the metrics.
+    callbacks : list
+        Objects whose methods are called, see :class:`Callback`.
+    run : path
+        Folder of the run, with ``metrics.jsonl`` and ``checkpoints/``; what an earlier run has left there is moved to
+        ``earlier/`` in it.
+    progress : bool
+        Whether rank 0 shows progress and messages on standard error.
+    **settings
+        Settings of the configuration file under the same names and with the same defaults: of ``[train]`` ``seed``,
+        ``validate_every``, ``validate_samples``, ``patience``, ``min_delta``, ``time_limit``, ``time_reserve``; of
+        ``[checkpoint]`` ``every``, ``keep``, ``keep_every``, ``best``, ``asynchronous``, ``backend``, ``alignment``.
 
     Raises
     ------
-    NonFiniteError
-        After too many skipped steps in a row, whose loss or gradient was not finite.
+    TypeError
+        On every rank, if an argument is of a wrong type or unknown.
+    ConfigError
+        On every rank, if a value is not allowed, values do not fit together, or ranks pass different ones.
+    DataError
+        On every rank, if there are too few samples.
     """
-    comm = setup.comm
-    folder, progress = RunFolder(setup.checkpoints.folder), Progress(setup.loop.steps, active=comm.rank == 0)
-    context = context or JobContext(StopSignals())
-    resumes = resume or resume_from is not None
-    try:
-        with comm.split(0, name="control") as control, context.signals:
-            stop = StopRequests(control, lambda: context.signals.reason(comm.rank))
-            with all_ranks(control):
-                clock = WallTime.of(setup.loop, context) if comm.rank == 0 else WallTime([])
-                if comm.rank == 0:
-                    open_folder(folder, progress, setup.record.wording.resume, resume=resumes)
-                    stop.listen(clock.reason, StopFile(folder.stop_file, report=progress.say).reason)
-            loop = TrainingLoop(setup, folder, stop, clock, progress)
-            result = loop.run(resume=resume, resume_from=resume_from)
-    finally:
-        folder.close()
-        progress.close()
-    return Preempted(loop.farewell) if result is None else result
 
+    def __init__(
+        self,
+        model: Any,
+        source: Source,
+        config: ShardingConfig | None = None,
+        *,
+        optimizer: Any = None,
+        steps: int,
+        global_batch: int,
+        strategy: str | None = None,
+        parallel: Mapping[str, Any] | None = None,
+        validation: Source | float | None = None,
+        metrics: Mapping[str, Metric] | None = None,
+        callbacks: Iterable[Any] = (),
+        run: str | Path = "run",
+        progress: bool = True,
+        **settings: Any,
+    ) -> None:
+        given = TrainerArguments(
+            model=model,
+            source=source,
+            config=config,
+            optimizer=optimizer,
+            strategy=strategy,
+            parallel=parallel,
+            validation=validation,
+            metrics=metrics,
+            callbacks=callbacks,
+            run=run,
+            progress=progress,
+            settings={"steps": steps, "global_batch": global_batch, **settings},
+        )
+        ranks = given.ranks()
+        self._given: TrainerArguments | None = None if given.is_sharded else given
+        self._own_config = ranks if config is None and not given.is_sharded else None
+        self._begin(given.setup(ranks), None)
 
-def open_folder(folder: RunFolder, progress: Progress, way_on: str, *, resume: bool) -> None:
-    """Open the run's folder; if the run is not resumed, move the files of an earlier run into a folder below it.
+    @classmethod
+    def of_setup(cls, setup: RunSetup, context: JobContext) -> Self:
+        """Return the trainer of a run that is checked already, as a configuration describes it. Not collective.
 
-    Not collective. ``way_on`` is how the user would have resumed the earlier run.
-    """
-    folder.open()
-    earlier = None if resume else folder.set_aside()
-    if earlier is not None:
-        progress.say(f"{folder.root} held an earlier run: moved to {earlier} ({way_on} would have continued it)")
+        ``context`` holds the signals that the caller catches.
+        """
+        made = cls.__new__(cls)
+        made._given = made._own_config = None
+        made._begin(setup, context)
+        return made
+
+    def _begin(self, setup: RunSetup, context: JobContext | None) -> None:
+        self._setup, self._context = setup, context
+        self._loop: TrainingLoop | None = None
+        self._closed = False
+
+    # ------------------------------------------------------------------ training
+
+    def fit(self) -> TrainingResult:
+        """Train from the first step to the last one, and return the result.
+
+        What an earlier run has left in the run's folder is moved aside. A model that was given unsharded starts from
+        its start values each time.
+
+        Raises
+        ------
+        Preempted
+            If the run was asked to stop; its state is saved, and :meth:`resume` continues it, in this program or in the
+            next. A program that does not catch it ends with status 75.
+        NonFiniteError
+            After too many skipped steps in a row, as ``config.bad_steps`` says.
+        Exception
+            What a callback or a metric raises; other ranks raise RemoteError.
+        """
+        return self._result_of(self.visit())
+
+    def resume(self, step: int | None = None) -> TrainingResult:
+        """Continue the run in the run's folder from its newest good checkpoint, or from the one of ``step``.
+
+        The checkpoint may come from any number of ranks and any layout, the result has the same bits as if the run had
+        not been interrupted. Without any checkpoint the run starts at the beginning. Errors of :meth:`fit` are raised,
+        too.
+
+        Raises
+        ------
+        ConfigError
+            If the checkpoint is of a run with other settings or other data; the message names what differs.
+        CheckpointError
+            If a checkpoint exists that cannot be used; nothing was changed.
+        """
+        return self._result_of(self.visit(resume=True, resume_from=step))
+
+    def visit(self, *, resume: bool = False, resume_from: int | None = None) -> TrainingResult | Preempted:
+        """Train as :meth:`fit` or :meth:`resume`, but return a :class:`Preempted` instead of raising it. Collective."""
+        if self._closed:
+            raise StateError("this trainer is closed: make a new one")
+        if self._loop is not None and self._loop.running:
+            raise StateError("this trainer is training already: a callback cannot start another run of it")
+        check_call(self._setup.comm, "Trainer.resume" if resume else "Trainer.fit")
+        if resume_from is not None:
+            require("Trainer.resume: step", resume_from, whole(0))
+        if self._loop is not None and self._given is not None:
+            self._setup = self._given.sharded_again(self._setup)
+        arguments: dict[str, Any] = {"resume": resume, "resume_from": resume_from, "attach": self._attach}
+        if self._context is not None:
+            return run_visit(self._setup, self._context, **arguments)
+        signals = StopSignals(() if self._setup.model.config.is_guest else SIGNALS)
+        with plain_settings():
+            return run_visit(self._setup, JobContext(signals, environment=os.environ), **arguments)
+
+    def _result_of(self, outcome: TrainingResult | Preempted) -> TrainingResult:
+        if not isinstance(outcome, Preempted):
+            return outcome
+        if self._setup.shows_progress and self.rank == 0:
+            notice(str(outcome))  # which ends the program silently
+        raise outcome
+
+    def _attach(self, loop: TrainingLoop) -> Self:
+        self._loop = loop
+        return self
+
+    def stop(self, reason: str) -> None:
+        """Ask, in a method of a callback on any rank, that all ranks end the run after this step. Not collective.
+
+        The run ends as if this were its last step: with a checkpoint and a result, whose ``stopped`` is the reason.
+        """
+        if self._loop is None:
+            raise StateError("trainer.stop is for the methods of callbacks, while the run trains")
+        self._loop.callbacks.stop(reason)
+
+    # ------------------------------------------------------------------ state (not collective)
+
+    @property
+    def model(self) -> Any:
+        """The sharded model."""
+        return self._setup.model
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank."""
+        return int(self._setup.comm.rank)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return int(self._setup.comm.size)
+
+    @property
+    def step(self) -> int:
+        """The number of steps done, those before a resume included."""
+        return 0 if self._loop is None else self._loop.step
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """The figures of the last step by name, as its line of ``metrics.jsonl`` has them.
+
+        Bytes sent and memory are those of this rank, the rest is equal on all ranks. Validation figures are among them
+        only after the validation.
+        """
+        return {} if self._loop is None else dict(self._loop.figures)
+
+    @property
+    def run(self) -> Path:
+        """The folder of the run."""
+        return RunFolder(self._setup.checkpoints.folder).root
+
+    # ------------------------------------------------------------------ closing
+
+    def close(self) -> None:
+        """Close what this trainer has made: the sharded model, and the configuration. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._given is not None:
+            self._setup.model.close()
+        if self._own_config is not None:
+            self._own_config.close()
+
+    def __enter__(self) -> Self:
+        """Return this trainer. Not collective."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the trainer; after an exception that other ranks may not have raised, leave that to a later call."""
+        if error is None or isinstance(error, Preempted):
+            self.close()
+            return
+        self._closed = True
+        if self._given is not None:
+            self._setup.model.__exit__(kind, error, trace)
+        if self._own_config is not None:
+            self._own_config.__exit__(kind, error, trace)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpizero.layout import Grains
+from mpizero.train.callbacks.user_metrics import UserMetrics
 from mpizero.train.run.metrics import finite, perplexity
 from mpizero.train.run.setup import RunSetup
 
@@ -50,8 +51,8 @@ class Validation:
         return found
 
 
-def validate(setup: RunSetup) -> Validation:
-    """Evaluate the model on ``validate_samples`` validation samples, evenly spaced among all.
+def validate(setup: RunSetup) -> dict[str, Any]:
+    """Evaluate the model on ``validate_samples`` validation samples, evenly spaced among all; return all metrics.
 
     Collective over the run's ranks.
     """
@@ -60,12 +61,14 @@ def validate(setup: RunSetup) -> Validation:
     chosen = np.arange(count, dtype=np.int64) * len(source) // count
     size, group = model.grain_size(loop.global_batch), model.batch_group
     loss_sum, weight, correct, predictions = 0.0, 0.0, 0, 0
-    scored = True
+    scored, own_metrics = True, UserMetrics(setup.metrics, model)
     for start in range(0, count, loop.global_batch):
         part = chosen[start : start + loop.global_batch]
-        own = part[Grains(len(part), size).samples_of(group.rank, group.size)]
-        found = model.evaluate(*source.samples(own))
+        samples = source.samples(part[Grains(len(part), size).samples_of(group.rank, group.size)])
+        found = model.evaluate(*samples)
         loss_sum, weight = loss_sum + found.loss_sum, weight + found.weight
         scored = scored and found.correct is not None
         correct, predictions = correct + (found.correct or 0), predictions + found.predictions
-    return Validation(loss_sum, weight, correct if scored else None, predictions, setup.record.task)
+        own_metrics.add(source, part, size, samples)
+    sums = Validation(loss_sum, weight, correct if scored else None, predictions, setup.record.task)
+    return {**sums.figures(), **own_metrics.figures()}

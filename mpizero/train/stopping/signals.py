@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType, TracebackType
 
@@ -17,16 +17,21 @@ class StopSignals(AbstractContextManager["StopSignals"]):
 
     The handler only stores the name of the first signal; the program is not interrupted. Python allows signal handlers
     in the main thread only, so nothing is recorded if another thread enters the block.
+
+    Parameters
+    ----------
+    caught : sequence of signal
+        The signals to record.
     """
 
-    def __init__(self) -> None:
-        self._name, self._depth = "", 0
+    def __init__(self, caught: Sequence[signal.Signals] = SIGNALS) -> None:
+        self._name, self._depth, self._caught = "", 0, caught
         self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def __enter__(self) -> StopSignals:
         self._depth += 1
         if self._depth == 1 and threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
+            for number in self._caught:
                 self._previous[number] = signal.signal(number, self._note)
         return self
 

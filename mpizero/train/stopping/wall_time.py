@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from mpizero.train.config.loop_section import LoopSection
 from mpizero.train.config.setting_checks import clock_seconds
-from mpizero.train.run.signals import StopSignals
+from mpizero.train.stopping.signals import StopSignals
 
 #: Seconds to wait for the output of ``squeue``.
 _PATIENCE = 10.0

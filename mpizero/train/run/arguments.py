@@ -1,0 +1,264 @@
+"""Check the arguments of ``Trainer``, and make of them what a run consists of."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from mpizero import nn, optim
+from mpizero.comm.agreement import all_ranks
+from mpizero.comm.equality import agree_equal
+from mpizero.data import Source
+from mpizero.errors import ArgumentError, ConfigError, DataError
+from mpizero.names import nearest, shown
+from mpizero.parallel import ShardedModelBase, ShardingConfig
+from mpizero.train.callbacks.callback import check_callbacks, names_of
+from mpizero.train.callbacks.user_metrics import check_metrics
+from mpizero.train.config.builder import data_fingerprint, lay_out
+from mpizero.train.config.loop_section import LoopSection
+from mpizero.train.config.parallel_section import ParallelSection
+from mpizero.train.config.sections import CheckpointSection
+from mpizero.train.config.setting_checks import SettingError
+from mpizero.train.run.setup import RunRecord, RunSetup
+from mpizero.validation import flag, require
+
+#: Further arguments of ``Trainer``, by the section that checks them.
+LOOP = tuple(item.name for item in fields(LoopSection))
+SAVING = tuple(item.name for item in fields(CheckpointSection) if item.name != "folder")
+#: Keys of a layout that are settings of the :class:`ShardingConfig`.
+OF_CONFIG = ("share_node_memory", "ranks_per_node", "bucket_mb")
+
+
+@contextmanager
+def plain_settings() -> Iterator[None]:
+    """Convert a :class:`SettingError` of the ``with`` block to a ConfigError that names arguments without sections."""
+    try:
+        yield
+    except SettingError as error:
+        text = re.sub(r"\b(train|loop|checkpoint|parallel|data)\.(?=[a-z])", "", error.message)
+        raise ConfigError(f"Trainer: {text}") from None
+
+
+def sections_of(run: object, settings: Mapping[str, Any]) -> tuple[LoopSection, CheckpointSection]:
+    """Return the checked settings of loop and checkpoints; ``run`` is the run's folder. Not collective.
+
+    Raises
+    ------
+    ArgumentError
+        If there is no argument of a name.
+    ConfigError
+        If a value is not allowed.
+    """
+    known = (*LOOP, *SAVING)
+    for name in settings:
+        if name not in known:
+            raise ArgumentError(
+                f"Trainer: there is no argument {shown(name)}{nearest(name, known)}; beside its own it takes "
+                f"{', '.join(known)}"
+            )
+    if not isinstance(run, str | Path) or not str(run).strip():
+        raise ArgumentError(f"Trainer: run={run!r:.80}: expected the path of the run's folder")
+    with plain_settings():
+        loop = LoopSection(**{name: value for name, value in settings.items() if name in LOOP})
+        saving = {name: value for name, value in settings.items() if name in SAVING}
+        return loop, CheckpointSection(folder=str(Path(run) / "checkpoints"), **saving)
+
+
+def sources_of(source: object, validation: object, global_batch: int) -> tuple[Source, Source | None]:
+    """Return the samples for training and those for validation. Not collective.
+
+    ``validation`` is a source, a share of ``source``, or None.
+
+    Raises
+    ------
+    ArgumentError
+        If one is no source.
+    DataError
+        If there are fewer samples than a global batch has.
+    """
+    if isinstance(validation, Real) and isinstance(source, Source):
+        source, validation = source.split(float(validation))
+    for name, given in (("source", source), ("validation", validation)):
+        if not isinstance(given, Source) and not (given is None and name == "validation"):
+            what = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
+            raise ArgumentError(
+                f"Trainer: {name} is {what}: expected a source of samples, such as mz.data.ArraySource(x, y)"
+            )
+    assert isinstance(source, Source)
+    if len(source) < global_batch:
+        raise DataError(
+            f"Trainer: global_batch={global_batch}: must be at most the number of training samples, which is "
+            f"{len(source)}"
+        )
+    return source, validation if isinstance(validation, Source) and len(validation) else None
+
+
+def check_validation(loop: LoopSection, checkpoints: CheckpointSection, validation: Source | None) -> None:
+    """Raise ConfigError if ``best`` or ``patience`` is given, but there are no validations. Not collective."""
+    for name, value in (("best", checkpoints.best), ("patience", loop.patience)):
+        if value is not None and validation is None:
+            raise ConfigError(f"Trainer: {name}={value!r}: needs validation samples: give validation=..., such as 0.1")
+        if value is not None and not loop.validate_every:
+            raise ConfigError(f"Trainer: {name}={value!r}: needs validations: give validate_every > 0")
+
+
+def check_sharded(model: ShardedModelBase, given: Mapping[str, Any]) -> None:
+    """Raise an error if a model that is sharded already comes with arguments for sharding, or cannot be trained.
+
+    Not collective. ``given`` are these arguments by name; those that were not given are None.
+    """
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"Trainer: {name} is for a model that is not sharded yet; this {type(model).__name__} has its own: "
+                f"leave {name} out"
+            )
+    _ = model.optimizer  # or an error that says how to give one
+    if model.keeps_copies:
+        raise ConfigError(
+            f"Trainer: the ranks of this {type(model).__name__} train copies of their own (LocalSGDOptimizer), of "
+            "which a checkpoint keeps only the mean, so no run could be resumed exactly; write the loop yourself"
+        )
+
+
+def check_config(config: ShardingConfig) -> None:
+    """Raise ConfigError if ``config.auto_sync_gradients`` is False. Not collective."""
+    if not config.auto_sync_gradients:
+        raise ConfigError(
+            "Trainer: auto_sync_gradients=False leaves the update to your own loop; the trainer needs True"
+        )
+
+
+def parallel_section(strategy: Any, parallel: Any) -> ParallelSection:
+    """Return the checked layout over ranks. Not collective."""
+    if parallel is not None and not isinstance(parallel, Mapping):
+        raise ArgumentError(
+            f"Trainer: parallel={parallel!r:.80}: expected a dictionary of sizes, such as {{'pipeline': 2}}"
+        )
+    sizes = dict(parallel or {})
+    known = [item.name for item in fields(ParallelSection) if item.name not in (*OF_CONFIG, "strategy")]
+    for name in sizes:
+        if name in OF_CONFIG:
+            raise ConfigError(f"Trainer: parallel: {name} is a setting of the ShardingConfig: give it there")
+        if name not in known:
+            raise ConfigError(
+                f"Trainer: parallel: {shown(name)} is unknown{nearest(name, known)}; known: {', '.join(known)}"
+            )
+    with plain_settings():
+        return ParallelSection(strategy=strategy or "zero2", **sizes)
+
+
+def shard(model: Any, optimizer: Any, section: ParallelSection, config: ShardingConfig) -> ShardedModelBase:
+    """Return the sharded model with its optimizer. Collective."""
+    with plain_settings():
+        section.check_ranks(config.communicator.size)
+    return lay_out(model, optimizer, section, config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerArguments:
+    """Hold the arguments of :class:`~mpizero.train.run.trainer.Trainer`, which describes them."""
+
+    model: Any
+    source: Any
+    config: Any
+    optimizer: Any
+    strategy: Any
+    parallel: Any
+    validation: Any
+    metrics: Any
+    callbacks: Any
+    run: Any
+    progress: Any
+    settings: Mapping[str, Any]
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if the model is sharded already."""
+        return isinstance(self.model, ShardedModelBase)
+
+    def ranks(self) -> ShardingConfig:
+        """Return the configuration to train with, a new one if none was given. Not collective."""
+        if self.is_sharded:
+            found: ShardingConfig = self.model.config
+            return found
+        if not isinstance(self.config, ShardingConfig | None):
+            raise ArgumentError(f"Trainer: config={self.config!r:.80}: expected a ShardingConfig")
+        return ShardingConfig() if self.config is None else self.config
+
+    def setup(self, ranks: ShardingConfig) -> RunSetup:
+        """Check all arguments, shard the model, and return what the run consists of.
+
+        Collective over ``ranks``; all ranks raise the same error.
+        """
+        comm = ranks.communicator
+        with all_ranks(comm):
+            self._check(ranks)
+            layout = parallel_section(self.strategy, self.parallel)
+            loop, checkpoints = sections_of(self.run, self.settings)
+            source, validation = sources_of(self.source, self.validation, loop.global_batch)
+            check_validation(loop, checkpoints, validation)
+            metrics, callbacks = check_metrics(self.metrics or {}), check_callbacks(self.callbacks)
+            require("Trainer: progress", self.progress, flag)
+            fingerprint = data_fingerprint(source)
+        shared = {"loop": loop, "checkpoints": checkpoints, "metrics": list(metrics), "callbacks": names_of(callbacks)}
+        shared |= {"layout": layout, "data": fingerprint, "sharded": self.is_sharded}
+        agree_equal(comm, lambda: {f"Trainer: {name}": value for name, value in shared.items()}, "agree Trainer")
+        model = self.model if self.is_sharded else shard(self.model, self.optimizer, layout, ranks)
+        return RunSetup(
+            model=model,
+            source=source,
+            validation=validation,
+            loop=loop,
+            checkpoints=checkpoints,
+            record=record_of(model, loop, fingerprint),
+            metrics=metrics,
+            callbacks=callbacks,
+            shows_progress=self.progress,
+        )
+
+    def _check(self, ranks: ShardingConfig) -> None:
+        given = {name: getattr(self, name) for name in ("config", "optimizer", "strategy", "parallel")}
+        if self.is_sharded:
+            check_sharded(self.model, given)
+        elif self.optimizer is None:
+            raise ConfigError("Trainer: optimizer is missing: give one, such as optimizer=mz.AdamW(1e-3)")
+        check_config(ranks)
+
+    def sharded_again(self, setup: RunSetup) -> RunSetup:
+        """Close the run's model, and return the run with a new one that has the start values. Collective."""
+        config = setup.model.config
+        setup.model.close()
+        layout = parallel_section(self.strategy, self.parallel)
+        return replace(setup, model=shard(self.model, self.optimizer, layout, config))
+
+
+def record_of(model: ShardedModelBase, loop: LoopSection, fingerprint: str) -> RunRecord:
+    """Return what a run of ``Trainer`` records about itself. Not collective."""
+    config, wrapped = model.config, model.wrapped_model
+    settings: dict[str, dict[str, Any]] = {
+        "trainer": {"global_batch": loop.global_batch, "seed": loop.seed},
+        "config": {"clip": config.clip, "gradient_compression": config.gradient_compression},
+        "optimizer": _optimizer_settings(model.optimizer.wrapped_optimizer),
+    }
+    language = isinstance(wrapped, nn.GPT)
+    return RunRecord(
+        settings=settings,
+        fingerprint=fingerprint,
+        task="language" if language else "",
+        units_per_sample=wrapped.sequence if language else 1,
+    )
+
+
+def _optimizer_settings(optimizer: Any) -> dict[str, Any]:
+    """Return the settings of the library's own optimizers, but for the learning rate, which a load compares itself."""
+    if not isinstance(optimizer, optim.FlatOptimizer):
+        return {"name": type(optimizer).__name__}
+    own = {name: value for name, value in vars(optimizer).items() if name != "lr" and not name.startswith("_")}
+    simple = {name: value if isinstance(value, int | float | str | None) else str(value) for name, value in own.items()}
+    return {"name": type(optimizer).__name__, **simple}
