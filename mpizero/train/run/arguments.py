@@ -10,7 +10,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from mpizero import nn, optim
+from mpizero import optim
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.equality import agree_equal
 from mpizero.data import Source
@@ -19,8 +19,9 @@ from mpizero.names import nearest, shown
 from mpizero.parallel import ShardedModelBase, ShardingConfig
 from mpizero.train.callbacks.callback import check_callbacks, names_of
 from mpizero.train.callbacks.user_metrics import check_metrics
-from mpizero.train.config.builder import data_fingerprint, lay_out
+from mpizero.train.config.builder import lay_out
 from mpizero.train.config.loop_section import LoopSection
+from mpizero.train.config.model_and_data import data_fingerprint, task_of, units_per_sample
 from mpizero.train.config.parallel_section import ParallelSection
 from mpizero.train.config.sections import CheckpointSection
 from mpizero.train.config.setting_checks import SettingError
@@ -216,7 +217,7 @@ class TrainerArguments:
             validation=validation,
             loop=loop,
             checkpoints=checkpoints,
-            record=record_of(model, loop, fingerprint),
+            record=record_of(model, source, loop, fingerprint),
             metrics=metrics,
             callbacks=callbacks,
             shows_progress=self.progress,
@@ -238,7 +239,7 @@ class TrainerArguments:
         return replace(setup, model=shard(self.model, self.optimizer, layout, config))
 
 
-def record_of(model: ShardedModelBase, loop: LoopSection, fingerprint: str) -> RunRecord:
+def record_of(model: ShardedModelBase, source: Source, loop: LoopSection, fingerprint: str) -> RunRecord:
     """Return what a run of ``Trainer`` records about itself. Not collective."""
     config, wrapped = model.config, model.wrapped_model
     settings: dict[str, dict[str, Any]] = {
@@ -246,13 +247,9 @@ def record_of(model: ShardedModelBase, loop: LoopSection, fingerprint: str) -> R
         "config": {"clip": config.clip, "gradient_compression": config.gradient_compression},
         "optimizer": _optimizer_settings(model.optimizer.wrapped_optimizer),
     }
-    language = isinstance(wrapped, nn.GPT)
-    return RunRecord(
-        settings=settings,
-        fingerprint=fingerprint,
-        task="language" if language else "",
-        units_per_sample=wrapped.sequence if language else 1,
-    )
+    task = task_of(wrapped)
+    units = units_per_sample(task, source)
+    return RunRecord(settings=settings, fingerprint=fingerprint, task=task, units_per_sample=units)
 
 
 def _optimizer_settings(optimizer: Any) -> dict[str, Any]:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-from collections.abc import Mapping
-=======
 from collections.abc import Mapping, Sequence
->>>>>>> eeb9bc5 (mz.Trainer: the command's training loop as a library, with callbacks, own metrics, best checkpoint and early stop)
 from dataclasses import dataclass, field
 from typing import Any
 
