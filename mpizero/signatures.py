@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from mpizero.errors import ConfigError
@@ -60,3 +61,14 @@ def takes_run(function: Callable[..., Any], name: str, *given: str) -> bool:
             f"{called}{outer}: {error}"
         ) from None
     return False
+
+
+def named(function: Any, name: str) -> str:
+    """Return ``name``, followed by the function's own name, file and line if they are known. Not collective."""
+    function = inspect.unwrap(getattr(function, "func", function))  # of a functools.partial, or decorated
+    code, own = getattr(function, "__code__", None), getattr(function, "__qualname__", name)
+    if code is None:
+        return name
+    own = own.rpartition("<locals>.")[2]
+    place = f"{own} at {Path(code.co_filename).name}:{code.co_firstlineno}"
+    return place if own == name else f"{name} ({place})"

@@ -59,6 +59,7 @@ DOORS = {
     "cupy": {"kernels"},
     "cupy_backends": {"kernels"},
     "sklearn": {"data"},
+    "torch": {"adapters"},
     "jax": {"adapters"},
 }
 #: Modules that may read the process's environment.
@@ -73,6 +74,7 @@ ENVIRONMENT = {
     "mpizero.kernels.cache",
     "mpizero.kernels.blas",
     "mpizero.adapters.jax.xla_threads",  # XLA reads its number of threads there
+    "mpizero.adapters.torch.process",
 }
 MAX_FUNCTION, MAX_FILE, MAX_PARAMETERS = 60, 400, 6
 #: Modules that a folder may hold: more than one reads as one idea means that there are two.

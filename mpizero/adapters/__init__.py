@@ -1,18 +1,25 @@
 """Adapt models that are not made of mpizero's layers, so that mpizero can train them."""
 
-from __future__ import annotations
-
 from importlib import import_module
-from typing import Any
+from types import ModuleType
 
 from mpizero.adapters.function import FunctionModel
+from mpizero.errors import ConfigError
 from mpizero.names import unknown_names
 
-__all__ = ["FunctionModel", "jax"]
+__all__ = ["FunctionModel"]
+_LIBRARIES = ("jax", "torch")
 
 
-def __getattr__(name: str) -> Any:
-    """Import the adapter of a library when it is first used, and with it the library."""
-    if name == "jax":
-        return import_module("mpizero.adapters.jax")
-    return unknown_names("mpizero.adapters", __all__)(name)
+def __getattr__(name: str) -> ModuleType:
+    """Import the adapter to another library when it is first used."""
+    if name not in _LIBRARIES:
+        unknown_names(__name__, [*__all__, *_LIBRARIES])(name)
+    try:
+        return import_module(f"{__name__}.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise ConfigError(
+            f"mpizero.adapters.{name} needs {name}, which is not installed: pip install 'mpizero[{name}]'"
+        ) from None

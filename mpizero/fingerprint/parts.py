@@ -193,6 +193,8 @@ def _array(_: Fingerprint, value: Any) -> Parts:
 
 
 def _tensor(fingerprint: Fingerprint, value: Any) -> Parts:
+    if getattr(value, "is_meta", False):
+        return Parts(f"tensor {value.dtype} {tuple(value.shape)} without values")
     try:
         return _array(fingerprint, np.asarray(value.detach().cpu() if hasattr(value, "detach") else value))
     except (TypeError, ValueError, RuntimeError):  # of a type that NumPy does not know, or without values yet

@@ -321,6 +321,14 @@ class SimulatedDevice(Device):
         namespace(out).matmul(widened(a), widened(b), out=out)
 
 
+def of_tensor(tensor: Any) -> Array:
+    """Return an array of CuPy that shares the memory of a tensor of another library on a GPU. Not collective."""
+    import cupy
+
+    array: Array = cupy.from_dlpack(tensor)
+    return array
+
+
 def simulated() -> bool:
     """Tell whether Numba simulates GPUs (``NUMBA_ENABLE_CUDASIM=1``)."""
     from numba.core import config

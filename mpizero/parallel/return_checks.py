@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Set
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mpizero.errors import DataError, LayoutError
 from mpizero.names import nearest, shown
+from mpizero.signatures import named
 from mpizero.types import Array, Run
 
 #: The ``dtype.kind`` codes that a number may have: float, int, unsigned, and void, which JAX's bfloat16 has.
@@ -23,17 +22,6 @@ def samples_text(run: Run) -> str:
     """Return a text for messages: which samples of the global batch ``run`` covers. Not collective."""
     first, last = run.first_sample, run.first_sample + run.count - 1
     return f"samples {first} to {last} of the global batch" if run.count > 1 else f"sample {first}"
-
-
-def named(function: Any, name: str) -> str:
-    """Return ``name``, followed by the function's own name, file and line if they are known. Not collective."""
-    function = inspect.unwrap(getattr(function, "func", function))  # of a functools.partial, or decorated
-    code, own = getattr(function, "__code__", None), getattr(function, "__qualname__", name)
-    if code is None:
-        return name
-    own = own.rpartition("<locals>.")[2]
-    place = f"{own} at {Path(code.co_filename).name}:{code.co_firstlineno}"
-    return place if own == name else f"{name} ({place})"
 
 
 def loss_and_weight(

@@ -14,9 +14,9 @@ from mpizero.layout.flat import joined
 from mpizero.parallel.execution.evaluators import BlockEnded, GradientTarget, UnitDone, with_next
 from mpizero.parallel.gradients.unwritten_gradients import FunctionGradients
 from mpizero.parallel.parameters.store import ParameterStore, flat_names
-from mpizero.parallel.return_checks import check_names, gradient, loss_and_weight, named
+from mpizero.parallel.return_checks import check_names, gradient, loss_and_weight
 from mpizero.sampletree import map_arrays, map_leaves
-from mpizero.signatures import loss_arguments, takes_run, writes_in_place
+from mpizero.signatures import loss_arguments, named, takes_run, writes_in_place
 from mpizero.types import Array, BlackBoxModel, Run
 
 

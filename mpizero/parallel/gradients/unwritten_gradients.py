@@ -22,7 +22,7 @@ from mpizero.layout.flat import joined
 from mpizero.names import nearest
 from mpizero.nn.layer import Layer
 from mpizero.parallel.parameters.store import flat_names
-from mpizero.parallel.return_checks import named
+from mpizero.signatures import named
 
 #: By bytes of an element: the unsigned integer type of that size, and the mark, a quiet NaN with an arbitrary payload.
 _MARKS: dict[int, tuple[Any, int]] = {4: (np.uint32, 0x7FCA5C3E), 8: (np.uint64, 0x7FFA5C3E9B71D42F)}

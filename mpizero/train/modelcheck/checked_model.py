@@ -18,9 +18,8 @@ from mpizero.nn.split.model import run_on
 from mpizero.parallel.execution.black_box import writable
 from mpizero.parallel.gradients.unwritten_gradients import mark, marks_left
 from mpizero.parallel.partition.blocks import blocks_of
-from mpizero.parallel.return_checks import named
 from mpizero.sampletree import paths_of
-from mpizero.signatures import loss_arguments, takes_run, writes_in_place
+from mpizero.signatures import loss_arguments, named, takes_run, writes_in_place
 from mpizero.train.modelcheck.batch_pieces import read_only, sample_count
 from mpizero.train.modelcheck.model_report import ModelFinding, UnusableEvaluation
 from mpizero.types import Array, BlackBoxModel, BlockModel, Run

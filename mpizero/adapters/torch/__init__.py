@@ -1,0 +1,5 @@
+"""Adapt PyTorch modules, so that every strategy can train them (extra ``torch``)."""
+
+from mpizero.adapters.torch.model import TorchModel
+
+__all__ = ["TorchModel"]

@@ -1,0 +1,51 @@
+"""Pass arrays between NumPy or CuPy and PyTorch without copies."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpizero.errors import DataError
+from mpizero.sampletree import leaves_of
+from mpizero.types import Array
+
+with warnings.catch_warnings():  # PyTorch warns once in a process of read-only arrays: parameters and samples are
+    warnings.simplefilter("ignore")
+    _read_only = np.zeros(1, np.float32)
+    _read_only.flags.writeable = False
+    torch.from_numpy(_read_only)
+
+
+def as_tensor(array: Any) -> torch.Tensor:
+    """Return a tensor that shares the memory of an array of NumPy or CuPy. Not collective."""
+    if isinstance(array, np.ndarray):
+        try:
+            return torch.from_numpy(array)
+        except TypeError as error:
+            raise DataError(f"PyTorch takes no arrays of {array.dtype}: {error}") from None
+        except ValueError:  # negative strides
+            return torch.from_numpy(np.ascontiguousarray(array))
+    return torch.as_tensor(array)
+
+
+def as_array(tensor: torch.Tensor) -> Array:
+    """Return an array that shares the memory of a tensor: of NumPy on the host, else of CuPy. Not collective."""
+    if tensor.device.type == "cpu":
+        array: Array = tensor.detach().numpy()
+        return array
+    from mpizero.kernels.device import of_tensor
+
+    return of_tensor(tensor.detach())
+
+
+def put(view: Array, tensor: torch.Tensor) -> None:
+    """Copy a tensor to an array of the same shape. Not collective."""
+    as_tensor(view).copy_(tensor)
+
+
+def gradient_leaves(tree: Any) -> list[torch.Tensor]:
+    """Return the leaves of a tree of tensors that may have a gradient: those of floating-point numbers."""
+    return [leaf for leaf in leaves_of(tree) if leaf.is_floating_point()]

@@ -1,0 +1,221 @@
+"""Find the tensors of a module, and run the module with other tensors in their places."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpizero.errors import ConfigError
+from mpizero.names import nearest
+
+#: Modules whose floating-point buffers are running statistics.
+_RUNNING = (torch.nn.modules.batchnorm._NormBase,)
+_DTYPES: dict[Any, np.dtype[Any]] = {torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64)}
+
+#: A dictionary of a module (its parameters or buffers), and a key of it.
+Place = tuple[dict[str, Any], str]
+
+
+@dataclass(frozen=True)
+class Held:
+    """Describe one parameter or buffer of a module.
+
+    Attributes
+    ----------
+    name : str
+        Its first name in ``module.state_dict()``.
+    shape : tuple of int
+        Its shape.
+    trainable : bool
+        Whether it is a parameter that is trained.
+    places : tuple of Place
+        Every place in which the module holds it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool
+    places: tuple[Place, ...] = field(compare=False, repr=False)
+
+
+def without_values(module: torch.nn.Module) -> torch.nn.Module:
+    """Return a copy of a module whose parameters have no memory; buffers are copied. Not collective."""
+    empty = {
+        id(p): torch.nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for p in module.parameters()
+    }
+    try:
+        return copy.deepcopy(module, dict(empty))
+    except Exception as error:
+        raise ConfigError(
+            f"TorchModel: the module {type(module).__name__} cannot be copied (copy.deepcopy: {type(error).__name__}: "
+            f"{error}); keep what cannot be copied out of it, or give a function that makes the module"
+        ) from error
+
+
+def held_parameters(module: torch.nn.Module, prefix: str = "") -> dict[int, Held]:
+    """Return the parameters of a module by the identity of the tensor, in the order of ``state_dict()``."""
+    return _held(module, prefix, "_parameters")
+
+
+def held_buffers(module: torch.nn.Module, prefix: str = "") -> dict[int, Held]:
+    """Return the buffers of a module by the identity of the tensor, in the order of ``state_dict()``."""
+    return _held(module, prefix, "_buffers")
+
+
+def _held(module: torch.nn.Module, prefix: str, kind: str) -> dict[int, Held]:
+    places: dict[int, list[Place]] = {}
+    names: dict[int, tuple[str, torch.Tensor]] = {}
+    for path, inner in module.named_modules(prefix=prefix, remove_duplicate=False):
+        held = getattr(inner, kind)
+        for key, tensor in held.items():
+            if tensor is None:
+                continue
+            names.setdefault(id(tensor), (f"{path}.{key}" if path else key, tensor))
+            if not any(held is known and key == name for known, name in places.get(id(tensor), ())):
+                places.setdefault(id(tensor), []).append((held, key))
+    return {
+        number: Held(name, tuple(tensor.shape), tensor.requires_grad, tuple(places[number]))
+        for number, (name, tensor) in names.items()
+    }
+
+
+def dtype_of(module: torch.nn.Module) -> np.dtype[Any]:
+    """Return the dtype that all parameters of a module have. Not collective.
+
+    Raises
+    ------
+    ConfigError
+        If there is no parameter, one has no shape yet, or they are neither all float32 nor all float64.
+    """
+    first: dict[torch.dtype, str] = {}
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+            raise ConfigError(f"TorchModel: parameter {name!r} has no shape yet: run the lazy module once before")
+        first.setdefault(parameter.dtype, name)
+    if not first:
+        raise ConfigError(f"TorchModel: the module {type(module).__name__} has no parameters, so nothing is trained")
+    if len(first) > 1 or next(iter(first)) not in _DTYPES:
+        told = ", ".join(f"{name!r} is {str(dtype).removeprefix('torch.')}" for dtype, name in first.items())
+        raise ConfigError(
+            f"TorchModel: all parameters must be float32, or all float64; {told}: convert them, module.float()"
+        )
+    return _DTYPES[next(iter(first))]
+
+
+def is_running(module: torch.nn.Module) -> set[int]:
+    """Return the identities of the floating-point buffers that are running statistics of norms. Not collective."""
+    return {
+        id(buffer)
+        for inner in module.modules()
+        if isinstance(inner, _RUNNING)
+        for buffer in inner._buffers.values()
+        if buffer is not None and buffer.is_floating_point()
+    }
+
+
+@contextmanager
+def in_places(held: Sequence[Held], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Put tensors in the places of a module's parameters and buffers, and afterwards what was there before.
+
+    Not collective. Only one thread may do so at a time.
+    """
+    before = [[place[place_key] for place, place_key in one.places] for one in held]
+    try:
+        for one, tensor in zip(held, tensors, strict=True):
+            for place, key in one.places:
+                place[key] = tensor
+        yield
+    finally:
+        for one, old in zip(held, before, strict=True):
+            for (place, key), tensor in zip(one.places, old, strict=True):
+                place[key] = tensor
+
+
+def matching(patterns: Collection[str], names: Sequence[str], what: str) -> set[str]:
+    """Return the names that match one of some shell patterns. Not collective.
+
+    Raises
+    ------
+    ConfigError
+        If a pattern matches none. ``what`` is the argument's name in the message.
+    """
+    if isinstance(patterns, str):
+        raise ConfigError(f"TorchModel: {what} is a collection of patterns, got one string: give [{patterns!r}]")
+    found: set[str] = set()
+    for pattern in patterns:
+        matches = {name for name in names if name == pattern or fnmatchcase(name, pattern)}
+        if not matches:
+            raise ConfigError(f"TorchModel: {what}: {pattern!r} matches none{nearest(pattern, names)} of {list(names)}")
+        found |= matches
+    return found
+
+
+def chosen_blocks(module: torch.nn.Module, blocks: Any) -> dict[str, torch.nn.Module]:
+    """Return the submodules that ``blocks`` chooses, by their names in ``module``, in order. Not collective.
+
+    ``blocks`` is an ``nn.Sequential``, or a list of submodules and of names with wildcards.
+    """
+    known = dict(module.named_modules(remove_duplicate=False))
+    name_of = {id(inner): name for name, inner in reversed(known.items())}
+    if isinstance(blocks, torch.nn.Sequential | torch.nn.ModuleList):
+        listed: list[Any] = list(blocks)
+    elif isinstance(blocks, list | tuple):
+        listed = list(blocks)
+    else:
+        raise ConfigError(
+            f"TorchModel: blocks is an nn.Sequential, or a list of submodules or of their names, got {blocks!r:.80}"
+        )
+    found: dict[str, torch.nn.Module] = {}
+    for one in listed:
+        if isinstance(one, str):
+            names = sorted((name for name in known if name and _matches(name, one)), key=_natural)
+            if not names:
+                raise ConfigError(
+                    f"TorchModel: blocks: no submodule is called {one!r}{nearest(one, known)}; there are "
+                    f"{', '.join(n for n in known if n and '.' not in n)}"
+                )
+        elif isinstance(one, torch.nn.Module) and id(one) in name_of:
+            names = [name_of[id(one)]]
+        else:
+            raise ConfigError(f"TorchModel: blocks: {type(one).__name__} is no submodule of {type(module).__name__}")
+        for name in names:
+            if name in found:
+                raise ConfigError(f"TorchModel: blocks names {name!r} twice")
+            found[name] = known[name]
+    if not found:
+        raise ConfigError("TorchModel: blocks is empty: name at least one submodule, or leave it out")
+    return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name.count(".") == pattern.count(".") and fnmatchcase(name, pattern)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Return a key that sorts ``layers.10`` after ``layers.9``."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"\.", name)]
+
+
+def check_all_held(module: torch.nn.Module, blocks: dict[str, torch.nn.Module]) -> None:
+    """Raise :class:`ConfigError` if a parameter is in none of the blocks, or a block contains another one."""
+    names = list(blocks)
+    for i, name in enumerate(names):
+        if inner := next((other for other in names[:i] + names[i + 1 :] if other.startswith(f"{name}.")), None):
+            raise ConfigError(f"TorchModel: blocks: {inner!r} is a part of {name!r}; name one of them")
+    held = {id(p) for block in blocks.values() for p in block.parameters()}
+    left = [name for name, p in module.named_parameters() if id(p) not in held]
+    if left:
+        raise ConfigError(
+            f"TorchModel: no block holds {', '.join(map(repr, left[:4]))}{' and others' if len(left) > 4 else ''}: a "
+            "model of blocks runs its blocks one after the other and nothing else of the module; put the parameter "
+            "into a submodule that is one of the blocks, or leave blocks out"
+        )

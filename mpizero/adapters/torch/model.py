@@ -1,0 +1,163 @@
+"""Make a model of a PyTorch module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+
+from mpizero import validation
+from mpizero.adapters.torch import bound
+from mpizero.adapters.torch.blocks import BlockTensors, TorchBlock
+from mpizero.adapters.torch.loss import TorchLoss
+from mpizero.adapters.torch.process import TorchSettings, check_rounding, torch_pass
+from mpizero.errors import ConfigError
+from mpizero.layout.flat import joined
+from mpizero.names import explains
+from mpizero.types import Array, ParameterSpec
+
+
+@explains
+class TorchModel:
+    """Make a model of a PyTorch module, which every strategy can train.
+
+    The module's code runs with parameters that lie in mpizero's memory, one copy a node, and autograd computes the
+    gradients. The module that is given keeps its values; ``model.named_parameters()`` of the sharded model has the
+    trained ones, under the names of ``module.state_dict()``.
+
+    Parameters
+    ----------
+    module : torch.nn.Module or callable
+        The module, or a function without arguments that makes it. The function is called when the model is made, with
+        PyTorch's generator seeded by ``seed``, and again for each sharded model, for its start values; so no rank keeps
+        a copy of them. All parameters must be float32, or all float64.
+    loss : callable
+        ``loss(prediction, target)``, on tensors. It returns the sum of the losses over samples, or that sum and its
+        weight; the weight is otherwise the number of samples. A module such as
+        ``torch.nn.CrossEntropyLoss(reduction="sum")`` is one.
+    blocks : nn.Sequential, list of submodules and names, or None
+        The submodules that the module runs one after the other, in this order, and nothing else: ``["embedding",
+        "layers.*", "head"]``. They are what ZeRO-3 gathers, pipelines distribute and activation checkpointing repeats.
+        A tuple that one returns becomes several arguments of the next, a dictionary keyword arguments. None: the module
+        as it is, of which ZeRO-3 gathers all at once.
+    seed : int
+        Seed of the random numbers of dropout and its like.
+    frozen : collection of str
+        Names, or shell patterns, of parameters that are not trained, besides those without ``requires_grad``.
+    unused : collection of str
+        Names, or shell patterns, of parameters that the loss of some samples does not depend on. Their gradient is then
+        zero; for others that is an error.
+
+    Raises
+    ------
+    ConfigError
+        If the module or its loss cannot be trained as they are; the message tells what to change.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module | Callable[[], torch.nn.Module],
+        loss: Callable[..., Any],
+        *,
+        blocks: Any = None,
+        seed: int = 0,
+        frozen: Collection[str] = (),
+        unused: Collection[str] = (),
+    ) -> None:
+        self.seed = validation.require("seed", seed, validation.seed)
+        self._settings = TorchSettings()
+        check_rounding()
+        self._source = module
+        given = self._made()
+        self.dtype = bound.dtype_of(given)
+        self._module = bound.without_values(given)
+        self.loss = TorchLoss(loss, self._settings)
+        chosen = {"": self._module}
+        if blocks is not None:
+            twins = _twins(given, self._module, blocks)
+            chosen = bound.chosen_blocks(self._module, twins)
+            bound.check_all_held(self._module, chosen)
+        self._names = _Names(self._module, frozen, unused)
+        #: Blocks by name, in the order in which they run.
+        self.blocks: Mapping[str, TorchBlock] = self._blocks(chosen)
+
+    @property
+    def fingerprint(self) -> Any:
+        """Parts of the model that ranks compare."""
+        return {"blocks": self.blocks, "loss": self.loss, "seed": self.seed, "values": self.start_values}
+
+    @property
+    def start_values(self) -> dict[str, Array]:
+        """The start values of all parameters, by name: arrays that share the memory of the module that was given."""
+        state = dict(self._made().named_parameters(remove_duplicate=False))
+        names = (joined(block, spec.name) for block, one in self.blocks.items() for spec in one.specs())
+        return {name: state[name].detach().cpu().numpy() for name in names}
+
+    def set_sharding_config(self, config: Any) -> None:
+        """Take the number of threads of a :class:`ShardingConfig`. Not collective."""
+        self._settings.threads = config.threads
+
+    def _made(self) -> torch.nn.Module:
+        """Return the module that was given, or what the function makes."""
+        if isinstance(self._source, torch.nn.Module):
+            module: Any = self._source
+        elif isinstance(self._source, type) or not callable(self._source):
+            raise ConfigError(
+                "TorchModel: module is a torch.nn.Module, or a function without arguments that makes one, got "
+                f"{self._source!r:.80}"
+            )
+        else:
+            with torch_pass(self._settings, self.seed):
+                module = self._source()
+            if not isinstance(module, torch.nn.Module):
+                raise ConfigError(f"TorchModel: the function made a {type(module).__name__}, not a torch.nn.Module")
+        if not module.training:
+            raise ConfigError(
+                f"TorchModel: the module {type(module).__name__} is in evaluation mode, so dropout and batch norms "
+                "would not train: call module.train(); submodules that shall stay in evaluation mode may"
+            )
+        return module
+
+    def _blocks(self, chosen: Mapping[str, torch.nn.Module]) -> dict[str, TorchBlock]:
+        homes: dict[int, str] = {}
+        found: dict[str, TorchBlock] = {}
+        for number, (name, module) in enumerate(chosen.items()):
+            held = bound.held_parameters(module)
+            specs = []
+            for identity, one in held.items():
+                whole = joined(name, one.name)
+                trainable = one.trainable and whole not in self._names.frozen
+                home = homes.setdefault(identity, whole)
+                tied = None if home == whole else home
+                spec = ParameterSpec(one.name, one.shape, decay=len(one.shape) > 1, trainable=trainable, tied=tied)
+                specs.append(spec)
+            unused = frozenset(spec.name for spec in specs if joined(name, spec.name) in self._names.unused)
+            constants = tuple(bound.held_buffers(module).values())
+            tensors = BlockTensors(tuple(held.values()), tuple(specs), constants, unused)
+            training = tuple((inner, inner.training) for inner in module.modules())
+            found[name] = TorchBlock(module, number, tensors, self._settings, training)
+        return found
+
+
+class _Names:
+    """Hold the names that the patterns of the user stand for."""
+
+    def __init__(self, module: torch.nn.Module, frozen: Collection[str], unused: Collection[str]) -> None:
+        names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+        self.frozen = bound.matching(frozen, names, "frozen")
+        self.unused = bound.matching(unused, names, "unused")
+
+
+def _twins(given: torch.nn.Module, twin: torch.nn.Module, blocks: Any) -> Any:
+    """Return ``blocks`` with each submodule of the given module replaced by the one of its twin."""
+    pairs = {id(a): b for (_, a), (_, b) in zip(_all(given), _all(twin), strict=True)}
+    if isinstance(blocks, torch.nn.Sequential | torch.nn.ModuleList):
+        blocks = list(blocks)
+    if isinstance(blocks, list | tuple):
+        return [pairs.get(id(one), one) if isinstance(one, torch.nn.Module) else one for one in blocks]
+    return blocks
+
+
+def _all(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    return list(module.named_modules(remove_duplicate=False))

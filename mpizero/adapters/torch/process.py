@@ -1,0 +1,98 @@
+"""Set PyTorch's settings of the process for one pass through a module, and restore them afterwards.
+
+[Note: bits of PyTorch] A result must not depend on the rank that computes it. Random numbers are drawn from a seed of
+their own (:mod:`mpizero.adapters.derived_seed`). The number of threads is the configuration's. PyTorch is asked for
+deterministic algorithms. The products of Intel's MKL round differently for arrays of different alignment, and a
+parameter lies at another address in every layout; ``MKL_CBWR=AUTO`` makes MKL round in one way. It costs no measurable
+time (docs/bring_your_model.md), but MKL reads it only once, before its first product.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mpizero.errors import ConfigError
+
+#: PyTorch's generator and settings belong to the process: ranks that are threads of one process take turns.
+_TURN = threading.RLock()
+
+
+@dataclass
+class TorchSettings:
+    """Hold what a model's passes need of the configuration: threads of PyTorch, or None for those that it has."""
+
+    threads: int | None = None
+
+
+@contextmanager
+def torch_pass(settings: TorchSettings, seed: int | None = None) -> Iterator[None]:
+    """Let this thread alone use PyTorch, with the settings of a pass and, if given, with a seed; restore them after.
+
+    Not collective.
+    """
+    with _TURN:
+        threads, algorithms = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+        filled, state = torch.utils.deterministic.fill_uninitialized_memory, None
+        if settings.threads not in (None, threads):
+            torch.set_num_threads(int(settings.threads or 1))
+        if not algorithms:
+            torch.utils.deterministic.fill_uninitialized_memory = False  # with NaN, which only takes time
+            torch.use_deterministic_algorithms(True)
+        if seed is not None:
+            state = torch.default_generator.get_state()
+            torch.default_generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            if state is not None:
+                torch.default_generator.set_state(state)
+            if not algorithms:
+                torch.use_deterministic_algorithms(False)
+                torch.utils.deterministic.fill_uninitialized_memory = filled
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
+
+
+def round_in_one_way() -> None:
+    """Ask MKL, if it was not used yet, for results that do not depend on the alignment of arrays. Not collective.
+
+    A value that the environment has already is left as it is.
+    """
+    os.environ.setdefault("MKL_CBWR", "AUTO")
+
+
+def check_rounding() -> None:
+    """Raise :class:`ConfigError` if products round differently for arrays of different alignment. Not collective."""
+    rng = np.random.default_rng(0)
+    for dtype, rows, inner, columns in ((np.float32, 1, 64, 10), (np.float64, 1, 64, 10), (np.float64, 7, 13, 31)):
+        x = torch.from_numpy(rng.normal(size=(rows, inner)).astype(dtype))
+        weight = rng.normal(size=(columns, inner)).astype(dtype)
+        found = {
+            torch.nn.functional.linear(x, torch.from_numpy(_placed(weight, offset))).numpy().tobytes()
+            for offset in (0, weight.itemsize)
+        }
+        if len(found) > 1:
+            raise ConfigError(
+                "PyTorch's products depend on where an array lies in memory, so the bits of a training would depend on "
+                f"its layout (MKL_CBWR={os.environ.get('MKL_CBWR')!r}): PyTorch computed before mpizero could ask for "
+                "another way; import mpizero.adapters.torch before, or set MKL_CBWR=AUTO in the environment"
+            )
+
+
+def _placed(array: np.ndarray, offset: int) -> np.ndarray:
+    """Return a copy of ``array`` that begins ``offset`` bytes after a multiple of 64."""
+    raw = np.empty(array.nbytes + 128, np.uint8)
+    start = -raw.ctypes.data % 64 + offset
+    view = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    view[...] = array
+    return view
+
+
+round_in_one_way()
