@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -50,7 +50,7 @@ class CompiledLoss:
             key = key_data(run, 0)
         with self.loss.traced(without_key=key is None):
             if not self._checked:
-                self._checked = check_first_grain(self.loss, self._value, (trained, fixed, x, y, key))
+                self._checked = check_first_grain(self.loss, self._value, (trained, fixed), (x, y), (key,))
             (loss, weight), gradients = self._gradient(trained, fixed, x, y, key)
         found = {name: host_view(gradients[name]) for name in self._trained}
         return float(loss), found, _weight(weight, batch, run)
@@ -65,6 +65,10 @@ class CompiledLoss:
         with self.loss.traced(without_key=key is None):
             loss, weight = self._forward(trained, fixed, x, y, key)
         return float(loss), _weight(weight, batch, run)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return the object itself, which every copy of the model can use."""
+        return self
 
     def _samples(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
         return samples(batch[0], self._dtype, "x"), samples(batch[1], self._dtype, "y")

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from copy import copy, deepcopy
+from types import MappingProxyType
 from typing import Any, Self
 
 import jax
 import numpy as np
 
 from mpizero.adapters.function import FunctionModel
+from mpizero.adapters.jax.block_list import StartValues, make_layers, read_blocks
 from mpizero.adapters.jax.compiled_loss import CompiledLoss
+from mpizero.adapters.jax.jax_block import JaxLoss
 from mpizero.adapters.jax.parameter_tree import ParameterTree, named_leaves, require_precision, samples, to_numpy
 from mpizero.adapters.jax.traced_function import TracedFunction
 from mpizero.adapters.jax.xla_threads import require_threads
+from mpizero.errors import ConfigError
 from mpizero.names import explains
 from mpizero.types import EVALUATE, Array, Run
+from mpizero.validation import require
+from mpizero.validation import seed as validation_seed
 
 
+@explains
 class JaxModel:
     """Make a model of parameters and a loss written in JAX.
 
@@ -34,9 +42,17 @@ class JaxModel:
         a key of ``jax.random`` in training, and None in ``evaluate``. The key depends on the seed, the step and the
         first sample of the grain, so it is the same on any number of ranks.
     predict : callable or None
-        ``predict(parameters, x)`` returns predictions, an array or a pytree of them.
+        ``predict(parameters, x)`` returns predictions, an array or a pytree of them. Not for a model of blocks, whose
+        prediction is the output of the last one.
+    blocks : list or mapping, optional
+        Makes a model of blocks, which ZeRO-3 gathers one by one and pipelines divide: pairs ``(init, apply)`` or
+        ``(parameters, apply)`` in the order in which they run, by name or named "0", "1", ... ``init(key)`` returns the
+        block's parameters, a pytree; ``apply(parameters, x[, key])`` returns its output, an array or a pytree of them.
+        The argument ``parameters`` is None then. It may also have the parameters of every block, where ``blocks`` has
+        only the functions. ``loss(prediction, y)`` takes the output of the last block, or is a loss of ``mpizero.nn``.
+        The name of a parameter begins with that of its block.
     seed : int
-        Seed of the keys.
+        Seed of the keys, those of ``init``, too.
     frozen : collection of str
         Names of the parameters that are not trained.
 
@@ -54,51 +70,78 @@ class JaxModel:
     before JAX has computed anything gives XLA as many threads as ``OMP_NUM_THREADS`` says, or 1.
     """
 
-    def __new__(cls, *args: Any, **settings: Any) -> Self:
-        """Return an object of the class that the arguments ask for."""
-        kind: Any = JaxFunctionModel if cls is JaxModel else cls
-        made: Self = object.__new__(kind)
-        return made
-
-    def set_sharding_config(self, config: Any) -> None:
-        """Raise ``ConfigError`` if XLA computes with more threads than ``config.threads``. Not collective."""
-        require_threads(config.threads)
-
-
-@explains
-class JaxFunctionModel(FunctionModel, JaxModel):
-    """Hold a model that is one loss of all parameters; see :class:`JaxModel`."""
-
     def __init__(
         self,
         parameters: Any,
         loss: Callable[..., Any],
         *,
         predict: Callable[..., Any] | None = None,
+        blocks: Any = None,
         seed: int = 0,
         frozen: Collection[str] = (),
     ) -> None:
+        self.seed = require("seed", seed, validation_seed)
+        if isinstance(frozen, str):
+            raise ConfigError(f"JaxModel: frozen is a collection of names, got one string: give [{frozen!r}]")
+        if blocks is None:
+            self._be_function(parameters, loss, predict, frozen)
+        elif predict is not None:
+            raise ConfigError("JaxModel: a model of blocks predicts the output of its last block: leave predict out")
+        else:
+            self._be_blocks(parameters, loss, blocks, frozen)
+
+    def _be_function(
+        self, parameters: Any, loss: Callable[..., Any], predict: Callable[..., Any] | None, frozen: Collection[str]
+    ) -> None:
+        """Set the attributes of a black box."""
         tree, leaves = named_leaves(parameters, "JaxModel: parameters")
         arrays = dict(zip(tree.names, map(np.asarray, leaves), strict=True))
         require_precision({name: array.dtype for name, array in arrays.items()}, "JaxModel: parameters")
         function = TracedFunction(loss, "loss", "parameters", "x", "y")
         dtype = np.dtype(np.finfo(next(iter(arrays.values())).dtype).dtype)
         self._compiled = CompiledLoss(function, tree, frozenset(frozen), dtype)
-        super().__init__(
+        made = FunctionModel(
             arrays,
             _Called(self._compiled.loss_and_grad, function),
             loss=_Called(self._compiled.loss_alone, function),
             predict=None if predict is None else _predictor(predict, tree, dtype),
             frozen=frozen,
-            seed=seed,
+            seed=self.seed,
         )
+        vars(self).update(vars(made))
         #: Whether random numbers depend on where the grains begin, so that sums over other pieces differ.
         self.random_by_grain = function.takes_key
 
+    def _be_blocks(self, parameters: Any, loss: Any, blocks: Any, frozen: Collection[str]) -> None:
+        """Set the attributes of a model of blocks."""
+        read = read_blocks(parameters, blocks)
+        start = StartValues(read, self.seed)
+        self.blocks, self.dtype = make_layers(read, start, frozenset(frozen))
+        require_precision(dict.fromkeys(start, self.dtype), "JaxModel: parameters")
+        self.loss = loss
+        if not callable(getattr(loss, "forward", None)):
+            self.loss = JaxLoss(loss, self.dtype, TracedFunction(loss, "loss", "prediction", "y"))
+        self.start_values = start
+        self.random_by_grain = any(block.apply.takes_key for block in read.values())
+
     @property
     def compilations(self) -> int:
-        """Number of times that the loss with its gradient was compiled: once for each number of samples of a grain."""
-        return self._compiled.compilations
+        """Number of times that the gradient was compiled: once for each number of samples, of blocks for each kind."""
+        if not hasattr(self, "blocks"):
+            return self._compiled.compilations
+        return sum(each.compilations for each in {id(b.compiled): b.compiled for b in self.blocks.values()}.values())
+
+    def set_sharding_config(self, config: Any) -> None:
+        """Raise ``ConfigError`` if XLA computes with more threads than ``config.threads``. Not collective."""
+        require_threads(config.threads)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a copy with start values of its own, and the same compiled functions."""
+        twin: Any = copy(self)
+        if not hasattr(self, "blocks"):
+            twin.parameters = MappingProxyType(deepcopy(dict(twin.parameters), memo))
+        result: Self = twin
+        return result
 
 
 class _Called:

@@ -14,7 +14,7 @@ from mpizero.adapters.jax.traced_function import TracedFunction
 from mpizero.errors import LayoutError, UnsupportedError
 
 #: How far the losses of two halves may be from that of the whole, relative to their size, by bits of the parameters.
-_APART = {32: 1e-3, 64: 1e-8}
+_APART = {16: 3e-2, 32: 1e-3, 64: 1e-8}
 _ADVICE = "expected one real number, the sum of the samples' losses, or that with their weight: (loss_sum, weight)"
 
 
@@ -51,11 +51,17 @@ def _no_number(value: Any, kinds: str) -> str | None:
     return None if dtype.kind in kinds or dtype == jnp.bfloat16 else f"a number of type {dtype}"
 
 
-def check_first_grain(loss: TracedFunction, value: Callable[..., tuple[Any, Any]], given: tuple[Any, ...]) -> bool:
+def check_first_grain(
+    loss: TracedFunction,
+    value: Callable[..., tuple[Any, Any]],
+    parameters: tuple[Any, ...],
+    batch: tuple[Any, Any],
+    key: tuple[Any, ...] = (),
+) -> bool:
     """Check a loss on its first samples; return whether there were enough of them, two.
 
-    ``value`` is the function that is compiled, and ``given`` are its arguments: trained and other parameters, ``x``,
-    ``y`` and what makes a key.
+    ``value`` is the function that is compiled. It takes ``parameters``, the trees of samples of ``batch``, and what
+    makes a key, if there is one.
 
     Raises
     ------
@@ -64,15 +70,14 @@ def check_first_grain(loss: TracedFunction, value: Callable[..., tuple[Any, Any]
     LayoutError
         If loss or weight are not the sums over the samples.
     """
-    *parameters, x, y, _ = given
-    _check_traces(loss, value, given)
-    samples = count(x, y)
-    if samples < 2 or any(jnp.shape(leaf)[:1] != (samples,) for leaf in jax.tree_util.tree_leaves((x, y))):
+    _check_traces(loss, value, (*parameters, *batch, *key))
+    samples = count(*batch)
+    if samples < 2 or any(jnp.shape(leaf)[:1] != (samples,) for leaf in jax.tree_util.tree_leaves(batch)):
         return False
 
     def part(start: int, stop: int | None) -> np.ndarray[Any, Any]:
-        cut = jax.tree_util.tree_map(lambda leaf: leaf[start:stop], (x, y))
-        found, weight = forward(*parameters, *cut, None)
+        cut = jax.tree_util.tree_map(lambda leaf: leaf[start:stop], batch)
+        found, weight = forward(*parameters, *cut, *[None for _ in key])
         return np.array([found, count(*cut) if weight is None else weight], np.float64)
 
     forward = jax.jit(value)
@@ -82,8 +87,46 @@ def check_first_grain(loss: TracedFunction, value: Callable[..., tuple[Any, Any]
         if loss.takes_key:
             return True  # it needs its key, and draws other numbers for other samples
         raise
-    bits = np.finfo(jax.tree_util.tree_leaves(parameters)[0].dtype).bits
+    bits = jnp.finfo(jax.tree_util.tree_leaves((parameters, batch))[0].dtype).bits
     _check_sums(loss, whole, halves, samples, _APART[bits])
+    return True
+
+
+def check_rows(apply: TracedFunction, computed: Callable[[Any], Any], x: Any) -> bool:
+    """Check a block on its first samples; return whether there were enough of them, two.
+
+    ``computed`` applies the block to samples ``x``.
+
+    Raises
+    ------
+    LayoutError
+        If the output for a half of the samples is not a half of the output.
+    """
+    samples = count(x)
+    if samples < 2 or any(jnp.shape(leaf)[:1] != (samples,) for leaf in jax.tree_util.tree_leaves(x)):
+        return False
+    half = samples // 2
+    try:
+        with apply.traced(without_key=True):
+            whole, first = computed(x), computed(jax.tree_util.tree_map(lambda leaf: leaf[:half], x))
+    except Exception:
+        if apply.takes_key:
+            return True  # it needs its key
+        raise
+    for a, b in zip(jax.tree_util.tree_leaves(whole), jax.tree_util.tree_leaves(first), strict=True):
+        if jnp.shape(a)[:1] != (samples,) or jnp.shape(b) != (half, *jnp.shape(a)[1:]):
+            raise LayoutError(
+                f"{apply.shown} returned an array of shape {jnp.shape(a)} for {samples} samples: the first axis of "
+                "every array counts samples"
+            )
+        if a.dtype.kind != "f" or not (np.isfinite(a).all() and np.isfinite(b).all()):
+            continue
+        apart, size = float(jnp.max(jnp.abs(a[:half] - b), initial=0)), float(jnp.max(jnp.abs(a), initial=0))
+        if apart > _APART[jnp.finfo(a.dtype).bits] * size:
+            raise LayoutError(
+                f"{apply.shown}: rows of its output depend on other samples: for {half} of the first {samples} samples "
+                f"they differ by {apart:.3g}; compute each sample by itself: grains have another number of samples"
+            )
     return True
 
 

@@ -191,6 +191,12 @@ class _Check:
             self.notes.append("sums were not looked at: give a batch of arrays with at least two samples")
             return
 
+        if getattr(getattr(self.checked, "model", None), "random_by_grain", False):
+            self.notes.append(
+                "sums were not looked at: the model's random numbers depend on where a grain begins, and differ in "
+                "other pieces of the batch"
+            )
+            return
         if self.checked.averaged:
             self.notes.append(
                 f"sums were not looked at: {self.checked.averaged[0]!r} is averaged, so samples of a grain may see "
