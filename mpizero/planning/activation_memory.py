@@ -164,6 +164,8 @@ class StageActivations:
     @cached_property
     def figures(self) -> ActivationPeaks:
         """The largest amounts of memory that the micro-batches need at any moment of a step."""
+        if self.part.trials is None:
+            return ActivationPeaks(0, 0, 0, 0)
         held: dict[tuple[int, int], int] = {}
         kept = caches = most = total = 0
         alone = self.part.partitioned.parallel_layout.pipeline == 1

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from mpizero import nn
-from mpizero.errors import DataError
+from mpizero.errors import ConfigError, DataError
 from mpizero.layout import FlatLayout
 from mpizero.nn.operations import Operations
 from mpizero.parallel.partition.local_model import PartitionedModel, partition_model
@@ -18,6 +20,8 @@ from mpizero.planning.block_trial import FEW, BlockTrial, BlockTrials, TrialSamp
 from mpizero.planning.byte_counts import GroupCall, RecordingGroup
 from mpizero.planning.planned_grid import PlannedGrid
 from mpizero.planning.shard_sizes import ShardSizes
+from mpizero.sampletree import SampleTree
+from mpizero.types import BlockModel
 
 if TYPE_CHECKING:
     from mpizero.comm import ProcessGrid
@@ -31,8 +35,10 @@ class ModelPart:
     ----------
     partitioned : PartitionedModel
         The blocks on the rank's stage, and the cut of the whole model.
-    trials : BlockTrials
-        Trial runs of the blocks of all stages.
+    trials : BlockTrials or None
+        Trial runs of the blocks of all stages; None if they cannot be tried.
+    untried : str
+        Why the blocks cannot be tried; "" if they can.
     asked : tuple of GroupCall
         The calls of the tensor or context group before a chunk's forward pass, in which ranks find the length of
         sequences.
@@ -45,7 +51,8 @@ class ModelPart:
     """
 
     partitioned: PartitionedModel
-    trials: BlockTrials
+    trials: BlockTrials | None
+    untried: str
     asked: tuple[GroupCall, ...]
     shape: tuple[int, ...]
     layouts: dict[int, FlatLayout]
@@ -73,10 +80,9 @@ class ModelPart:
             stage: partitioned.layout(stage, one_unit=row.one_unit, minimum_unit=minimum_unit)
             for stage in range(grid.pipeline.size)
         }
-        group = grid.context_group if grid.context.size > 1 else grid.tensor_group
-        local, asked = _local(sample, partitioned, group)
-        trials = BlockTrials(partitioned.split.blocks, partitioned.split.loss, local, group, model.dtype)
-        return cls(partitioned, trials, asked, tuple(sample.x.shape[1:]), layouts, grid.data.size)
+        trials, untried, asked = _try_blocks(partitioned, grid, sample)
+        first = SampleTree.of(x=sample.x).leaves[0]
+        return cls(partitioned, trials, untried, asked, tuple(first.shape[1:]), layouts, grid.data.size)
 
     @cached_property
     def layout(self) -> FlatLayout:
@@ -97,12 +103,17 @@ class ModelPart:
         """The number of the chunk that has the model's last block."""
         return len(self.partitioned.cuts) - 1
 
+    @property
+    def _trials(self) -> BlockTrials:
+        assert self.trials is not None  # a model whose blocks cannot be tried is not split
+        return self.trials
+
     def tried(self, chunk: int, samples: int) -> list[BlockTrial]:
         """Return the trial runs of a chunk's blocks, and of the loss if it is the last chunk. Not collective.
 
         ``samples`` is the number of samples of the micro-batch.
         """
-        found = self.trials.of(samples)
+        found = self._trials.of(samples)
         names = [*self.blocks(chunk), *([""] if chunk == self.last_chunk else [])]
         return [found[name] for name in names]
 
@@ -115,14 +126,14 @@ class ModelPart:
 
     def output(self, chunk: int, samples: int) -> int:
         """Return the bytes of a chunk's output for one micro-batch of ``samples`` samples. Not collective."""
-        return self.trials.of(samples)[self.blocks(chunk)[-1]].output.nbytes
+        return self._trials.of(samples)[self.blocks(chunk)[-1]].output.nbytes
 
     def gradient(self, chunk: int, samples: int) -> int:
         """Return the bytes of the gradient of a chunk's input for one micro-batch of ``samples`` samples.
 
         They are 0 if the chunk's first block computes no such gradient. Not collective.
         """
-        form = self.trials.of(samples)[self.blocks(chunk)[0]].gradient
+        form = self._trials.of(samples)[self.blocks(chunk)[0]].gradient
         return 0 if form is None else form.nbytes
 
     @cached_property
@@ -130,15 +141,15 @@ class ModelPart:
         """For each block, the floating-point operations for one sample; None if a block does not count them."""
         shape: tuple[int, ...] = self.shape
         found: dict[str, Operations] = {}
-        for name, layer in self.partitioned.split.blocks.items():
-            if not isinstance(layer, nn.Layer):
+        for name, layer in getattr(self.partitioned.split, "blocks", {}).items():
+            if not isinstance(layer, nn.Layer) or not _counts(layer):
                 return None
             try:
                 found[name] = layer.operations(shape)
                 shape = layer.output_shape(shape)
             except NotImplementedError:
                 return None
-        return found
+        return found or None
 
     def work(self, chunk: int) -> Operations:
         """Return the floating-point operations of a chunk for one sample; 0 if blocks do not count them.
@@ -157,13 +168,56 @@ class ModelPart:
         The results are taken to be the same on two conditions: inputs and parameters have the same shapes, and no group
         call, with at most ``samples`` samples, cuts an array into unequal parts. Not collective.
         """
-        mine, theirs = (part.trials for part in (self, other))
+        mine, theirs = (part._trials for part in (self, other))
         even = all(len(set(call.sizes)) <= 1 for trial in theirs.of(min(FEW, samples)).values() for call in trial.calls)
         return replace(self, trials=theirs) if even and mine.shapes == theirs.shapes else self
 
     def on(self, stage: int) -> ModelPart:
         """Return the part that the same tensor and context rank holds on another stage. Not collective."""
         return replace(self, partitioned=replace(self.partitioned, stage=stage))
+
+
+def _try_blocks(
+    partitioned: PartitionedModel, grid: PlannedGrid, sample: TrialSample
+) -> tuple[BlockTrials | None, str, tuple[GroupCall, ...]]:
+    """Return the trial runs of a model's blocks, why there are none, and the group calls made before the blocks run.
+
+    Not collective. Where the model is split, its blocks must be tried: their outputs are messages.
+
+    Raises
+    ------
+    ConfigError
+        If the model is split, and a block cannot be tried.
+    """
+    model = partitioned.split
+    if not isinstance(model, BlockModel):
+        return None, f"{type(model).__name__} is a black box: what its function allocates and computes is its own", ()
+    group = grid.context_group if grid.context.size > 1 else grid.tensor_group
+    try:
+        if not all(isinstance(part, np.ndarray) for part in (sample.x, sample.y)):
+            raise ConfigError("blocks cannot be tried alone on samples that are trees of arrays")
+        local, asked = _local(sample, partitioned, group)
+        trials = BlockTrials(model.blocks, model.loss, local, group, model.dtype)
+        trials.of(FEW)
+    except ConfigError as error:
+        if partitioned.parallel_layout.pipeline > 1 or partitioned.splits_layers:
+            raise
+        return None, str(error), ()
+    return trials, "", asked
+
+
+def _counts(layer: nn.Layer) -> bool:
+    """Tell whether a layer's number of operations may be believed.
+
+    It may not if a layer of the user's has a matrix, and the default count of :class:`~mpizero.nn.Layer`, which is
+    that of a layer without products.
+    """
+    own = not type(layer).__module__.startswith("mpizero.")
+    if own and type(layer).operations is not nn.Layer.operations:
+        return True
+    if children := layer.children():
+        return all(_counts(child) for child in children.values())
+    return not (own and any(len(spec.shape) > 1 for spec in layer.specs()))
 
 
 def _local(

@@ -97,7 +97,9 @@ class RankMemory:
             "exchange buffers": MemoryBytes(self._exchange_buffers()),
             "group buffers": self._group_buffers(),
             "activations": MemoryBytes(0 if self._on_device else figures.kept),
-            "working arrays": MemoryBytes(self._host_work if self._on_device else figures.most - figures.kept),
+            "working arrays": MemoryBytes(
+                self._host_work if self._on_device else figures.most - figures.kept + self._copied
+            ),
             "messages": MemoryBytes(figures.total - figures.most),
         }
         return {part: held for part, held in found.items() if held.private or held.shared}
@@ -120,6 +122,13 @@ class RankMemory:
                 "working arrays": figures.most - figures.kept,
             }
         )
+
+    @property
+    def _copied(self) -> int:
+        """The bytes of all parameters, of which a black box is given copies where they are sharded; else 0."""
+        traffic = self.traffic
+        copies = traffic.sharded and not traffic.training.by_block and any(traffic.jobs)
+        return traffic.part.layout.size * self._item if copies else 0
 
     @property
     def _on_device(self) -> bool:

@@ -56,9 +56,11 @@ class PlannedTraining:
     itemsize : int
         Bytes of one element of a parameter.
     sample_bytes : tuple of int
-        Bytes of one sample's input, and of its target.
+        Bytes of each array of one sample's input and target.
     loss_scale : bool
         Whether the training has a loss scale.
+    by_block : bool
+        Whether the model is made of blocks; a black box computes all gradients together.
     """
 
     row: Placement
@@ -66,8 +68,9 @@ class PlannedTraining:
     optimizer: Any
     step: StepBatches
     itemsize: int
-    sample_bytes: tuple[int, int]
+    sample_bytes: tuple[int, ...]
     loss_scale: bool = False
+    by_block: bool = True
 
     @property
     def codec(self) -> Codec | None:
@@ -178,7 +181,8 @@ class RankTraffic:
     @property
     def _overlaps(self) -> bool:
         """Tell whether gradients are summed over peers during the backward pass."""
-        return overlaps_reduction(self.training.row, self.grid.peers.size, self.grid.pipeline.size, self.training.codec)
+        training, stages = self.training, self.grid.pipeline.size
+        return training.by_block and overlaps_reduction(training.row, self.grid.peers.size, stages, training.codec)
 
     @cached_property
     def _buckets(self) -> list[Bucket]:
@@ -224,7 +228,8 @@ class RankTraffic:
             return []
         units = {chunk: self.part.layout.units_of(self.part.blocks(chunk)) for chunk in self.part.partitioned.chunks}
         of_unit = {unit.index: self._gather(unit) for unit in self.part.layout.units}
-        return [of_unit[unit.index] for instruction in self.program for unit in units[instruction.chunk]]
+        passes = self.program if self.training.by_block else self.program[::2]  # one of a black box is both
+        return [of_unit[unit.index] for instruction in passes for unit in units[instruction.chunk]]
 
     def _gather(self, unit: Unit) -> ExchangeCost:
         columns = zip(*(self.part.shards.gathered(rank, unit) for rank in self.grid.peer_ranks), strict=True)

@@ -23,7 +23,8 @@ from mpizero.planning.planned_grid import PlannedGrid, PlannedRanks
 from mpizero.planning.rank_memory import MemoryBytes, RankMemory
 from mpizero.planning.step_batches import StepBatches
 from mpizero.planning.traffic import PlannedTraining, RankTraffic
-from mpizero.types import Array, Run
+from mpizero.sampletree import SampleTree
+from mpizero.types import BlockModel, Run
 
 
 def _at_once(nbytes: int) -> float:
@@ -88,11 +89,13 @@ class RankPlan:
 class TrainingPlan:
     """Predict memory, messages and work of every rank of a training.
 
-    To do so, only single blocks of the model run, one of each kind ([Note: trials] in ``planning/block_trial.py``).
+    To do so, only single blocks of the model run, one of each kind ([Note: trials] in ``planning/block_trial.py``). Of
+    a black box, and of blocks that cannot run alone, the plan has what the library allocates and sends, and
+    :attr:`not_counted` says what it lacks.
 
     Parameters
     ----------
-    model : BlockModel
+    model : BlockModel or BlackBoxModel
         The model to be trained.
     optimizer : optimizer
         Any optimizer that :func:`mpizero.optim.adapt` accepts.
@@ -108,7 +111,7 @@ class TrainingPlan:
         Number of ranks on a real node; None puts all ranks on one node.
     global_batch : int
         Samples in a step. Each rank is assumed to start with those that :func:`mpizero.data.batches` gives it.
-    x, y : array
+    x, y : array, or tree of arrays
         Inputs and targets of at least one sample.
     loss_scale : bool
         Whether the training has a loss scale.
@@ -132,8 +135,8 @@ class TrainingPlan:
     ranks: int
     ranks_per_node: int | None = None
     global_batch: int
-    x: Array
-    y: Array
+    x: Any
+    y: Any
     loss_scale: bool = False
     rate: float = 1.0
     message: Callable[[int], float] = _at_once
@@ -162,11 +165,18 @@ class TrainingPlan:
     def training(self) -> PlannedTraining:
         """The parts of the plan that are equal for all ranks."""
         waves = assigns_waves(self.row, self.config, self.axes.data * self.axes.context)
-        scratch = scratch_use(self.config, self.axes.pipeline, by_block=True)
-        step = StepBatches(self.grains, self.config.accumulate, waves, scratch)
-        sizes = (self.x[:1].nbytes, self.y[:1].nbytes)
-        item = np.dtype(self.model.dtype).itemsize
-        return PlannedTraining(self.row, self.config, optim.adapt(self.optimizer), step, item, sizes, self.loss_scale)
+        by_block = isinstance(self.model, BlockModel)
+        scratch = scratch_use(self.config, self.axes.pipeline, by_block=by_block)
+        return PlannedTraining(
+            row=self.row,
+            config=self.config,
+            optimizer=optim.adapt(self.optimizer),
+            step=StepBatches(self.grains, self.config.accumulate, waves, scratch),
+            itemsize=np.dtype(self.model.dtype).itemsize,
+            sample_bytes=tuple(leaf[:1].nbytes for leaf in SampleTree.of(x=self.x, y=self.y).leaves),
+            loss_scale=self.loss_scale,
+            by_block=by_block,
+        )
 
     @cached_property
     def by_rank(self) -> tuple[RankPlan, ...]:
@@ -183,6 +193,11 @@ class TrainingPlan:
     @cached_property
     def _traffic(self) -> dict[int, RankTraffic]:
         return {}
+
+    @cached_property
+    def not_counted(self) -> str:
+        """Why activations, working arrays and operations are not known; "" if they are."""
+        return self.traffic(0).part.untried
 
     def _plan(self, rank: int) -> RankPlan:
         traffic = self.traffic(rank)

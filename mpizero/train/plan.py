@@ -13,6 +13,7 @@ import numpy as np
 from mpizero import nn
 from mpizero.errors import ConfigError
 from mpizero.layout import Simulation
+from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.parallel.placement import placement
 from mpizero.planning import TrainingPlan
 from mpizero.planning.machine_file import Machine
@@ -148,8 +149,8 @@ class PlannedRun:
     @cached_property
     def parameter_count(self) -> int:
         """Number of parameters of the whole model; tied parameters count once."""
-        blocks = self.training.model.blocks.values()
-        return sum(spec.size for block in blocks for spec in block.specs() if spec.tied is None)
+        blocks = blocks_of(self.training.model).values()
+        return sum(spec.size for specs in blocks for spec in specs if spec.tied is None)
 
     @property
     def simulation(self) -> Simulation | None:
@@ -201,6 +202,8 @@ class PlannedRun:
 
     def _warnings(self) -> Iterator[str]:
         training = self.training
+        if training.not_counted and self.request.memory_per_node is not None:
+            yield f"what is not counted must fit --memory-per-node, too: {training.not_counted}"
         axes, grains = training.axes, training.grains
         if idle := training.idle:
             who = f"{axes.data} {'ranks' if axes.size == axes.data else 'replicas'}"

@@ -97,8 +97,9 @@ def _name(plan: PlannedRun, row: _Row) -> str:
 def _memory(plan: PlannedRun) -> str:
     rows = _rows(plan, lambda rank: {part: held.mine for part, held in rank.memory.items()})
     text = _table(plan, "memory of the fullest rank", rows, PARTS)
-    nodes, windows = plan.training.node_bytes, plan.training.node_windows
+    nodes, windows, untried = plan.training.node_bytes, plan.training.node_windows, plan.training.not_counted
     node = max(nodes, key=lambda n: nodes[n])
+    tried = "activations and working arrays were found by trying one block of each kind"
     if plan.config.train.device != "cpu":
         text += "\n" + _table(plan, "on the GPU of the fullest rank", _rows(plan, lambda r: r.device_memory), PARTS)
         text += (
@@ -107,8 +108,9 @@ def _memory(plan: PlannedRun) -> str:
         )
     return (
         f"{text}\nfullest node ({node}): {amount(nodes[node])}B, of it {amount(windows[node])}B in shared windows "
-        "(/dev/shm)\nnot counted: Python and its libraries; activations and working arrays were found by trying one "
-        "block of each kind"
+        "(/dev/shm)\n"
+        + (f"not counted: arrays of the model's own passes ({untried}); Python and its libraries" if untried else "")
+        + ("" if untried else f"not counted: Python and its libraries; {tried}")
     )
 
 
@@ -138,7 +140,10 @@ def _work(plan: PlannedRun) -> str:
 def _operations(plan: PlannedRun) -> str:
     every = [rank.operations for rank in plan.training.by_rank]
     if any(work is None for work in every):
-        return "work: not known, a layer does not count its operations"
+        reason = (
+            plan.training.not_counted or "a layer does not count its operations (operations(shape) of mpizero.nn.Layer)"
+        )
+        return f"work: not known, {reason}"
     counts = [work or 0 for work in every]
     most, simulation, rate = max(counts), plan.simulation, plan.training.rate
     seconds = most / rate if simulation is None else simulation.makespan
@@ -209,6 +214,7 @@ def _figures(plan: PlannedRun) -> Iterator[tuple[str, Any]]:
     yield "ranks", [_rank(rank) for rank in training.by_rank]
     nodes, windows = training.node_bytes, training.node_windows
     yield "nodes", [{"node": n, "bytes": nodes[n], "window_bytes": windows[n]} for n in sorted(nodes)]
+    yield "not_counted", training.not_counted or None
     yield "pipeline", _pipeline(plan)
     yield "expected", _expected(plan)
     yield "idle_ranks", list(training.idle)

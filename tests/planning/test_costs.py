@@ -526,4 +526,5 @@ def test_layers_that_do_not_count_their_work_leave_it_open() -> None:
 def test_a_block_that_cannot_be_tried_is_named() -> None:
     broken = Blocks(mlp(), {"hidden.1": lambda block: Trap(block, {"what": "forward", "first": 0})})
     with pytest.raises(ConfigError, match=r"block 'hidden\.1' cannot be tried alone .*trap in forward"):
-        planned(Job(model=lambda: broken, data=points), 1).by_rank  # noqa: B018
+        planned(Job(model=lambda: broken, data=points, parallel_layout={"pipeline": 2}), 2).by_rank  # noqa: B018
+    assert "block 'hidden.1' cannot be tried alone" in planned(Job(model=lambda: broken, data=points), 1).not_counted
