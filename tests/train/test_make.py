@@ -102,6 +102,29 @@ def test_an_own_model_trains_to_one_hash_and_is_resumed_by_other_ranks(example):
     assert not {"accuracy", "perplexity"} & last.keys()
 
 
+def test_the_commands_that_look_at_a_training_take_own_models(example, linear):
+    """Measured memory is that of the plan; of a function no array is told of which nobody knows."""
+    outcome = example(2, "bench", "memory", "own/config.toml", "--steps", "1", "--json")
+    assert outcome.status == 0, outcome.err
+    tables = outcome.result["layouts"]
+    assert [(table["strategy"], table["memory"]) for table in tables[3:5]] == [("zero3", "shared"), ("ddp", "private")]
+    for row in (row for table in tables for row in table["rows"]):
+        assert row["held"] == row["planned"]
+        assert (row["sent"], row["messages"]) == (row["planned_sent"], row["planned_messages"])
+    flags = ["config.toml", "--steps", "1", "--strategy", "zero1", "--memory", "shared"]
+    outcome = linear(2, "bench", "memory", *flags, "--json")
+    (table,) = outcome.result["layouts"]
+    assert "FunctionModel is a black box" in table["not_counted"]
+    assert "activations" not in table["rows"][0]["held"]
+    assert table["rows"][0]["held"] == table["rows"][0]["planned"]
+    assert "neither counted nor planned" in linear(2, "bench", "memory", *flags).out
+    assert linear(2, "bench", "memory", *flags, "--pipeline", "2").status == 78
+    assert linear(2, "bench", "step", "config.toml", "--steps", "1", "--warm-up", "0").status == 0
+    plan = linear(1, "plan", "config.toml", "--ranks", "2", "--json", "--memory-per-node", "1MB").result
+    assert "black box" in plan["not_counted"]
+    assert "what is not counted must fit --memory-per-node, too" in plan["warnings"][0]
+
+
 def test_what_make_describes_must_be_the_same_when_a_run_is_resumed(linear):
     assert run(linear, 1, "train").status == 0
     again = {"train.steps=5", "data.width=3"}

@@ -5,31 +5,29 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import product
+from itertools import product, repeat
 from typing import Any
 
 import numpy as np
 
 from mpizero import nn, optim
-from mpizero.comm import Communicator, ProcessGrid
+from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
-from mpizero.parallel import HybridShardedModel, ShardingConfig
+from mpizero.parallel import HybridShardedModel, ShardedModelBase, ShardingConfig
 from mpizero.parallel.placement import placement
-from mpizero.planning import RankPlan, TrainingPlan
-from mpizero.train.bench.activation_meter import watch
-from mpizero.train.bench.strategy_memory import MemoryRequest, idle_size, require_room
+from mpizero.planning import TrainingPlan
+from mpizero.train.bench.memory_rows import PARTS, RankRow, measure_steps, ranks_per_node, table_rows
+from mpizero.train.bench.strategy_memory import MemoryRequest, require_room
 from mpizero.train.config.parallel_section import ParallelSection
 from mpizero.train.config.setting_checks import check_option
-from mpizero.train.process_memory import proportional
 from mpizero.types import Array
 from mpizero.validation import whole
 
 #: Layers and attention heads of the model; a pipeline with more chunks, or a larger tensor group, raises them.
 LAYERS, HEADS = 8, 8
 SEQUENCE = 128
-#: Kinds of memory that have a column of their own; the rest of what a rank holds is in the column "buffers".
-PARTS = ("parameters", "gradients", "optimizer state", "activations")
 _COLUMNS = (
     ("", "parameters"),
     ("", "gradients"),
@@ -43,7 +41,6 @@ _COLUMNS = (
     ("sent", "a step"),
     ("messages", "a step"),
 )
-_BUFFERS = ("buffers", "exchange buffers", "group buffers")
 #: Most bytes per parameter, six float32: value, gradient, a micro-batch's gradient, two moments, one partial sum.
 _WORST_BYTES = 24
 
@@ -84,45 +81,6 @@ class LayoutRequest:
 
 
 @dataclass(frozen=True)
-class RankRow:
-    """Hold the memory and messages of one rank, measured and planned; sizes are in bytes.
-
-    Attributes
-    ----------
-    rank : int
-        The rank's number in the world.
-    here : dict of str to int
-        The rank's coordinate on every axis of the process grid.
-    held, planned : dict of str to int
-        Bytes by kind of memory ("parameters", "gradients", "optimizer state", "activations", "buffers"): counted
-        where they are allocated, and computed by the plan.
-    pss_at_rest, pss_in_step : int
-        How much larger the rank's proportional set size is after training than before. ``pss_at_rest`` is measured
-        after freed memory has been returned to the system, ``pss_in_step`` before. So the latter includes the memory
-        that the activations, working arrays and messages of a step took.
-    planned_working : int
-        Most bytes that, by the plan, working arrays of blocks and messages take during a step in addition to
-        ``planned``.
-    sent, planned_sent : int
-        Bytes that the rank sends to other ranks in a step: counted in the last step, and planned.
-    messages, planned_messages : int
-        Number of messages that the rank sends in a step: counted in the last step, and planned.
-    """
-
-    rank: int
-    here: dict[str, int]
-    held: dict[str, int]
-    planned: dict[str, int]
-    pss_at_rest: int
-    pss_in_step: int
-    planned_working: int
-    sent: int
-    planned_sent: int
-    messages: int
-    planned_messages: int
-
-
-@dataclass(frozen=True)
 class LayoutTable:
     """Hold the figures of all ranks for one strategy with shared or private memory.
 
@@ -132,8 +90,12 @@ class LayoutTable:
         "shared" or "private".
     strategy, layout : str
         The strategy's name, as in the configuration; a description of the parallel layout.
-    parameters, micro_batches : int
-        Number of parameters of the whole model; number of micro-batches that a replica computes in a step.
+    parameters : int
+        Number of parameters of the whole model.
+    training : str
+        A description of the model, the optimizer and the batch.
+    not_counted : str
+        Why the plan has no activations and working arrays; "" if it has them.
     rows : tuple of RankRow
         One row of the table for each rank.
     """
@@ -142,7 +104,8 @@ class LayoutTable:
     strategy: str
     layout: str
     parameters: int
-    micro_batches: int
+    training: str
+    not_counted: str
     rows: tuple[RankRow, ...]
 
 
@@ -199,44 +162,27 @@ class _Run:
         return ShardingConfig(comm=comm, micro_batch=1, accumulate=count, share_node_memory=share)
 
     def measure(self, model: nn.GPT, steps: int) -> dict[str, Any]:
-        """Train one step to warm up and ``steps`` steps, and return the figures of this rank. Collective.
+        """Train one step to warm up and ``steps`` steps, and return the figures of this rank. Collective."""
 
-        Keys of the figures are "here" (coordinates on the axes of the process grid), "held" (bytes by kind of memory),
-        "pss" (growth of the proportional set size at rest and in a step), "sent" (bytes and messages of the last
-        step), "parameters" (their number) and "node" (world rank of the first rank on the same node).
-        """
-        with self.comm.split_node(None, name="bench") as host:
-            node = host.broadcast_object(self.comm.rank, tag="bench")
-        before = idle_size(self.comm)
-        config = self.config(self.comm)
-        sizes = self.layout.arguments()
-        with config, HybridShardedModel(model, config, **sizes, optimizer=optim.AdamW(lr=1e-4)) as sharded:
-            grid, meter = sharded.engine.grid, watch(sharded.engine)
-            x, y = _samples(model, self.request.micro_batches, grid.here.data)
-            sharded.train(x, y)  # stages tell each other the shapes of messages once
-            for _ in range(steps):
-                sent = _sent(grid)
-                sharded.train(x, y)
-            now = _sent(grid)
-            self.comm.barrier("bench")
-            in_step = proportional()
-            held = {**sharded.engine.memory.kinds(), **_group_buffers(grid), "activations": meter.peak}
-            return {
-                "here": grid.here._asdict(),
-                "held": held,
-                "pss": (idle_size(self.comm) - before, in_step - before),
-                "sent": [b - a for a, b in zip(sent, now, strict=True)],
-                "parameters": sharded.parameter_count,
-                "node": node,
-            }
+        @contextmanager
+        def placed() -> Iterator[ShardedModelBase]:
+            sizes = self.layout.arguments()
+            with (
+                self.config(self.comm) as config,
+                HybridShardedModel(model, config, **sizes, optimizer=optim.AdamW(lr=1e-4)) as sharded,
+            ):
+                yield sharded
+
+        def feed(sharded: ShardedModelBase) -> Iterator[tuple[Array, Array]]:
+            yield from repeat(_samples(model, self.request.micro_batches, sharded.engine.grid.here.data))
+
+        return measure_steps(self.comm, placed, feed, steps)
 
     def table(self, model: nn.GPT, figures: Sequence[dict[str, Any]]) -> LayoutTable:
         """Plan the same training, and return measured and planned figures side by side. Not collective.
 
         ``figures`` has what :meth:`measure` returned on every rank.
         """
-        nodes = [figure["node"] for figure in figures]
-        alike = {nodes.count(node) for node in nodes}
         x, y = _samples(model, 1, 0)
         plan = TrainingPlan(
             model=model,
@@ -245,62 +191,34 @@ class _Run:
             row=placement(self.layout.strategy),
             parallel_layout=self.layout.parallel_layout(),
             ranks=self.comm.size,
-            ranks_per_node=alike.pop() if len(alike) == 1 else None,
+            ranks_per_node=ranks_per_node(figures),
             global_batch=self.request.micro_batches * self.layout.axes(self.comm.size).data,
             x=x,
             y=y,
         )
-        rows = tuple(_row(figure, planned) for figure, planned in zip(figures, plan.by_rank, strict=True))
-        count = figures[0]["parameters"]
-        return LayoutTable(self.memory, self.layout.strategy, self.described, count, self.request.micro_batches, rows)
-
-
-def _row(figure: dict[str, Any], plan: RankPlan) -> RankRow:
-    (sent, messages), (at_rest, in_step) = figure["sent"], figure["pss"]
-    planned = {part: held.mine for part, held in plan.memory.items()}
-    return RankRow(
-        rank=plan.rank,
-        here=figure["here"],
-        held=_shown(figure["held"]),
-        planned=_shown(planned),
-        pss_at_rest=at_rest,
-        pss_in_step=in_step,
-        planned_working=planned.get("working arrays", 0) + planned.get("messages", 0),
-        sent=sent,
-        planned_sent=plan.bytes_sent,
-        messages=messages,
-        planned_messages=plan.messages,
-    )
-
-
-def _shown(held: dict[str, int]) -> dict[str, int]:
-    return {**{part: held.get(part, 0) for part in PARTS}, "buffers": sum(held.get(part, 0) for part in _BUFFERS)}
+        return LayoutTable(
+            memory=self.memory,
+            strategy=self.layout.strategy,
+            layout=self.described,
+            parameters=figures[0]["parameters"],
+            training=(
+                f"GPT with {figures[0]['parameters']:,} float32 parameters, AdamW, {self.request.micro_batches} "
+                f"micro-batches of 1 x {SEQUENCE} tokens a replica"
+            ),
+            not_counted="",
+            rows=table_rows(figures, plan),
+        )
 
 
 def at_rest(held: dict[str, int]) -> int:
     """Add up ``held``, bytes by kind of memory, without activations: what is held between steps. Not collective."""
-    return sum(held.values()) - held["activations"]
+    return sum(held.values()) - held.get("activations", 0)
 
 
 def _samples(model: nn.GPT, count: int, replica: int) -> tuple[Array, Array]:
     """Return random token ids and targets of ``count`` samples, the same on all ranks of replica ``replica``."""
     ids = np.random.default_rng(replica).integers(0, model.vocabulary, (count, model.sequence + 1))
     return ids[:, :-1].copy(), ids[:, 1:].copy()
-
-
-def _sent(grid: ProcessGrid) -> tuple[int, int]:
-    counters = [communicator.counters for communicator in (grid.world, *grid.communicators)]
-    return sum(c.bytes_sent for c in counters), sum(c.messages for c in counters)
-
-
-def _group_buffers(grid: ProcessGrid) -> dict[str, int]:
-    """Return ``{"group buffers": bytes}``: message buffers of the tensor or context group on this rank.
-
-    Of a window that the group shares, an equal part counts on every rank.
-    """
-    split = [name for name in ("tensor", "context") if getattr(grid, name).size > 1]
-    groups = [getattr(grid, f"{name}_group") for name in split]
-    return {"group buffers": sum(group.private_bytes + group.shared_bytes // group.size for group in groups)}
 
 
 def report(tables: Sequence[LayoutTable]) -> str:
@@ -312,10 +230,7 @@ def report(tables: Sequence[LayoutTable]) -> str:
 
 
 def _lines(table: LayoutTable) -> Iterator[str]:
-    yield (
-        f"{table.layout}, {table.memory} memory: GPT with {table.parameters:,} float32 parameters, AdamW, "
-        f"{table.micro_batches} micro-batches of 1 x {SEQUENCE} tokens a replica; MB a rank"
-    )
+    yield f"{table.layout}, {table.memory} memory: {table.training}; MB a rank"
     yield f"{'':28}" + "".join(f"{first:>11}" for first, _ in _COLUMNS)
     yield f"{'rank p t d c':28}" + "".join(f"{second:>11}" for _, second in _COLUMNS)
     for row in table.rows:
@@ -323,7 +238,10 @@ def _lines(table: LayoutTable) -> Iterator[str]:
         most = sum(row.planned.values()) + row.planned_working
         yield f"{place:20}counted " + _figures(row.held, (row.pss_at_rest, row.pss_in_step), row.sent, row.messages)
         yield f"{'':20}planned " + _figures(row.planned, (None, most), row.planned_sent, row.planned_messages)
-    worst = ", ".join(f"{part} {100 * _deviation(table.rows, part):.2f} %" for part in PARTS)
+    counted = PARTS[:-1] if table.not_counted else PARTS
+    worst = ", ".join(f"{part} {100 * _deviation(table.rows, part):.2f} %" for part in counted)
+    if table.not_counted:
+        yield f"neither counted nor planned: arrays of the model's own passes ({table.not_counted})"
     yield f"largest difference between counted and planned: {worst}"
 
 
@@ -333,9 +251,9 @@ def _figures(held: dict[str, int], pss: tuple[int | None, int], sent: int, messa
     ``held`` has bytes by kind of memory, ``pss`` the growth of the proportional set size in bytes at rest (None leaves
     the column empty) and in a step. ``sent`` and ``messages`` are the numbers of bytes and messages sent in a step.
     """
-    rest = at_rest(held)
+    rest, kept = at_rest(held), held.get("activations")
     parts = (*(held[part] for part in PARTS[:3]), held["buffers"], rest, pss[0])
-    moving = (held["activations"], rest + held["activations"], pss[1], sent)
+    moving = (kept, None if kept is None else rest + kept, pss[1], sent)
     shown = "".join(f"{'' if size is None else f'{size / 1e6:.3f}':>11}" for size in (*parts, *moving))
     return f"{shown}{messages:11}"
 

@@ -35,10 +35,13 @@ def _add_memory(kinds: Any) -> None:
         help="memory and bytes sent of every strategy, from real training steps",
         description="Train a few steps with every strategy, with memory shared on the node and private; print the "
         "formula, the library's own count, what the system has measured, and the bytes sent, beside each other. With "
-        "--pipeline, --tensor or --context: of every rank of that layout, activations and messages too.",
+        "--pipeline, --tensor or --context: of every rank of that layout, activations and messages too. With "
+        "CONFIG.toml: the same of its model, data and layout.",
         epilog="Example: mpiexec -n 8 python -m mpizero bench memory --pipeline 2 --tensor 2 --strategy zero1",
     )
-    memory.add_argument("--parameters", metavar="P", type=float, default=64e6, help="at least (default: 64e6)")
+    memory.add_argument("config", metavar="CONFIG.toml", nargs="?", help="measure its model and layout")
+    add_overrides(memory)
+    memory.add_argument("--parameters", metavar="P", type=float, help="at least (default: 64e6)")
     memory.add_argument(
         "--strategies", "--strategy", metavar="A,B", help="(default: ddp,zero1,zero2,zero3; zero1 for a layout)"
     )
@@ -140,7 +143,11 @@ def _memory(options: argparse.Namespace, world: Callable[[], Communicator]) -> i
 
     layout = layout_of(options)
     strategies = options.strategies or ("zero1" if layout.splits_model else ",".join(strategy_memory.STRATEGIES))
-    request = strategy_memory.MemoryRequest.parse(options.parameters, strategies, options.memory, options.steps)
+    parameters = 64e6 if options.parameters is None else options.parameters
+    request = strategy_memory.MemoryRequest.parse(parameters, strategies, options.memory, options.steps)
+    if options.config is not None:
+        return _config_memory(options, request, layout, world())
+    _refuse_overrides(options)
     comm = world()
     with named_as_options():
         layout.check_ranks(comm.size)
@@ -155,6 +162,34 @@ def _memory(options: argparse.Namespace, world: Callable[[], Communicator]) -> i
     if comm.rank == 0:
         print(text, flush=True)
     return int(ExitStatus.OK)
+
+
+def _config_memory(options: argparse.Namespace, request: Any, layout: Any, comm: Communicator) -> int:
+    """Measure the memory of a configuration's model, print it, and return the exit status."""
+    from mpizero.train.bench import config_memory, layout_memory
+    from mpizero.train.config.config_file import read_together
+
+    for name, given in (("parameters", options.parameters), ("micro_batches", options.micro_batches)):
+        if given is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {given:g}: {options.config} describes model and batch; use --set"
+            )
+    if layout != type(layout)():
+        raise ConfigError(
+            f"{options.config} describes the layout: use --set parallel.pipeline=2 in place of --pipeline 2"
+        )
+    document, config = read_together(comm, options.config, options.overrides, {"train.threads": str(options.threads)})
+    with document.located():
+        chosen = None if options.strategies is None else request.strategies
+        tables = config_memory.measure_config(config, chosen, request.shared, request.steps, comm, _tell)
+    if comm.rank == 0:
+        print(layout_memory.as_json(tables) if options.json else layout_memory.report(tables), flush=True)
+    return int(ExitStatus.OK)
+
+
+def _refuse_overrides(options: argparse.Namespace) -> None:
+    if options.overrides:
+        raise ConfigError(f"--set {options.overrides[0]}: needs a CONFIG.toml")
 
 
 def _checkpoint(options: argparse.Namespace, world: Callable[[], Communicator]) -> int:
@@ -223,8 +258,7 @@ def _shapes(options: argparse.Namespace, comm: Communicator) -> Any:
     given = {name: getattr(options, name) for name in ("dim", "batch", "sequence", "heads")}
     given = {name: value for name, value in given.items() if value is not None}
     if options.config is None:
-        if options.overrides:
-            raise ConfigError(f"--set {options.overrides[0]}: needs a CONFIG.toml")
+        _refuse_overrides(options)
         dim = given.get("dim", ProductShapes.dim)
         return ProductShapes(**{"heads": max(1, dim // 64) if dim % 64 == 0 else 1, **given})
     if given:
