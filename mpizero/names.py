@@ -193,8 +193,8 @@ def shown(name: object) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-def real_array(values: Any, what: str) -> np.ndarray[Any, Any]:
-    """Convert ``values`` to an array of booleans, integers or floats.
+def number_array(values: Any, what: str, *, complex: bool = True) -> np.ndarray[Any, Any]:
+    """Convert ``values`` to an array of booleans, integers, floats or, if ``complex``, complex numbers.
 
     Raises
     ------
@@ -210,9 +210,10 @@ def real_array(values: Any, what: str) -> np.ndarray[Any, Any]:
         array = np.asarray(values)
     except ValueError as error:  # a ragged list
         raise LayoutError(f"{what} is a {type(values).__name__} that makes no array: {error}") from None
-    if array.dtype.kind not in "biuf":
-        advice = "; give its real and imaginary parts as two" if array.dtype.kind == "c" else ""
-        raise LayoutError(f"{what} is of type {array.dtype}, not an array of real numbers{advice}")
+    if array.dtype.kind not in ("biufc" if complex else "biuf"):
+        kind = "numbers" if complex else "real numbers"
+        advice = ": give its real part, or real and imaginary parts in turn" if array.dtype.kind == "c" else ""
+        raise LayoutError(f"{what} is of type {array.dtype}, not an array of {kind}{advice}")
     return array
 
 

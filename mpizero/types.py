@@ -20,12 +20,28 @@ Params = Mapping[str, Any]
 LearningRate = float | Callable[[int], float]
 
 
+def complex_type(dtype: DTypeLike) -> np.dtype[Any]:
+    """Return the complex type whose real and imaginary parts have the type ``dtype``, float32 or float64."""
+    return np.result_type(dtype, np.complex64)
+
+
+def as_reals(array: Array) -> Array:
+    """Return the elements of an array as a 1-D array of real numbers: a complex one is its real and imaginary part.
+
+    It is a view if the array is C-contiguous, else a copy.
+    """
+    flat = array.reshape(-1)
+    return flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat
+
+
 @dataclass(frozen=True)
 class Init:
     """Describe the initial values of a parameter.
 
     ``kind`` is "zeros", "ones", "normal" (``scale`` = standard deviation) or "uniform" (on [-scale, scale)). Each
-    random value is a function of the seed, the name of the parameter and the index of the element.
+    random value is a function of the seed, the name of the parameter and the index of the element. For a complex
+    parameter, "ones" is 1 + 0i, "uniform" draws both parts on [-scale, scale), and the parts of "normal" have standard
+    deviation ``scale`` divided by the square root of 2, so that ``scale`` is that of the complex number.
     """
 
     kind: str = "zeros"
@@ -85,6 +101,10 @@ class ParameterSpec:
         learning rate, clipping, weight decay and norms have no effect on it, and it has no optimizer state. A step that
         is skipped leaves it unchanged. Cannot be combined with tied uses, context parallelism and compression of
         gradients. If ``trainable`` is False, it is an ordinary frozen parameter.
+    complex : bool
+        Whether elements are complex numbers: complex64 in a model of float32, complex128 in one of float64. Shards,
+        sums, norms and optimizers see each as two real numbers. Its gradient is ``dL/dRe + i dL/dIm``, as in PyTorch,
+        so that ``w -= lr * gradient`` descends. A tensor group cannot split it.
     """
 
     name: str
@@ -96,11 +116,20 @@ class ParameterSpec:
     part: Part | None = None
     guest: str | None = None
     averaged: bool = False
+    complex: bool = False
 
     @property
     def size(self) -> int:
-        """Number of elements."""
-        return int(prod(self.shape))
+        """Number of real numbers that are stored: of elements, twice as many if they are complex."""
+        return int(prod(self.shape)) << self.complex
+
+    def element_type(self, dtype: DTypeLike) -> np.dtype[Any]:
+        """Return the type of the parameter's elements in a model whose real numbers are of type ``dtype``."""
+        return complex_type(dtype) if self.complex else np.dtype(dtype)
+
+    def view(self, reals: Array) -> Array:
+        """Return a contiguous 1-D array of :attr:`size` real numbers as an array like the parameter: a view."""
+        return (reals.view(complex_type(reals.dtype)) if self.complex else reals).reshape(self.shape)
 
     @property
     def optimized(self) -> bool:

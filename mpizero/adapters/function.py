@@ -12,10 +12,12 @@ import numpy as np
 
 from mpizero import validation
 from mpizero.errors import ConfigError
-from mpizero.names import explains, nearest, real_array
+from mpizero.names import explains, nearest, number_array
 from mpizero.signatures import loss_arguments, takes_run
 from mpizero.types import Array
 
+#: By the type of a parameter's elements, the type of its real numbers.
+_PRECISION = {"float32": "float32", "complex64": "float32", "float64": "float64", "complex128": "float64"}
 LossAndGrad = Callable[..., tuple[float, Mapping[str, Array], float] | tuple[float, float]]
 
 
@@ -29,22 +31,24 @@ class FunctionModel:
     Parameters
     ----------
     parameters : mapping of str to array
-        Initial values by name, all float32 or all float64. They are copied when a sharded model is made. Names are
+        Initial values by name, all float32 or complex64, or all float64 or complex128. The gradient of a complex
+        parameter is ``dL/dRe + i dL/dIm``, as in PyTorch, so that ``w -= lr * gradient`` descends (JAX returns its
+        conjugate). Initial values are copied when a sharded model is made. Names are
         printable strings of any language, such as ``"layers.0.weight"``, ``"['a'][0]"`` or ``"dense/kernel:0"``. The
         sharded model raises an error for names that a checkpoint cannot hold.
     loss_and_grad : callable
         ``loss_and_grad(parameters, (x, y)) -> (loss_sum, gradients, weight)``. It returns the sum of the losses over
         the samples, the gradient of that sum by name for every trainable parameter, and the weight of the samples. For
         a plain mean the weight is the number of samples without padding samples. Loss and weight are one real number
-        each, and gradients are float32 or float64 arrays. ``x`` and ``y`` are NumPy arrays of some consecutive samples
-        of the global batch, alone or in tuples, lists, dictionaries and dataclasses. If the function has a parameter
-        ``run``, it is called with a :class:`~mpizero.types.Run` as this keyword. Its attributes are ``run.samples``
-        (indices of the samples in the global batch), ``run.first_sample`` (the first of them), ``run.step``,
-        ``run.epoch`` (the argument of ``train``), ``run.seed``, and ``run.training``, which is False in ``evaluate``.
-        Random numbers computed from these attributes are the same on any number of ranks, for example with
-        ``numpy.random.default_rng((run.seed, run.step, run.first_sample))``. The function must not change its
-        arguments: parameters and samples are read-only views, and NumPy raises an error for code that writes to them.
-        Copy an array before changing it (``x = x.copy()``), and also before passing on its bare pointer
+        each, and gradients are arrays of the parameters' kind, real or complex. ``x`` and ``y`` are NumPy arrays of
+        some consecutive samples of the global batch, alone or in tuples, lists, dictionaries and dataclasses. If the
+        function has a parameter ``run``, it is called with a :class:`~mpizero.types.Run` as this keyword. Its
+        attributes are ``run.samples`` (indices of the samples in the global batch), ``run.first_sample`` (the first of
+        them), ``run.step``, ``run.epoch`` (the argument of ``train``), ``run.seed``, and ``run.training``, which is
+        False in ``evaluate``. Random numbers computed from these attributes are the same on any number of ranks, for
+        example with ``numpy.random.default_rng((run.seed, run.step, run.first_sample))``. The function must not change
+        its arguments: parameters and samples are read-only views, and NumPy raises an error for code that writes to
+        them. Copy an array before changing it (``x = x.copy()``), and also before passing on its bare pointer
         (``x.ctypes.data``), which no flag protects.
     loss : callable or None
         ``loss(parameters, (x, y)) -> (loss_sum, weight)``: the same loss and weight, without gradients. ``evaluate``
@@ -72,7 +76,7 @@ class FunctionModel:
     Raises
     ------
     ConfigError
-        If there is no parameter, the parameters are neither all float32 nor all float64, ``frozen`` or ``averaged``
+        If there is no parameter, the parameters have another type or not one precision, ``frozen`` or ``averaged``
         names an unknown parameter, both name the same one, or a function cannot be called with the arguments above.
     """
 
@@ -99,13 +103,13 @@ class FunctionModel:
             raise ConfigError(
                 f"parameter {odd[0]!r}: its name is of type {type(odd[0]).__name__}; give it another, a string"
             )
-        arrays = {name: real_array(value, f"parameter {name!r}") for name, value in parameters.items()}
+        arrays = {name: number_array(value, f"parameter {name!r}") for name, value in parameters.items()}
         dtypes = {name: str(array.dtype) for name, array in arrays.items()}
-        kinds = sorted(set(dtypes.values()))
-        if len(kinds) > 1 or kinds[0] not in ("float32", "float64"):
+        precisions = {_PRECISION.get(kind) for kind in dtypes.values()}
+        if len(precisions) > 1 or None in precisions:
             first = {kind: name for name, kind in reversed(dtypes.items())}
             told = ", ".join(f"{name!r} is {kind}" for kind, name in first.items())
-            raise ConfigError(f"all parameters must be float32, or all float64; {told}")
+            raise ConfigError(f"all parameters must be float32 or complex64, or all float64 or complex128; {told}")
         for what, names in (("frozen", frozen), ("averaged", averaged)):
             _check_names(what, names, parameters)
         if both := sorted(set(frozen) & set(averaged)):
@@ -115,7 +119,7 @@ class FunctionModel:
         if predict is not None and not callable(predict):
             raise ConfigError(f"predict must be a function, got {predict!r}")
         self.parameters = MappingProxyType(arrays)
-        self.dtype = np.dtype(kinds[0])
+        self.dtype = np.dtype(precisions.pop())
         self.frozen, self.averaged = frozenset(frozen), frozenset(averaged)
         self.in_place = validation.require("in_place", in_place, validation.flag)
         _check_arguments(loss_and_grad, in_place=self.in_place)

@@ -46,7 +46,7 @@ class BlockReader:
         """
         stored, parts = self._arrays[request.path], []
         for first, values in request.pieces:
-            data, begin = as_bytes(values), first * stored.dtype.itemsize
+            data, begin = as_bytes(values), first * values.itemsize
             for start, stop in cut(begin, begin + len(data)):
                 view = data[start - begin : stop - begin]
                 inject("load.read")

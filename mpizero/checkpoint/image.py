@@ -51,7 +51,7 @@ def _to_bytes(world: Communicator, arrays: Sequence[LocalArray], attributes: Map
     for offset, data in skeleton.structure:
         image[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
     gathered = world.allgather_object(checksums(local), tag="checkpoint checksums")
-    values = {(a.path, start * a.dtype.itemsize): as_bytes(v) for a in local for start, v in a.pieces}
+    values = {(a.path, start * v.itemsize): as_bytes(v) for a in local for start, v in a.pieces}
     for rank, listed in enumerate(gathered):
         for piece in listed:
             begin = skeleton.offsets[piece.path]

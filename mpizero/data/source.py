@@ -190,9 +190,9 @@ class Subset(Source):
 
 
 def check_samples(values: Array, name: str) -> Array:
-    """Return ``values`` if they are real numbers with a non-empty first axis, else raise DataError, naming ``name``."""
-    if values.dtype.kind not in "fiub":
-        raise DataError(f"{name}: elements of type {values.dtype}; needed are real numbers (float, integer or bool)")
+    """Return ``values`` if they are numbers with a non-empty first axis, else raise DataError, naming ``name``."""
+    if values.dtype.kind not in "fiubc":
+        raise DataError(f"{name}: elements of type {values.dtype}; needed are numbers (float, integer, bool, complex)")
     if values.ndim == 0:
         raise DataError(f"{name}: a single number; needed is an array with samples on its first axis")
     if values.shape[0] == 0:

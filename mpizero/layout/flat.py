@@ -218,13 +218,13 @@ def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def views(buffer: Array, placed: Sequence[tuple[str, int, tuple[int, ...]]]) -> dict[str, Any]:
+def views(buffer: Array, placed: Sequence[tuple[str, int, ParameterSpec]]) -> dict[str, Any]:
     """Return views of a 1-D buffer in nested dictionaries, whose keys are the names in ``placed`` cut at their dots.
 
-    Each (name, start, shape) in ``placed`` gives a view of this shape that begins with element ``start`` of the buffer.
+    Each (name, start, spec) in ``placed`` gives a view like the parameter ``spec`` that begins with element ``start``
+    of the buffer.
     """
-    sizes = [ParameterSpec(name, shape).size for name, _, shape in placed]
-    return nested({name: buffer[s : s + n].reshape(shape) for (name, s, shape), n in zip(placed, sizes, strict=True)})
+    return nested({name: spec.view(buffer[start : start + spec.size]) for name, start, spec in placed})
 
 
 def _united(
@@ -275,6 +275,10 @@ class _Builder:
             return self.tied_entry(spec, block, unit)
         if spec.name in self.known:
             raise LayoutError(f"parameter name {spec.name!r} is used twice; names must be unique")
+        if spec.complex and spec.part is not None:
+            raise LayoutError(
+                f"{spec.name!r} is complex: a tensor group cannot split it; hold it whole on every rank of the group"
+            )
         self.known[spec.name] = (spec, self.offset)
         self.offset += spec.size
         return ParameterUse(spec, block, unit, self.offset - spec.size, -1)
@@ -290,5 +294,8 @@ class _Builder:
             )
         if target.shape != spec.shape:
             raise LayoutError(f"{spec.name!r} has shape {spec.shape}, its target {spec.tied!r} has {target.shape}")
+        if target.complex != spec.complex:
+            kinds = [("real", "complex")[kind] for kind in (spec.complex, target.complex)]
+            raise LayoutError(f"{spec.name!r} is {kinds[0]}, its target {spec.tied!r} is {kinds[1]}")
         trainable = target.trainable and spec.trainable  # a frozen layer writes no gradient of what it shares
         return ParameterUse(replace(spec, trainable=trainable), block, unit, offset, -1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from mpizero import kernels
 from mpizero.errors import ConfigError, LayoutError
 from mpizero.layout.parts import part_rows, part_runs, take_rows
 from mpizero.nn.layer import namespace, vector
-from mpizero.types import Array, ParameterSpec, Part
+from mpizero.types import Array, ParameterSpec, Part, as_reals, complex_type
 
 #: Number that keys the random numbers of start values. The parameter's name is already in the key, so all parameters
 #: use the same number.
@@ -49,12 +50,14 @@ def start_values_of(model: Any) -> StartValues:
             initial_values(spec, model.seed, start, stop, out)
             return
         array, part = np.asarray(given[name]), spec.part
+        if spec.complex:
+            array = np.asarray(array, complex_type(out.dtype))
         whole = spec.shape if part is None else part.shape
         if array.shape != whole:
             raise LayoutError(f"parameter {name} has shape {whole}, its start values have shape {array.shape}")
         if part is not None:
             array = np.take(array, np.r_[tuple(slice(*ends) for ends in part.ranges)], part.axis)
-        out[:] = array.reshape(-1)[start:stop]
+        out[:] = as_reals(array)[start:stop]
 
     return fill
 
@@ -85,6 +88,8 @@ def initial_values(spec: ParameterSpec, seed: int, start: int, stop: int, out: A
     kind = spec.init.kind
     if kind in ("zeros", "ones"):
         out[...] = kind == "ones"
+        if spec.complex:  # the parts of a number follow one another, and 1 has no imaginary one
+            out[(start + 1) % 2 :: 2] = 0
         return
     fill = _random(spec, seed, out)
     if spec.part is None:
@@ -101,7 +106,7 @@ def _random(spec: ParameterSpec, seed: int, like: Array) -> _Fill:
     key0, key1 = _key(seed, spec.guest or spec.name)
     random, scale = kernels.backend(like).random, spec.init.scale
     if spec.init.kind == "normal":
-        deviation = vector(like, scale)
+        deviation = vector(like, scale / math.sqrt(2) if spec.complex else scale)
         return lambda first, out: random.fill_normal(key0, key1, _SITE, first, out, deviation)
     if spec.init.kind == "uniform":
         low, high = vector(like, -scale), vector(like, scale)

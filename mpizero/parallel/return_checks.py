@@ -121,13 +121,14 @@ def gradient(function: Callable[..., Any], name: str, value: Any, view: Array, g
     Raises
     ------
     LayoutError
-        If it has another shape, or is not float32 or float64.
+        If it has another shape, or is not float32 or float64; of a complex parameter, complex64 or complex128.
     """
     array = np.asarray(value)
-    if array.dtype.kind != "f" or array.itemsize < 4:
+    if array.dtype.kind != view.dtype.kind or array.real.itemsize < 4:
+        expected = "complex64 or complex128" if view.dtype.kind == "c" else "float32 or float64"
         raise LayoutError(
             f"{named(function, 'loss_and_grad')} returned {_described(array)} as the gradient of {name!r} by "
-            f"{samples_text(given)}: expected float32 or float64; {_way_out(array)}"
+            f"{samples_text(given)}: expected {expected}; {_way_out(array, view)}"
         )
     if array.shape != view.shape:
         raise LayoutError(
@@ -137,9 +138,11 @@ def gradient(function: Callable[..., Any], name: str, value: Any, view: Array, g
     return array
 
 
-def _way_out(array: Array) -> str:
+def _way_out(array: Array, view: Array) -> str:
     if array.dtype.kind == "c":
-        return "the gradient of a real loss by real parameters is real: hold complex parameters as pairs of real ones"
+        return "the gradient of a real loss by a real parameter is real: return its real part"
+    if view.dtype.kind == "c" and array.dtype.kind == "f":
+        return "the parameter is complex, so its gradient is dL/dRe + i dL/dIm"
     if array.dtype.kind == "f" or array.itemsize == 2:
         return "sums of many samples lose digits in 16 bits: compute it in float32"
     if array.dtype.kind == "O":

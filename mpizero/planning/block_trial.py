@@ -270,10 +270,9 @@ class BlockTrials:
 
         Parameters are zeros that occupy no memory while they are only read; gradients are uninitialized.
         """
-        specs = [(spec.name, spec.shape, spec.size) for spec in layer.specs()]
-        size = sum(count for _, _, count in specs)
-        starts = np.concatenate([[0], np.cumsum([count for _, _, count in specs])]).tolist()
-        placed = [(name, start, shape) for (name, shape, _), start in zip(specs, starts, strict=False)]
+        specs = layer.specs()
+        starts = np.concatenate([[0], np.cumsum([spec.size for spec in specs])]).tolist()
+        placed, size = [(spec.name, start, spec) for spec, start in zip(specs, starts, strict=False)], starts[-1]
         params, grads = np.zeros(size, self.dtype), np.empty(size, self.dtype)
         return views(params.view(FakeArray), placed), views(grads.view(FakeArray), placed)
 

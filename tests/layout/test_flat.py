@@ -93,7 +93,8 @@ def test_a_range_of_parameters_is_one_range_of_gradients_without_the_frozen(a: i
 
 def test_views_share_the_buffer_and_nest_by_dots() -> None:
     buffer = np.arange(10.0)
-    tree = views(buffer, [("a.w", 0, (2, 3)), ("a.b", 6, (3,)), ("c", 9, ())])
+    specs = (ParameterSpec("w", (2, 3)), ParameterSpec("b", (3,)), ParameterSpec("c", ()))
+    tree = views(buffer, list(zip(("a.w", "a.b", "c"), (0, 6, 9), specs, strict=True)))
     tree["a"]["w"][1, 2] = -1
     assert buffer[5] == -1
     assert tree["c"].shape == ()

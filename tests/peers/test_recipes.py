@@ -19,7 +19,7 @@ from tests.faults.jobs import ENVIRONMENT, launchers, run_job
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 #: What needs no other framework runs in one job, one after the other.
-TOGETHER = ["bounds", "complex_pairs", "lbfgs"]
+TOGETHER = ["bounds", "complex_filter", "lbfgs"]
 NEEDS = {"torch_by_hand": "torch", "jax_function": "jax", "lbfgs": "scipy"}
 
 

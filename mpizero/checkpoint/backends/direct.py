@@ -80,7 +80,7 @@ def write_pieces(
     try:
         for array in arrays:
             for first, values in array.pieces:
-                data, begin = as_bytes(values), first * array.dtype.itemsize
+                data, begin = as_bytes(values), first * values.itemsize
                 checksums = []
                 for start, stop in cut(begin, begin + len(data)):
                     if stopped():
@@ -106,7 +106,7 @@ def checksums(arrays: Sequence[LocalArray]) -> list[PieceSums]:
     sums = []
     for array in arrays:
         for first, values in array.pieces:
-            data, begin = as_bytes(values), first * array.dtype.itemsize
+            data, begin = as_bytes(values), first * values.itemsize
             parts = cut(begin, begin + len(data))
             crcs = tuple(crc32(data[start - begin : stop - begin]) for start, stop in parts)
             if crcs:

@@ -14,8 +14,9 @@ from mpizero.names import PATH_LIMIT, PATH_PARTS, fault_of, nested_in, shown
 from mpizero.types import Array
 from mpizero.validation import is_whole
 
-#: Element types a checkpoint may hold, little-endian; bfloat16 is stored as its bits, in ``<u2``.
-DTYPES = ("<f2", "<f4", "<f8", "|i1", "<i2", "<i4", "<i8", "|u1", "<u2", "<u4", "<u8")
+#: Element types a checkpoint may hold, little-endian; bfloat16 is stored as its bits, in ``<u2``. HDF5 has no complex
+#: numbers: they are compounds of the numbers ``r`` and ``i``, as h5py writes and reads them.
+DTYPES = ("<f2", "<f4", "<f8", "<c8", "<c16", "|i1", "<i2", "<i4", "<i8", "|u1", "<u2", "<u4", "<u8")
 #: The most arrays that one checkpoint may have.
 ARRAY_LIMIT = 65_536
 #: The most bytes that one array may have; so every sum of sizes stays far below 2**63.
@@ -40,7 +41,9 @@ class LocalArray:
     pieces : tuple of (int, numpy.ndarray)
         Ranges of elements of the array flattened in C order. Each piece is the index of its first element and a
         one-dimensional contiguous array of its values. For writing, the pieces of all ranks must be disjoint and make
-        up the whole array. For reading, they may be any ranges, and their values are overwritten.
+        up the whole array. For reading, they may be any ranges, and their values are overwritten. A piece of an array
+        of complex numbers may be an array of real ones: then its first index counts these, of which each element has
+        two, so that ranks can share an element.
     """
 
     path: str
@@ -52,6 +55,16 @@ class LocalArray:
     def size(self) -> int:
         """Number of elements of the whole array."""
         return prod(self.shape)
+
+
+def number_of(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the type of the real numbers that elements of type ``dtype`` consist of: itself unless it is complex."""
+    return np.empty(0, dtype).real.dtype
+
+
+def numbers_in(dtype: np.dtype[Any]) -> int:
+    """Return how many real numbers an element of type ``dtype`` consists of: 2 if it is complex, else 1."""
+    return dtype.itemsize // number_of(dtype).itemsize
 
 
 def check_path(path: object) -> str:
@@ -98,11 +111,11 @@ def check_array(array: LocalArray, writable: bool = False) -> LocalArray:
         where = f"array {path!r}, piece at element {start}"
         if not isinstance(values, np.ndarray) or values.ndim != 1 or not values.flags.c_contiguous:
             raise CheckpointError(f"{where}: values must be a one-dimensional contiguous NumPy array")
-        if values.dtype != dtype:
+        if values.dtype not in (dtype, number_of(dtype)):
             raise CheckpointError(f"{where}: values are {values.dtype.str}, the array is {dtype.str}")
         if writable and not values.flags.writeable:
             raise CheckpointError(f"{where}: values to read into must be writable")
-        if start < 0 or start + values.size > size:
+        if start < 0 or start + values.size > size * (dtype.itemsize // values.itemsize):
             raise CheckpointError(f"{where}: {values.size} elements do not fit an array of {size}")
     return LocalArray(path, shape, dtype, tuple((int(start), values) for start, values in array.pieces))
 
@@ -111,7 +124,7 @@ def check_array(array: LocalArray, writable: bool = False) -> LocalArray:
 class Claim:
     """Describe which ranges of elements of one array one rank writes, and the shape and type of the whole array.
 
-    ``ranges`` holds (start, stop) indices of the array flattened in C order.
+    ``ranges`` holds (start, stop) indices of the real numbers of the array flattened in C order.
     """
 
     path: str
@@ -122,7 +135,8 @@ class Claim:
     @classmethod
     def of(cls, array: LocalArray) -> Claim:
         """Return the claim for all pieces of ``array`` that have elements."""
-        ranges = tuple((start, start + values.size) for start, values in array.pieces if values.size)
+        sizes = [(start, values.size, numbers_in(values.dtype)) for start, values in array.pieces if values.size]
+        ranges = tuple((start * each, (start + size) * each) for start, size, each in sizes)
         return cls(array.path, array.shape, array.dtype.str, ranges)
 
 
@@ -147,7 +161,8 @@ def merge(claims: Sequence[Sequence[Claim]]) -> dict[str, tuple[tuple[int, ...],
         raise CheckpointError(f"{len(table)} arrays are more than the {ARRAY_LIMIT} that one checkpoint may hold")
     check_paths(table)
     for path in sorted(table):
-        _check_tiling(path, prod(table[path][0]), sorted(ranges[path]))
+        shape, dtype, _ = table[path]
+        _check_tiling(path, prod(shape) * numbers_in(np.dtype(dtype)), sorted(ranges[path]))
     return {path: (table[path][0], np.dtype(table[path][1])) for path in sorted(table)}
 
 

@@ -8,15 +8,18 @@ from typing import Any
 
 import numpy as np
 
+from mpizero.checkpoint.format.table import number_of, numbers_in
 from mpizero.checkpoint.reader import Reader
 from mpizero.checkpoint.tools.elements import Report, blocks, element_types, flat, matches, widened
 from mpizero.errors import ConfigError
-from mpizero.types import Array
+from mpizero.types import Array, as_reals
 
 
 @dataclass(frozen=True)
 class ArrayDifference:
     """Describe how two arrays of the same name, shape and type differ in their values.
+
+    A complex element counts as two: ``first`` then ends with 0 for its real part, with 1 for its imaginary one.
 
     Attributes
     ----------
@@ -136,21 +139,24 @@ def _compare(
     """Compare one array, given by (path, element type), in both checkpoints; return None if its values are equal."""
     path, element = array
     shape, dtype = a.arrays[path]
-    bits = np.dtype(f"u{dtype.itemsize}")
+    parts, number = numbers_in(dtype), number_of(dtype)
+    shape, bits = (*shape, 2) if parts == 2 else shape, np.dtype(f"u{number.itemsize}")
     differing, lost, absolute, relative = 0, 0, 0.0, 0.0
     first: int | None = None
     shown = (0.0, 0.0)
     for (start, x), (_, y) in zip(blocks(a, path, report), blocks(b, path), strict=True):
+        x, y = as_reals(x), as_reals(y)
         where = np.flatnonzero(x.view(bits) != y.view(bits))
         if not where.size:
             continue
-        pair = widened(x[where], element), widened(y[where], element)
+        kind = element if parts == 1 else number.name
+        pair = widened(x[where], kind), widened(y[where], kind)
         counts = _apart(*pair, tolerance) if tolerance else np.ones(where.size, bool)
         if not counts.any():
             continue
         u, v = pair[0][counts], pair[1][counts]
         if first is None:
-            first, shown = start + int(where[counts][0]), (float(u[0]), float(v[0]))
+            first, shown = start * parts + int(where[counts][0]), (float(u[0]), float(v[0]))
         differing += u.size
         both = np.isfinite(u) & np.isfinite(v)
         lost += int(np.count_nonzero(~both))

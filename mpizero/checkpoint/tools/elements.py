@@ -12,12 +12,15 @@ import numpy as np
 from mpizero.checkpoint.format.checksum import BLOCK
 from mpizero.checkpoint.format.table import DTYPES, LocalArray
 from mpizero.checkpoint.reader import Reader
+from mpizero.errors import ConfigError
 from mpizero.names import fits
-from mpizero.types import Array
+from mpizero.types import Array, as_reals
 
 #: Name of the type, and of the checkpoint attribute that lists the bfloat16 arrays, which are stored as ``<u2``.
 BFLOAT16 = "bfloat16"
 FLOATING = (BFLOAT16, "float16", "float32", "float64")
+#: The type of complex numbers whose parts have the given type.
+_COMPLEX = {"float32": "complex64", "float64": "complex128"}
 PARAMETERS, OPTIMIZER = "parameters/", "optimizer/"
 _EXPONENT_OF_BFLOAT16 = 0x7F80
 
@@ -113,9 +116,28 @@ def _rounded_to_odd(values: Array) -> Array:
     return narrow
 
 
+def as_wanted(element: str, dtype: str | None) -> str:
+    """Return the type of elements of the type ``element`` when floating-point ones are converted to ``dtype``.
+
+    Not collective. None converts nothing; integers are never converted. Complex numbers get parts of that type.
+
+    Raises
+    ------
+    ConfigError
+        If there are no complex numbers with parts of that type.
+    """
+    if dtype is None or element not in (*FLOATING, *_COMPLEX.values()):
+        return element
+    if element in FLOATING:
+        return dtype
+    if dtype not in _COMPLEX:
+        raise ConfigError(f"type {dtype!r}: there are no complex numbers of it, only {', '.join(_COMPLEX)}")
+    return _COMPLEX[dtype]
+
+
 def overflows(values: Array, source: str, converted: Array, target: str) -> int:
     """Return the number of finite values that a conversion has made infinite. Not collective."""
-    if target not in FLOATING or source == target:
+    if target not in (*FLOATING, *_COMPLEX.values()) or source == target:
         return 0
     return int(np.count_nonzero(_infinite(converted, target) & ~_infinite(values, source)))
 
@@ -126,8 +148,12 @@ def _infinite(values: Array, element: str) -> Array:
 
 
 def widened(values: Array, element: str) -> Array:
-    """Return 1-D values of the type ``element`` converted to float64. Not collective."""
-    return convert(values, element, "float64")
+    """Return 1-D values of the type ``element`` converted to float64. Not collective.
+
+    Complex values become twice as many: real and imaginary part in turn.
+    """
+    reals = as_reals(values)
+    return convert(reals, element if reals is values else reals.dtype.name, "float64")
 
 
 def flat(attributes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

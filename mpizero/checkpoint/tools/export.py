@@ -19,6 +19,7 @@ from mpizero.checkpoint.tools.elements import (
     FLOATING,
     PARAMETERS,
     Report,
+    as_wanted,
     blocks,
     convert,
     element_types,
@@ -98,8 +99,8 @@ def export(
 ) -> list[ExportedArray]:
     """Write arrays of an open checkpoint into one new file; return the descriptions of the written arrays.
 
-    Not collective: one process opens the checkpoint and calls this function. Values are verified before they are
-    written. Only a few blocks are in memory at a time. The array ``parameters/<name>`` is called ``<name>`` in the
+    Not collective: one process opens the checkpoint. Values are verified before they are written. Only a few blocks are
+    in memory at a time. The array ``parameters/<name>`` is called ``<name>`` in the
     file; other arrays keep their names.
 
     Parameters
@@ -113,7 +114,8 @@ def export(
     state : bool
         Whether to export the state arrays of the optimizer, too.
     dtype : str, optional
-        Type to which floating-point arrays are converted: ``bfloat16``, ``float16``, ``float32`` or ``float64``.
+        Type of floating-point arrays: ``bfloat16``, ``float16``, ``float32`` or ``float64``; the last two of complex
+        parts, too.
     pattern : str, optional
         Export only arrays whose names match this shell pattern.
     replace : bool
@@ -161,7 +163,7 @@ def chosen(
     items = []
     for path, source in element_types(reader).items():
         if matches(path, pattern) and (state or path.startswith(PARAMETERS)):
-            element = dtype if dtype is not None and source in FLOATING else source
+            element = as_wanted(source, dtype)
             element = "float32" if element == BFLOAT16 and not knows_bfloat16 else element
             items.append(ExportedArray(path, short_name(path), reader.arrays[path][0], source, element))
     if not items:

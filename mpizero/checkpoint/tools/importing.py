@@ -18,6 +18,7 @@ from mpizero.checkpoint.tools.elements import (
     FLOATING,
     OPTIMIZER,
     PARAMETERS,
+    as_wanted,
     convert,
     matches,
     overflows,
@@ -173,7 +174,7 @@ def _become(source: TensorFile, tensor: Tensor, path: str, rules: ImportRules) -
             "hold; it can be left out (--drop)"
         )
     turned = any(matches(path, pattern) for pattern in rules.transpose)
-    element = rules.dtype if rules.dtype and tensor.element in FLOATING else tensor.element
+    element = as_wanted(tensor.element, rules.dtype)
     return (tensor.shape[::-1] if turned else tensor.shape), element
 
 

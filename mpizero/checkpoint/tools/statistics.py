@@ -14,7 +14,7 @@ from mpizero.types import Array
 
 @dataclass(frozen=True)
 class ArrayStatistics:
-    """Hold statistics of the finite values of an array, computed in float64.
+    """Hold statistics of the finite values of an array, computed in float64; a complex element counts as two values.
 
     Attributes
     ----------

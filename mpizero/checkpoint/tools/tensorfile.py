@@ -36,6 +36,7 @@ _TYPES = {
     "U64": "uint64",
     "I64": "int64",
     "F64": "float64",
+    "C64": "complex64",
     "F32": "float32",
     "U32": "uint32",
     "I32": "int32",
@@ -76,6 +77,11 @@ def write(
         raise ConfigError(
             "array '__metadata__': a safetensors file keeps its metadata under this name, so no array can have it; "
             "choose the format npz or hdf5, or leave the array out (--pattern)"
+        )
+    if unknown := [item for item in items if item.element not in _CODE]:
+        raise ConfigError(
+            f"array {unknown[0].path!r} is {unknown[0].element}, which safetensors files cannot hold: convert it "
+            "(--dtype float32 makes complex64 of it), or choose the format npz or hdf5"
         )
     ordered, end = sorted(items, key=lambda item: (_RANK[item.element], item.name)), 0
     for item in ordered:

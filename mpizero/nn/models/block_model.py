@@ -41,7 +41,7 @@ def initial_parameters(model: BlockModel) -> dict[str, Array]:
         if spec.tied is None:
             flat = np.empty(spec.size, model.dtype)
             fill(spec, 0, spec.size, flat)
-            values[spec.name] = flat.reshape(spec.shape)
+            values[spec.name] = spec.view(flat)
     return values
 
 
@@ -72,9 +72,10 @@ def bind(model: BlockModel, named: Mapping[str, Array]) -> dict[str, dict[str, A
     _require_equal_names(set(wanted), set(named))
     for name, spec in wanted.items():
         array = named[name]
-        if tuple(array.shape) != spec.shape or array.dtype != model.dtype:
+        wanted_type = spec.element_type(model.dtype)
+        if tuple(array.shape) != spec.shape or array.dtype != wanted_type:
             raise LayoutError(
-                f"parameter {name} must be {model.dtype} of shape {spec.shape}, "
+                f"parameter {name} must be {wanted_type} of shape {spec.shape}, "
                 f"it is {array.dtype} of shape {tuple(array.shape)}"
             )
     return {
@@ -179,7 +180,8 @@ def gradient_slots(model: BlockModel, like: Array | None = None) -> dict[str, Ar
     belong to; None is NumPy. Not collective.
     """
     xp = np if like is None else namespace(like)
-    return {spec.name: xp.empty(spec.shape, model.dtype) for spec in model_specs(model) if spec.trainable}
+    slots = (spec for spec in model_specs(model) if spec.trainable)
+    return {spec.name: xp.empty(spec.shape, spec.element_type(model.dtype)) for spec in slots}
 
 
 def model_operations(model: BlockModel, input_shape: tuple[int, ...]) -> dict[str, Operations]:

@@ -21,7 +21,7 @@ from mpizero.parallel.batch.redistribute import GlobalBatch
 from mpizero.parallel.parameters.allocator import COMPUTING_ADVICE, refused
 from mpizero.parallel.parameters.store import flat_names
 from mpizero.parallel.step_report import NonFinite
-from mpizero.types import Array
+from mpizero.types import Array, as_reals
 
 #: Flags of a rank in the message, in the low bits of the fourth number: a value was not finite; a grain raised.
 #: The bits above them hold the rank's mismatch term, see comm/recording/registry.py's [Note: one sum].
@@ -211,7 +211,7 @@ class GrainScalars:
         if grain in self._bad:
             return
         for name, view in flat_names(views):
-            flat, tensor = view.reshape(-1), joined(block, name)
+            flat, tensor = as_reals(view), joined(block, name)
             if tensor not in self.frozen and not kernels.all_finite(flat):
                 what = "new value" if name in self.averages.get(block, ()) else "gradient"
                 self._bad[grain] = _Bad(2, -self._order[block], tensor, f"the {what} of {tensor!r} is not finite")

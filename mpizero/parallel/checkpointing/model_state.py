@@ -338,6 +338,7 @@ def _check_model(engine: Engine, reader: ArrayReader) -> None:
             name = different[0]
             problems.append(f"{name} has shape {tuple(found[name])}, the model's has {wanted[name]}")
         raise CheckpointError(f"the checkpoint belongs to another model: {'; '.join(problems)}")
-    for path, (_, dtype) in reader.arrays.items():
-        if path.startswith(prefix) and np.dtype(dtype) != engine.dtype:
-            raise CheckpointError(f"{path} is {np.dtype(dtype)}, the model's parameters are {engine.dtype}")
+    types = {prefix + e.spec.name: e.spec.element_type(engine.dtype) for e in engine.whole.layout.parameters}
+    for path, expected in types.items():
+        if (dtype := np.dtype(reader.arrays[path][1])) != expected:
+            raise CheckpointError(f"{path} is {dtype}, the model's parameter is {expected}")

@@ -17,6 +17,7 @@ import numpy as np
 
 from mpizero import checkpoint
 from mpizero.checkpoint import LocalArray
+from mpizero.checkpoint.format.table import number_of
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.equality import agree_arrays
@@ -67,18 +68,24 @@ class HeldPiece(NamedTuple):
 class HeldArray:
     """Describe an array of a checkpoint and this rank's pieces of it.
 
-    ``path`` is the array's name in the checkpoint. ``spec`` describes the parameter in the whole model.
+    ``path`` is the array's name in the checkpoint. ``spec`` describes the parameter in the whole model. ``real`` is the
+    type of the numbers in memory, of which a complex element has two.
     """
 
     path: str
     spec: ParameterSpec
-    dtype: np.dtype[Any]
+    real: np.dtype[Any]
     pieces: list[HeldPiece] = field(default_factory=list)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the array in the checkpoint."""
         return self.spec.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Element type of the array in the checkpoint."""
+        return self.spec.element_type(self.real)
 
     def local(self) -> LocalArray:
         """Return the array with its pieces as ranges of the whole array, the form that checkpoint readers take."""
@@ -218,7 +225,8 @@ def _groups(arrays: Sequence[HeldArray]) -> Iterator[list[HeldArray]]:
 
 def _fresh(request: LocalArray) -> LocalArray:
     """Return a copy of ``request`` for the same ranges whose pieces are newly allocated memory."""
-    room, place, pieces = np.empty(sum(v.size for _, v in request.pieces), request.dtype), 0, []
+    real = number_of(np.dtype(request.dtype))
+    room, place, pieces = np.empty(sum(v.size for _, v in request.pieces), real), 0, []
     for start, values in request.pieces:
         pieces.append((start, room[place : place + values.size]))
         place += values.size

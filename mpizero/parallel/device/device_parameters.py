@@ -164,7 +164,7 @@ class UnitGradients:
                     views(
                         self._buffer,
                         [
-                            (e.local_name, places[e.block, e.local_name], e.spec.shape)
+                            (e.local_name, places[e.block, e.local_name], e.spec)
                             for e in unit.entries
                             if e.block == block
                         ],

@@ -137,7 +137,7 @@ class BlackBoxEvaluator:
         if self.in_place and not self._unread:
             buffer = self.store.memory.private("buffers", self.store.layout.size, self.store.dtype)
             entries = self.store.layout.parameters
-            self._unread = {e.spec.name: buffer[slice(*e.span)].reshape(e.spec.shape) for e in entries}
+            self._unread = {e.spec.name: e.spec.view(buffer[slice(*e.span)]) for e in entries}
         return self._unread
 
     def _loss_and_grad(

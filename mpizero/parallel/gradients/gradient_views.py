@@ -32,8 +32,8 @@ class GradientViews:
             entries = [entry for entry in unit.entries if entry.block == block]
             held = sorted((e for e in entries if e.gradient >= 0), key=lambda entry: entry.gradient)
             starts = accumulate([0, *(e.spec.size for e in held)]) if by_block else (e.gradient for e in held)
-            tree = views(buffer, [(e.local_name, start, e.spec.shape) for e, start in zip(held, starts, strict=False)])
-            frozen = views(self.unread, [(e.local_name, 0, e.spec.shape) for e in entries if e.gradient < 0])
+            tree = views(buffer, [(e.local_name, start, e.spec) for e, start in zip(held, starts, strict=False)])
+            frozen = views(self.unread, [(e.local_name, 0, e.spec) for e in entries if e.gradient < 0])
             result[block] = GradientDict(_united(tree, frozen))
         return result
 

@@ -23,6 +23,7 @@ from mpizero.names import nearest
 from mpizero.nn.layer import Layer
 from mpizero.parallel.parameters.store import flat_names
 from mpizero.signatures import named
+from mpizero.types import as_reals
 
 #: By bytes of an element: the unsigned integer type of that size, and the mark, a quiet NaN with an arbitrary payload.
 _MARKS: dict[int, tuple[Any, int]] = {4: (np.uint32, 0x7FCA5C3E), 8: (np.uint64, 0x7FFA5C3E9B71D42F)}
@@ -30,21 +31,23 @@ _MARKS: dict[int, tuple[Any, int]] = {4: (np.uint32, 0x7FCA5C3E), 8: (np.uint64,
 
 def mark(view: Any) -> None:
     """Set all elements of a gradient, an array of the host or of a GPU, to the mark. Not collective."""
-    bits, value = _MARKS[view.dtype.itemsize]
-    view.view(bits)[...] = value
+    reals = as_reals(view)
+    bits, value = _MARKS[reals.dtype.itemsize]
+    reals.view(bits)[...] = value
 
 
 def mark_ends(view: Any) -> None:
     """Set the first and the last element of a gradient to the mark. Not collective."""
-    bits, value = _MARKS[view.dtype.itemsize]
-    view.reshape(-1).view(bits)[:: max(1, view.size - 1)] = value
+    reals = as_reals(view)
+    bits, value = _MARKS[reals.dtype.itemsize]
+    reals.view(bits)[:: max(1, reals.size - 1)] = value
 
 
 def marks_left(view: Any) -> int:
-    """Return how many elements of a gradient are marked. Not collective."""
-    host = to_host(view)
+    """Return how many elements of a gradient are marked, in one of their parts if complex. Not collective."""
+    host = as_reals(to_host(view))
     bits, value = _MARKS[host.dtype.itemsize]
-    return int((host.view(bits) == value).sum())
+    return int((host.view(bits) == value).reshape(view.size, -1).any(axis=1).sum()) if view.size else 0
 
 
 class GradientDict(dict[str, Any]):

@@ -103,7 +103,7 @@ class Inspection(ParameterAccess):
         full = self.gather_full_parameters()
         blocks: dict[str, dict[str, Any]] = {block: {} for unit in self.layout.units for block in unit.blocks}
         for entry in self.layout.entries:
-            blocks[entry.block][entry.local_name] = full[entry.span.start : entry.span.stop].reshape(entry.spec.shape)
+            blocks[entry.block][entry.local_name] = entry.spec.view(full[entry.span.start : entry.span.stop])
         if not hasattr(self._wrapped, "blocks"):
             return {block: np.asarray(arrays[""]) for block, arrays in blocks.items()}
         return {block: nested(arrays) for block, arrays in blocks.items()}

@@ -71,7 +71,7 @@ class Gradients:
         if self.layout is None:
             raise LayoutError("this rank has a part of the gradient: ask for all, compute_gradients(x, y, gather=True)")
         entries = self.layout.parameters
-        return {e.spec.name: self.values[e.span.start : e.span.stop].reshape(e.spec.shape) for e in entries}
+        return {e.spec.name: e.spec.view(self.values[e.span.start : e.span.stop]) for e in entries}
 
 
 class ManualGradients(Inspection, LocalTraining, Saving):

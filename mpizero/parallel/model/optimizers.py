@@ -25,7 +25,7 @@ from mpizero.parallel.model.fit import OptimizationOptions, OptimizationResult, 
 from mpizero.parallel.model.gather_state import gather_pieces
 from mpizero.parallel.optimizer.sharded_update import Updater
 from mpizero.parallel.parameters.global_view import take
-from mpizero.types import Array
+from mpizero.types import Array, as_reals
 
 if TYPE_CHECKING:
     from mpizero.parallel.model.base import ShardedModelBase
@@ -297,7 +297,7 @@ class ShardedOptimizer:
         for slot in updater.state:
             whole = gather_pieces(engine, engine.dtype, partial(updater.state_of, slot))
             slots[slot] = {
-                e.spec.name: whole[e.span.start : e.span.stop].reshape(e.spec.shape).copy()
+                e.spec.name: e.spec.view(whole[e.span.start : e.span.stop]).copy()
                 for e in engine.whole.layout.parameters
                 if e.spec.optimized
             }
@@ -337,7 +337,8 @@ class ShardedOptimizer:
         slots, held = state["state"], updater.host_state()
         for slot, arrays in slots.items():
             for piece in updater.pieces:
-                flat = np.asarray(arrays[whole.home(piece.entry.spec).spec.name]).reshape(-1)
+                spec = piece.entry.spec
+                flat = as_reals(np.asarray(arrays[whole.home(spec).spec.name], spec.element_type(held[slot].dtype)))
                 start = piece.span.start - piece.entry.offset
                 take(piece.entry.spec, flat, start, held[slot][piece.state : piece.state + piece.size])
         updater.take_state(held)

@@ -17,7 +17,7 @@ from mpizero.comm.calls import agree_on_call, collective, recorded
 from mpizero.comm.equality import agree_arrays
 from mpizero.errors import LayoutError, SharedMemoryError
 from mpizero.layout import ParameterUse
-from mpizero.names import nearest, real_array
+from mpizero.names import nearest, number_array
 from mpizero.parallel.checkpointing.model_state import copy_state
 from mpizero.parallel.model.core import ShardedCore
 from mpizero.parallel.model.private_fallback import in_private_memory
@@ -79,7 +79,7 @@ class ParameterAccess(ShardedCore):
                 raise LayoutError(
                     f"one vector of all parameters is taken, got a {type(values).__name__} by name: use load_named"
                 )
-            found = real_array(values, "the vector of all parameters")
+            found = number_array(values, "the vector of all parameters", complex=False)
             array = found.astype(self.engine.dtype, copy=False)
             if array.shape != (self.parameter_count,):
                 raise LayoutError(
@@ -127,10 +127,10 @@ class ParameterAccess(ShardedCore):
             raise LayoutError(f"parameters do not match the model: missing {missing[:5]}, unknown {unknown[:5]}{hint}")
         given = {}
         for name, entry in entries.items():
-            array = real_array(arrays[name], f"parameter {name!r}")
+            array = number_array(arrays[name], f"parameter {name!r}", complex=entry.spec.complex)
             if array.shape != entry.spec.shape:
                 raise LayoutError(f"parameter {name!r} has shape {array.shape}, the model's has {entry.spec.shape}")
-            values[entry.span.start : entry.span.stop] = array.reshape(-1)
+            entry.spec.view(values[entry.span.start : entry.span.stop])[...] = array
             given[_called(entry)] = array
         return given
 

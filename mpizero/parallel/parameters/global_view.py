@@ -146,7 +146,7 @@ class GlobalView:
     def named(self, values: Array) -> dict[str, Array]:
         """Return copies of all parameters by name; ``values`` is a vector of the whole model's. Not collective."""
         parts = ((e.spec, values[e.span.start : e.span.stop]) for e in self.layout.parameters)
-        return {spec.name: part.reshape(spec.shape).copy() for spec, part in parts}
+        return {spec.name: spec.view(part).copy() for spec, part in parts}
 
     def assemble(self, held: Array) -> Array:
         """Assemble a vector with one value for each parameter element of the whole model, such as a momentum.
@@ -332,7 +332,7 @@ def _check_declared(layout: FlatLayout, spec: ParameterSpec, where: str) -> None
         raise LayoutError(f"{where} declares {spec.name!r} with shape {spec.shape}, its {spec.part} has another")
     if shape != home.spec.shape:
         raise LayoutError(f"{where} holds {spec.name!r} of shape {shape}, the whole model's has {home.spec.shape}")
-    for what in ("init", "decay", "trainable", "averaged"):
+    for what in ("init", "decay", "trainable", "averaged", "complex"):
         own, whole = getattr(spec, what), getattr(home.spec, what)
         if own != whole:
             raise LayoutError(f"{where} declares {spec.name!r} with {what}={own}, {home.spec.name!r} has {whole}")

@@ -20,7 +20,7 @@ from mpizero.parallel.parameters import publication
 from mpizero.parallel.parameters.allocator import STATE_ADVICE, Memory, needing, on_all_ranks
 from mpizero.parallel.parameters.publication import Publication, let_arrive
 from mpizero.parallel.parameters.shards import Share
-from mpizero.types import Array
+from mpizero.types import Array, ParameterSpec
 
 #: Number of gathered units that a sharded store has room for.
 SLOTS = 2
@@ -366,7 +366,7 @@ class ParameterStore:
 
         ``buffer`` holds only the gathered unit if the store is sharded, else all parameters.
         """
-        placed: dict[str, list[tuple[str, int, tuple[int, ...]]]] = {block: [] for block in unit.blocks}
+        placed: dict[str, list[tuple[str, int, ParameterSpec]]] = {block: [] for block in unit.blocks}
         alias = unit.span.size
         for entry in unit.entries:
             start = entry.offset
@@ -374,7 +374,7 @@ class ParameterStore:
                 start = entry.offset - unit.span.start
                 if entry.spec.tied is not None:
                     start, alias = alias, alias + entry.spec.size
-            placed[entry.block].append((entry.local_name, start, entry.spec.shape))
+            placed[entry.block].append((entry.local_name, start, entry.spec))
         nested = {block: views(buffer, triples) for block, triples in placed.items()}
         if not self.sharded and not self._regions:
             return nested

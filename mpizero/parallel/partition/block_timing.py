@@ -111,10 +111,9 @@ def _parameters(
         name = spec.tied or joined(block, spec.name)
         flat = np.empty(spec.size, model.dtype)
         fill(_named(homes[name], name), 0, spec.size, flat)
-        params[spec.name] = flat.reshape(spec.shape)
-        grads[spec.name] = np.empty(spec.shape, model.dtype)
+        params[spec.name], grads[spec.name] = spec.view(flat), spec.view(np.empty_like(flat))
     return nested(params), nested(grads)
 
 
 def _named(spec: ParameterSpec, name: str) -> ParameterSpec:
-    return ParameterSpec(name, spec.shape, spec.init)
+    return ParameterSpec(name, spec.shape, spec.init, complex=spec.complex)

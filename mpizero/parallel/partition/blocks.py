@@ -24,6 +24,16 @@ def blocks_of(model: Any) -> dict[str, tuple[ParameterSpec, ...]]:
         check_model(model)
     frozen, averaged = frozenset(getattr(model, "frozen", ())), frozenset(getattr(model, "averaged", ()))
     return {
-        name: (ParameterSpec("", np.shape(a), Init(), np.ndim(a) > 1, name not in frozen, averaged=name in averaged),)
+        name: (
+            ParameterSpec(
+                "",
+                np.shape(a),
+                Init(),
+                np.ndim(a) > 1,
+                name not in frozen,
+                averaged=name in averaged,
+                complex=np.iscomplexobj(a),
+            ),
+        )
         for name, a in model.parameters.items()
     }

@@ -22,6 +22,7 @@ from mpizero.train.modelcheck.checked_model import (
     LossAndGradients,
     Named,
     checked_model,
+    in_pairs,
     origin_of,
 )
 from mpizero.train.modelcheck.gradient import check_gradient
@@ -175,7 +176,8 @@ class _Check:
             return start
         if wrong := sorted(set(start) ^ set(parameters)):
             raise ConfigError(f"check_model: parameters= must have the model's names, {wrong[:8]} are not in both")
-        return {name: np.array(parameters[name], value.dtype).reshape(value.shape) for name, value in start.items()}
+        values = {name: in_pairs(np.array(parameters[name])) for name in start}
+        return {name: values[name].astype(value.dtype).reshape(value.shape) for name, value in start.items()}
 
     def _near(self, start: Named, scales: Mapping[str, float]) -> Named:
         """Return random parameters near ``start``; return ``start`` if the model cannot be evaluated at them."""

@@ -1,4 +1,8 @@
-"""Wrap models of blocks and function models in one interface that evaluates a batch."""
+"""Wrap models of blocks and function models in one interface that evaluates a batch.
+
+[Note: pairs] The interface knows real numbers only. A complex parameter of shape ``s`` is an array of shape ``(*s, 2)``
+in it, the real and the imaginary part of each element, and so is its gradient. The model itself sees complex arrays.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from mpizero.sampletree import paths_of
 from mpizero.signatures import loss_arguments, named, takes_run, writes_in_place
 from mpizero.train.modelcheck.batch_pieces import read_only, sample_count
 from mpizero.train.modelcheck.model_report import ModelFinding, UnusableEvaluation
-from mpizero.types import Array, BlackBoxModel, BlockModel, Run
+from mpizero.types import Array, BlackBoxModel, BlockModel, ParameterSpec, Run, as_reals
 
 Named = Mapping[str, Array]
 
@@ -49,11 +53,16 @@ class LossAndGradients(NamedTuple):
 
 
 class CheckedModel(Protocol):
-    """Define the interface through which models are checked. No method is collective."""
+    """Define the interface through which models are checked. No method is collective.
+
+    Parameters and gradients are arrays of real numbers; see the module's [Note: pairs].
+    """
 
     #: Names of the parameters that an optimizer trains, and of the averaged ones.
     names: tuple[str, ...]
     averaged: tuple[str, ...]
+    #: Declarations of all parameters that have values of their own, by name.
+    declared: dict[str, ParameterSpec]
     dtype: np.dtype[Any]
     #: How often the model was evaluated.
     evaluations: int
@@ -74,6 +83,16 @@ class CheckedModel(Protocol):
         """Return the prediction for ``x``; raise NotImplementedError if the model has none."""
 
 
+def in_pairs(values: Array) -> Array:
+    """Return complex values as pairs of real numbers, on an axis after the last; real values as they are."""
+    return as_reals(values).reshape(*values.shape, 2) if values.dtype.kind == "c" else values
+
+
+def as_declared(spec: ParameterSpec, values: Array) -> Array:
+    """Return the values of a parameter as its model takes them: pairs of real numbers as complex ones."""
+    return spec.view(as_reals(np.ascontiguousarray(values)))
+
+
 def checked_model(model: Any) -> CheckedModel:
     """Return a :class:`CheckedBlocks` for a model of blocks, else a :class:`CheckedFunction`.
 
@@ -88,10 +107,9 @@ class CheckedFunction:
 
     def __init__(self, model: Any) -> None:
         self.model, self.evaluations = model, 0
-        self.shapes = {name: np.shape(value) for name, value in model.parameters.items()}
-        specs = {name: spec for name, (spec,) in blocks_of(model).items()}
-        self.names = tuple(name for name, spec in specs.items() if spec.optimized)
-        self.averaged = tuple(name for name, spec in specs.items() if spec.averaged and spec.trainable)
+        self.declared = {name: spec for name, (spec,) in blocks_of(model).items()}
+        self.names = tuple(name for name, spec in self.declared.items() if spec.optimized)
+        self.averaged = tuple(name for name, spec in self.declared.items() if spec.averaged and spec.trainable)
         self.dtype = np.dtype(model.dtype)
         self.in_place = writes_in_place(model)
         given = loss_arguments(in_place=self.in_place)
@@ -100,18 +118,18 @@ class CheckedFunction:
         self._gradients = self._new() if self.in_place else {}
 
     def _new(self) -> dict[str, Array]:
-        return {name: np.zeros(shape, self.dtype) for name, shape in self.shapes.items()}
+        return {name: spec.view(np.zeros(spec.size, self.dtype)) for name, spec in self.declared.items()}
 
     def start(self) -> dict[str, Array]:
         """Return copies of the start values of all parameters by name."""
-        return {name: np.array(value, self.dtype) for name, value in self.model.parameters.items()}
+        values = self.model.parameters.items()
+        return {name: in_pairs(np.array(value, self.declared[name].element_type(self.dtype))) for name, value in values}
 
     def _provided(self, parameters: Named, fresh: bool) -> dict[str, Array]:
-        if fresh:
-            return {name: np.array(parameters[name]) for name in self.shapes}
-        for name, array in self._memory.items():
-            array[...] = parameters[name]
-        return self._memory
+        provided = self._new() if fresh else self._memory
+        for name, array in provided.items():
+            array[...] = as_declared(self.declared[name], parameters[name])
+        return provided
 
     def evaluate(self, parameters: Named, x: Any, y: Any, first: int = 0, *, fresh: bool = False) -> LossAndGradients:
         """Call ``loss_and_grad``, and raise UnusableEvaluation if training could not use what it returns."""
@@ -189,17 +207,21 @@ class CheckedFunction:
             wrong.append(_value("weight", f"is {float(weight):g}", "a sign", told))
         if wrong:
             raise UnusableEvaluation(*wrong)
-        trained, averaged = ({n: np.array(gradients[n]) for n in names} for names in (self.names, self.averaged))
+        found = {name: in_pairs(np.array(gradients[name])) for name in (*self.names, *self.averaged)}
+        trained, averaged = ({n: found[n] for n in names} for names in (self.names, self.averaged))
         return LossAndGradients(float(loss), trained, float(weight), averaged, {})
 
     def _of_gradients(self, gradients: Mapping[str, Any]) -> list[ModelFinding]:
         wrong = []
         for name in gradients:
-            if name not in self.shapes:
-                told = f"use the names of the parameters, {', '.join(map(repr, list(self.shapes)[:8]))}"
+            if name not in self.declared:
+                told = f"use the names of the parameters, {', '.join(map(repr, list(self.declared)[:8]))}"
                 wrong.append(
                     _value(
-                        f"gradient of {name!r}", f"is of no parameter{nearest(name, self.shapes)}", "another name", told
+                        f"gradient of {name!r}",
+                        f"is of no parameter{nearest(name, self.declared)}",
+                        "another name",
+                        told,
                     )
                 )
         for name in (*self.names, *self.averaged):
@@ -209,11 +231,13 @@ class CheckedFunction:
                 wrong.append(_value(what, "is missing", "a parameter that was forgotten", told))
                 continue
             value = np.asarray(gradients[name])
-            if value.dtype.kind != "f" or value.dtype.itemsize < 4:
+            spec, wanted = self.declared[name], self.declared[name].element_type(self.dtype)
+            if value.dtype.kind != wanted.kind or value.real.dtype.itemsize < 4:
                 cause = "a part that was never taken" if value.dtype.kind == "c" else "a conversion"
-                wrong.append(_value(what, f"is of type {value.dtype}", cause, f"return it as {self.dtype}"))
-            elif value.shape != self.shapes[name]:
-                seen = f"has shape {value.shape}, its parameter has {self.shapes[name]}"
+                cause = "a part that is lost" if spec.complex else cause
+                wrong.append(_value(what, f"is of type {value.dtype}", cause, f"return it as {wanted}"))
+            elif value.shape != spec.shape:
+                seen = f"has shape {value.shape}, its parameter has {spec.shape}"
                 wrong.append(_value(what, seen, "a sum over a wrong axis", "return it shaped like its parameter"))
             elif not np.isfinite(value).all():
                 seen = f"has {int(np.sum(~np.isfinite(value)))} elements of {value.size} that are not finite"
@@ -230,13 +254,17 @@ class CheckedBlocks:
         if dtype is not None:
             self.model = SimpleNamespace(blocks=model.blocks, loss=model.loss, dtype=np.dtype(dtype), seed=model.seed)
         self.specs = model_specs(model)
-        self.names = tuple(spec.name for spec in self.specs if spec.optimized and spec.tied is None)
+        self.declared = {spec.name: spec for spec in self.specs if spec.tied is None}
+        self.names = tuple(name for name, spec in self.declared.items() if spec.optimized)
         self.averaged = tuple(spec.name for spec in self.specs if spec.averaged and spec.trainable)
         self.dtype = np.dtype(self.model.dtype)
 
     def start(self) -> dict[str, Array]:
         """Return the start values of all parameters by name."""
-        return initial_parameters(self.model)
+        return {name: in_pairs(value) for name, value in initial_parameters(self.model).items()}
+
+    def _bound(self, parameters: Named) -> dict[str, dict[str, Any]]:
+        return bind(self.model, {name: as_declared(self.declared[name], v) for name, v in parameters.items()})
 
     def wide(self) -> CheckedBlocks:
         """Return the same model with float64 parameters, where differences of the loss are more accurate."""
@@ -271,7 +299,7 @@ class CheckedBlocks:
         blocks' outputs are put into ``outputs``.
         """
         self.evaluations += 1
-        params, run, scale = bind(self.model, read_only(dict(parameters))), self._run(batch[0], first), 1.0 + halves
+        params, run, scale = self._bound(read_only(dict(parameters))), self._run(batch[0], first), 1.0 + halves
         x, caches = read_only(batch[0]), []
         uses: dict[str, Array] = {}
         with np.errstate(all="ignore"):
@@ -283,7 +311,7 @@ class CheckedBlocks:
             loss, weight, cache = self.model.loss.forward(x, read_only(batch[1]))
             dy = self.model.loss.backward(cache, scale)
             for block, layer, cache in reversed(caches):
-                views = {spec.name: np.full(spec.shape, fill, self.dtype) for spec in layer.specs()}
+                views = {spec.name: spec.view(np.full(spec.size, fill, self.dtype)) for spec in layer.specs()}
                 grads = nest(views.items())
                 if halves:
                     dy, pending = layer.backward_input(params[block], cache, dy)
@@ -292,7 +320,7 @@ class CheckedBlocks:
                     dy = layer.backward(params[block], cache, dy, grads)
                 for name, view in views.items():
                     use = joined(block, name)
-                    uses[use] = view if use in self.averaged else view / self.dtype.type(scale)
+                    uses[use] = in_pairs(view if use in self.averaged else view / self.dtype.type(scale))
         wrong = [*_of_number("loss", loss), *_of_number("weight", weight)]
         if wrong:
             raise UnusableEvaluation(*wrong)
@@ -306,13 +334,13 @@ class CheckedBlocks:
         """Return only the loss of a batch, by a forward pass."""
         self.evaluations += 1
         with np.errstate(all="ignore"):
-            prediction = evaluate(self.model, bind(self.model, parameters), x, self._run(x, 0))
+            prediction = evaluate(self.model, self._bound(parameters), x, self._run(x, 0))
             return float(self.model.loss.forward(prediction, y)[0])
 
     def predict(self, parameters: Named, x: Any) -> Any:
         """Return the prediction for ``x``, by a forward pass without dropout."""
         self.evaluations += 1
-        return evaluate(self.model, bind(self.model, parameters), read_only(x))
+        return evaluate(self.model, self._bound(parameters), read_only(x))
 
 
 def _count(x: Any, y: Any) -> int:

@@ -131,6 +131,8 @@ def _cause(point: ParameterPoint, wrong: WrongGradient, rng: np.random.Generator
             return f"the gradient of {other!r} under this name", "give each parameter its own"
     if gradient.ndim == 2 and gradient.shape[0] == gradient.shape[1] and _fits(wrong, gradient.T):
         return "its transpose", "transpose it"
+    if point.checked.declared[wrong.name].complex and _fits(wrong, gradient * [1, -1]):
+        return "its conjugate, which JAX returns", "return gradient.conj(): dL/dRe + i dL/dIm"
     place = _worst(point, wrong, rng)
     return f"a part of it, most of all around element {place}", "compare the formula of these elements with differences"
 

@@ -174,7 +174,8 @@ def scales_of(checked: CheckedModel, at: Named, evaluation: LossAndGradients) ->
 
     For a parameter that is all zeros, the size is chosen so that the loss changes by about a tenth, within limits.
     """
-    own = {name: math.sqrt(float(np.mean(np.square(at[name], dtype=np.float64)))) for name in checked.names}
+    sizes = {name: max(1, at[name].size) for name in checked.names}
+    own = {name: math.sqrt(float(np.sum(np.square(at[name], dtype=np.float64))) / n) for name, n in sizes.items()}
     largest = max([size for size in own.values() if size > 0], default=0.1)
     for name, size in own.items():
         if size == 0:

@@ -76,8 +76,8 @@ def test_bad_parameters_are_refused() -> None:
 
     for arguments, told in (
         (({}, nothing), "at least one"),
-        (({"a": np.ones(1), "b": np.ones(1, np.float32)}, nothing), "all parameters must be float32, or all float64"),
-        (({"a": np.ones(1, np.int64)}, nothing), "float32, or all float64"),
+        (({"a": np.ones(1), "b": np.ones(1, np.float32)}, nothing), "all parameters must be float32 or complex64, or"),
+        (({"a": np.ones(1, np.int64)}, nothing), "or all float64 or complex128; 'a' is int64"),
         (({"a": np.ones(1)}, 3), "must be a function"),
     ):
         with pytest.raises(ConfigError, match=told):
