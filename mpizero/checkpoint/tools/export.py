@@ -114,8 +114,7 @@ def export(
     state : bool
         Whether to export the state arrays of the optimizer, too.
     dtype : str, optional
-        Type of floating-point arrays: ``bfloat16``, ``float16``, ``float32`` or ``float64``; the last two of complex
-        parts, too.
+        Type of floating-point arrays: ``bfloat16``, ``float16``, or, also of complex parts, ``float32`` or ``float64``.
     pattern : str, optional
         Export only arrays whose names match this shell pattern.
     replace : bool
