@@ -207,9 +207,9 @@ class TrainerArguments:
             metrics, callbacks = check_metrics(self.metrics or {}), check_callbacks(self.callbacks)
             require("Trainer: progress", self.progress, flag)
             fingerprint = data_fingerprint(source)
-        shared = {"loop": loop, "checkpoints": checkpoints, "metrics": list(metrics), "callbacks": names_of(callbacks)}
-        shared |= {"layout": layout, "data": fingerprint, "sharded": self.is_sharded}
-        agree_equal(comm, lambda: {f"Trainer: {name}": value for name, value in shared.items()}, "agree Trainer")
+        shared = {**vars(loop), **vars(checkpoints), **vars(layout), "sharded": self.is_sharded}
+        shared |= {"metrics": list(metrics), "callbacks": names_of(callbacks)}
+        agree_equal(comm, lambda: {"the arguments of Trainer": shared, "the data": fingerprint}, "agree Trainer")
         model = self.model if self.is_sharded else shard(self.model, self.optimizer, layout, ranks)
         return RunSetup(
             model=model,

@@ -84,6 +84,7 @@ class TrainingLoop:
         self.losses = array("d")
         self.validations: list[dict[str, Any]] = []
         self.saver = Saver(setup, folder, self.control, clock, progress.say)
+        self.saver.on_saved = lambda path: self.callbacks.call("on_checkpoint", self.host, path)
         self.numbers = NumberWatch(setup, folder, progress)
         self._failure: MpizeroError | None = None
 
@@ -131,7 +132,6 @@ class TrainingLoop:
             self.saver.finish()
         if self._checkpoint_due(decision):
             self._save(wait=decision is StopDecision.STOP or self._complete)
-        self._tell_saved()
         return decision
 
     @property
@@ -262,12 +262,6 @@ class TrainingLoop:
         self.saver.save(self.step, state, wait=wait, best=self._is_best)
         self.speed.disturb()
 
-    def _tell_saved(self) -> None:
-        """Call the callbacks for each checkpoint that was completed meanwhile."""
-        saved, self.saver.saved = self.saver.saved, []
-        for path in saved:
-            self.callbacks.call("on_checkpoint", self.host, path)
-
     @property
     def farewell(self) -> str:
         """The last message of a run that was stopped: the reason, the step, and where its state is saved."""
@@ -277,7 +271,6 @@ class TrainingLoop:
     def _result(self) -> TrainingResult:
         if self.saver.step != self.step:
             self._save(wait=True)
-            self._tell_saved()
         setup, best = self.setup, self.improvement
         result = TrainingResult(
             steps=self.step,

@@ -41,8 +41,8 @@ class Saver:
         The step of the newest save, begun or done; -1 if there is none.
     best : int or None
         The step of the best checkpoint so far, which the link ``best`` names and no clean-up removes.
-    saved : list of str
-        Paths of the checkpoints that were completed since the list was last emptied.
+    on_saved : callable or None
+        Called on every rank with the path of each checkpoint that is complete, before old ones are removed.
 
     Raises
     ------
@@ -61,7 +61,7 @@ class Saver:
         self._begun = 0.0
         self.step = -1
         self.best: int | None = None
-        self.saved: list[str] = []
+        self.on_saved: Callable[[str], object] | None = None
         with all_ranks(comm):
             checkpoint.check_backend(setup.comm, self._section.backend)
             if self._section.asynchronous:
@@ -130,7 +130,8 @@ class Saver:
         if best:  # before the earlier one may be removed
             self.best = step
             checkpoint.mark_best(self._folder.checkpoints, step, self._comm)
-        self.saved.append(checkpoint.step_folder(self._folder.checkpoints, step))
+        if self.on_saved is not None:
+            self.on_saved(checkpoint.step_folder(self._folder.checkpoints, step))
         checkpoint.prune(
             self._folder.checkpoints,
             section.keep,

@@ -1,0 +1,368 @@
+"""``mz.Trainer``: the training loop as a library, on threads of this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero import checkpoint
+from mpizero.comm import InMemoryCommunicator
+from mpizero.errors import ArgumentError, CheckpointError, ConfigError, DataError, StateError
+from mpizero.testing import run_in_threads
+from mpizero.train.run import saver
+from mpizero.train.run.improvement import Improvement
+from mpizero.train.stopping.signals import SIGNALS
+
+STEPS = 14
+
+
+def squares(parameters, batch):
+    """Sum of the squared errors of a linear model, its gradient, and the number of samples."""
+    x, y = batch
+    error = x @ parameters["weight"] - y
+    return float((error**2).sum()), {"weight": 2 * x.T @ error}, float(len(x))
+
+
+def linear():
+    return mz.FunctionModel({"weight": np.zeros(3)}, squares, predict=lambda parameters, x: x @ parameters["weight"])
+
+
+def samples(count=90, noise=0.0):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(count, 3))
+    return mz.data.ArraySource(x, x @ np.array([1.0, -2.0, 0.5]) + noise * rng.normal(size=count))
+
+
+def deviation(model, batch):
+    """A metric that calls a collective method of the model."""
+    x, y = batch
+    return np.abs(model.predict(x) - y).sum(), len(y)
+
+
+class Smoothed(mz.Callback):
+    """Keeps a mean of losses over steps, and what it was called for."""
+
+    def __init__(self, interrupt=0):
+        self.mean, self.calls, self.interrupt = 0.0, [], interrupt
+
+    def on_step(self, trainer, report):
+        self.mean = 0.5 * self.mean + 0.5 * report.loss
+        if trainer.step == self.interrupt and trainer.rank == trainer.world_size - 1:
+            trainer._loop.stop.listen(lambda: "a test")  # heard after the next step, as a signal is
+
+    def on_validation(self, trainer, figures):
+        self.calls.append((trainer.step, figures["deviation"], self.mean))
+
+    def on_checkpoint(self, trainer, path):
+        assert Path(path, "manifest.json").exists()
+
+    def on_end(self, trainer, result):
+        self.calls.append("end" if result is None else result.stopped)
+
+    def state_dict(self):
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state):
+        self.mean = state["mean"]
+
+
+def made(folder, comm, callbacks=(), **settings):
+    """A trainer of the linear model; by default it validates every other step, and has the metric ``deviation``."""
+    given = {
+        "optimizer": mz.SGD(0.1),
+        "steps": STEPS,
+        "global_batch": 12,
+        "validation": 0.2,
+        "validate_every": 2,
+        "metrics": {"deviation": deviation},
+        "run": folder / "run",
+        "progress": False,
+    } | settings
+    return mz.Trainer(
+        given.pop("model", None) or linear(),
+        samples(noise=0.3),
+        mz.ShardingConfig(comm=comm, micro_batch=2),
+        callbacks=callbacks,
+        **given,
+    )
+
+
+def trained(folder, ranks, how="fit", *, interrupt=0, **settings):
+    """Train on so many threads; return each rank's result (None if it was interrupted) and calls."""
+
+    def work(comm):
+        seen = Smoothed(interrupt)
+        with made(folder, comm, [seen], **settings) as trainer:
+            try:
+                return getattr(trainer, how)(), seen.calls
+            except mz.Preempted as stopped:
+                return (None if stopped.code == stopped.status == 75 else stopped), seen.calls
+
+    return run_in_threads(ranks, work)
+
+
+def lines(folder):
+    """The lines of metrics, without what depends on time, memory and messages."""
+    left_out = ("samples_per_second", "bytes_sent", "memory")
+    found = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in left_out} for line in found]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_interrupted_run_equals_an_uninterrupted_one_in_parameters_figures_and_decisions(tmp_path, asynchronous):
+    """On 2, 3 and 1 ranks with three strategies; the metric improves late no more, and patience ends the run."""
+    rules = {"best": "deviation", "patience": 3, "min_delta": 0.02, "every": 5, "keep": 1, "steps": 60}
+    ((whole, calls),) = trained(tmp_path / "whole", 1, **rules)
+    assert whole.stopped.startswith("no improvement of deviation in 3 validations")
+    rules["asynchronous"] = asynchronous
+    parts, seen = [(2, "zero3", 4), (3, "ddp", 9), (1, "zero2", 0)], []
+    for number, (ranks, strategy, interrupt) in enumerate(parts):
+        how = "resume" if number else "fit"
+        found = trained(tmp_path / "parts", ranks, how, strategy=strategy, interrupt=interrupt, **rules)
+        assert all(one[1] == found[0][1] for one in found)
+        assert (found[0][0] is None) == bool(interrupt)
+        seen += [call for call in found[0][1] if call != "end"]
+    result = found[0][0]
+    assert (result.parameters_sha256, result.steps, result.stopped) == (
+        whole.parameters_sha256,
+        whole.steps,
+        whole.stopped,
+    )
+    assert seen == calls
+    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
+    same = {"value": whole.best["value"], "step": whole.best["step"]}
+    assert {name: result.best[name] for name in same} == same
+    kept = {path.name for path in (tmp_path / "parts" / "run" / "checkpoints").iterdir()}
+    assert kept == {"best", f"step_{whole.best['step']:08d}", f"step_{whole.steps:08d}"}
+    assert os.readlink(result.best["checkpoint"]) == f"step_{whole.best['step']:08d}"
+    assert checkpoint.verify(result.best["checkpoint"]) > 0
+    again = trained(tmp_path / "parts", 2, "resume", **rules)
+    assert again[0][0].stopped == whole.stopped
+    assert again[0][1] == [whole.stopped]
+    more = trained(tmp_path / "parts", 2, "resume", **(rules | {"patience": 4}))
+    assert more[0][0].steps > whole.steps
+
+
+def test_metrics_of_one_s_own_have_the_same_bits_on_any_ranks(tmp_path):
+    def figures(ranks, strategy):
+        found = trained(tmp_path / f"{ranks}{strategy}", ranks, strategy=strategy, validation=0.4, validate_samples=31)
+        assert len({str(result.validations) for result, _ in found}) == 1
+        return [one["deviation"] for one in found[0][0].validations]
+
+    alone = figures(1, "ddp")
+    assert figures(2, "zero3") == figures(3, "zero1") == figures(4, "zero3") == alone
+    with InMemoryCommunicator.group(1)[0] as comm, made(tmp_path, comm, validation=0.4, validate_samples=31) as trainer:
+        result = trainer.fit()
+        held = trainer._setup.validation
+        x, y = held.samples(np.arange(31) * len(held) // 31)
+        assert result.validations[-1]["deviation"] == pytest.approx(
+            np.abs(trainer.model.predict(x) - y).mean(), rel=1e-14
+        )
+
+
+def test_the_best_checkpoint_is_kept_by_whatever_happens(tmp_path, monkeypatch):
+    """Killed before the link is made, it is made at the next start; a resume from before takes it back."""
+    folder, rules = tmp_path / "run" / "checkpoints", {"best": "deviation", "every": 1, "keep": 1, "keep_every": 6}
+    real, killed = checkpoint.mark_best, []
+
+    def mark(where, step, comm=None):
+        if step == 4 and not killed:
+            killed.append(step)
+            raise KeyboardInterrupt
+        real(where, step, comm)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(saver.checkpoint, "mark_best", mark)
+        with pytest.raises(KeyboardInterrupt):
+            trained(tmp_path, 1, **rules)
+    assert os.readlink(folder / "best") == "step_00000002"
+    assert (folder / "step_00000002").exists()
+    result, _ = trained(tmp_path, 1, "resume", **rules)[0]
+    assert not (folder / "step_00000002").exists()
+    assert os.readlink(folder / "best") == f"step_{result.best['step']:08d}"
+    # The steps 6 and 12 were kept; the best of before step 6 is gone, and what comes later is done again.
+    best = result.best
+    with InMemoryCommunicator.group(1)[0] as comm, made(tmp_path, comm, **rules) as trainer:
+        again = trainer.resume(6)
+    assert (again.best, again.parameters_sha256) == (best, result.parameters_sha256)
+    earlier = tmp_path / "run" / "earlier" / "0001" / "checkpoints"
+    assert os.path.realpath(earlier / "best") == str(earlier / f"step_{best['step']:08d}")
+    (folder / "best").unlink()
+    (folder / "best").mkdir()
+    with pytest.raises(CheckpointError, match="is no link to a checkpoint: rename it"):
+        trained(tmp_path, 2, "resume", **rules)
+
+
+def test_a_run_without_best_keeps_the_best_of_before(tmp_path):
+    trained(tmp_path, 1, best="validation_loss", every=1, keep=1, steps=2)
+    trained(tmp_path, 1, "resume", every=1, keep=1, steps=6)
+    assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == ["best", "step_00000002", "step_00000006"]
+
+
+def test_large_values_are_good_with_a_sign_and_what_is_not_finite_never_is():
+    seen = Improvement("-accuracy", patience=2, min_delta=0.1)
+    found = [seen.see(step, {"accuracy": value}) for step, value in enumerate([None, 0.5, 0.55, 0.4, 0.7, None])]
+    assert found == [False, True, True, False, True, False]
+    assert (seen.value, seen.step, seen.stalled, seen.exhausted) == (0.7, 4, 1, False)
+    other = Improvement("-accuracy", patience=2)
+    assert other.restore(seen.state()) == ""
+    assert other.state() == seen.state()
+    assert "begins anew" in Improvement("validation_loss").restore(seen.state())
+
+
+def test_in_one_process_it_leaves_no_handlers_runs_twice_and_resumes(tmp_path):
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with made(tmp_path, "self", every=3) as trainer:
+        first, caught = trainer.fit(), [signal.getsignal(number) for number in SIGNALS]
+        second = trainer.fit()
+        assert caught == before
+        assert second.parameters_sha256 == first.parameters_sha256
+        assert [line["step"] for line in second.history] == list(range(1, STEPS + 1))
+        assert second.history[-1]["loss"] == second.loss == first.loss
+        assert second.history[1]["deviation"] == first.validations[0]["deviation"]
+        assert (tmp_path / "run" / "earlier" / "0001" / "metrics.jsonl").exists()
+        (tmp_path / "run" / "STOP").touch()
+        with pytest.raises(mz.Preempted, match=r"stopped by the file .*STOP after step 1: saved .*trainer.resume\(\)"):
+            trainer.fit()
+        assert trainer.resume().parameters_sha256 == first.parameters_sha256
+        assert trainer.step == STEPS
+        trainer.model.predict(np.ones((2, 3)))
+    with pytest.raises(StateError, match="this trainer is closed"):
+        trainer.fit()
+
+
+def test_a_signal_to_a_program_of_one_process_saves_and_can_be_resumed(tmp_path):
+    class Told(mz.Callback):
+        def on_step(self, trainer, report):
+            if trainer.step == 3:
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+    with (
+        made(tmp_path, "self", [Told()]) as trainer,
+        pytest.raises(mz.Preempted, match="SIGUSR1 on rank 0 after step 4"),
+    ):
+        trainer.fit()
+    whole, _ = trained(tmp_path / "whole", 1)[0]
+    with made(tmp_path, "self") as trainer:
+        assert trainer.resume().parameters_sha256 == whole.parameters_sha256
+
+
+@pytest.mark.parametrize("how", ["pipeline", "given"])
+def test_models_split_over_ranks_and_models_sharded_already_train_the_same(tmp_path, how):
+    net = mz.nn.MLP(3, (8, 8), 1, task="regression", dtype="float64")
+
+    def work(comm):
+        source = samples()
+        source = mz.data.ArraySource(source.x, source.y[:, None])
+        config = mz.ShardingConfig(comm=comm, micro_batch=2)
+        given = {"steps": 4, "global_batch": 12, "run": tmp_path / str(comm.size), "progress": False}
+        if comm.size == 1 or how == "pipeline":
+            parallel = {"pipeline": 2, "schedule": "gpipe"} if comm.size > 1 else None
+            with mz.Trainer(net, source, config, optimizer=mz.AdamW(1e-2), parallel=parallel, **given) as trainer:
+                return trainer.fit()
+        with mz.ZeRO3Model(net, config, optimizer=mz.AdamW(1e-2)) as model:
+            trainer = mz.Trainer(model, source, **given)
+            result = trainer.fit()
+            trainer.close()
+            assert model.parameters_sha256() == result.parameters_sha256
+            return result
+
+    (alone,) = run_in_threads(1, work)
+    found = run_in_threads(4, work)[0]
+    assert found.parameters_sha256 == alone.parameters_sha256
+    assert found.layout["pipeline"] == (2 if how == "pipeline" else 1)
+    assert found.strategy == ("zero2" if how == "pipeline" else "zero3")
+
+
+def test_another_run_s_folder_is_refused(tmp_path, on_threads):
+    trained(tmp_path, 1, steps=2)
+    for other, told in (
+        ({"seed": 1}, r"trainer.seed was 0 in the saved run and is 1 now; .* another run"),
+        ({"global_batch": 6}, "trainer.global_batch was 12"),
+        ({"optimizer": mz.SGD(0.1, momentum=0.9)}, "optimizer.momentum was 0.0 in the saved run and is 0.9 now"),
+        ({"validation": 0.3}, "the training samples are not those of the saved run"),
+        ({"steps": 1}, r"Trainer: steps = 1: the run in .* has done 2 steps already"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            trained(tmp_path, 2, "resume", **other)
+    assert on_threads.train(1, "train.steps=1").status == 0
+    with pytest.raises(ConfigError, match="it is of a run of `mpizero train`"):
+        trained(on_threads.folder, 1, "resume")
+
+
+WRONG = {
+    "no steps": ({"steps": 0}, ConfigError, r"Trainer: steps = 0: must be a whole number >= 1"),
+    "an unknown argument": ({"patiense": 2}, ArgumentError, r"no argument 'patiense' \(did you mean 'patience'\?\)"),
+    "no optimizer": ({"optimizer": None}, ConfigError, r"optimizer is missing: give one, such as optimizer=mz.AdamW"),
+    "best without validation": ({"best": "deviation", "validation": None}, ConfigError, "needs validation samples"),
+    "patience without validations": ({"patience": 2, "validate_every": 0}, ConfigError, "validate_every > 0"),
+    "an unknown metric": ({"best": "deviatoin"}, ConfigError, r"'deviatoin': no .*did you mean 'deviation'\?.*\"-\""),
+    "min_delta alone": ({"min_delta": 0.1}, ConfigError, "min_delta = 0.1: belongs to patience"),
+    "a source too short": (
+        {"global_batch": 500},
+        DataError,
+        "must be at most the number of training samples, which is 72",
+    ),
+    "arrays for a source": ({"validation": np.ones(3)}, ArgumentError, r"validation is a ndarray.*mz.data.ArraySource"),
+    "a strategy of another name": ({"strategy": "zero4"}, ConfigError, 'strategy = "zero4": must be one of "ddp"'),
+    "too many stages": ({"parallel": {"pipeline": 3}}, ConfigError, "pipeline = 3: does not fit this job"),
+    "a wrong size": ({"parallel": {"pipelin": 2}}, ConfigError, r"'pipelin' is unknown \(did you mean 'pipeline'\?\)"),
+    "a setting elsewhere": (
+        {"parallel": {"bucket_mb": 2}},
+        ConfigError,
+        "bucket_mb is a setting of the ShardingConfig",
+    ),
+    "metrics in a list": ({"metrics": [deviation]}, ArgumentError, "expected a dictionary of functions"),
+    "a taken name": ({"metrics": {"loss": deviation}}, ConfigError, "'loss' cannot be the name of a metric"),
+    "a number for a folder": ({"run": 3}, ArgumentError, "run=3: expected the path of the run's folder"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments_are_told_on_every_rank_in_one_line(tmp_path, case):
+    settings, kind, told = WRONG[case]
+    caught = []
+
+    def work(comm):
+        with pytest.raises(kind, match=told) as error:
+            made(tmp_path, comm, **settings).fit()
+        caught.append(error)
+
+    run_in_threads(2, work)
+    assert len(caught) == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_sharded_model_comes_without_arguments_for_sharding(tmp_path, alone_model):
+    for name, value in {
+        "optimizer": mz.SGD(0.1),
+        "strategy": "ddp",
+        "parallel": {},
+        "config": mz.ShardingConfig(comm="self"),
+    }.items():
+        with pytest.raises(ConfigError, match=f"Trainer: {name} is for a model that is not sharded yet"):
+            mz.Trainer(alone_model, samples(), steps=1, global_batch=4, run=tmp_path, **{name: value})
+    with pytest.raises(StateError, match="this ZeRO2Model has no optimizer: give it one"):
+        mz.Trainer(alone_model, samples(), steps=1, global_batch=4, run=tmp_path)
+
+
+@pytest.fixture
+def alone_model():
+    with mz.ShardingConfig(comm="self") as config, mz.ZeRO2Model(linear(), config) as model:
+        yield model
+
+
+def test_ranks_that_want_different_runs_are_told(tmp_path):
+    def work(comm):
+        with pytest.raises(
+            ConfigError, match=r"ranks differ: steps of the arguments of Trainer 3 on rank 0, 4 on rank 1"
+        ):
+            made(tmp_path, comm, steps=3 + comm.rank)
+
+    run_in_threads(2, work)
