@@ -25,23 +25,30 @@ from mpizero.types import EVALUATE, Array, ParameterSpec, Params, Run
 
 @dataclass(frozen=True)
 class BlockTensors:
-    """Hold what a block's module holds, and the specs of its parameters in the same order.
+    """Hold what a block's module holds, and how mpizero stores it.
 
     Attributes
     ----------
-    parameters : tuple of Held
-        The parameters.
+    stored : tuple of Held
+        The parameters, and the buffers that are stored like parameters: statistics, which are averaged, and constants,
+        which are frozen.
     specs : tuple of ParameterSpec
-        Their descriptions, with names relative to the block.
-    constants : tuple of Held
-        Buffers that the forward pass must not change.
+        Their descriptions, in the same order, with names relative to the block.
+    kept : tuple of Held
+        The other buffers, which stay in the module; no forward pass may change them.
+    counters : tuple of Held
+        Counts of batches in norms, on which nothing depends; each forward pass gets a copy.
+    parameters : frozenset of str
+        Names of those in ``stored`` that are parameters of the module, not buffers.
     unused : frozenset of str
         Names of parameters that need no gradient in every forward pass.
     """
 
-    parameters: tuple[Held, ...]
+    stored: tuple[Held, ...]
     specs: tuple[ParameterSpec, ...]
-    constants: tuple[Held, ...] = ()
+    kept: tuple[Held, ...] = ()
+    counters: tuple[Held, ...] = ()
+    parameters: frozenset[str] = frozenset()
     unused: frozenset[str] = frozenset()
     paths: tuple[tuple[str, ...], ...] = field(init=False, repr=False)
 
@@ -53,13 +60,14 @@ class BlockTensors:
 class _Cache:
     """Hold the graph of a forward pass; or its input alone, of an evaluation, whose backward pass runs it again.
 
-    ``paths`` names the outputs of the graph within the output's tree.
+    ``paths`` names the outputs of the graph within the output's tree. ``averages`` are the new values of statistics.
     """
 
     x: Any
     run: Run
     graph: Pass | None = None
     paths: tuple[str, ...] = ()
+    averages: Sequence[torch.Tensor] = ()
     saved: SavedParameters | None = None
 
 
@@ -107,16 +115,17 @@ class TorchBlock(Layer):
         cache = _Cache(x, run)
         if not run.training:
             with self._pass(run), torch.no_grad():
-                return map_leaves(as_array, self._call(self._tensors(params), map_leaves(as_tensor, x))), cache
+                y, _ = self._call(self._given(params), map_leaves(as_tensor, x))
+                return map_leaves(as_array, y), cache
         y = self._record(params, cache)
         return map_leaves(as_array, y), cache
 
     def _record(self, params: Params, cache: _Cache) -> Any:
         """Run the module with autograd's graph, put the graph into the cache, and return the output's tensors."""
         with self._pass(cache.run), torch.enable_grad():
-            tensors = self._tensors(params)
-            for tensor, spec in zip(tensors, self.tensors.specs, strict=True):
-                tensor.requires_grad_(spec.trainable)
+            tensors = self._given(params)
+            given = [t.clone() if s.averaged else t for t, s in zip(tensors, self.tensors.specs, strict=True)]
+            weights = [t.requires_grad_() for t, s in zip(given, self.tensors.specs, strict=True) if s.optimized]
             x = map_leaves(as_tensor, cache.x)
             inputs = gradient_leaves(x) if self.number else []  # block 0 takes samples, which need no gradient
             for tensor in inputs:
@@ -126,10 +135,9 @@ class TorchBlock(Layer):
                 cache.saved = SavedParameters(tensors)
                 hooks = saved_tensors_hooks(cache.saved.pack, cache.saved.unpack)
             with hooks:
-                y = self._call(tensors, x)
+                y, after = self._call(given, x)
             outputs = {path: tensor for path, tensor in paths_of(y=y) if tensor.requires_grad}
-            weights = [t for t in tensors if t.requires_grad]
-            self._check_versions(tensors)
+            cache.averages = [t.detach() for t, s in zip(after, self.tensors.specs, strict=True) if s.averaged]
             cache.graph, cache.paths = Pass(list(outputs.values()), inputs, weights), tuple(outputs)
             return y
 
@@ -138,7 +146,7 @@ class TorchBlock(Layer):
         graph, given = self._graph(params, cache, dy)
         with torch_pass(self.settings):
             inputs, weights = whole_backward(graph, given)
-            self._write(grads, weights)
+            self._write(grads, weights, cache.averages)
             return self._input_gradient(cache, graph, inputs)
 
     def backward_input(self, params: Params, cache: Any, dy: Any) -> tuple[Any, Any]:
@@ -153,7 +161,7 @@ class TorchBlock(Layer):
         if cache.saved is not None:
             cache.saved.tensors = self._tensors(params)
         with torch_pass(self.settings):
-            self._write(grads, weight_half(cache.graph, pending))
+            self._write(grads, weight_half(cache.graph, pending), cache.averages)
 
     def _graph(self, params: Params, cache: _Cache, dy: Any) -> tuple[Pass, list[torch.Tensor]]:
         """Return the graph of the forward pass, and the gradients of its outputs as tensors."""
@@ -180,23 +188,30 @@ class TorchBlock(Layer):
 
         return map_leaves(gradient, cache.x)
 
-    def _write(self, grads: Params, weights: Gradients) -> None:
-        trained = (i for i, spec in enumerate(self.tensors.specs) if spec.trainable)
-        for place, weight in zip(trained, weights, strict=True):
-            view = _found(grads, self.tensors.paths[place])
-            if weight is not None:
-                put(view, weight)
+    def _write(self, grads: Params, weights: Gradients, averages: Sequence[torch.Tensor]) -> None:
+        """Write the gradients of parameters and the new values of statistics to ``grads``."""
+        gradients, statistics = iter(weights), iter(averages)
+        for spec, path in zip(self.tensors.specs, self.tensors.paths, strict=True):
+            if not spec.trainable:
                 continue
-            name = self.tensors.specs[place].name
-            if name not in self.tensors.unused:
+            value = next(statistics) if spec.averaged else next(gradients)
+            if value is not None:
+                put(_found(grads, path), value)
+            elif spec.name in self.tensors.unused:
+                _found(grads, path)[...] = 0
+            else:
                 raise LayoutError(
-                    f"{type(self.module).__name__}: the loss does not depend on parameter {name!r}, so it has no "
+                    f"{type(self.module).__name__}: the loss does not depend on parameter {spec.name!r}, so it has no "
                     "gradient: freeze it (frozen=), or name it in unused= if only some samples use it"
                 )
-            view[...] = 0
 
     def _tensors(self, params: Params) -> list[torch.Tensor]:
         return [as_tensor(_found(params, path)) for path in self.tensors.paths]
+
+    def _given(self, params: Params) -> list[torch.Tensor]:
+        """Return the tensors for a forward pass; the first pass gets copies, which a wrong module may change."""
+        tensors = self._tensors(params)
+        return tensors if self.number in self.settings.tried else [tensor.clone() for tensor in tensors]
 
     @contextmanager
     def _pass(self, run: Run) -> Iterator[None]:
@@ -206,29 +221,42 @@ class TorchBlock(Layer):
                 module.training = was and run.training
             yield
 
-    def _call(self, tensors: Sequence[torch.Tensor], x: Any) -> Any:
-        """Call the module on ``x`` with these parameters."""
-        with in_places(self.tensors.parameters, tensors):
+    def _call(self, tensors: Sequence[torch.Tensor], x: Any) -> tuple[Any, list[torch.Tensor]]:
+        """Call the module on ``x`` with these parameters; return its output, and what then is in their places."""
+        own = self.tensors
+        counters, kept = [one.now.clone() for one in own.counters], [one.now for one in own.kept]
+        versions = [tensor._version for tensor in (*tensors, *kept)]
+        with in_places((*own.stored, *own.counters), [*tensors, *counters]):
             if isinstance(x, tuple):
                 y = self.module(*x)
             elif isinstance(x, Mapping):
                 y = self.module(**x)
             else:
                 y = self.module(x)
+            after = [one.now for one in (*own.stored, *own.kept)]
         if odd := [leaf for leaf in leaves_of(y) if not isinstance(leaf, torch.Tensor)]:
             raise DataError(
                 f"{type(self.module).__name__} returned a {type(odd[0]).__name__}: a block returns tensors, alone or "
                 "in tuples, lists and dictionaries"
             )
-        return y
+        for number, (before, version, now) in enumerate(zip((*tensors, *kept), versions, after, strict=True)):
+            if now is not before or now._version != version:
+                self._refuse_change(number)
+        self.settings.tried.add(self.number)
+        return y, after[: len(tensors)]
 
-    def _check_versions(self, tensors: Sequence[torch.Tensor]) -> None:
-        for tensor, spec in zip(tensors, self.tensors.specs, strict=True):
-            if tensor._version:
-                raise LayoutError(
-                    f"{type(self.module).__name__} changes its parameter {spec.name!r} in its forward pass: only "
-                    "the optimizer may; compute with a changed copy"
-                )
+    def _refuse_change(self, number: int) -> None:
+        """Raise :class:`LayoutError` unless the forward pass may change what it has changed."""
+        specs, what, advice = self.tensors.specs, "buffer", "name it in averaged= if it is a statistic of the samples"
+        if number < len(specs):
+            if specs[number].averaged:
+                return
+            name = specs[number].name
+            if name in self.tensors.parameters:
+                what, advice = "parameter", "compute with a changed copy"
+        else:
+            name = self.tensors.kept[number - len(specs)].name
+        raise LayoutError(f"{type(self.module).__name__} changes its {what} {name!r} in its forward pass: {advice}")
 
 
 def _found(tree: Mapping[str, Any], path: Sequence[str]) -> Array:

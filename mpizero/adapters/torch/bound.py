@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -16,9 +16,8 @@ import torch
 from mpizero.errors import ConfigError
 from mpizero.names import nearest
 
-#: Modules whose floating-point buffers are running statistics.
-_RUNNING = (torch.nn.modules.batchnorm._NormBase,)
-_DTYPES: dict[Any, np.dtype[Any]] = {torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64)}
+#: The dtypes that parameters may have.
+DTYPES: dict[Any, np.dtype[Any]] = {torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64)}
 
 #: A dictionary of a module (its parameters or buffers), and a key of it.
 Place = tuple[dict[str, Any], str]
@@ -44,6 +43,13 @@ class Held:
     shape: tuple[int, ...]
     trainable: bool
     places: tuple[Place, ...] = field(compare=False, repr=False)
+
+    @property
+    def now(self) -> torch.Tensor:
+        """The tensor that is in the first of the places."""
+        place, key = self.places[0]
+        tensor: torch.Tensor = place[key]
+        return tensor
 
 
 def without_values(module: torch.nn.Module) -> torch.nn.Module:
@@ -103,23 +109,32 @@ def dtype_of(module: torch.nn.Module) -> np.dtype[Any]:
         first.setdefault(parameter.dtype, name)
     if not first:
         raise ConfigError(f"TorchModel: the module {type(module).__name__} has no parameters, so nothing is trained")
-    if len(first) > 1 or next(iter(first)) not in _DTYPES:
+    if len(first) > 1 or next(iter(first)) not in DTYPES:
         told = ", ".join(f"{name!r} is {str(dtype).removeprefix('torch.')}" for dtype, name in first.items())
         raise ConfigError(
             f"TorchModel: all parameters must be float32, or all float64; {told}: convert them, module.float()"
         )
-    return _DTYPES[next(iter(first))]
+    return DTYPES[next(iter(first))]
 
 
-def is_running(module: torch.nn.Module) -> set[int]:
-    """Return the identities of the floating-point buffers that are running statistics of norms. Not collective."""
-    return {
-        id(buffer)
-        for inner in module.modules()
-        if isinstance(inner, _RUNNING)
-        for buffer in inner._buffers.values()
-        if buffer is not None and buffer.is_floating_point()
-    }
+def running_statistics(module: torch.nn.Module) -> set[int]:
+    """Return the identities of the buffers that are running statistics of norms. Not collective."""
+    return {id(b) for b in _of_norms(module) if b.is_floating_point()}
+
+
+def batch_counters(module: torch.nn.Module) -> set[int]:
+    """Return the identities of the buffers that count the batches of norms. Not collective."""
+    return {id(b) for b in _of_norms(module) if not b.is_floating_point()}
+
+
+def _of_norms(module: torch.nn.Module) -> list[torch.Tensor]:
+    norms = [inner for inner in module.modules() if isinstance(inner, torch.nn.modules.batchnorm._NormBase)]
+    if odd := [norm for norm in norms if norm.track_running_stats and norm.momentum is None]:
+        raise ConfigError(
+            f"TorchModel: {type(odd[0]).__name__} has momentum=None, a mean over all batches so far, which depends on "
+            "how batches are cut: give it a momentum, such as 0.1"
+        )
+    return [buffer for norm in norms for buffer in norm._buffers.values() if buffer is not None]
 
 
 @contextmanager
@@ -138,25 +153,6 @@ def in_places(held: Sequence[Held], tensors: Sequence[torch.Tensor]) -> Iterator
         for one, old in zip(held, before, strict=True):
             for (place, key), tensor in zip(one.places, old, strict=True):
                 place[key] = tensor
-
-
-def matching(patterns: Collection[str], names: Sequence[str], what: str) -> set[str]:
-    """Return the names that match one of some shell patterns. Not collective.
-
-    Raises
-    ------
-    ConfigError
-        If a pattern matches none. ``what`` is the argument's name in the message.
-    """
-    if isinstance(patterns, str):
-        raise ConfigError(f"TorchModel: {what} is a collection of patterns, got one string: give [{patterns!r}]")
-    found: set[str] = set()
-    for pattern in patterns:
-        matches = {name for name in names if name == pattern or fnmatchcase(name, pattern)}
-        if not matches:
-            raise ConfigError(f"TorchModel: {what}: {pattern!r} matches none{nearest(pattern, names)} of {list(names)}")
-        found |= matches
-    return found
 
 
 def chosen_blocks(module: torch.nn.Module, blocks: Any) -> dict[str, torch.nn.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -10,12 +11,13 @@ import torch
 from mpizero import validation
 from mpizero.adapters.torch import bound
 from mpizero.adapters.torch.blocks import BlockTensors, TorchBlock
+from mpizero.adapters.torch.describer import Describer
 from mpizero.adapters.torch.loss import TorchLoss
 from mpizero.adapters.torch.process import TorchSettings, check_rounding, torch_pass
 from mpizero.errors import ConfigError
 from mpizero.layout.flat import joined
 from mpizero.names import explains
-from mpizero.types import Array, ParameterSpec
+from mpizero.types import Array
 
 
 @explains
@@ -48,6 +50,10 @@ class TorchModel:
     unused : collection of str
         Names, or shell patterns, of parameters that the loss of some samples does not depend on. Their gradient is then
         zero; for others that is an error.
+    averaged : collection of str
+        Names, or shell patterns, of buffers that hold statistics of the samples. Each micro-batch begins with the
+        values of the step's beginning, and the step ends with the mean of their new values, weighted by samples.
+        Running means and variances of norms are such statistics already. No forward pass may change other buffers.
 
     Raises
     ------
@@ -64,6 +70,7 @@ class TorchModel:
         seed: int = 0,
         frozen: Collection[str] = (),
         unused: Collection[str] = (),
+        averaged: Collection[str] = (),
     ) -> None:
         self.seed = validation.require("seed", seed, validation.seed)
         self._settings = TorchSettings()
@@ -78,9 +85,13 @@ class TorchModel:
             twins = _twins(given, self._module, blocks)
             chosen = bound.chosen_blocks(self._module, twins)
             bound.check_all_held(self._module, chosen)
-        self._names = _Names(self._module, frozen, unused)
+        describer = Describer(self._module, self.dtype, frozen=frozen, unused=unused, averaged=averaged)
         #: Blocks by name, in the order in which they run.
-        self.blocks: Mapping[str, TorchBlock] = self._blocks(chosen)
+        self.blocks: Mapping[str, TorchBlock] = {
+            name: self._block(number, inner, describer.describe(name, inner))
+            for number, (name, inner) in enumerate(chosen.items())
+        }
+        describer.forget_values()
 
     @property
     def fingerprint(self) -> Any:
@@ -90,7 +101,9 @@ class TorchModel:
     @property
     def start_values(self) -> dict[str, Array]:
         """The start values of all parameters, by name: arrays that share the memory of the module that was given."""
-        state = dict(self._made().named_parameters(remove_duplicate=False))
+        module = self._made()
+        state = dict(module.named_parameters(remove_duplicate=False))
+        state |= dict(module.named_buffers(remove_duplicate=False))
         names = (joined(block, spec.name) for block, one in self.blocks.items() for spec in one.specs())
         return {name: state[name].detach().cpu().numpy() for name in names}
 
@@ -102,7 +115,7 @@ class TorchModel:
         """Return the module that was given, or what the function makes."""
         if isinstance(self._source, torch.nn.Module):
             module: Any = self._source
-        elif isinstance(self._source, type) or not callable(self._source):
+        elif not _takes_nothing(self._source):
             raise ConfigError(
                 "TorchModel: module is a torch.nn.Module, or a function without arguments that makes one, got "
                 f"{self._source!r:.80}"
@@ -119,34 +132,18 @@ class TorchModel:
             )
         return module
 
-    def _blocks(self, chosen: Mapping[str, torch.nn.Module]) -> dict[str, TorchBlock]:
-        homes: dict[int, str] = {}
-        found: dict[str, TorchBlock] = {}
-        for number, (name, module) in enumerate(chosen.items()):
-            held = bound.held_parameters(module)
-            specs = []
-            for identity, one in held.items():
-                whole = joined(name, one.name)
-                trainable = one.trainable and whole not in self._names.frozen
-                home = homes.setdefault(identity, whole)
-                tied = None if home == whole else home
-                spec = ParameterSpec(one.name, one.shape, decay=len(one.shape) > 1, trainable=trainable, tied=tied)
-                specs.append(spec)
-            unused = frozenset(spec.name for spec in specs if joined(name, spec.name) in self._names.unused)
-            constants = tuple(bound.held_buffers(module).values())
-            tensors = BlockTensors(tuple(held.values()), tuple(specs), constants, unused)
-            training = tuple((inner, inner.training) for inner in module.modules())
-            found[name] = TorchBlock(module, number, tensors, self._settings, training)
-        return found
+    def _block(self, number: int, module: torch.nn.Module, tensors: BlockTensors) -> TorchBlock:
+        training = tuple((inner, inner.training) for inner in module.modules())
+        return TorchBlock(module, number, tensors, self._settings, training)
 
 
-class _Names:
-    """Hold the names that the patterns of the user stand for."""
-
-    def __init__(self, module: torch.nn.Module, frozen: Collection[str], unused: Collection[str]) -> None:
-        names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-        self.frozen = bound.matching(frozen, names, "frozen")
-        self.unused = bound.matching(unused, names, "unused")
+def _takes_nothing(function: Any) -> bool:
+    """Tell whether something can be called without arguments."""
+    try:
+        inspect.signature(function).bind()
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _twins(given: torch.nn.Module, twin: torch.nn.Module, blocks: Any) -> Any:

@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -26,9 +26,14 @@ _TURN = threading.RLock()
 
 @dataclass
 class TorchSettings:
-    """Hold what a model's passes need of the configuration: threads of PyTorch, or None for those that it has."""
+    """Hold what the passes of a model need to know.
+
+    ``threads`` is the number of threads of PyTorch, None for that which it has. ``tried`` has the numbers of the blocks
+    that have run once without changing their parameters.
+    """
 
     threads: int | None = None
+    tried: set[int] = field(default_factory=set)
 
 
 @contextmanager

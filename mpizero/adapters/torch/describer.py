@@ -1,0 +1,85 @@
+"""Describe the parameters and buffers of a module's blocks, as mpizero stores them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpizero.adapters.torch import bound
+from mpizero.adapters.torch.blocks import BlockTensors
+from mpizero.layout.flat import joined
+from mpizero.names import as_patterns, selected
+from mpizero.types import ParameterSpec
+
+
+class Describer:
+    """Describe the blocks of a module, one after the other: a parameter belongs to the first block that holds it.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The whole module.
+    dtype : numpy dtype
+        The dtype of its parameters.
+    frozen, unused, averaged : collection of str
+        Names and patterns of the user; see :class:`~mpizero.adapters.torch.TorchModel`.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        dtype: np.dtype[Any],
+        *,
+        frozen: Collection[str],
+        unused: Collection[str],
+        averaged: Collection[str],
+    ) -> None:
+        parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+        buffers = [name for name, _ in module.named_buffers(remove_duplicate=False)]
+        self._frozen = _selected(parameters, "frozen", frozen)
+        self._unused = _selected(parameters, "unused", unused)
+        self._averaged = _selected(buffers, "averaged", averaged, "buffer")
+        self._dtype, self._saved = dtype, frozenset(module.state_dict())
+        self._running, self._counting = bound.running_statistics(module), bound.batch_counters(module)
+        self._homes: dict[int, str] = {}
+        self._stored: list[bound.Held] = []
+
+    def describe(self, block: str, module: torch.nn.Module) -> BlockTensors:
+        """Return what the module of a block holds. Not collective."""
+        parameters = bound.held_parameters(module)
+        stored, specs = list(parameters.values()), []
+        for identity, one in parameters.items():
+            whole = joined(block, one.name)
+            home = self._homes.setdefault(identity, whole)
+            tied, trainable = None if home == whole else home, one.trainable and whole not in self._frozen
+            specs.append(ParameterSpec(one.name, one.shape, decay=len(one.shape) > 1, trainable=trainable, tied=tied))
+        counters, kept = [], []
+        for identity, one in bound.held_buffers(module).items():
+            whole, own_dtype = joined(block, one.name), bound.DTYPES.get(one.now.dtype) == self._dtype
+            averaged = identity in self._running or whole in self._averaged
+            if identity in self._counting:
+                counters.append(one)
+            elif averaged or (own_dtype and whole in self._saved):
+                stored.append(one)
+                specs.append(ParameterSpec(one.name, one.shape, decay=False, trainable=averaged, averaged=averaged))
+                self._stored.append(one)
+            else:
+                kept.append(one)
+        names = frozenset(one.name for one in parameters.values())
+        unused = frozenset(name for name in names if joined(block, name) in self._unused)
+        return BlockTensors(tuple(stored), tuple(specs), tuple(kept), tuple(counters), names, unused)
+
+    def forget_values(self) -> None:
+        """Free the memory of the buffers that mpizero stores. Not collective."""
+        for one in self._stored:
+            empty = torch.empty_like(one.now, device="meta")
+            for place, key in one.places:
+                place[key] = empty
+
+
+def _selected(names: list[str], where: str, patterns: Collection[str], what: str = "parameter") -> frozenset[str]:
+    where = f"TorchModel: {where}"
+    return frozenset(selected(names, where, as_patterns(where, patterns), what))

@@ -1,0 +1,289 @@
+"""A PyTorch module trains as PyTorch trains it, with the same bits on every layout, and says what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+import mpizero as mz  # noqa: E402
+from mpizero.adapters.torch.backward import Pass, input_half, weight_half, whole_backward  # noqa: E402
+from mpizero.errors import ConfigError, MpizeroError  # noqa: E402
+from mpizero.parallel.parameters.store import ParameterStore  # noqa: E402
+from mpizero.testing import run_in_threads  # noqa: E402
+from tests.peers.torch_nets import Transformer, next_word, resnet  # noqa: E402
+
+WORDS = np.random.default_rng(0).integers(0, 31, (60, 9))
+PIXELS = np.random.default_rng(1).normal(size=(120, 1, 8, 8)).astype(np.float32)
+CLASSES = np.random.default_rng(2).integers(0, 10, 120)
+SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zero_bubble_v", 1)]
+
+
+def transformer(**given: Any) -> mz.adapters.torch.TorchModel:
+    return mz.adapters.torch.TorchModel(Transformer, next_word, **{"blocks": Transformer.blocks, "seed": 5, **given})
+
+
+def cnn(**given: Any) -> mz.adapters.torch.TorchModel:
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    return mz.adapters.torch.TorchModel(resnet, loss, **{"blocks": ["0", "1", "2", "3"], "seed": 5, **given})
+
+
+def data(name: str) -> Any:
+    if name == "transformer":
+        return mz.data.ArraySource(WORDS[:, :-1].copy(), WORDS[:, 1:].copy())
+    return mz.data.ArraySource(PIXELS, CLASSES)
+
+
+@contextmanager
+def placed(model: Any, comm: Any, strategy: str, *, optimizer: Any = None, **layout: Any) -> Iterator[Any]:
+    """Place a model; ``layout`` has settings of the configuration, and for a hybrid model also its sizes."""
+    sizes = {key: layout.pop(key) for key in ("pipeline_parallel_size", "schedule", "virtual_stages") if key in layout}
+    optimizer = optimizer or mz.AdamW(1e-3)
+    settings = {"micro_batch": 2, "minimum_parameter_group_size": 1, **layout}
+    with mz.ShardingConfig(comm=comm, **settings) as config:
+        if sizes:
+            stage = ["ddp", "zero1", "zero2", "zero3"].index(strategy)
+            made = mz.HybridShardedModel(model, config, optimizer=optimizer, zero_stage=stage, **sizes)
+        else:
+            made = mz.distribute(model, optimizer, strategy=strategy, config=config)
+        with made:
+            yield made
+
+
+def trained(name: str, comm: Any, strategy: str, **layout: Any) -> str:
+    with placed({"transformer": transformer, "cnn": cnn}[name](), comm, strategy, **layout) as model:
+        for x, y in mz.data.batches(data(name), model, global_batch=9, seed=0, steps=3):
+            model.train(x, y)
+        return str(model.parameters_sha256())
+
+
+LAYOUTS = [
+    (2, "ddp", {}),
+    (3, "zero1", {"share_node_memory": False}),
+    (2, "zero2", {"ranks_per_node": 1}),
+    (4, "zero3", {"ranks_per_node": 1}),
+    (3, "zero3", {}),
+    *((4, z, {"pipeline_parallel_size": 2, "schedule": s, "virtual_stages": v})
+      for (s, v), z in zip(SCHEDULES, ("ddp", "zero3", "zero1", "zero3", "ddp"), strict=True)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["transformer", "cnn"])
+def test_dropout_statistics_and_parameters_have_the_same_bits_on_every_layout(name: str) -> None:
+    expected = run_in_threads(1, lambda comm: trained(name, comm, "ddp"))
+    for ranks, strategy, layout in LAYOUTS:
+        found = run_in_threads(ranks, lambda comm, s=strategy, o=layout: trained(name, comm, s, **o))
+        assert set(found) == set(expected), (ranks, strategy, layout)
+
+
+def test_a_backward_pass_reads_no_parameters_that_were_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run_in_threads(1, lambda comm: trained("transformer", comm, "ddp"))
+    unshard = ParameterStore.unshard
+
+    @contextmanager
+    def filled(store: Any, unit: Any, *args: Any, **kwargs: Any) -> Any:
+        with unshard(store, unit, *args, **kwargs) as params:
+            yield params
+            if store.sharded:
+                store.unsharded(unit)[:] = np.nan
+
+    monkeypatch.setattr(ParameterStore, "unshard", filled)
+    for more in ({}, {"pipeline_parallel_size": 2, "schedule": "zero_bubble"}):
+        found = run_in_threads(4, lambda comm, o=more: trained("transformer", comm, "zero3", ranks_per_node=1, **o))
+        assert set(found) == set(expected), more
+
+
+# ------------------------------------------------------------------ against plain PyTorch
+
+
+def plain(net: Any, loss: Any, batches: Any, optimizer: Any, grain: int) -> None:
+    """Train a module as PyTorch does; batches are cut into grains, and statistics are averaged over them."""
+    for x, y in batches:
+        optimizer.zero_grad()
+        before = {name: b.clone() for name, b in net.named_buffers()}
+        sums = {name: torch.zeros_like(b) for name, b in before.items() if b.is_floating_point()}
+        for start in range(0, len(x), grain):
+            for name, buffer in net.named_buffers():
+                buffer.copy_(before[name])
+            part = torch.from_numpy(x[start : start + grain]), torch.from_numpy(y[start : start + grain])
+            (loss(net(part[0]), part[1]) / len(x)).backward()
+            for name, total in sums.items():
+                total += net.get_buffer(name) * len(part[0]) / len(x)
+        for name, total in sums.items():
+            net.get_buffer(name).copy_(total)
+        optimizer.step()
+
+
+OPTIMIZERS = {
+    "sgd": (lambda: mz.SGD(1e-3, momentum=0.9), lambda p: torch.optim.SGD(p, 1e-3, momentum=0.9)),
+    "adamw": (lambda: mz.AdamW(1e-3, weight_decay=0.0), lambda p: torch.optim.AdamW(p, 1e-3, weight_decay=0.0)),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["transformer", "cnn"])
+def test_fifty_steps_in_float64_are_those_of_plain_pytorch(name: str, kind: str) -> None:
+    ours, theirs = OPTIMIZERS[kind]
+    torch.manual_seed(3)
+    net = Transformer(dropout=0.0).double() if name == "transformer" else resnet(dropout=0.0).double()
+    loss = (lambda p, t: next_word(p, t)[0]) if name == "transformer" else nn.CrossEntropyLoss(reduction="sum")
+    blocks = Transformer.blocks if name == "transformer" else net
+    x, y = (WORDS[:, :-1], WORDS[:, 1:]) if name == "transformer" else (PIXELS.astype(np.float64), CLASSES)
+    source = mz.data.ArraySource(x, y)
+
+    def body(comm: Any) -> dict[str, Any]:
+        model = mz.adapters.torch.TorchModel(net, loss, blocks=blocks)
+        with placed(model, comm, "zero2", optimizer=ours(), micro_batch=5) as sharded:
+            for part in mz.data.batches(source, sharded, global_batch=10, seed=0, steps=50):
+                sharded.train(*part)
+            return dict(sharded.named_parameters())
+
+    found = run_in_threads(2, body)[0]
+    alone = mz.ShardingConfig(comm="self")
+    batches = mz.data.batches(source, alone, global_batch=10, seed=0, steps=50)
+    plain(net, loss, batches, theirs(net.parameters()), grain=5)
+    state = net.state_dict()
+    expected = np.concatenate([state[key].numpy().ravel() for key in found])
+    got = np.concatenate([value.ravel() for value in found.values()])
+    assert np.linalg.norm(got - expected) <= 1e-11 * np.linalg.norm(expected)
+    assert {key for key in state if "num_batches" not in key} - set(found) <= {"head.out.weight"}  # tied
+
+
+class Recurrent(nn.Module):
+    """Use a bias in every step, which autograd cannot divide between the halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step, self.read = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Any) -> Any:
+        state = torch.zeros(x.shape[0], 8)
+        for i in range(x.shape[1]):
+            state = torch.tanh(self.step(state) + self.read(x[:, i]))
+        return state * self.step.weight.sum()
+
+
+@pytest.mark.parametrize("needs_input", [True, False])
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0), (4, 6, 32)),
+        (lambda: resnet()[1], (4, 7, 8, 8)),
+        (Recurrent, (4, 5, 8)),
+        (lambda: nn.GRU(8, 8, 2, batch_first=True), (4, 5, 8)),
+        (lambda: nn.LayerNorm(8), (4, 8)),
+        (lambda: nn.ReLU(), (4, 8)),
+    ],
+)
+def test_the_halves_of_a_backward_pass_have_the_bits_of_the_whole(make: Any, shape: Any, needs_input: bool) -> None:
+    torch.manual_seed(0)
+    net, x = make(), torch.randn(shape, requires_grad=needs_input)
+    y = net(x)
+    y = y[0] if isinstance(y, tuple) else y
+    if not y.requires_grad:
+        return
+    graph = Pass([y], [x] if needs_input else [], list(net.parameters()))
+    gradients = [torch.randn_like(y)]
+    inputs, weights = whole_backward(graph, gradients, keep=True)
+    again, pending = input_half(graph, gradients)
+    for expected, found in zip([*inputs, *weights], [*again, *weight_half(graph, pending)], strict=True):
+        assert torch.equal(expected, found)
+
+
+# ------------------------------------------------------------------ mistakes
+
+
+class Changes(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.linear = what, nn.Linear(4, 3)
+        self.register_buffer("count", torch.zeros(1))
+        self.register_buffer("ids", torch.zeros(1, dtype=torch.int64), persistent=False)
+
+    def forward(self, x: Any) -> Any:
+        if self.what == "parameter":
+            with torch.no_grad():
+                self.linear.weight.add_(1)
+        if self.what == "buffer":
+            self.count += 1
+        if self.what == "number":
+            self.ids = self.ids + 1
+        y = self.linear(x)
+        return y.detach() if self.what == "detached" else [3, y] if self.what == "list" else y
+
+
+CE = nn.CrossEntropyLoss(reduction="sum")
+X, Y = np.ones((4, 4), np.float32), np.zeros(4, np.int64)
+MISTAKES = [
+    ("evaluation mode", lambda: (Changes("").eval(), CE, {}), "is in evaluation mode"),
+    ("no module", lambda: (nn.Linear, CE, {}), "module is a torch.nn.Module, or a function"),
+    ("made something", lambda: ((lambda: 3), CE, {}), "the function made a int"),
+    ("nothing to train", lambda: (nn.ReLU(), CE, {}), "has no parameters"),
+    ("two dtypes", lambda: (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), CE, {}), "'1.weight' is float64"),
+    ("bfloat16", lambda: (nn.Linear(4, 3).bfloat16(), CE, {}), "is bfloat16"),
+    ("lazy", lambda: (nn.LazyLinear(3), CE, {}), "has no shape yet"),
+    ("mean loss", lambda: (nn.Linear(4, 3), nn.CrossEntropyLoss(), {}), "reduction='mean'"),
+    ("mean function", lambda: (nn.Linear(4, 3), nn.functional.cross_entropy, {}), "is no sum over samples"),
+    ("losses", lambda: (nn.Linear(4, 3), lambda p, t: p.sum(1), {}), "a tensor of shape (2,)"),
+    ("no tensor", lambda: (nn.Linear(4, 3), lambda p, t: 3.0, {}), "returned a float"),
+    (
+        "detached loss",
+        lambda: (nn.Linear(4, 3), lambda p, t: p.detach().sum(), {}),
+        "does not depend on the prediction",
+    ),
+    ("unknown block", lambda: (Transformer(), CE, {"blocks": ["embeding"]}), "did you mean 'embedding'"),
+    ("left out", lambda: (Transformer(), CE, {"blocks": ["layers.*"]}), "no block holds 'embedding.places'"),
+    ("nested", lambda: (Transformer(), CE, {"blocks": ["embedding", "layers", "layers.0"]}), "is a part of 'layers'"),
+    ("twice", lambda: (Transformer(), CE, {"blocks": ["head", "head"]}), "names 'head' twice"),
+    ("one text", lambda: (Transformer(), CE, {"blocks": "head"}), "list of submodules or of their names"),
+    ("frozen name", lambda: (nn.Linear(4, 3), CE, {"frozen": ["wieght"]}), "did you mean 'weight'"),
+    ("loss with parameters", lambda: (nn.Linear(4, 3), nn.Linear(2, 2), {}), "the loss has parameters"),
+    ("momentum", lambda: (nn.BatchNorm1d(4, momentum=None), CE, {}), "momentum=None"),
+    ("changed parameter", lambda: (Changes("parameter"), CE, {}), "changes its parameter 'linear.weight'"),
+    ("changed buffer", lambda: (Changes("buffer"), CE, {}), "changes its buffer 'count'"),
+    ("changed number", lambda: (Changes("number"), CE, {}), "changes its buffer 'ids'"),
+    ("not tensors", lambda: (Changes("list"), CE, {}), "returned a int"),
+    ("no gradient", lambda: (Changes("detached"), CE, {}), "has no gradient: freeze it"),
+    ("wrong argument", lambda: (nn.Linear(4, 3), CE, {"block": None}), "blocks"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), [m[1:] for m in MISTAKES], ids=[m[0] for m in MISTAKES])
+def test_a_mistake_is_told_before_the_first_step_ends(make: Any, message: str) -> None:
+    module, loss, given = make()
+
+    def body(comm: Any) -> None:
+        with placed(mz.adapters.torch.TorchModel(module, loss, **given), comm, "ddp") as model:
+            before = model.parameters_sha256()
+            try:
+                model.train(X[2 * comm.rank :][:2], Y[2 * comm.rank :][:2])
+            finally:
+                assert model.parameters_sha256() == before
+
+    with pytest.raises((MpizeroError, TypeError)) as error:
+        run_in_threads(2, body)
+    assert message in str(error.value)
+
+
+def test_random_numbers_and_settings_of_the_caller_stay_as_they_were() -> None:
+    torch.manual_seed(1)
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    run_in_threads(2, lambda comm: trained("cnn", comm, "ddp"))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_modules_that_do_not_round_in_one_way_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpizero.adapters.torch import process
+
+    monkeypatch.setattr(process, "_placed", lambda array, offset: array + offset)
+    with pytest.raises(ConfigError, match="MKL_CBWR=AUTO"):
+        transformer()
