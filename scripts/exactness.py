@@ -21,6 +21,7 @@ import io
 import itertools
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -170,7 +171,7 @@ def launch(mpiexec: str, python: str, ranks: int, args: argparse.Namespace, scri
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "rows.json"
         options = ["--steps", str(args.steps), "--worker", str(output), *more]
-        command = [mpiexec, "-n", str(ranks), python, script, *options]
+        command = [mpiexec, "-n", str(ranks), *shlex.split(python), script, *options]
         done = subprocess.run(
             command, env=environment, timeout=args.timeout, stderr=subprocess.PIPE, text=True, check=False
         )
@@ -220,7 +221,11 @@ def arguments(description: str, ranks: str, threads: str) -> argparse.ArgumentPa
     parser.add_argument(
         "--mpiexec", default=str(Path(sys.executable).with_name("mpiexec")), help="first MPI's launcher"
     )
-    parser.add_argument("--python", default=sys.executable, help="interpreter for the first MPI")
+    parser.add_argument(
+        "--python",
+        default=sys.executable,
+        help="interpreter for the first MPI, also with words before it: 'env NAME=value python'",
+    )
     parser.add_argument("--second-mpiexec", help="launcher of another MPI")
     parser.add_argument("--second-python", help="interpreter for the other MPI")
     parser.add_argument("--second-ranks", default=ranks, help="its numbers of ranks (default: %(default)s)")

@@ -213,6 +213,14 @@ def test_blocks_take_and_return_trees_with_integers():
     assert not grads["1"]["shift"].any()  # frozen
 
 
+def test_a_gradient_that_is_none_counts_as_zero():
+    model = JaxModel(None, squares, blocks=[({}, lambda p, x: x), (np.eye(3), lambda p, x: (x @ p, x))])
+    layer, params = model.blocks["1"], {"value": np.eye(3)}
+    _, cache = layer.forward(params, X[:4], TRAINING)
+    dx, _ = layer.backward_input(params, cache, (np.ones((4, 3)), None))
+    np.testing.assert_array_equal(dx, np.ones((4, 3)))
+
+
 def test_start_values_are_those_of_init_and_do_not_depend_on_the_rank():
     model = network()
     again = JaxModel(None, squares, blocks={name: (dense(8, 8), residual) for name in ("in", "b")}, seed=3)

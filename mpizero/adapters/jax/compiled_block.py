@@ -45,8 +45,8 @@ class BlockProgram(NamedTuple):
         that are kept.
     output : tree structure
         The structure of the output.
-    floats : list of bool
-        Which arrays of the output are of floating point, and have a gradient.
+    outputs : list
+        For each array of the output its shape and dtype if it is of floating point, and has a gradient; else None.
     differentiated : list of int
         Numbers of the input's arrays that have a gradient.
     inputs, weights : Half
@@ -56,7 +56,7 @@ class BlockProgram(NamedTuple):
 
     forward: Callable[..., list[Any]]
     output: Any
-    floats: list[bool]
+    outputs: list[Any]
     differentiated: list[int]
     inputs: Half
     weights: Half
@@ -122,7 +122,7 @@ class CompiledBlock:
             self._checked = check_rows(self.apply, lambda part: self._alone(parameters, part, None), x)
         program = self._program(parameters, inputs, structure, key)
         found = program.forward(parameters, inputs, key)
-        count = len(program.floats)
+        count = len(program.outputs)
         y = jax.tree_util.tree_unflatten(program.output, map(host_view, found[:count]))
         return y, Kept(inputs, structure, key, found[count:])
 
@@ -131,9 +131,13 @@ class CompiledBlock:
         inputs, structure, key, values = kept
         program = self._program(parameters, inputs, structure, key)
         if values is None:
-            values = program.forward(parameters, inputs, key)[len(program.floats) :]
+            values = program.forward(parameters, inputs, key)[len(program.outputs) :]
         leaves = jax.tree_util.tree_leaves(dy, is_leaf=lambda leaf: leaf is None)
-        given = [leaf for leaf, wanted in zip(leaves, program.floats, strict=True) if wanted]
+        given = [
+            np.zeros(kind.shape, kind.dtype) if leaf is None else leaf  # None: no loss depends on it
+            for leaf, kind in zip(leaves, program.outputs, strict=True)
+            if kind is not None
+        ]
         known = [*parameters, *inputs, *values, *given]
         found = program.inputs.function([known[number] for number in program.inputs.takes])
         count = len(program.differentiated)
@@ -192,7 +196,7 @@ class CompiledBlock:
             return program.evaluated(program.equations, known, [*backward.outputs, *backward.kept])
 
         halves = backward.halves(parameters, inputs, len(differentiated))
-        return BlockProgram(jax.jit(run), seen["output"], backward.floats, differentiated, *halves)
+        return BlockProgram(jax.jit(run), seen["output"], backward.shapes, differentiated, *halves)
 
 
 class Backward:
@@ -213,7 +217,10 @@ class Backward:
     def __init__(self, program: FlatProgram, parameters: int, inputs: int, seen: dict[str, Any]) -> None:
         self.program, self.structure, self.output = program, seen["backward"], seen["output"]
         self.types = seen["outputs"]
-        self.floats = [kind.dtype.kind in "fcV" for kind in self.types]
+        #: Shapes and dtypes of the arrays of the output, None of those without a gradient.
+        self.shapes = [
+            jax.ShapeDtypeStruct(kind.shape, kind.dtype) if kind.dtype.kind in "fcV" else None for kind in self.types
+        ]
         self.outputs, self.residuals = program.outputs[: len(self.types)], program.outputs[len(self.types) :]
         self.given = program.inputs[: parameters + inputs]
         samples = program.following(program.inputs[parameters:])
@@ -225,11 +232,7 @@ class Backward:
     def halves(self, parameters: list[Array], inputs: list[Any], count: int) -> tuple[Half, Half]:
         """Compile both halves; ``count`` arrays of the input have a gradient."""
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.kept]
-        dy = [
-            jax.ShapeDtypeStruct(kind.shape, kind.dtype)
-            for kind, wanted in zip(self.types, self.floats, strict=True)
-            if wanted
-        ]
+        dy = [shape for shape in self.shapes if shape is not None]
         whole = flat_program(self._backward, [*parameters, *inputs], shapes, dy)
         dx, weights = whole.outputs[:count], whole.outputs[count:]
         first = whole.needed(dx)
@@ -247,8 +250,8 @@ class Backward:
         residuals = self.program.evaluated(again, known, self.residuals)
         gradients = iter(dy)
         cotangents = [
-            next(gradients) if wanted else np.zeros(kind.shape, jax.dtypes.float0)
-            for kind, wanted in zip(self.types, self.floats, strict=True)
+            np.zeros(kind.shape, jax.dtypes.float0) if shape is None else next(gradients)
+            for kind, shape in zip(self.types, self.shapes, strict=True)
         ]
         backward = jax.tree_util.tree_unflatten(self.structure, residuals)
         trained, floats = backward(jax.tree_util.tree_unflatten(self.output, cotangents))
