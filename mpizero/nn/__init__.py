@@ -14,7 +14,7 @@ from mpizero.nn.layers.block import FeedForward, TransformerBlock
 from mpizero.nn.layers.checkpointed import Checkpointed
 from mpizero.nn.layers.dropout import Dropout
 from mpizero.nn.layers.embedding import Embedding, Position, TokenEmbedding
-from mpizero.nn.layers.frozen import Frozen
+from mpizero.nn.layers.frozen import Frozen, PartlyFrozen
 from mpizero.nn.layers.language_head import LanguageHead
 from mpizero.nn.layers.linear import Linear, Projection
 from mpizero.nn.layers.norm import LayerNorm, RMSNorm
@@ -39,6 +39,7 @@ from mpizero.nn.models.block_model import (
     model_specs,
     nest,
 )
+from mpizero.nn.models.frozen_model import FrozenFunction, FrozenModel, freeze, unfrozen
 from mpizero.nn.models.gpt import GPT
 from mpizero.nn.models.mlp import MLP, Select
 from mpizero.nn.models.weights import from_torch, to_torch, torch_name
@@ -62,6 +63,8 @@ __all__ = [
     "Embedding",
     "FeedForward",
     "Frozen",
+    "FrozenFunction",
+    "FrozenModel",
     "GaussianNLLLoss",
     "HuberLoss",
     "L1Loss",
@@ -71,6 +74,7 @@ __all__ = [
     "Linear",
     "MeanSquaredError",
     "Operations",
+    "PartlyFrozen",
     "Position",
     "Projection",
     "RMSNorm",
@@ -91,6 +95,7 @@ __all__ = [
     "cut_batch",
     "evaluate",
     "export_computation_graph",
+    "freeze",
     "from_torch",
     "gradient_slots",
     "initial_parameters",
@@ -105,6 +110,7 @@ __all__ = [
     "split_model",
     "to_torch",
     "torch_name",
+    "unfrozen",
     "whole_prediction",
 ]
 

@@ -239,7 +239,7 @@ class PlannedRun:
                 f"the machine file was measured with {machine.threads} threads a rank in {machine.dtype}, this "
                 f"training has {train.threads} and {dtype}"
             )
-        if isinstance(model, nn.GPT):
+        if isinstance(nn.unfrozen(model), nn.GPT):
             mine = (self.training.training.step.largest * model.sequence, model.dim)
             found = next(((p.rows, p.inner) for p in machine.products if p.linear), mine)
             if found != mine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from mpizero.nn.layers.block import FeedForward, TransformerBlock
 from mpizero.nn.layers.checkpointed import Checkpointed
 from mpizero.nn.layers.dropout import Dropout
 from mpizero.nn.layers.embedding import Embedding, Position, TokenEmbedding
-from mpizero.nn.layers.frozen import Frozen
+from mpizero.nn.layers.frozen import Frozen, PartlyFrozen
 from mpizero.nn.layers.language_head import LanguageHead
 from mpizero.nn.layers.linear import Linear, Projection
 from mpizero.nn.layers.norm import LayerNorm, RMSNorm
@@ -237,7 +237,7 @@ _FORMS: Mapping[type[Layer], type[Layer]] = {
     TokenEmbedding: ContextEmbedding,
     TransformerBlock: ContextBlock,
 }
-_WRAPPERS = (Checkpointed, Frozen)
+_WRAPPERS = (Checkpointed, Frozen, PartlyFrozen)
 _PRODUCTS = (FeedForward, LanguageHead, Linear, Projection)
 _PLACE_BY_PLACE = (Embedding, LayerNorm, RMSNorm, Select)
 
@@ -264,7 +264,7 @@ def _on_part(layer: Any, group: Group, where: str) -> Any:
         return cut_layer(layer, form, group)
     if isinstance(layer, _WRAPPERS):
         inner = _on_part(layer.layer, group, where)
-        return layer if inner is layer.layer else type(layer)(inner)
+        return layer if inner is layer.layer else replace(layer, layer=inner)
     if isinstance(layer, Sequential):
         inside = {name: _on_part(child, group, f"{where}, {name!r}") for name, child in layer.layers}
         return layer if all(inside[name] is child for name, child in layer.layers) else Sequential(inside)

@@ -269,7 +269,7 @@ def widths_of(model: Any) -> tuple[int, int] | None:
 
     Not collective.
     """
-    return (model.features, model.outputs) if isinstance(model, nn.MLP) else None
+    return (model.features, model.outputs) if isinstance(nn.unfrozen(model), nn.MLP) else None
 
 
 def _widths(section: MlpSection, sources: Sequence[Any]) -> tuple[int, int]:

@@ -293,7 +293,7 @@ class CheckedBlocks:
     ) -> tuple[float, float, dict[str, Array]]:
         """Run forward and backward, and return loss, weight, and gradients by name.
 
-        A tied parameter has one gradient for each use. The memory for gradients is first filled with ``fill``. With
+        A tied parameter has one gradient for each use, a frozen one none. The memory for gradients is first filled with ``fill``. With
         ``halves``, ``backward_input`` and ``backward_weights`` run in place of ``backward``; the loss is multiplied by
         2 before, and the gradients are divided by 2 after (not the new values of averaged parameters). Copies of the
         blocks' outputs are put into ``outputs``.
@@ -318,8 +318,8 @@ class CheckedBlocks:
                     layer.backward_weights(params[block], cache, pending, grads)
                 else:
                     dy = layer.backward(params[block], cache, dy, grads)
-                for name, view in views.items():
-                    use = joined(block, name)
+                for name in (spec.name for spec in layer.specs() if spec.trainable):
+                    use, view = joined(block, name), views[name]
                     uses[use] = in_pairs(view if use in self.averaged else view / self.dtype.type(scale))
         wrong = [*_of_number("loss", loss), *_of_number("weight", weight)]
         if wrong:
