@@ -50,6 +50,11 @@ class LoadReport:
     different: Mapping[str, str]
     unused: tuple[str, ...]
 
+    @property
+    def told(self) -> bool:
+        """True if something was not loaded, so that rank 0 has printed this report."""
+        return bool(self.left or self.missing or self.different)
+
     def __str__(self) -> str:
         """Describe the report in one line for each kind of parameters that there are."""
         count = len(self.taken) + len(self.left) + len(self.missing) + len(self.different)

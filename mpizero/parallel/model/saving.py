@@ -243,7 +243,7 @@ class Saving(ShardedCore):
         report = load_chosen(self.loadable_engine, path, choice)
         self._pending = None
         self.invalidate_cache()
-        if self.rank == 0 and (report.left or report.missing or report.different):
+        if self.rank == 0 and report.told:
             notice(str(report))
         return report
 

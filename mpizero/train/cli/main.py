@@ -163,6 +163,15 @@ def _add_train(commands: Any) -> None:
         type=whole_number,
         help="continue from the checkpoint of this step; later ones are moved to earlier/ in the run's folder",
     )
+    parser.add_argument(
+        "--override",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        default=[],
+        dest="changed",
+        help="with --resume: change a setting that determines the result, such as optimizer.lr, which is "
+        "recorded; may be given many times",
+    )
     parser.set_defaults(run=_train)
 
 
@@ -242,7 +251,10 @@ def _train_until_stopped(options: argparse.Namespace, signals: StopSignals, star
     from mpizero.train.config.config_file import read_together
 
     comm = _world(options)
-    document, config = read_together(comm, options.config, options.overrides, {"train.threads": str(_threads())})
+    if options.changed and not options.resume and options.resume_from is None:
+        raise ConfigError(f"--override {options.changed[0]}: is for a run that is resumed; use --set, or add --resume")
+    given = [*options.overrides, *options.changed]
+    document, config = read_together(comm, options.config, given, {"train.threads": str(_threads())})
 
     from mpizero.train.cli.train_command import train
     from mpizero.train.run.visit import Preempted
@@ -255,6 +267,7 @@ def _train_until_stopped(options: argparse.Namespace, signals: StopSignals, star
                 comm,
                 resume=options.resume,
                 resume_from=options.resume_from,
+                overridden=[change.partition("=")[0].strip() for change in options.changed],
                 context=JobContext(signals, started, os.environ),
             )
     except Preempted as stop:

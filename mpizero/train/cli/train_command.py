@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from mpizero.comm import Communicator
+from mpizero.comm.agreement import all_ranks
 from mpizero.comm.startup.same_software import agree_to_start
+from mpizero.train.checkpoints.lookup import find_checkpoint
 from mpizero.train.config.builder import TrainingJob, build
 from mpizero.train.config.model_and_data import widths_of
+from mpizero.train.config.overridden import check_overridden
 from mpizero.train.config.sections import Config
 from mpizero.train.run.setup import COMMAND, RunRecord, RunSetup
 from mpizero.train.run.trainer import Trainer
@@ -22,6 +27,7 @@ def train(
     *,
     resume: bool = False,
     resume_from: int | None = None,
+    overridden: Sequence[str] = (),
     context: JobContext | None = None,
 ) -> dict[str, Any]:
     """Run the training that a configuration describes, and return its result.
@@ -38,6 +44,8 @@ def train(
         Whether to continue from the newest undamaged checkpoint of the run, if there is one; see :func:`restore`.
     resume_from : int, optional
         Continue from the checkpoint of this step; checkpoints of later steps are moved to another folder.
+    overridden : sequence of str
+        Settings that change the result, and may differ from those of the run that is resumed.
     context : JobContext, optional
         Signals that the caller catches already, and its start time. Without it, this function catches signals itself.
 
@@ -57,16 +65,20 @@ def train(
     """
     config.parallel.check_ranks(comm.size)
     agree_to_start(comm, lambda: {"the configuration": config.to_dict()})
+    keys = check_overridden(overridden, config.to_dict())
     context = context or JobContext(StopSignals())
     with context.signals, build(config, comm) as job:
-        outcome = Trainer.of_setup(setup_of(job), context).visit(resume=resume, resume_from=resume_from)
+        outcome = Trainer.of_setup(setup_of(job, keys), context).visit(resume=resume, resume_from=resume_from)
     if isinstance(outcome, Preempted):  # raised when the model is closed
         raise outcome
     return outcome.to_dict()
 
 
-def setup_of(job: TrainingJob) -> RunSetup:
-    """Return what a configured run is made of. Not collective."""
+def setup_of(job: TrainingJob, overridden: tuple[str, ...] = ()) -> RunSetup:
+    """Return what a configured run is made of. Not collective.
+
+    ``overridden`` are the settings that may differ from those of the run that is resumed.
+    """
     config = job.config.to_dict()
     record = RunRecord(
         settings=config,
@@ -77,6 +89,7 @@ def setup_of(job: TrainingJob) -> RunSetup:
         units_per_sample=job.units_per_sample,
         description=job.describe(),
         wording=COMMAND,
+        overridden=overridden,
     )
     return RunSetup(
         model=job.model,
@@ -85,4 +98,22 @@ def setup_of(job: TrainingJob) -> RunSetup:
         loop=job.config.train,
         checkpoints=job.config.checkpoint,
         record=record,
+        begin=None if job.config.model.start is None else lambda: _load_start(job),
     )
+
+
+def _load_start(job: TrainingJob) -> str:
+    """Load the start values that ``model.start`` names; return a message for rank 0, which says what was taken.
+
+    Collective over the ranks that train.
+    """
+    section, comm, path = job.config.model, job.comm, ""
+    assert section.start is not None
+    with all_ranks(comm):
+        if comm.rank == 0:
+            given = Path(section.start)
+            path = str(find_checkpoint(given) if given.is_dir() else given)
+    path = comm.broadcast_object(path, 0, "start values")
+    chosen = {"include": section.start_include, "exclude": section.start_exclude, "rename": section.start_rename}
+    report = job.model.load_parameters(path, **chosen)
+    return "" if report.told else str(report)

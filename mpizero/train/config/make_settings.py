@@ -51,7 +51,7 @@ class MakeSettings(ConfigSection):
 
     def to_dict(self) -> dict[str, Any]:
         """Return every setting, defaults included, and all arguments, as JSON values by key."""
-        own = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "arguments"}
+        own = {item.name: _encoded(getattr(self, item.name)) for item in fields(self) if item.name != "arguments"}
         return own | {key: _encoded(value) for key, value in self.arguments.items()}
 
 

@@ -12,12 +12,12 @@ import numpy as np
 
 from mpizero import data, nn
 from mpizero.data import ArraySource, Source
-from mpizero.errors import DataError, MpizeroError
+from mpizero.errors import ConfigError, DataError, MpizeroError
 from mpizero.parallel import ShardedModelBase
 from mpizero.parallel.partition.model_checks import check_model
 from mpizero.sampletree import SampleTree
 from mpizero.train.config.data_sections import DataSection, MadeDataSection
-from mpizero.train.config.model_sections import GptSection, MadeModelSection, MlpSection
+from mpizero.train.config.model_sections import GptSection, MadeModelSection, MlpSection, ModelSection
 from mpizero.train.config.sections import Config
 from mpizero.train.config.setting_checks import rejected, shown
 from mpizero.train.config.user_function import UserFunction, importable
@@ -168,8 +168,18 @@ def build_model(config: Config, *sources: Any) -> Any:
     """
     section = config.model
     if isinstance(section, MadeModelSection):
-        return _made_model(section, config, sources)
+        return _frozen(section, _made_model(section, config, sources))
     return make_model(config, _widths(section, sources) if isinstance(section, MlpSection) else None)
+
+
+def _frozen(section: ModelSection, model: Any) -> Any:
+    """Return the model without training the parameters that ``model.freeze`` names."""
+    if section.freeze is None:
+        return model
+    try:
+        return nn.freeze(model, section.freeze)
+    except ConfigError as error:
+        raise section.reject("freeze", str(error).removeprefix("freeze: ")) from None
 
 
 def _made_model(section: MadeModelSection, config: Config, sources: Sequence[Any]) -> Any:
@@ -201,7 +211,7 @@ def make_model(config: Config, widths: Sequence[int] | None) -> Any:
     """
     section, seed = config.model, config.train.seed
     if isinstance(section, GptSection):
-        return nn.GPT(
+        gpt = nn.GPT(
             dim=section.dim,
             layers=section.layers,
             heads=section.heads,
@@ -212,10 +222,11 @@ def make_model(config: Config, widths: Sequence[int] | None) -> Any:
             dtype=section.dtype,
             seed=seed,
         )
+        return _frozen(section, gpt)
     assert isinstance(section, MlpSection)
     if not isinstance(widths, list | tuple) or len(widths) != 2:
         raise DataError(f"an mlp takes features and outputs from its data, got {widths!r}")
-    return nn.MLP(
+    mlp = nn.MLP(
         widths[0],
         section.hidden,
         widths[1],
@@ -225,6 +236,7 @@ def make_model(config: Config, widths: Sequence[int] | None) -> Any:
         dtype=section.dtype,
         seed=seed,
     )
+    return _frozen(section, mlp)
 
 
 def model_and_sample(config: Config) -> tuple[Any, Any, Any]:

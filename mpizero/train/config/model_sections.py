@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +20,46 @@ from mpizero.train.config.setting_checks import (
     required,
     setting,
     shown,
+    text,
 )
 from mpizero.types import BlockModel
 from mpizero.validation import fraction, whole
 
 
+def names_by_name(value: Any) -> dict[str, str]:
+    """Check ``model.start_rename``, a table of names in a file and in the model; return it."""
+    if not isinstance(value, dict) or not value or not all(isinstance(new, str) for new in value.values()):
+        raise ValueError('must be a table of names in the file and in the model, such as {"backbone.*" = "encoder.*"}')
+    return dict(value)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSection(ConfigSection):
-    """Serve as base class of the sections that describe a model."""
+    """Serve as base class of the sections that describe a model.
+
+    Attributes
+    ----------
+    start : str or None
+        A run's folder, a checkpoint, or a safetensors or ``.npz`` file with start values.
+    start_include, start_exclude : tuple of str or None
+        Patterns of the parameters that are loaded from ``start``, and of those that are not.
+    start_rename : dict or None
+        Names in that file and their names in the model.
+    freeze : tuple of str or None
+        Patterns of the parameters that are not trained.
+    """
+
+    start: str | None = setting(None, optional(text))
+    start_include: tuple[str, ...] | None = setting(None, optional(many(text, least=1)))
+    start_exclude: tuple[str, ...] | None = setting(None, optional(many(text, least=1)))
+    start_rename: Mapping[str, str] | None = setting(None, optional(names_by_name))
+    freeze: tuple[str, ...] | None = setting(None, optional(many(text, least=1)))
+
+    def check_combination(self) -> None:
+        """Raise an error for settings of start values where there are none."""
+        for key in ("start_include", "start_exclude", "start_rename"):
+            if getattr(self, key) is not None and self.start is None:
+                raise self.reject(key, "needs model.start, the file with start values")
 
     @classmethod
     def title(cls) -> str:
@@ -108,6 +141,7 @@ class GptSection(NamedModelSection):
 
     def check_combination(self) -> None:
         """Raise an error if ``heads``, the number of attention heads, does not divide ``dim``."""
+        super().check_combination()
         if self.dim % self.heads:
             fit = ", ".join(str(n) for n in range(1, min(self.dim, 64) + 1) if self.dim % n == 0)
             raise self.reject("heads", f"must divide model.dim = {self.dim}; these do: {fit}")

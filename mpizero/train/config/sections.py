@@ -48,7 +48,7 @@ FREE_KEYS = (
     "data.make",
 )
 #: The setting with the step at which the learning rate schedule ends.
-_LENGTH = "optimizer.schedule_steps"
+LENGTH = "optimizer.schedule_steps"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,9 +248,9 @@ def mathematics(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
     flat = {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
     flat.setdefault("train.accumulate", 1)  # runs saved before there was this setting
     if flat.get("optimizer.schedule") in ("linear", "cosine"):
-        flat[_LENGTH] = flat.get(_LENGTH) or flat.get("train.steps")
+        flat[LENGTH] = flat.get(LENGTH) or flat.get("train.steps")
     else:
-        flat.pop(_LENGTH, None)
+        flat.pop(LENGTH, None)
     return {
         key: value
         for key, value in sorted(flat.items())
@@ -258,14 +258,22 @@ def mathematics(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def difference(saved: dict[str, dict[str, Any]], wanted: dict[str, dict[str, Any]]) -> str | None:
-    """Describe the first setting that makes two configurations compute different results; None if there is none.
+def changes(saved: dict[str, dict[str, Any]], wanted: dict[str, dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
+    """Return, by key, both values of the settings that make two configurations compute different results.
 
-    Both configurations are results of :meth:`Config.to_dict`.
+    Both configurations are results of :meth:`Config.to_dict`. A setting that a configuration lacks has the value None.
     """
     before, now = mathematics(saved), mathematics(wanted)
-    for key in sorted(before.keys() | now.keys()):
-        if before.get(key) != now.get(key):
-            hint = " (train.steps, where it is not given)" if key == _LENGTH else ""
-            return f"{key} was {shown(before.get(key))} in the saved run and is {shown(now.get(key))} now{hint}"
-    return None
+    keys = sorted(before.keys() | now.keys())
+    return {key: (before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)}
+
+
+def described_change(key: str, values: tuple[Any, Any]) -> str:
+    """Describe one item of what :func:`changes` returns."""
+    hint = " (train.steps, where it is not given)" if key == LENGTH else ""
+    return f"{key} was {shown(values[0])} in the saved run and is {shown(values[1])} now{hint}"
+
+
+def difference(saved: dict[str, dict[str, Any]], wanted: dict[str, dict[str, Any]]) -> str | None:
+    """Describe the first setting that makes two configurations compute different results; None if there is none."""
+    return next((described_change(key, values) for key, values in changes(saved, wanted).items()), None)

@@ -293,10 +293,10 @@ class CheckedBlocks:
     ) -> tuple[float, float, dict[str, Array]]:
         """Run forward and backward, and return loss, weight, and gradients by name.
 
-        A tied parameter has one gradient for each use, a frozen one none. The memory for gradients is first filled with ``fill``. With
-        ``halves``, ``backward_input`` and ``backward_weights`` run in place of ``backward``; the loss is multiplied by
-        2 before, and the gradients are divided by 2 after (not the new values of averaged parameters). Copies of the
-        blocks' outputs are put into ``outputs``.
+        A tied parameter has one gradient for each use, a frozen one none. The memory for gradients is first filled with
+        ``fill``. With ``halves``, ``backward_input`` and ``backward_weights`` run in place of ``backward``; the loss is
+        multiplied by 2 before, and the gradients are divided by 2 after (not the new values of averaged parameters).
+        Copies of the blocks' outputs are put into ``outputs``.
         """
         self.evaluations += 1
         params, run, scale = self._bound(read_only(dict(parameters))), self._run(batch[0], first), 1.0 + halves

@@ -17,7 +17,7 @@ from mpizero.parallel import StepReport
 from mpizero.parallel.config import AUTO
 from mpizero.train.callbacks.callback import restore_state, saved_state
 from mpizero.train.callbacks.callback_rounds import CallbackRounds
-from mpizero.train.config.setting_checks import rejected
+from mpizero.train.config.setting_checks import rejected, shown
 from mpizero.train.process_memory import peak_resident
 from mpizero.train.run.improvement import Improvement
 from mpizero.train.run.metrics import Speed, finite, shortened
@@ -86,6 +86,7 @@ class TrainingLoop:
         self.saver = Saver(setup, folder, self.control, clock, progress.say)
         self.saver.on_saved = lambda path: self.callbacks.call("on_checkpoint", self.host, path)
         self.numbers = NumberWatch(setup, folder, progress)
+        self.overrides: list[dict[str, Any]] = []
         self._failure: MpizeroError | None = None
 
     def run(self, *, resume: bool, resume_from: int | None = None) -> TrainingResult | None:
@@ -151,6 +152,8 @@ class TrainingLoop:
         start = restore(setup, self.folder, self.control, self.progress, step) if resume else None
         if start is not None:
             self._take(start.saved)
+        elif setup.begin is not None and (told := setup.begin()):
+            self.progress.say(told)
         with all_ranks(self.control):
             if self.control.rank == 0:
                 self._move_aside([] if start is None else start.newer)
@@ -170,7 +173,12 @@ class TrainingLoop:
                 f"another {setup.record.wording.folder}",
             )
         self.numbers.restore(saved.state.numbers)
-        told = [] if self.improvement is None else [self.improvement.restore(saved.state.best)]
+        self.overrides = saved.state.overrides
+        told = [
+            f"after step {one['step']}: {one['key']} = {shown(one['now'])}, it was {shown(one['was'])}"
+            for one in self.overrides
+        ]
+        told += [] if self.improvement is None else [self.improvement.restore(saved.state.best)]
         with all_ranks(self.control):  # a callback may not take what another version of it has saved
             told += restore_state(setup.callbacks, saved.state.callbacks)
         for message in filter(None, told):
@@ -208,6 +216,8 @@ class TrainingLoop:
             "memory": peak_resident(),
             **more,
         }
+        if begun := [one for one in self.overrides if one["step"] == self.step - 1]:
+            line["overrides"] = begun
         if self.setup.model.config.bucket_mb == AUTO and report.bucket_mb:
             line["bucket_mb"] = report.bucket_mb
         if report.buckets_tried:
@@ -258,6 +268,7 @@ class TrainingLoop:
                 {} if self.improvement is None else self.improvement.state(),
                 self.numbers.state(),
                 saved_state(self.setup.callbacks),
+                self.overrides,
             )
         self.saver.save(self.step, state, wait=wait, best=self._is_best)
         self.speed.disturb()
@@ -283,6 +294,7 @@ class TrainingLoop:
             parameter_count=setup.model.parameter_count,
             layout=setup.layout(),
             losses=self.losses,
+            overrides=tuple(self.overrides),
             validations=tuple(self.validations),
             stopped=self.reason if self.step < setup.loop.steps else "",
             best=None if best is None or best.value is None else self._best(best),

@@ -39,6 +39,8 @@ class TrainingResult:
     validations : tuple of dict
         Figures of each validation of this call: "step", "validation_loss", "perplexity" or "accuracy", and the user's
         own metrics.
+    overrides : tuple of dict
+        Settings that were changed when the run was resumed, each with "step", "key", "was" and "now".
     stopped : str
         The reason for which the run has ended before its last step: no improvement, or a callback; else "".
     best : dict or None
@@ -57,6 +59,7 @@ class TrainingResult:
     parameter_count: int
     losses: array[float] = field(default_factory=lambda: array("d"), repr=False)
     validations: Sequence[dict[str, Any]] = ()
+    overrides: Sequence[dict[str, Any]] = ()
     stopped: str = ""
     best: dict[str, Any] | None = None
 
@@ -83,6 +86,8 @@ class TrainingResult:
         }
         if self.unit == "samples":
             found["samples_per_second"] = self.speed
+        if self.overrides:
+            found["overrides"] = list(self.overrides)
         if self.stopped:
             found["stopped"] = self.stopped
         if self.best is not None:

@@ -13,7 +13,8 @@ from mpizero.checkpoint import StepFolder
 from mpizero.comm import Communicator
 from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError
 from mpizero.parallel.checkpointing import model_state
-from mpizero.train.config.sections import difference
+from mpizero.train.config.overridden import overridable
+from mpizero.train.config.sections import changes, described_change
 from mpizero.train.run.metrics import finite
 from mpizero.train.run.progress import Progress
 from mpizero.train.run.run_folder import RunFolder
@@ -21,6 +22,7 @@ from mpizero.train.run.setup import RunSetup
 
 #: Name of the checkpoint attribute with the state of a training run.
 ATTRIBUTE = "training"
+_CHANGING = ("best", "numbers", "callbacks", "overrides")
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,15 @@ class RunState:
         State of :class:`~mpizero.train.run.number_watch.NumberWatch`.
     callbacks : dict
         States of the callbacks, by name.
+    overrides : list of dict
+        Settings that were changed when the run was resumed: "step", "key", "was", "now".
     """
 
     loss: float | None = None
     best: dict[str, Any] = field(default_factory=dict)
     numbers: dict[str, Any] = field(default_factory=dict)
     callbacks: dict[str, Any] = field(default_factory=dict)
+    overrides: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,7 @@ class SavedRun:
         try:
             found = attributes[ATTRIBUTE]
             parts = {name: dict(found.get(name) or {}) for name in ("best", "numbers", "callbacks")}
-            state = RunState(found["loss"], **parts)
+            state = RunState(found["loss"], **parts, overrides=list(found.get("overrides") or ()))
             config = {str(name): dict(section) for name, section in dict(found["config"]).items()}
             return cls(_whole(found["step"]), state, config, str(found["data"]), dict(found.get("code") or {}))
         except (KeyError, TypeError, ValueError):
@@ -114,7 +119,7 @@ def saved_attributes(setup: RunSetup, step: int, state: RunState, versions: Mapp
         "versions": dict(versions),
         **({"code": dict(record.code)} if record.code else {}),
     }
-    own |= {name: part for name in ("best", "numbers", "callbacks") if (part := getattr(state, name))}
+    own |= {name: part for name in _CHANGING if (part := getattr(state, name))}
     return {ATTRIBUTE: own}
 
 
@@ -231,6 +236,18 @@ def _refusal(
     )
 
 
+def _overrides(setup: RunSetup, saved: SavedRun, path: str, elsewhere: str) -> list[dict[str, Any]]:
+    """Return the settings that this run changes; raise ``ConfigError`` if it may not change one of them."""
+    found, allowed, override = [], setup.record.overridden, setup.record.wording.override
+    for key, (was, now) in changes(saved.config, setup.record.settings).items():
+        if key not in allowed:
+            way = f"go on with the new one by {override.format(key)}, " if override and overridable(key) else ""
+            changed = described_change(key, (was, now))
+            raise ConfigError(f"cannot resume from {path}: {changed}; give the saved value, {way}{elsewhere}")
+        found.append({"step": saved.step, "key": key, "was": was, "now": now})
+    return found
+
+
 def _load(setup: RunSetup, path: str, comm: Communicator) -> SavedRun:
     elsewhere = f"or start in another {setup.record.wording.folder}"
     with checkpoint.open_checkpoint(path, comm) as reader:
@@ -240,8 +257,7 @@ def _load(setup: RunSetup, path: str, comm: Communicator) -> SavedRun:
         if ("model" in saved.config) != ("model" in setup.record.settings):
             writers = "mpizero.Trainer", "`mpizero train`"
             raise ConfigError(f"cannot resume from {path}: it is of a run of {writers['model' in saved.config]}")
-        if changed := difference(saved.config, setup.record.settings):
-            raise ConfigError(f"cannot resume from {path}: {changed}; give the saved value, {elsewhere}")
+        saved.state.overrides.extend(_overrides(setup, saved, path, elsewhere))
         if saved.data != setup.record.fingerprint:
             raise ConfigError(
                 f"cannot resume from {path}: data: the training samples are not those of the saved run; "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,15 +24,18 @@ class Wording:
         How to resume, to resume from a step (with "{}" for the step), and to start at the beginning.
     folder : str
         Name of the setting with the run's folder.
+    override : str
+        How to go on with another value of a setting, with "{}" for its name; "" if that is not possible.
     """
 
     resume: str
     resume_from: str
     afresh: str
     folder: str
+    override: str = ""
 
 
-COMMAND = Wording("--resume", "--resume-from {}", "without --resume", "checkpoint.folder")
+COMMAND = Wording("--resume", "--resume-from {}", "without --resume", "checkpoint.folder", "--override {}=...")
 LIBRARY = Wording("trainer.resume()", "trainer.resume({})", "with trainer.fit()", "run")
 
 
@@ -59,6 +62,8 @@ class RunRecord:
         One line about model, layout and data; "" makes one.
     wording : Wording
         How messages name what the user can do.
+    overridden : tuple of str
+        Settings that may differ from those of the saved run when it resumes.
     """
 
     settings: dict[str, dict[str, Any]]
@@ -69,6 +74,7 @@ class RunRecord:
     units_per_sample: int = 1
     description: str = ""
     wording: Wording = LIBRARY
+    overridden: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +99,9 @@ class RunSetup:
         Objects whose methods the run calls.
     shows_progress : bool
         Whether rank 0 shows progress and messages.
+    begin : callable or None
+        Called on all ranks before the first step of a run that does not resume, to load start values. It returns a
+        message to show.
     """
 
     model: Any
@@ -104,6 +113,7 @@ class RunSetup:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     callbacks: Sequence[Any] = ()
     shows_progress: bool = True
+    begin: Callable[[], str] | None = None
 
     @property
     def comm(self) -> Any:

@@ -1,0 +1,133 @@
+"""Runs that begin with parameters of others, leave some untrained, or go on with other settings when asked to."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from mpizero import checkpoint
+from mpizero.errors import CheckpointError, ConfigError
+from mpizero.testing import run_in_threads
+from mpizero.train.cli.main import main
+from mpizero.train.config.config_file import ConfigDocument, parse_config
+
+CONFIG = """
+[model]
+name = "mlp"
+hidden = [8, 6]
+[data]
+arrays = {x = "x.npy", y = "y.npy"}
+[train]
+steps = 4
+global_batch = 8
+[checkpoint]
+folder = "FOLDER/checkpoints"
+"""
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A folder with data, and a finished run of four steps in ``first``."""
+    rng = np.random.default_rng(0)
+    np.save(tmp_path / "x.npy", rng.normal(size=(40, 5)).astype("f4"))
+    np.save(tmp_path / "y.npy", rng.integers(0, 3, 40))
+    monkeypatch.chdir(tmp_path)
+    run("first")
+    return tmp_path
+
+
+def run(folder, *options, ranks=1):
+    with open(f"{folder}.toml", "w") as file:
+        file.write(CONFIG.replace("FOLDER", folder))
+    status = run_in_threads(ranks, lambda comm: main(["train", f"{folder}.toml", *options], comm))
+    assert status == [0] * ranks
+    with open(f"{folder}/run_complete") as file:
+        return json.load(file)
+
+
+def parameters(folder):
+    with checkpoint.open_checkpoint(checkpoint.newest(f"{folder}/checkpoints", "self"), "self") as reader:
+        names = [path for path in reader.arrays if path.startswith("parameters/")]
+        return {path.removeprefix("parameters/"): reader.read_whole(path) for path in names}
+
+
+def test_a_run_begins_with_chosen_parameters_and_leaves_frozen_ones(home, capsys):
+    options = ("--set", "model.start=first", "--set", 'model.start_exclude=["output.*"]')
+    frozen = (*options, "--set", 'model.freeze=["hidden.0.*"]')
+    found = {ranks: run("second", *frozen, ranks=ranks)["parameters_sha256"] for ranks in (1, 2)}
+    assert found[1] == found[2]
+    assert "4 of 6 parameters loaded from" in capsys.readouterr().err
+    before, after = parameters("first"), parameters("second")
+    for name in before:
+        assert (before[name] == after[name]).all() == name.startswith("hidden.0."), name
+    whole = run("third", "--set", "model.start=first/checkpoints", "--set", "optimizer.lr=1e-30")
+    assert "6 of 6 parameters loaded" in capsys.readouterr().err
+    assert whole["parameters_sha256"] != found[1]
+    for name, value in parameters("third").items():
+        np.testing.assert_allclose(value, before[name], rtol=1e-6, atol=1e-20)
+    (home / "first").rename(home / "gone")  # a run that goes on needs it no more
+    run("second", *frozen, "--set", "train.steps=6", "--resume")
+    with pytest.raises(ConfigError, match=r"model.freeze was .*hidden.0.* is .*hidden.1.*; give the saved value, or"):
+        run("second", *options, "--set", 'model.freeze=["hidden.1.*"]', "--set", "train.steps=6", "--resume")
+    with pytest.raises(CheckpointError, match="first: no such file"):
+        run("fourth", *options)
+
+
+def test_another_learning_rate_is_taken_when_asked_for_and_recorded(home, recwarn):
+    more = ("--resume", "--set", "train.steps=8")
+    with pytest.raises(ConfigError, match="optimizer.lr was 0.0003 .* is 0.01 now; .* by --override optimizer.lr="):
+        run("first", *more, "--set", "optimizer.lr=0.01")
+    asked = (
+        "--override",
+        "optimizer.lr=0.01",
+        "--override",
+        "optimizer.schedule=linear",
+        "--override",
+        "train.clip=1.0",
+    )
+    result = run("first", *more, *asked, ranks=2)
+    was = {"optimizer.lr": 3e-4, "optimizer.schedule": "constant", "optimizer.schedule_steps": None, "train.clip": 0.0}
+    now = {"optimizer.lr": 0.01, "optimizer.schedule": "linear", "optimizer.schedule_steps": 8, "train.clip": 1.0}
+    wanted = [{"step": 4, "key": key, "was": was[key], "now": now[key]} for key in was]
+    assert result["overrides"] == wanted
+    with open("first/metrics.jsonl") as file:
+        lines = [json.loads(line) for line in file]
+    assert [line.get("overrides") for line in lines] == [None] * 4 + [wanted] + [None] * 3
+    assert lines[4]["learning_rate"] == pytest.approx(0.005)  # the fifth of eight steps
+    assert lines[3]["learning_rate"] == 3e-4
+    again = run("first", *more, *asked)  # and stays so
+    assert again["overrides"] == wanted
+    with pytest.raises(ConfigError, match="optimizer.lr was 0.01 in the saved run and is 0.0003 now"):
+        run("first", *more)
+    assert any("training goes on with the bound one" in str(one.message) for one in recwarn)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--override", "optimizer.lr=1"], "--override optimizer.lr=1: is for a run that is resumed; .* add --resume"),
+        (
+            ["--resume", "--override", "train.global_batch=4"],
+            "train.global_batch: cannot change in a run.* model.start",
+        ),
+        (["--resume", "--override", "optimizer.lrr=1"], r"optimizer.lrr: unknown key \(did you mean 'lr'\?\)"),
+        (["--resume", "--override", "train.steps=9"], "train.steps: changes nothing of the result"),
+        (["--resume", "--override", "optimizer"], "must have the form section.key=value"),
+        (["--set", 'model.start_include=["x"]'], "model.start_include = .*needs model.start"),
+        (["--set", "model.start=first", "--set", "model.start_rename=3"], "model.start_rename = 3: must be a table"),
+        (["--set", 'model.freeze=["hiden.*"]'], r"model.freeze = .*'hiden\.\*' fits the name of no parameter"),
+        (["--set", "model.loss=huber"], "model.loss = .* must be one of .*cross_entropy.* with model.task"),
+    ],
+)
+def test_settings_that_make_no_sense_are_named(home, options, message):
+    with pytest.raises(ConfigError, match=message):
+        run("first", *options)
+
+
+def test_arguments_of_ones_own_model_are_saved_as_lists():
+    text = '[model]\nmake = "m.py:make"\nfreeze = ["a.*"]\nsizes = [1, 2]\n[data]\narrays = "digits"\n'
+    settings = parse_config(ConfigDocument("c.toml", text)).to_dict()["model"]
+    assert json.loads(json.dumps(settings)) == settings
+    assert settings["freeze"] == ["a.*"]
