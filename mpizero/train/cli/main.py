@@ -15,6 +15,7 @@ from mpizero.errors import ConfigError, ExitStatus, MpizeroError
 from mpizero.launched import BY_ANY, launched_rank
 from mpizero.train.cli import bench_command, checkpoint_command, replay_command
 from mpizero.train.cli.options import (
+    add_changes,
     add_json,
     add_layout_options,
     add_overrides,
@@ -163,15 +164,7 @@ def _add_train(commands: Any) -> None:
         type=whole_number,
         help="continue from the checkpoint of this step; later ones are moved to earlier/ in the run's folder",
     )
-    parser.add_argument(
-        "--override",
-        metavar="SECTION.KEY=VALUE",
-        action="append",
-        default=[],
-        dest="changed",
-        help="with --resume: change a setting that determines the result, such as optimizer.lr, which is "
-        "recorded; may be given many times",
-    )
+    add_changes(parser)
     parser.set_defaults(run=_train)
 
 

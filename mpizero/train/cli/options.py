@@ -55,6 +55,19 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_changes(parser: argparse.ArgumentParser) -> None:
+    """Add ``--override``, for a run that resumes with other settings."""
+    parser.add_argument(
+        "--override",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        default=[],
+        dest="changed",
+        help="with --resume: change a setting that determines the result, such as optimizer.lr, which is "
+        "recorded; may be given many times",
+    )
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add ``--json``, for commands that can print their result as one line of JSON."""
     parser.add_argument("--json", action="store_true", help="one line for programs")
