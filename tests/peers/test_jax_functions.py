@@ -197,7 +197,7 @@ def test_a_wrong_loss_is_told_with_its_line_and_the_way_out(name):
         ({"w": np.ones(3, "float16")}, "'w' is of type float16"),
         ({"a": {"b": np.ones(1)}, "a.b": np.ones(1)}, r"\['a'\]\['b'\] and \['a.b'\] would both be named 'a.b'"),
         ({1: np.ones(1), "b": np.ones(1)}, "are no pytree"),
-        ({"a": np.ones(1), "b": np.ones(1, "float32")}, "all parameters must be float32, or all float64"),
+        ({"a": np.ones(1), "b": np.ones(1, "float32")}, "all parameters must be float32 or complex64, or all"),
     ],
 )
 def test_wrong_parameters_are_named(parameters, told):
@@ -230,3 +230,23 @@ def test_xla_computes_with_one_thread_and_is_refused_with_more():
     assert xla_threads.running_threads() == 1
     with pytest.raises(ConfigError, match=r"started with 1 threads on this rank, the configuration has threads=0"):
         xla_threads.require_threads(0)
+
+
+def test_complex_parameters_descend_by_the_conjugate_of_the_gradient_of_jax():
+    rng = np.random.default_rng(2)
+    waves, start = rng.normal(size=(24, 3)) + 1j * rng.normal(size=(24, 3)), np.array([1j, 2, 0.5 - 1j])
+    target = waves @ np.array([1, 1j, 2 - 1j])
+
+    def loss(parameters, x, y):
+        return jnp.sum(jnp.abs(x @ parameters["w"] * parameters["gain"] - y) ** 2)
+
+    function = JaxModel({"w": start, "gain": np.ones(())}, loss)
+    blocks = JaxModel([{"w": start, "gain": np.ones(())}], lambda z, y: jnp.sum(jnp.abs(z - y) ** 2), blocks=[
+        lambda p, x: x @ p["w"] * p["gain"]])  # fmt: skip
+    assert check_model(function, waves[:4], target[:4]).right
+    for model in (function, blocks):
+        with mz.ZeRO1Model(model, mz.ShardingConfig(comm="self", micro_batch=4), optimizer=mz.SGD(0.05)) as sharded:
+            for _ in range(100):
+                sharded.train(waves, target)
+            found = list(sharded.named_parameters().values())
+            np.testing.assert_allclose(found[0] * found[1], [1, 1j, 2 - 1j], atol=1e-6)

@@ -11,7 +11,7 @@ import numpy as np
 from mpizero.adapters.derived_seed import derived_seed
 from mpizero.adapters.jax.compiled_block import CompiledBlock
 from mpizero.adapters.jax.jax_block import JaxBlock
-from mpizero.adapters.jax.parameter_tree import ParameterTree, named_leaves
+from mpizero.adapters.jax.parameter_tree import ParameterTree, named_leaves, real_type
 from mpizero.adapters.jax.traced_function import TracedFunction
 from mpizero.errors import ConfigError
 from mpizero.names import nearest
@@ -130,16 +130,24 @@ def make_layers(
         trees[name] = tree, {parameter: array.shape for parameter, array in arrays.items()}
     if unknown := sorted(frozen - set(dtypes)):
         raise ConfigError(f"frozen names {unknown}, but the parameters are {list(dtypes)}{nearest(unknown[0], dtypes)}")
-    kinds = {dtype: name for name, dtype in reversed(dtypes.items())}
+    kinds = {real_type(dtype): f"{name!r} is {dtype}" for name, dtype in reversed(dtypes.items())}
     if len(kinds) != 1:
-        told = ", ".join(f"{name!r} is {dtype}" for dtype, name in kinds.items()) or "there are none"
-        raise ConfigError(f"JaxModel: all parameters must be float32, or all float64; {told}")
+        told = ", ".join(kinds.values()) or "there are none"
+        raise ConfigError(
+            f"JaxModel: all parameters must be float32 or complex64, or all float64 or complex128; {told}"
+        )
     (dtype,) = kinds
     compiled: dict[Any, CompiledBlock] = {}
     layers = {}
     for number, (name, (tree, shapes)) in enumerate(trees.items()):
         specs = tuple(
-            ParameterSpec(full[len(name) + 1 :], shape, decay=len(shape) > 1, trainable=full not in frozen)
+            ParameterSpec(
+                full[len(name) + 1 :],
+                shape,
+                decay=len(shape) > 1,
+                trainable=full not in frozen,
+                complex=dtypes[full].kind == "c",
+            )
             for full, shape in shapes.items()
         )
         apply = blocks[name].apply

@@ -19,7 +19,7 @@ import numpy as np
 
 from mpizero.adapters.jax.flat_jaxpr import FlatProgram, flat_program, is_variable
 from mpizero.adapters.jax.loss_checks import check_rows
-from mpizero.adapters.jax.parameter_tree import ParameterTree, host_view
+from mpizero.adapters.jax.parameter_tree import ParameterTree, descending, host_view
 from mpizero.adapters.jax.random_key import make_key
 from mpizero.adapters.jax.traced_function import TracedFunction
 from mpizero.types import Array
@@ -255,7 +255,7 @@ class Backward:
         ]
         backward = jax.tree_util.tree_unflatten(self.structure, residuals)
         trained, floats = backward(jax.tree_util.tree_unflatten(self.output, cotangents))
-        return [*floats, *trained]
+        return [*floats, *map(descending, trained)]
 
 
 def _half(whole: FlatProgram, equations: list[Any], known: list[Any], outputs: list[Any]) -> Half:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from mpizero.adapters.jax.loss_checks import check_first_grain, sum_and_weight
-from mpizero.adapters.jax.parameter_tree import ParameterTree, count, host_view, samples
+from mpizero.adapters.jax.parameter_tree import ParameterTree, count, descending, host_view, samples
 from mpizero.adapters.jax.random_key import key_data, make_key
 from mpizero.adapters.jax.traced_function import TracedFunction
 from mpizero.types import EVALUATE, Array, Run
@@ -34,7 +34,7 @@ class CompiledLoss:
         self.loss, self._tree, self._dtype = loss, tree, dtype
         self._trained = [name for name in tree.names if name not in frozen]
         self._fixed = [name for name in tree.names if name in frozen]
-        self._gradient = jax.jit(jax.value_and_grad(self._differentiated, has_aux=True))
+        self._gradient = jax.jit(self._with_gradient)
         self._forward = jax.jit(self._value)
         self._checked = False
         #: How often the loss with its gradient was traced and compiled.
@@ -77,9 +77,10 @@ class CompiledLoss:
     def _part(parameters: Mapping[str, Array], names: list[str]) -> dict[str, Array]:
         return {name: parameters[name] for name in names}
 
-    def _differentiated(self, trained: dict[str, Any], *others: Any) -> tuple[Any, Any]:
+    def _with_gradient(self, *arguments: Any) -> tuple[tuple[Any, Any], dict[str, Any]]:
         self.compilations += 1
-        return self._value(trained, *others)
+        found, gradients = jax.value_and_grad(self._value, has_aux=True)(*arguments)
+        return found, {name: descending(gradient) for name, gradient in gradients.items()}
 
     def _value(self, trained: dict[str, Any], fixed: dict[str, Any], x: Any, y: Any, key: Any) -> tuple[Any, Any]:
         every = {**trained, **fixed}

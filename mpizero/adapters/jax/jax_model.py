@@ -15,7 +15,14 @@ from mpizero.adapters.function import FunctionModel
 from mpizero.adapters.jax.block_list import StartValues, make_layers, read_blocks
 from mpizero.adapters.jax.compiled_loss import CompiledLoss
 from mpizero.adapters.jax.jax_block import JaxLoss
-from mpizero.adapters.jax.parameter_tree import ParameterTree, named_leaves, require_precision, samples, to_numpy
+from mpizero.adapters.jax.parameter_tree import (
+    ParameterTree,
+    named_leaves,
+    real_type,
+    require_precision,
+    samples,
+    to_numpy,
+)
 from mpizero.adapters.jax.traced_function import TracedFunction
 from mpizero.adapters.jax.xla_threads import require_threads
 from mpizero.errors import ConfigError
@@ -34,8 +41,8 @@ class JaxModel:
     Parameters
     ----------
     parameters : pytree of arrays
-        Initial values, all of 32 bits or all of 64 bits; for 64 bits JAX needs ``jax_enable_x64``. A parameter is named
-        by its path in the tree, with dots: ``dense.kernel``, ``layers.0.weight``.
+        Initial values, all float32 or complex64, or all float64 or complex128, for which JAX needs ``jax_enable_x64``.
+        A parameter is named by its path in the tree, with dots: ``dense.kernel``, ``layers.0.weight``.
     loss : callable
         ``loss(parameters, x, y[, key])`` returns the sum of the losses over the samples, or that sum and the samples'
         weight. The weight is the number of samples if it is not returned. If the function takes a ``key``, it is given
@@ -98,7 +105,7 @@ class JaxModel:
         arrays = dict(zip(tree.names, map(np.asarray, leaves), strict=True))
         require_precision({name: array.dtype for name, array in arrays.items()}, "JaxModel: parameters")
         function = TracedFunction(loss, "loss", "parameters", "x", "y")
-        dtype = np.dtype(np.finfo(next(iter(arrays.values())).dtype).dtype)
+        dtype = real_type(next(iter(arrays.values())).dtype)
         self._compiled = CompiledLoss(function, tree, frozenset(frozen), dtype)
         made = FunctionModel(
             arrays,

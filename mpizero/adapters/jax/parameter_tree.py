@@ -84,7 +84,7 @@ def _check_leaf(leaf: Any, what: str) -> None:
         raise ConfigError(f"{what} is {shown(leaf)} ({type(leaf).__name__}), not an array: {way}")
     if not isinstance(dtype, np.dtype) or dtype not in (np.float32, np.float64, np.complex64, np.complex128):
         way = "close over integers and other constants" if getattr(dtype, "kind", "") in "biu" else "convert it"
-        raise ConfigError(f"{what} is of type {dtype}: parameters are float32 or float64; {way}")
+        raise ConfigError(f"{what} is of type {dtype}: parameters are float32, float64, complex64 or complex128; {way}")
 
 
 def require_precision(dtypes: Mapping[str, Any], where: str) -> None:
@@ -151,6 +151,16 @@ def _leaves(*trees: Any) -> Iterator[Any]:
 def to_numpy(tree: Any) -> Any:
     """Return a pytree with NumPy arrays of its own in the place of JAX's, which NumPy could not write to."""
     return jax.tree_util.tree_map(np.array, tree)
+
+
+def descending(gradient: Any) -> Any:
+    """Return a gradient such that ``w -= lr * gradient`` descends: of a complex parameter JAX's conjugate."""
+    return jax.numpy.conj(gradient) if jax.numpy.iscomplexobj(gradient) else gradient
+
+
+def real_type(dtype: Any) -> np.dtype[Any]:
+    """Return the type of real and imaginary parts of a complex dtype, and a real dtype itself. Not collective."""
+    return np.dtype(np.finfo(dtype).dtype)
 
 
 def host_view(array: Any) -> Array:
