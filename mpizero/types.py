@@ -137,6 +137,44 @@ class ParameterSpec:
         return self.trainable and not self.averaged
 
 
+#: The dtypes that an integer array may have.
+INTEGER_DTYPES = ("int64", "int32", "int16", "int8", "uint8", "bool")
+
+
+@dataclass(frozen=True)
+class IntegerSpec:
+    """Describe a named array of whole numbers of a block, such as a counter of batches.
+
+    A layer declares its own by a method ``own_integers()``, a block that is no :class:`~mpizero.nn.layer.Layer` all of
+    its arrays by a method ``integers()``. It reads ``params[name]`` like a parameter; on a GPU the array is in host
+    memory. Where it writes its gradients, it may write a new value to ``grads[name][...]``, which holds the old one
+    before. Every micro-batch starts from the value at the beginning of the step, and all micro-batches must come to the
+    same new one, which replaces the old one when the step has updated the parameters. The arrays are small: each rank
+    of the block's pipeline stage has a copy.
+
+    Attributes
+    ----------
+    name : str
+        Dotted name, relative to the block.
+    shape : tuple of int
+        Shape of the array.
+    dtype : str
+        One of :data:`INTEGER_DTYPES`.
+    start : int
+        Start value of all elements. The model's attribute ``start_values`` may have an array instead.
+    """
+
+    name: str
+    shape: tuple[int, ...] = ()
+    dtype: str = "int64"
+    start: int = 0
+
+    @property
+    def stored_dtype(self) -> np.dtype[Any]:
+        """The dtype of the array in checkpoints, which have no bool: uint8 in its place."""
+        return np.dtype("uint8" if self.dtype == "bool" else self.dtype)
+
+
 @dataclass(frozen=True)
 class Run:
     """Hold what a forward pass is given besides its input ``x`` and the parameters.

@@ -62,6 +62,10 @@ class FunctionModel:
         ``loss_and_grad`` returns the new value, computed from the one it was given. The step takes the mean of the new
         values of all micro-batches, weighted by their numbers of samples
         (:attr:`ParameterSpec.averaged <mpizero.types.ParameterSpec>`).
+    integers : mapping of str to array, optional
+        Start values of arrays of whole numbers, such as a counter of batches. ``loss_and_grad`` gets them among the
+        parameters, and may return new values among the gradients: the same for all samples of a step
+        (:class:`~mpizero.types.IntegerSpec`).
     seed : int
         The value of ``run.seed``.
     in_place : bool
@@ -89,6 +93,7 @@ class FunctionModel:
         predict: Callable[[Mapping[str, Array], Any], Any] | None = None,
         frozen: Collection[str] = (),
         averaged: Collection[str] = (),
+        integers: Mapping[str, Array] | None = None,
         seed: int = 0,
         in_place: bool = False,
     ) -> None:
@@ -121,6 +126,7 @@ class FunctionModel:
         self.parameters = MappingProxyType(arrays)
         self.dtype = np.dtype(precisions.pop())
         self.frozen, self.averaged = frozenset(frozen), frozenset(averaged)
+        self.integers = {name: np.array(value) for name, value in (integers or {}).items()}
         self.in_place = validation.require("in_place", in_place, validation.flag)
         _check_arguments(loss_and_grad, in_place=self.in_place)
         self.loss_and_grad, self.seed = loss_and_grad, validation.require("seed", seed, validation.seed)

@@ -218,6 +218,13 @@ def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
+def united(first: dict[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Put the entries of the nested dictionary ``second`` into ``first``, and return that."""
+    for name, value in second.items():
+        first[name] = united(first[name], value) if isinstance(first.get(name), dict) else value
+    return first
+
+
 def views(buffer: Array, placed: Sequence[tuple[str, int, ParameterSpec]]) -> dict[str, Any]:
     """Return views of a 1-D buffer in nested dictionaries, whose keys are the names in ``placed`` cut at their dots.
 

@@ -18,7 +18,7 @@ from mpizero.kernels import blas, device_products
 from mpizero.layout.flat import nested
 from mpizero.nn.graph import Graph, NodeOutput
 from mpizero.nn.operations import Operations
-from mpizero.types import EVALUATE, Array, Group, Init, ParameterSpec, Params, Run
+from mpizero.types import EVALUATE, Array, Group, Init, IntegerSpec, ParameterSpec, Params, Run
 from mpizero.validation import fraction, require, whole
 
 #: ``dtype.kind`` of real numbers, and ``dtype.char`` of the types that kernels take.
@@ -65,6 +65,10 @@ class Layer(ABC):
             for spec in child.specs()
         )
         return (*self.own_specs(), *nested)
+
+    def own_integers(self) -> tuple[IntegerSpec, ...]:
+        """Describe the integer arrays (:class:`~mpizero.types.IntegerSpec`) of this layer, without its children's."""
+        return ()
 
     @abstractmethod
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:

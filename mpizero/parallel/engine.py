@@ -79,7 +79,9 @@ class Engine(PlacedModel):
             with self.timeline.span("reduction", "rest"):
                 reducer.finish()
             with self.timeline.span("agreement", "losses"):
-                return batch, self.scalars.agree(None if self.updater is None else self.updater.ask_rate)
+                totals = self.scalars.agree(None if self.updater is None else self.updater.ask_rate)
+                self.integers.agree()
+                return batch, totals
 
     def _redistribute(self, x: Any, y: Any, reducer: GradientReducer) -> GlobalBatch:
         """Send samples to the ranks that compute their grains, and prepare to record the losses and weights of a step.
@@ -112,6 +114,8 @@ class Engine(PlacedModel):
         if self.loss_scale is not None:
             self.loss_scale = self.loss_scale.after(finite=not problems)
         self.exchange.finish(self.current_loss_scale() / scale, updated=not problems)
+        if not problems:
+            self.integers.commit()
         if problems:
             self.memory.barrier("skipped")
         self.step_number += 1

@@ -34,6 +34,7 @@ from mpizero.parallel.optimizer.sharded_update import Updater, UpdateScope
 from mpizero.parallel.optimizer.tied_parameters import TieExchange
 from mpizero.parallel.parameters.allocator import Memory
 from mpizero.parallel.parameters.global_view import GlobalView
+from mpizero.parallel.parameters.integer_state import IntegerState
 from mpizero.parallel.parameters.shards import UpdatePiece
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.parallel.partition.blocks import blocks_of
@@ -102,7 +103,7 @@ class PlacedModel:
             self._find_part(parallel_layout, private=True)
             self._take_memory()
         self.whole = GlobalView(blocks_of(model), self.store, self.grid)
-        self.scalars = GrainScalars(self.grid, self.layout, tuple(blocks_of(model)))
+        self.scalars = GrainScalars(self.grid, self.layout, tuple(blocks_of(model)), self.integers)
         self.global_sums = (
             GlobalSums(self.grid, self.layout, optimized_names(model)) if self.grid.model.size > 1 else None
         )
@@ -115,7 +116,12 @@ class PlacedModel:
         self.grain_rule = config.grain_rule(model)
         #: Set while a failed load has left the model with some old and some new values: it then refuses to be used.
         self.half_loaded: HalfLoaded | None = None
-        self.store.begin(model)
+        self._begin_values()
+
+    def _begin_values(self) -> None:
+        self.store.begin(self.model)
+        with all_ranks(self.grid.world, "start values"):
+            self.integers.begin(self.model)
 
     def _find_part(self, parallel_layout: ParallelLayout | None, *, private: bool) -> None:
         """Set ``grid``, ``partitioned`` and ``layout``: the groups of ranks, and this rank's part of the model.
@@ -142,6 +148,8 @@ class PlacedModel:
         self.store = ParameterStore(
             self.layout, grid, self.memory, placement.shard_parameters, self.dtype, timeline=self.timeline
         )
+        blocks = [block for chunk in self.partitioned.chunks for block in self.partitioned.cuts[chunk]]
+        self.integers = self.store.integers = IntegerState(self.model, blocks, grid)
         elements = config.bucket_elements(self.dtype.itemsize)
         self.exchange = GradientExchange(
             self.store, placement, config.gradient_compression, elements=elements, exact=averaged_names(self.model)
@@ -149,7 +157,7 @@ class PlacedModel:
         self.compute_device.share_gradients(grid.data.size)
         allocator = self.compute_device.allocator(self.memory)
         with all_ranks(grid.world, "buffers"):
-            views = GradientViews(self.layout, allocator, self.dtype)
+            views = GradientViews(self.layout, allocator, self.dtype, self.integers)
         waves = None
         if assigns_waves(placement, config, grid.data.size):
             in_place = writes_in_place(self.model)
@@ -231,7 +239,7 @@ class PlacedModel:
 
     def start_over(self) -> None:
         """Reset parameters and optimizer state to their initial values."""
-        self.store.begin(self.model)
+        self._begin_values()
         self.store.version = 1
         self.exchange.forget()
         if self.updater is not None:

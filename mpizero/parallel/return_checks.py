@@ -138,6 +138,27 @@ def gradient(function: Callable[..., Any], name: str, value: Any, view: Array, g
     return array
 
 
+def take_integers(function: Callable[..., Any], name: str, value: Any, view: Array, given: Run) -> None:
+    """Copy ``value``, the new value that a user's function returned for an integer array, to ``view``. Not collective.
+
+    ``name`` is the array's name; ``given`` tells for which samples the function was called.
+
+    Raises
+    ------
+    LayoutError
+        If it has another shape, or values that the array's dtype cannot hold.
+    """
+    array = np.asarray(value)
+    if array.shape == view.shape and array.dtype.kind in "iub":
+        view[...] = array
+        if (view == array).all():
+            return
+    raise LayoutError(
+        f"{named(function, 'loss_and_grad')} returned {_described(array)} as the new value of integer array {name!r} "
+        f"by {samples_text(given)}: expected {view.dtype} of shape {view.shape}"
+    )
+
+
 def _way_out(array: Array, view: Array) -> str:
     if array.dtype.kind == "c":
         return "the gradient of a real loss by a real parameter is real: return its real part"

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpizero.errors import ConfigError
-from mpizero.layout.flat import views
+from mpizero.layout.flat import nested, united, views
+from mpizero.nn.integers import fresh_integers
 from mpizero.planning.byte_counts import GroupCall, RecordingGroup
 from mpizero.planning.fake_array import FakeArray
 from mpizero.types import Array, Layer, Loss, Run
@@ -273,8 +274,9 @@ class BlockTrials:
         specs = layer.specs()
         starts = np.concatenate([[0], np.cumsum([spec.size for spec in specs])]).tolist()
         placed, size = [(spec.name, start, spec) for spec, start in zip(specs, starts, strict=False)], starts[-1]
-        params, grads = np.zeros(size, self.dtype), np.empty(size, self.dtype)
-        return views(params.view(FakeArray), placed), views(grads.view(FakeArray), placed)
+        params, grads = (made(size, self.dtype).view(FakeArray) for made in (np.zeros, np.empty))
+        integers = nested(fresh_integers(layer))
+        return united(views(params, placed), integers), united(views(grads, placed), integers)
 
 
 def _kind(layer: Layer) -> str:

@@ -6,10 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
 
 from mpizero.comm.reduce.codecs import Codec
 from mpizero.layout import Instruction, Unit, build_schedule
+from mpizero.nn.integers import integers_of
 from mpizero.parallel.gradients.overlap import Bucket, cut_buckets
 from mpizero.parallel.optimizer.tied_parameters import TieExchange
 from mpizero.parallel.parameters import publication
@@ -328,4 +332,20 @@ class RankTraffic:
         grid, count = self.grid, self.training.step.grains.count * self.grid.context.size
         first = one_call(32 * (grid.world.size - 1))
         losses = one_call((32 * max(1, -(-count // grid.data.size)) + 8) * (grid.world.size - 1))
-        return first + losses
+        return first + losses + self._integers()
+
+    def _integers(self) -> Sent:
+        """Return the messages by which ranks agree on new values of integer arrays, which are assumed to change.
+
+        A rank without a grain is sent the values.
+        """
+        partitioned, grid = self.part.partitioned, self.grid
+        integers = integers_of(partitioned.split)
+        if not integers:
+            return Sent()
+        found, owners = one_call(16 * (grid.world.size - 1)), set(self.training.step.owners(grid))
+        if len(owners) < grid.batch.size and grid.batch.rank == min(owners):
+            here = (block for chunk in partitioned.chunks for block in partitioned.cuts[chunk])
+            for spec in (spec for block in here for spec in integers.get(block, ())):
+                found += one_call(prod(spec.shape) * np.dtype(spec.dtype).itemsize * (grid.data.size - 1))
+        return found

@@ -9,7 +9,7 @@ import numpy as np
 
 import mpizero as mz
 from mpizero.nn import Layer
-from mpizero.types import EVALUATE, Array, Init, ParameterSpec
+from mpizero.types import EVALUATE, Array, Init, IntegerSpec, ParameterSpec
 from tests.parallel.parallel_layouts import Chain
 
 EPS, MOMENTUM, RATE = 1e-5, 0.2, 0.05
@@ -47,6 +47,18 @@ class BatchNorm(Layer):
         grads["weight"][...], grads["bias"][...] = pending
         for name, value in (("mean", cache[1]), ("variance", cache[2])):
             grads[name][...] = (1 - self.momentum) * params[name] + self.momentum * value
+
+
+class CountingNorm(BatchNorm):
+    """Count the steps, too, and turn a flag at every step."""
+
+    def own_integers(self) -> Any:
+        return IntegerSpec("steps"), IntegerSpec("flags", (3,), "bool", 1), IntegerSpec("unused", (2,), "int32", 7)
+
+    def backward_weights(self, params: Any, cache: Any, pending: Any, grads: Any) -> None:
+        super().backward_weights(params, cache, pending, grads)
+        grads["steps"][...] = params["steps"] + 1
+        grads["flags"][0] = params["steps"] % 2
 
 
 def network(dtype: str = "float64", norm: Any = BatchNorm) -> Chain:

@@ -26,7 +26,7 @@ from mpizero.planning.planned_grid import PlannedRanks
 from mpizero.testing import parallel_assert, run_in_threads
 from mpizero.types import EVALUATE, Array
 from tests.parallel.models import MEMORIES
-from tests.parallel.normalized import network, samples
+from tests.parallel.normalized import CountingNorm, network, samples
 from tests.parallel.parallel_layouts import VIRTUAL, Blocks, Trap, mlp, of_first, points, texts
 from tests.parallel.parallel_layouts import gpt as larger_gpt
 from tests.traced import traced_peak
@@ -37,6 +37,7 @@ COUNTED = PARTS[: PARTS.index("group buffers")]
 TAGS = {
     "operation": "control",
     "losses": "control",
+    "integers": "control",
     "samples": "samples",
     "gradients": "gradients",
     "unit gradients": "gradients",
@@ -324,7 +325,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "user's layer": {"model": stack, "data": points},
     "frozen": {"model": lambda: Blocks(gpt(tied=False), {"embedding": Frozen, "blocks.1": Frozen})},
     "untied": {"model": lambda: gpt(tied=False)},
-    "averaged": {"model": network, "data": samples, "optimizer": mz.LAMB(lr=1e-3)},
+    "averaged": {"model": lambda: network(norm=CountingNorm), "data": samples, "optimizer": mz.LAMB(lr=1e-3)},
     "float64": {"model": lambda: gpt(dtype="float64")},
     "checkpointing": {"model": lambda: gpt(activation_checkpointing=True)},
     "bf16": {"config": {"gradient_compression": "bf16"}},

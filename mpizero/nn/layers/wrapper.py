@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mpizero.nn.graph import Graph, NodeOutput
+from mpizero.nn.integers import layer_integers
 from mpizero.nn.layer import Layer, require_layer
 from mpizero.nn.operations import Operations
-from mpizero.types import EVALUATE, Array, Group, ParameterSpec, Params, Run
+from mpizero.types import EVALUATE, Array, Group, IntegerSpec, ParameterSpec, Params, Run
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,10 @@ class Wrapper(Layer):
     def specs(self) -> tuple[ParameterSpec, ...]:
         """Describe the wrapped layer's parameters under their own names. Not collective."""
         return self.layer.specs()
+
+    def integers(self) -> tuple[IntegerSpec, ...]:
+        """Describe the wrapped layer's integer arrays under their own names. Not collective."""
+        return layer_integers(self.layer)
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Return the wrapped layer's output and cache. Collective where the layer is split."""

@@ -14,6 +14,7 @@ from mpizero.layout.flat import joined, nested
 from mpizero.nn.error_location import call_located
 from mpizero.nn.graph import FORMAT, Graph, NodeOutput
 from mpizero.nn.initialize import start_values_of
+from mpizero.nn.integers import fresh_integers, layer_integers, start_integers
 from mpizero.nn.layer import Layer, namespace
 from mpizero.nn.operations import Operations
 from mpizero.nn.split.model import run_on
@@ -54,7 +55,7 @@ def bind(model: BlockModel, named: Mapping[str, Array]) -> dict[str, dict[str, A
         The model.
     named : mapping of str to Array
         One array for each parameter, by global name, of the shape and dtype that the model declares. Tied uses have
-        none.
+        none. Integer arrays that are not among them get their start values.
 
     Returns
     -------
@@ -69,7 +70,9 @@ def bind(model: BlockModel, named: Mapping[str, Array]) -> dict[str, dict[str, A
         A parameter is missing, unknown, or of another shape or dtype.
     """
     wanted = {spec.name: spec for spec in model_specs(model) if spec.tied is None}
-    _require_equal_names(set(wanted), set(named))
+    integers = start_integers(model)
+    _require_equal_names(set(wanted), named.keys() - integers.keys())
+    integers |= {name: named[name] for name in integers.keys() & named.keys()}
     for name, spec in wanted.items():
         array = named[name]
         wanted_type = spec.element_type(model.dtype)
@@ -79,7 +82,10 @@ def bind(model: BlockModel, named: Mapping[str, Array]) -> dict[str, dict[str, A
                 f"it is {array.dtype} of shape {tuple(array.shape)}"
             )
     return {
-        block: nest((spec.name, named[spec.tied or joined(block, spec.name)]) for spec in layer.specs())
+        block: nest(
+            [(spec.name, named[spec.tied or joined(block, spec.name)]) for spec in layer.specs()]
+            + [(spec.name, integers[joined(block, spec.name)]) for spec in layer_integers(layer)]
+        )
         for block, layer in model.blocks.items()
     }
 
@@ -164,7 +170,7 @@ def loss_and_gradients(
     for (block, layer), cache in zip(reversed(list(model.blocks.items())), reversed(caches), strict=True):
         if dy is None:
             raise LayoutError(f"no gradient reaches block {block!r}: the block after it returns none for its input")
-        grads = nest(_block_items(block, layer, uses))
+        grads = nest([*_block_items(block, layer, uses), *fresh_integers(layer).items()])
         dy = call_located("block", block, layer.backward, params[block], cache, dy, grads)
     gradients = {spec.name: uses[spec.name] for spec in specs if spec.tied is None}
     for spec in specs:

@@ -19,6 +19,7 @@ from mpizero.layout import FlatLayout
 from mpizero.layout.flat import joined
 from mpizero.parallel.batch.redistribute import GlobalBatch
 from mpizero.parallel.parameters.allocator import COMPUTING_ADVICE, refused
+from mpizero.parallel.parameters.integer_state import IntegerState
 from mpizero.parallel.parameters.store import flat_names
 from mpizero.parallel.step_report import NonFinite
 from mpizero.types import Array, as_reals
@@ -143,10 +144,12 @@ class GrainScalars:
         The parameters that this rank holds.
     blocks : sequence of str
         The blocks of the whole model, in order of use.
+    integers : IntegerState
+        The integer arrays, which blocks write new values of.
     """
 
-    def __init__(self, grid: ProcessGrid, layout: FlatLayout, blocks: Sequence[str]) -> None:
-        self.grid, self.layout = grid, layout
+    def __init__(self, grid: ProcessGrid, layout: FlatLayout, blocks: Sequence[str], integers: IntegerState) -> None:
+        self.grid, self.layout, self.integers = grid, layout, integers
         self._order = {name: place for place, name in enumerate(blocks)}
         self.everyone = everyone_of(grid)
         self.count = 0
@@ -172,6 +175,7 @@ class GrainScalars:
         self.count, self.samples, self._step = batch.count, batch.samples, step
         self._per_rank = -(-batch.count // self.grid.data.size)
         self._mine, self._bad, self.error, self._late = {}, {}, None, None
+        self.integers.forget()
         self._spans = {g: (grain.micro_batches[0][2], grain.stop) for g, grain in batch.grains.items()}
 
     def add(self, grain: int, loss: float, weight: float) -> None:
@@ -211,6 +215,8 @@ class GrainScalars:
         if grain in self._bad:
             return
         for name, view in flat_names(views):
+            if view.dtype.kind in "iub":
+                continue
             flat, tensor = as_reals(view), joined(block, name)
             if tensor not in self.frozen and not kernels.all_finite(flat):
                 what = "new value" if name in self.averages.get(block, ()) else "gradient"

@@ -21,6 +21,7 @@ from mpizero.parallel.checkpointing import learning_rate
 from mpizero.parallel.checkpointing.grain_record import check_order, grain_record, resume_grains
 from mpizero.parallel.checkpointing.restore import ArrayReader, HeldArray, HeldPiece, fill
 from mpizero.parallel.checkpointing.saved_attribute import AXES, read_attribute
+from mpizero.parallel.parameters.integer_state import named_integers
 from mpizero.parallel.parameters.shards import UpdatePiece
 from mpizero.text import notice
 from mpizero.types import Array, ParameterSpec
@@ -44,6 +45,9 @@ def local_arrays(
     after the other, in the order of ``engine.layout``.
     """
     arrays = _parameter_arrays(engine, engine.whole.writes, values) if parameters else []
+    if parameters:
+        here = engine.grid.here
+        arrays += _integer_arrays(engine, held=here.data == here.tensor == here.context == 0)
     if engine.updater is not None:
         state = engine.updater.host_state(fetch=fetch)
         arrays += _state_arrays(engine, state, engine.updater.trees.own, engine.whole.writes)
@@ -57,7 +61,18 @@ def _everything(spec: ParameterSpec) -> bool:
 
 def parameter_arrays(engine: Engine) -> list[HeldArray]:
     """Return the arrays of all parameters of the model, with the pieces that this rank holds. Not collective."""
-    return _parameter_arrays(engine, _everything)
+    return _parameter_arrays(engine, _everything) + _integer_arrays(engine, held=True)
+
+
+def _integer_arrays(engine: Engine, *, held: bool) -> list[HeldArray]:
+    """Return the integer arrays of the model; with ``held``, all of each whose block is on this rank's stage."""
+    found = []
+    for name, spec in named_integers(engine.integers.whole).items():
+        told, value = ParameterSpec(name, spec.shape, trainable=False), engine.integers.values.get(name)
+        stored = spec.stored_dtype
+        pieces = [] if value is None or not held else [HeldPiece(told, 0, value.reshape(-1).view(stored))]
+        found.append(HeldArray(f"parameters/{name}", told, stored, pieces))
+    return found
 
 
 def _parameter_arrays(
@@ -325,7 +340,9 @@ def optimizer_name(optimizer: Any) -> str:
 def _check_model(engine: Engine, reader: ArrayReader) -> None:
     prefix = "parameters/"
     found = {path[len(prefix) :]: shape for path, (shape, _) in reader.arrays.items() if path.startswith(prefix)}
+    integers = named_integers(engine.integers.whole)
     wanted = {e.spec.name: e.spec.shape for e in engine.whole.layout.parameters}
+    wanted |= {name: spec.shape for name, spec in integers.items()}
     missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     different = [n for n in wanted if n in found and tuple(found[n]) != wanted[n]]
     if missing or extra or different:
@@ -339,6 +356,7 @@ def _check_model(engine: Engine, reader: ArrayReader) -> None:
             problems.append(f"{name} has shape {tuple(found[name])}, the model's has {wanted[name]}")
         raise CheckpointError(f"the checkpoint belongs to another model: {'; '.join(problems)}")
     types = {prefix + e.spec.name: e.spec.element_type(engine.dtype) for e in engine.whole.layout.parameters}
+    types |= {prefix + name: spec.stored_dtype for name, spec in integers.items()}
     for path, expected in types.items():
         if (dtype := np.dtype(reader.arrays[path][1])) != expected:
             raise CheckpointError(f"{path} is {dtype}, the model's parameter is {expected}")

@@ -11,8 +11,8 @@ import numpy as np
 
 from mpizero.errors import ConfigError
 from mpizero.kernels.device import Device
-from mpizero.layout import FlatLayout, Unit
-from mpizero.layout.flat import views
+from mpizero.layout import Unit
+from mpizero.layout.flat import united, views
 from mpizero.parallel.gradients.unwritten_gradients import GradientDict
 from mpizero.parallel.message_progress import MessageProgress
 from mpizero.parallel.parameters.store import ParameterStore, flat_names
@@ -75,7 +75,7 @@ class DeviceParameters:
                 'master weights are float32 (dtype = "float32"), or leave mixed_precision out'
             )
         self.layout, self.timeline = store.layout, store.timeline
-        self.gradients = UnitGradients(store.layout, store.dtype, device) if fetches else None
+        self.gradients = UnitGradients(store, device) if fetches else None
         size = self.layout.largest_gathered if store.sharded else store.layout.size
         self._values = device.keep("parameters", size, store.dtype)
         self._views: dict[int, dict[str, Any]] = {}
@@ -149,8 +149,9 @@ class DeviceParameters:
 class UnitGradients:
     """Hold a buffer on a GPU for one unit's gradients; after they are copied to the host, the next unit uses it."""
 
-    def __init__(self, layout: FlatLayout, dtype: Any, device: Device) -> None:
-        self.device = device
+    def __init__(self, store: ParameterStore, device: Device) -> None:
+        layout, dtype = store.layout, store.dtype
+        self.device, self._integers = device, store.integers
         self._places = {unit.index: gradient_places(unit) for unit in layout.units}
         self._buffer = device.keep("gradients", max((size for _, size in self._places.values()), default=0), dtype)
         self._views: dict[int, dict[str, Any]] = {}
@@ -158,21 +159,13 @@ class UnitGradients:
     def views(self, unit: Unit) -> dict[str, Any]:
         """Return nested views, by block, of a unit's gradients in the buffer. Not collective."""
         if unit.index not in self._views:
-            places, _ = self._places[unit.index]
-            self._views[unit.index] = {
-                block: GradientDict(
-                    views(
-                        self._buffer,
-                        [
-                            (e.local_name, places[e.block, e.local_name], e.spec)
-                            for e in unit.entries
-                            if e.block == block
-                        ],
-                    )
-                )
-                for block in unit.blocks
-            }
+            self._views[unit.index] = {block: self._block_views(unit, block) for block in unit.blocks}
         return self._views[unit.index]
+
+    def _block_views(self, unit: Unit, block: str) -> GradientDict:
+        places, entries = self._places[unit.index][0], [e for e in unit.entries if e.block == block]
+        found = views(self._buffer, [(e.local_name, places[block, e.local_name], e.spec) for e in entries])
+        return GradientDict(found if self._integers is None else united(found, self._integers.targets(block)))
 
     def fetch(self, unit: Unit, host: Mapping[str, Any]) -> None:
         """Copy a unit's gradients from the buffer to ``host``, nested views by block on the host. Not collective.
@@ -185,7 +178,7 @@ class UnitGradients:
             (places[block, name], array)
             for block, tree in host.items()
             for name, array in flat_names(tree)
-            if (block, name) not in frozen
+            if (block, name) not in frozen and (block, name) in places  # integer arrays are on the host
         ]
         self.device.read(self._buffer[:size], sorted(targets, key=lambda target: target[0]))
 

@@ -135,7 +135,7 @@ class _Trace:
     def __init__(self, model: ShardedModelBase, loss_scale: float) -> None:
         self.model, self.engine, self.loss_scale = model, model.engine, loss_scale
         self.figures: list[ReplayedArray] = []
-        self._views = GradientViews(self.engine.layout, self.engine.memory, self.engine.dtype)
+        self._views = GradientViews(self.engine.layout, self.engine.memory, self.engine.dtype, self.engine.integers)
         self._targets: dict[int, Any] = {}
         self._frozen = {entry.spec.name for entry in self.engine.layout.entries if entry.gradient < 0}
 

@@ -14,7 +14,7 @@ from mpizero.layout.flat import joined
 from mpizero.parallel.execution.evaluators import BlockEnded, GradientTarget, UnitDone, with_next
 from mpizero.parallel.gradients.unwritten_gradients import FunctionGradients
 from mpizero.parallel.parameters.store import ParameterStore, flat_names
-from mpizero.parallel.return_checks import check_names, gradient, loss_and_weight
+from mpizero.parallel.return_checks import check_names, gradient, loss_and_weight, take_integers
 from mpizero.sampletree import map_arrays, map_leaves
 from mpizero.signatures import loss_arguments, named, takes_run, writes_in_place
 from mpizero.types import Array, BlackBoxModel, Run
@@ -32,6 +32,7 @@ class BlackBoxEvaluator:
         self.units = store.layout.units
         self.frozen = frozenset(e.spec.name for e in store.layout.entries if not e.spec.trainable)
         self.trained = {e.spec.name: None for e in store.layout.entries if e.spec.trainable}.keys()
+        self.integers = frozenset(() if store.integers is None else store.integers.values)
         self.in_place = writes_in_place(model)
         given = loss_arguments(in_place=self.in_place)
         self._takes_run = takes_run(model.loss_and_grad, "loss_and_grad", *given)
@@ -55,10 +56,12 @@ class BlackBoxEvaluator:
             self.store.timeline.end("backward", "loss and gradient", begun)
             del params
             if not self.in_place:
-                check_names(function, grads, self.trained, self.frozen)
+                check_names(function, grads, self.trained, self.frozen | self.integers)
             while left:
                 for name, view in () if self.in_place else _named(target(left[0])):
-                    if name not in self.frozen:
+                    if name in self.integers:
+                        take_integers(function, name, grads.get(name, view), view, run)
+                    elif name not in self.frozen:
                         view[...] = gradient(function, name, grads[name], view, run)
                 done(left.popleft())
         except (CollectiveError, PeerFailure):
@@ -138,6 +141,8 @@ class BlackBoxEvaluator:
             buffer = self.store.memory.private("buffers", self.store.layout.size, self.store.dtype)
             entries = self.store.layout.parameters
             self._unread = {e.spec.name: e.spec.view(buffer[slice(*e.span)]) for e in entries}
+            if self.store.integers is not None:
+                self._unread |= {name: value.copy() for name, value in self.store.integers.values.items()}
         return self._unread
 
     def _loss_and_grad(

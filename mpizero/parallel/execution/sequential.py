@@ -93,6 +93,7 @@ class WatchedJob:
         views = self.compute_device.target(unit, self._written[unit.index])
         if self._marks is not None:
             self._marks.mark(views)
+        self.scalars.integers.prepare(unit.blocks)
         return views
 
     def ended(self, unit: Unit, block: str, dx: Any) -> Any:
@@ -127,6 +128,10 @@ class WatchedJob:
     def _end(self, unit: Unit, block: str, views: Any) -> None:
         self._check(unit, block, views)
         self._weight_averages(block, views)
+        if self.job.grain is not None and (
+            unlike := self.scalars.integers.take(block, *self.job.grain.place(self.job.number))
+        ):
+            self.scalars.fail_later(unlike)
         self._ended.add(block)
         if self.job.ended is not None:
             self.job.ended(unit, block)

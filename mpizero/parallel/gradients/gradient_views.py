@@ -9,17 +9,22 @@ from typing import Any
 import numpy as np
 
 from mpizero.layout import FlatLayout, Unit
-from mpizero.layout.flat import views
+from mpizero.layout.flat import united, views
 from mpizero.parallel.gradients.unwritten_gradients import GradientDict
 from mpizero.parallel.parameters.allocator import Allocator
+from mpizero.parallel.parameters.integer_state import IntegerState
 from mpizero.sampletree import map_leaves
 from mpizero.types import Array
 
 
 class GradientViews:
-    """Make named views of gradient buffers; a frozen parameter's gradient is a view of memory that is never read."""
+    """Make named views of gradient buffers, beside the arrays that new values of integer arrays are written to.
 
-    def __init__(self, layout: FlatLayout, memory: Allocator, dtype: Any) -> None:
+    A frozen parameter's gradient is a view of memory that is never read.
+    """
+
+    def __init__(self, layout: FlatLayout, memory: Allocator, dtype: Any, integers: IntegerState) -> None:
+        self.integers = integers
         self.unread = memory.private("buffers", layout.largest_frozen, dtype)
 
     def unit(self, unit: Unit, buffer: Array, *, by_block: bool = False) -> dict[str, Any]:
@@ -34,7 +39,7 @@ class GradientViews:
             starts = accumulate([0, *(e.spec.size for e in held)]) if by_block else (e.gradient for e in held)
             tree = views(buffer, [(e.local_name, start, e.spec) for e, start in zip(held, starts, strict=False)])
             frozen = views(self.unread, [(e.local_name, 0, e.spec) for e in entries if e.gradient < 0])
-            result[block] = GradientDict(_united(tree, frozen))
+            result[block] = GradientDict(united(united(tree, frozen), self.integers.targets(block)))
         return result
 
 
@@ -64,12 +69,6 @@ def largest_block(layout: FlatLayout) -> int:
     """Return the number of gradient elements of the block that has the most of them. Not collective."""
     blocks = [ranges for unit in layout.units for ranges in unit.gradient_ranges.values()]
     return max((sum(span.size for span in ranges) for ranges in blocks), default=0)
-
-
-def _united(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    for name, value in second.items():
-        first[name] = _united(first[name], value) if isinstance(first.get(name), dict) else value
-    return first
 
 
 class MicroBatchSum:

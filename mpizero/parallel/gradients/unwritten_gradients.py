@@ -151,7 +151,8 @@ class WriteCheck:
         self._looked = self._found = False
 
     def _trained(self, block: str, tree: Any) -> Iterator[tuple[str, Any]]:
-        return ((name, view) for name, view in flat_names(tree) if joined(block, name) not in self.frozen)
+        views = ((name, view) for name, view in flat_names(tree) if view.dtype.kind not in "iub")
+        return ((name, view) for name, view in views if joined(block, name) not in self.frozen)
 
 
 def check_layers(layers: Mapping[str, Any], frozen: frozenset[str], *, always: bool) -> WriteCheck:

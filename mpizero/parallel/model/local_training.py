@@ -31,8 +31,10 @@ class LocalTraining(ParameterAccess):
     def become_local(self, every: int) -> None:
         """Give every rank its own copy of the parameters; from now on ``train`` averages them every ``every`` steps."""
         values, device = self.get_parameters(), self.engine.compute_device.device_number
+        integers = self.engine.integers
         self.engine.close()
         self._engine = Engine(self._wrapped, self._config.replace(comm="self"), placement(self.strategy), device=device)
+        self.engine.integers.copy_from(integers)
         self._mean_every, self._pending = every, None
         self._update_local_shard_from_full(values)
 

@@ -18,9 +18,11 @@ from mpizero.comm.equality import agree_arrays
 from mpizero.errors import LayoutError, SharedMemoryError
 from mpizero.layout import ParameterUse
 from mpizero.names import nearest, number_array
+from mpizero.nn.integers import start_value
 from mpizero.parallel.checkpointing.model_state import copy_state
 from mpizero.parallel.model.core import ShardedCore
 from mpizero.parallel.model.private_fallback import in_private_memory
+from mpizero.parallel.parameters.integer_state import named_integers
 from mpizero.types import Array
 
 
@@ -93,12 +95,14 @@ class ParameterAccess(ShardedCore):
 
     @recorded
     def named_parameters(self) -> dict[str, Array]:
-        """Return copies of all parameters of the whole model by name, on every rank."""
-        return self.engine.whole.named(self.gather_full_parameters())
+        """Return copies of all parameters and integer arrays of the whole model by name, on every rank."""
+        return self.engine.whole.named(self.gather_full_parameters()) | self.engine.integers.all_values()
 
     @recorded
     def load_named(self, arrays: Mapping[str, Array]) -> None:
         """Set all parameters from arrays by name: a dictionary or an open ``.npz``, the same on every rank.
+
+        Integer arrays are set, too, if they are among them.
 
         Raises
         ------
@@ -108,20 +112,23 @@ class ParameterAccess(ShardedCore):
             If ranks pass different arrays. The message names the first rank and parameter that differ.
         """
         values = np.empty(self.parameter_count, self.engine.dtype)
-        agree_arrays(self._config.communicator, "load_named", lambda: self._arrange(arrays, values))
+        integers: dict[str, Array] = {}
+        agree_arrays(self._config.communicator, "load_named", lambda: self._arrange(arrays, values, integers))
+        self.engine.integers.set(integers)
         self._update_local_shard_from_full(values)
 
-    def _arrange(self, arrays: Mapping[str, Array], values: Array) -> dict[str, Array]:
+    def _arrange(self, arrays: Mapping[str, Array], values: Array, integers: dict[str, Array]) -> dict[str, Array]:
         """Check arrays by name, and copy them into ``values``, a 1-D array of the whole model. Not collective.
 
-        Return the arrays by the name that error messages use.
+        Integer arrays are added to ``integers``. Return the arrays by the name that error messages use.
         """
         entries = {entry.spec.name: entry for entry in self.layout.parameters}
         if not isinstance(arrays, Mapping):
             raise LayoutError(
                 f"load_named takes arrays by name, got {type(arrays).__name__}: for one vector use set_parameters"
             )
-        missing, unknown = sorted(entries.keys() - arrays.keys()), sorted(arrays.keys() - entries.keys())
+        held = named_integers(self.engine.integers.whole)
+        missing, unknown = sorted(entries.keys() - arrays.keys()), sorted(arrays.keys() - entries.keys() - held.keys())
         if missing or unknown:
             hint = nearest(unknown[0], missing or entries) if unknown else ""
             raise LayoutError(f"parameters do not match the model: missing {missing[:5]}, unknown {unknown[:5]}{hint}")
@@ -132,6 +139,9 @@ class ParameterAccess(ShardedCore):
                 raise LayoutError(f"parameter {name!r} has shape {array.shape}, the model's has {entry.spec.shape}")
             entry.spec.view(values[entry.span.start : entry.span.stop])[...] = array
             given[_called(entry)] = array
+        for name, spec in held.items():
+            if name in arrays:
+                integers[name] = given[f"integer array {name!r}"] = start_value(name, spec, arrays[name])
         return given
 
     @recorded
@@ -156,11 +166,13 @@ class ParameterAccess(ShardedCore):
     def parameters_sha256(self) -> str:
         """Return the SHA-256, in hexadecimal, of the bytes of all parameters of the model in declared order.
 
-        Only one unit at a time is gathered, to save memory.
+        Integer arrays follow. Only one unit at a time is gathered, to save memory.
         """
         digest = hashlib.sha256()
         for values in self.engine.whole.units():
             digest.update(values.tobytes())
+        for array in self.engine.integers.all_values().values():
+            digest.update(array.tobytes())
         return digest.hexdigest()
 
     # ------------------------------------------------------------------ copies

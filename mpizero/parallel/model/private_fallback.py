@@ -34,8 +34,8 @@ def check_movable(engine: Engine, error: SharedMemoryError) -> None:
 def in_private_memory(engine: Engine, parallel_layout: ParallelLayout | None, error: SharedMemoryError) -> Engine:
     """Close ``engine``, and return a new engine in which every rank keeps its own copy of the model.
 
-    Collective over all ranks, all of which have raised ``error`` and passed :func:`check_movable`. Parameters, step
-    number and loss scale are copied. The optimizer is bound to the new engine.
+    Collective over all ranks, all of which have raised ``error`` and passed :func:`check_movable`. Parameters, integer
+    arrays, step number and loss scale are copied. The optimizer is bound to the new engine.
     """
     updater, units = engine.updater, engine.layout.units
     values, version = [engine.store.owned(unit.index).copy() for unit in units], engine.store.version
@@ -44,6 +44,7 @@ def in_private_memory(engine: Engine, parallel_layout: ParallelLayout | None, er
     made = Engine(engine.model, engine.config, engine.placement, parallel_layout, private=True)
     for unit, kept in zip(units, values, strict=True):
         made.store.owned(unit.index)[:] = kept
+    made.integers.copy_from(engine.integers)
     made.store.publish()
     made.store.version = version
     made.step_number, made.grain_rule = engine.step_number, engine.grain_rule

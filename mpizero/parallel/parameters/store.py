@@ -14,10 +14,11 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.comm.recording.timeline import Timeline
 from mpizero.comm.reduce.exact import Gathering, begin_gather
 from mpizero.layout import FlatLayout, Span, Unit
-from mpizero.layout.flat import views
+from mpizero.layout.flat import united, views
 from mpizero.parallel.message_progress import MessageProgress
 from mpizero.parallel.parameters import publication
 from mpizero.parallel.parameters.allocator import STATE_ADVICE, Memory, needing, on_all_ranks
+from mpizero.parallel.parameters.integer_state import IntegerState
 from mpizero.parallel.parameters.publication import Publication, let_arrive
 from mpizero.parallel.parameters.shards import Share
 from mpizero.types import Array, ParameterSpec
@@ -138,6 +139,8 @@ class ParameterStore:
         self._outdated = False
         self._views: dict[tuple[int, int], dict[str, Any]] = {}
         self.version = 0
+        #: Arrays that layers are given beside the parameters; None before they are set.
+        self.integers: IntegerState | None = None
 
     @property
     def values(self) -> Array:
@@ -304,6 +307,8 @@ class ParameterStore:
         """Copy all parameters of ``other``, a store of the same layout and grid. Collective over the data group."""
         for unit in self.layout.units:
             self.owned(unit.index)[:] = other.owned(unit.index)
+        if self.integers is not None and other.integers is not None:
+            self.integers.copy_from(other.integers)
         self.publish()
 
     def poll(self) -> None:
@@ -376,6 +381,8 @@ class ParameterStore:
                     start, alias = alias, alias + entry.spec.size
             placed[entry.block].append((entry.local_name, start, entry.spec))
         nested = {block: views(buffer, triples) for block, triples in placed.items()}
+        if self.integers is not None:
+            nested = {block: united(tree, self.integers.given(block)) for block, tree in nested.items()}
         if not self.sharded and not self._regions:
             return nested
         return ParameterViews(nested, self.progress.poll, gathered=self.sharded)

@@ -12,6 +12,7 @@ from mpizero.comm.calls import record_call
 from mpizero.errors import ConfigError
 from mpizero.layout.flat import joined, nested
 from mpizero.nn.initialize import StartValues, start_values_of
+from mpizero.nn.integers import fresh_integers
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.types import Array, BlockModel, ParameterSpec, Run
@@ -112,7 +113,8 @@ def _parameters(
         flat = np.empty(spec.size, model.dtype)
         fill(_named(homes[name], name), 0, spec.size, flat)
         params[spec.name], grads[spec.name] = spec.view(flat), spec.view(np.empty_like(flat))
-    return nested(params), nested(grads)
+    integers = fresh_integers(model.blocks[block])
+    return nested(params | integers), nested(grads | integers)
 
 
 def _named(spec: ParameterSpec, name: str) -> ParameterSpec:

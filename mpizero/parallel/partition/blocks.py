@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from mpizero.nn.integers import integers_of
 from mpizero.parallel.partition.model_checks import check_model
 from mpizero.types import BlackBoxModel, BlockModel, Init, ParameterSpec
 
 
 def blocks_of(model: Any) -> dict[str, tuple[ParameterSpec, ...]]:
-    """Return the parameter specs of a model, by the name of the block; in a black box each parameter counts as a block.
+    """Return the parameter specs of a model, by the name of the block; in a black box each array counts as a block.
 
     Raises
     ------
@@ -23,7 +24,7 @@ def blocks_of(model: Any) -> dict[str, tuple[ParameterSpec, ...]]:
     if not isinstance(model, BlackBoxModel):
         check_model(model)
     frozen, averaged = frozenset(getattr(model, "frozen", ())), frozenset(getattr(model, "averaged", ()))
-    return {
+    parameters = {
         name: (
             ParameterSpec(
                 "",
@@ -37,3 +38,4 @@ def blocks_of(model: Any) -> dict[str, tuple[ParameterSpec, ...]]:
         )
         for name, a in model.parameters.items()
     }
+    return parameters | {name: () for name in integers_of(model)}

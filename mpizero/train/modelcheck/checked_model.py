@@ -17,6 +17,7 @@ from mpizero.errors import LayoutError
 from mpizero.frames import users_line
 from mpizero.layout.flat import joined
 from mpizero.names import nearest
+from mpizero.nn.integers import fresh_integers, start_integers
 from mpizero.nn.models.block_model import bind, evaluate, initial_parameters, model_specs, nest
 from mpizero.nn.split.model import run_on
 from mpizero.parallel.execution.black_box import writable
@@ -107,7 +108,8 @@ class CheckedFunction:
 
     def __init__(self, model: Any) -> None:
         self.model, self.evaluations = model, 0
-        self.declared = {name: spec for name, (spec,) in blocks_of(model).items()}
+        self.integers = start_integers(model)
+        self.declared = {name: found[0] for name, found in blocks_of(model).items() if found}
         self.names = tuple(name for name, spec in self.declared.items() if spec.optimized)
         self.averaged = tuple(name for name, spec in self.declared.items() if spec.averaged and spec.trainable)
         self.dtype = np.dtype(model.dtype)
@@ -118,7 +120,8 @@ class CheckedFunction:
         self._gradients = self._new() if self.in_place else {}
 
     def _new(self) -> dict[str, Array]:
-        return {name: spec.view(np.zeros(spec.size, self.dtype)) for name, spec in self.declared.items()}
+        arrays = {name: spec.view(np.zeros(spec.size, self.dtype)) for name, spec in self.declared.items()}
+        return arrays | {name: value.copy() for name, value in self.integers.items()}
 
     def start(self) -> dict[str, Array]:
         """Return copies of the start values of all parameters by name."""
@@ -127,8 +130,8 @@ class CheckedFunction:
 
     def _provided(self, parameters: Named, fresh: bool) -> dict[str, Array]:
         provided = self._new() if fresh else self._memory
-        for name, array in provided.items():
-            array[...] = as_declared(self.declared[name], parameters[name])
+        for name, spec in self.declared.items():
+            provided[name][...] = as_declared(spec, parameters[name])
         return provided
 
     def evaluate(self, parameters: Named, x: Any, y: Any, first: int = 0, *, fresh: bool = False) -> LossAndGradients:
@@ -139,7 +142,8 @@ class CheckedFunction:
             run = Run(True, getattr(self.model, "seed", 0), 0, first, count=_count(x, y))
             given = self._called(provided, x, y, run, self._new() if fresh else self._gradients)
         for name, array in provided.items():
-            if array.tobytes() != parameters[name].tobytes():
+            given_before = parameters[name] if name in self.declared else self.integers[name]
+            if array.tobytes() != given_before.tobytes():
                 raise UnusableEvaluation(_written(f"parameter {name!r}", "through a bare pointer"))
         return self._examined(given)
 
@@ -149,8 +153,8 @@ class CheckedFunction:
         try:
             if not self.in_place:
                 return self.model.loss_and_grad(*given, **told)
-            for array in gradients.values():
-                mark(array)
+            for name in self.names:
+                mark(gradients[name])
             with writable(gradients) as views:
                 result = self.model.loss_and_grad(*given, views, **told)
             return self._in_place(result, gradients)
@@ -214,7 +218,7 @@ class CheckedFunction:
     def _of_gradients(self, gradients: Mapping[str, Any]) -> list[ModelFinding]:
         wrong = []
         for name in gradients:
-            if name not in self.declared:
+            if name not in self.declared and name not in self.integers:
                 told = f"use the names of the parameters, {', '.join(map(repr, list(self.declared)[:8]))}"
                 wrong.append(
                     _value(
@@ -312,7 +316,7 @@ class CheckedBlocks:
             dy = self.model.loss.backward(cache, scale)
             for block, layer, cache in reversed(caches):
                 views = {spec.name: spec.view(np.full(spec.size, fill, self.dtype)) for spec in layer.specs()}
-                grads = nest(views.items())
+                grads = nest([*views.items(), *fresh_integers(layer).items()])
                 if halves:
                     dy, pending = layer.backward_input(params[block], cache, dy)
                     layer.backward_weights(params[block], cache, pending, grads)
