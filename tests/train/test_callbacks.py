@@ -157,6 +157,18 @@ def test_a_state_that_no_checkpoint_keeps_is_told(tmp_path, state, told):
         trainer.fit()
 
 
+def test_the_state_of_rank_0_is_saved_and_every_rank_gets_it(tmp_path):
+    outcomes(2, tmp_path, lambda comm: [Stateful({"rank": comm.rank})], steps=1)
+    found = [Stateful({}) for _ in range(3)]
+
+    def work(comm):
+        with made(tmp_path, comm, [found[comm.rank]], steps=2) as trainer:
+            trainer.resume()
+
+    run_in_threads(3, work)
+    assert [one.state for one in found] == [{"rank": 0}] * 3
+
+
 def test_states_belong_to_callbacks_by_class_and_number_and_what_is_left_is_told(tmp_path, capsys):
     def run(callbacks, how="fit", **settings):
         with made(tmp_path, "self", callbacks, progress=True, **settings) as trainer:

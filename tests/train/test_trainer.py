@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -302,7 +304,11 @@ WRONG = {
     "no optimizer": ({"optimizer": None}, ConfigError, r"optimizer is missing: give one, such as optimizer=mz.AdamW"),
     "best without validation": ({"best": "deviation", "validation": None}, ConfigError, "needs validation samples"),
     "patience without validations": ({"patience": 2, "validate_every": 0}, ConfigError, "validate_every > 0"),
-    "an unknown metric": ({"best": "deviatoin"}, ConfigError, r"'deviatoin': no .*did you mean 'deviation'\?.*\"-\""),
+    "an unknown metric": (
+        {"best": "deviatoin"},
+        ConfigError,
+        r"best = \"deviatoin\": no .*did you mean 'deviation'\?.*\"-\"",
+    ),
     "min_delta alone": ({"min_delta": 0.1}, ConfigError, "min_delta = 0.1: belongs to patience"),
     "a source too short": (
         {"global_batch": 500},
@@ -356,6 +362,15 @@ def test_a_sharded_model_comes_without_arguments_for_sharding(tmp_path, alone_mo
 def alone_model():
     with mz.ShardingConfig(comm="self") as config, mz.ZeRO2Model(linear(), config) as model:
         yield model
+
+
+def test_the_example_ends_early_and_is_complete_when_resumed(tmp_path, monkeypatch, capsys):
+    program = Path(__file__).resolve().parents[2] / "examples" / "training" / "trainer.py"
+    monkeypatch.chdir(tmp_path)
+    for words in ([], ["--resume"]):
+        monkeypatch.setattr(sys, "argv", ["trainer.py", *words])
+        runpy.run_path(str(program), run_name="__main__")
+        assert "300 steps, best 0.0750" in capsys.readouterr().out
 
 
 def test_ranks_that_want_different_runs_are_told(tmp_path):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpizero.errors import ConfigError
-from mpizero.names import nearest, shown
+from mpizero.names import nearest
 
 #: Metrics that a validation may have without metrics of the user.
 OWN_METRICS = ("validation_loss", "perplexity", "accuracy")
@@ -71,7 +71,9 @@ class Improvement:
             If the figures have no such metric.
         """
         if self.name not in figures:
-            raise ConfigError(f"{self.metric}: this model has no such validation metric; it has {', '.join(figures)}")
+            raise ConfigError(
+                f"best={self.metric!r}: this model has no such metric; its validations have {', '.join(figures)}"
+            )
         value = figures[self.name]
         better = value is not None and (self.value is None or self._score(value) < self._score(self.value))
         if value is not None and (
@@ -108,6 +110,6 @@ def check_metric(metric: str, known: Collection[str]) -> None:
     names = (*OWN_METRICS, *known)
     if metric.removeprefix("-") not in names:
         raise ConfigError(
-            f"{shown(metric)}: no validation metric of this name{nearest(metric.removeprefix('-'), names)}; there are "
+            f"no validation metric of this name{nearest(metric.removeprefix('-'), names)}; there are "
             f'{", ".join(names)}, and a "-" before it says that large values are good'
         )

@@ -263,13 +263,11 @@ class TrainingLoop:
     def _save(self, *, wait: bool) -> None:
         self.numbers.before_save()
         with all_ranks(self.control):
-            state = RunState(
-                self.loss,
-                {} if self.improvement is None else self.improvement.state(),
-                self.numbers.state(),
-                saved_state(self.setup.callbacks),
-                self.overrides,
-            )
+            states = saved_state(self.setup.callbacks)
+        if self.setup.callbacks:  # a checkpoint has one state, of which rank 0's logger knows more than the others
+            states = self.control.broadcast_object(states, tag="states of callbacks")
+        best = {} if self.improvement is None else self.improvement.state()
+        state = RunState(self.loss, best, self.numbers.state(), states, self.overrides)
         self.saver.save(self.step, state, wait=wait, best=self._is_best)
         self.speed.disturb()
 
