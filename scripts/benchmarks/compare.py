@@ -4,6 +4,8 @@ A contender is one implementation of the same training: the same architecture on
 on the same number of ranks of one thread each, with the same number of samples on each rank. The contenders are
 mpizero's four strategies, started by mpiexec; PyTorch's DDP, DDP with ZeroRedundancyOptimizer, and FSDP2; and
 DeepSpeed's ZeRO-1, 2 and 3. PyTorch and DeepSpeed use gloo and start with the environment variables of torchrun.
+"module-" before the name of a strategy trains the PyTorch module of the others with mpizero, by an interpreter that has
+PyTorch; "torch-plain" trains it on one rank in a plain loop.
 "products alone" computes only the matrix products of the same step with NumPy's BLAS, to show how fast a step could be.
 Every contender is first run alone, to measure its memory. Then all of them are started. In each round every contender
 trains a few steps while the others sleep, so that a slow moment of the machine affects all alike. Ratios are computed
@@ -31,7 +33,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from comparing.ours import LIMIT, STRATEGIES, Ours, Products
+from comparing.ours import LIMIT, MODULES, STRATEGIES, OurModule, Ours, Products
 from harness import Team, TeamError, alternate, chosen, one_thread, parser, serve, tell
 
 from mpizero.measurement import Measurement
@@ -41,6 +43,7 @@ with contextlib.suppress(ImportError):  # the interpreter of PyTorch and DeepSpe
     from mpizero.train.process_memory import proportional
 
 PEERS = {
+    "torch-plain": "a plain loop of PyTorch",
     "torch-ddp": "DDP",
     "torch-zero1": "ZeroRedundancyOptimizer",
     "torch-fsdp2": "FSDP2",
@@ -48,6 +51,8 @@ PEERS = {
     "deepspeed-zero2": "DeepSpeed ZeRO-2",
     "deepspeed-zero3": "DeepSpeed ZeRO-3",
 }
+OURS = (*STRATEGIES, *MODULES)
+USUAL = (LIMIT, *STRATEGIES, *(name for name in PEERS if name != "torch-plain"))
 SHAPE = ("ranks", "dim", "layers", "heads", "batch", "sequence", "vocabulary")
 PRESETS = {
     "base": {"ranks": 2, "dim": 256, "layers": 4, "heads": 4, "batch": 8, "sequence": 128, "steps": 8},
@@ -70,7 +75,7 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--vocabulary", type=int, default=256)
     options.add_argument("--steps", type=int, help="timed steps of one turn")
     options.add_argument("--warmup", type=int, default=3, help="steps of a turn before the clock starts")
-    options.add_argument("--contenders", default=",".join((LIMIT, *STRATEGIES, *PEERS)), help="(default: %(default)s)")
+    options.add_argument("--contenders", default=",".join(USUAL), help="(default: %(default)s)")
     options.add_argument("--grain", type=int, help="mpizero's micro_batch (default: the sequences of a rank)")
     options.add_argument("--peers-python", default=sys.executable, help="interpreter that has PyTorch and DeepSpeed")
     options.add_argument("--no-memory", action="store_true", help="leave out the runs alone, which measure memory")
@@ -80,7 +85,7 @@ def arguments() -> argparse.Namespace:
     for name, value in PRESETS[args.preset].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    args.contenders = chosen("--contenders", args.contenders, (LIMIT, *STRATEGIES, *PEERS))
+    args.contenders = chosen("--contenders", args.contenders, (LIMIT, *OURS, *PEERS))
     return args
 
 
@@ -93,11 +98,12 @@ def worker(args: argparse.Namespace) -> None:
 
         one, rank = CLASSES[args.be](shape), int(os.environ["RANK"])
     else:
-        one = (Products if args.be == LIMIT else Ours)(args.be, shape, args.grain)
+        kind = Products if args.be == LIMIT else OurModule if args.be in MODULES else Ours
+        one = kind(MODULES.get(args.be, args.be), shape, args.grain)
         rank = one.world.rank
     actions = {name: getattr(one, name) for name in ("prepare", "turn", "digest") if hasattr(one, name)}
     serve(args.socket, rank, actions)
-    if args.be in STRATEGIES:
+    if args.be in OURS:
         one.model.close()
     with contextlib.suppress(ImportError):
         if args.be in PEERS:
@@ -233,7 +239,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for name in names:
         speeds = [tokens / s for s in seconds[name]]
         results[name] |= {"tokens_per_second": Measurement.of(speeds).rounded(0), "rounds": [round(s) for s in speeds]}
-        if name in STRATEGIES:
+        if name in OURS:
             results[name]["over"] = {
                 peer: Measurement.of_ratios(seconds[peer], seconds[name]).rounded(3)
                 for peer in names
@@ -266,7 +272,7 @@ def report(found: dict[str, Any]) -> str:
             f"{name:17s}{speed['median']:11,.0f}{speed['least']:11,.0f}{speed['most']:11,.0f}"
             f"{mega[0]:>11s}{mega[1]:>9s}{mega[2]:>17s}  {row['note']}"
         )
-    ours = [name for name in results if name in STRATEGIES]
+    ours = [name for name in results if name in OURS]
     if ours:
         lines += ["", f"{'tokens/s over':17s}" + "".join(f"{name:>22s}" for name in ours)]
     for peer in results[ours[0]]["over"] if ours else ():
@@ -329,7 +335,7 @@ def main() -> None:
         sys.exit(str(error))
     print(json.dumps(found, indent=1) if args.json else report(found))
     if args.plot:
-        for path in pictures.draw(found, args.plot, STRATEGIES, LIMIT):
+        for path in pictures.draw(found, args.plot, OURS, LIMIT):
             tell(str(path))
 
 

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+#: Autograd's engine; None in versions of PyTorch that do not have it here.
+_run = getattr(torch.autograd.graph, "_engine_run_backward", None)
 #: A gradient for each weight; None for those that the outputs do not depend on.
 Gradients = Sequence[torch.Tensor | None]
 
@@ -60,7 +62,7 @@ def whole_backward(
     ends = [*graph.inputs, *graph.weights]
     if not graph.outputs or not ends:
         return [None] * len(graph.inputs), [None] * len(graph.weights)
-    found = torch.autograd.grad(graph.outputs, ends, gradients, retain_graph=keep, allow_unused=True)
+    found = _gradients(graph.outputs, ends, gradients, keep=keep)
     return found[: len(graph.inputs)], found[len(graph.inputs) :]
 
 
@@ -90,7 +92,7 @@ def input_half(graph: Pass, gradients: Sequence[torch.Tensor]) -> tuple[Gradient
 
     hooks = [node.register_prehook(keep(node)) for node in edges]
     try:
-        found = torch.autograd.grad(graph.outputs, graph.inputs, gradients, retain_graph=True, allow_unused=True)
+        found = _gradients(graph.outputs, graph.inputs, gradients, keep=True)
     finally:
         for hook in hooks:
             hook.remove()
@@ -106,13 +108,23 @@ def weight_half(graph: Pass, pending: PendingWeights, *, keep: bool = False) -> 
         outputs = [GradientEdge(node, i) for i, gradient in enumerate(given) if gradient is not None]
         ends = list(dict.fromkeys(pending.edges[node]))
         gradients = [gradient for gradient in given if gradient is not None]
-        found = torch.autograd.grad(outputs, ends, gradients, retain_graph=True, allow_unused=True)
+        found = _gradients(outputs, ends, gradients, keep=True)
         begun += [(edge, gradient) for edge, gradient in zip(ends, found, strict=True) if gradient is not None]
     if not begun:
         return [None] * len(graph.weights)
     starts, gradients = [edge for edge, _ in begun], [gradient for _, gradient in begun]
-    result: Gradients = torch.autograd.grad(starts, graph.weights, gradients, retain_graph=keep, allow_unused=True)
-    return result
+    return _gradients(starts, graph.weights, gradients, keep=keep)
+
+
+def _gradients(
+    outputs: Sequence[Any], ends: Sequence[Any], gradients: Sequence[torch.Tensor], *, keep: bool
+) -> Gradients:
+    """Return the gradients of ``ends``, as ``torch.autograd.grad`` does, whose checks take as long as a small layer."""
+    if _run is None:
+        found: Gradients = torch.autograd.grad(outputs, ends, gradients, retain_graph=keep, allow_unused=True)
+    else:
+        found = _run(tuple(outputs), tuple(gradients), keep, False, tuple(ends), True, accumulate_grad=False)
+    return found
 
 
 def _is_shared(edges: dict[Node, tuple[GradientEdge, ...]], order: Sequence[Node]) -> bool:

@@ -20,7 +20,7 @@ from mpizero.adapters.torch.saved import SavedParameters
 from mpizero.errors import DataError, LayoutError
 from mpizero.nn.layer import Layer
 from mpizero.sampletree import leaves_of, map_leaves, paths_of
-from mpizero.types import EVALUATE, Array, ParameterSpec, Params, Run
+from mpizero.types import EVALUATE, Array, IntegerSpec, ParameterSpec, Params, Run
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,10 @@ class BlockTensors:
         Their descriptions, in the same order, with names relative to the block.
     kept : tuple of Held
         The other buffers, which stay in the module; no forward pass may change them.
-    counters : tuple of Held
-        Counts of batches in norms, on which nothing depends; each forward pass gets a copy.
+    integers : tuple of Held
+        Buffers of whole numbers, such as counters of batches.
+    integer_specs : tuple of IntegerSpec
+        Their descriptions, in the same order.
     parameters : frozenset of str
         Names of those in ``stored`` that are parameters of the module, not buffers.
     unused : frozenset of str
@@ -47,7 +49,8 @@ class BlockTensors:
     stored: tuple[Held, ...]
     specs: tuple[ParameterSpec, ...]
     kept: tuple[Held, ...] = ()
-    counters: tuple[Held, ...] = ()
+    integers: tuple[Held, ...] = ()
+    integer_specs: tuple[IntegerSpec, ...] = ()
     parameters: frozenset[str] = frozenset()
     unused: frozenset[str] = frozenset()
     paths: tuple[tuple[str, ...], ...] = field(init=False, repr=False)
@@ -60,7 +63,8 @@ class BlockTensors:
 class _Cache:
     """Hold the graph of a forward pass; or its input alone, of an evaluation, whose backward pass runs it again.
 
-    ``paths`` names the outputs of the graph within the output's tree. ``averages`` are the new values of statistics.
+    ``paths`` names the outputs of the graph within the output's tree. ``averages`` and ``numbers`` are the new values
+    of statistics and of buffers of whole numbers.
     """
 
     x: Any
@@ -68,6 +72,7 @@ class _Cache:
     graph: Pass | None = None
     paths: tuple[str, ...] = ()
     averages: Sequence[torch.Tensor] = ()
+    numbers: Sequence[torch.Tensor] = ()
     saved: SavedParameters | None = None
 
 
@@ -103,6 +108,10 @@ class TorchBlock(Layer):
         """Parts of the block that ranks compare."""
         return {"module": self.module, "specs": self.tensors.specs, "number": self.number}
 
+    def own_integers(self) -> tuple[IntegerSpec, ...]:
+        """Describe the buffers of whole numbers that ``state_dict()`` has. Not collective."""
+        return self.tensors.integer_specs
+
     def own_specs(self) -> tuple[ParameterSpec, ...]:
         """Describe the parameters of the module, with their names in ``state_dict()``. Not collective."""
         return self.tensors.specs
@@ -115,7 +124,7 @@ class TorchBlock(Layer):
         cache = _Cache(x, run)
         if not run.training:
             with self._pass(run), torch.no_grad():
-                y, _ = self._call(self._given(params), map_leaves(as_tensor, x))
+                y, _ = self._call([*self._given(params), *self._numbers(params)], map_leaves(as_tensor, x))
                 return map_leaves(as_array, y), cache
         y = self._record(params, cache)
         return map_leaves(as_array, y), cache
@@ -135,9 +144,10 @@ class TorchBlock(Layer):
                 cache.saved = SavedParameters(tensors)
                 hooks = saved_tensors_hooks(cache.saved.pack, cache.saved.unpack)
             with hooks:
-                y, after = self._call(given, x)
+                y, after = self._call([*given, *self._numbers(params)], x)
             outputs = {path: tensor for path, tensor in paths_of(y=y) if tensor.requires_grad}
-            cache.averages = [t.detach() for t, s in zip(after, self.tensors.specs, strict=True) if s.averaged]
+            cache.averages = [t.detach() for t, s in zip(after, self.tensors.specs, strict=False) if s.averaged]
+            cache.numbers = after[len(given) :]
             cache.graph, cache.paths = Pass(list(outputs.values()), inputs, weights), tuple(outputs)
             return y
 
@@ -146,7 +156,7 @@ class TorchBlock(Layer):
         graph, given = self._graph(params, cache, dy)
         with torch_pass(self.settings):
             inputs, weights = whole_backward(graph, given)
-            self._write(grads, weights, cache.averages)
+            self._write(grads, weights, cache)
             return self._input_gradient(cache, graph, inputs)
 
     def backward_input(self, params: Params, cache: Any, dy: Any) -> tuple[Any, Any]:
@@ -161,7 +171,7 @@ class TorchBlock(Layer):
         if cache.saved is not None:
             cache.saved.tensors = self._tensors(params)
         with torch_pass(self.settings):
-            self._write(grads, weight_half(cache.graph, pending), cache.averages)
+            self._write(grads, weight_half(cache.graph, pending), cache)
 
     def _graph(self, params: Params, cache: _Cache, dy: Any) -> tuple[Pass, list[torch.Tensor]]:
         """Return the graph of the forward pass, and the gradients of its outputs as tensors."""
@@ -188,9 +198,11 @@ class TorchBlock(Layer):
 
         return map_leaves(gradient, cache.x)
 
-    def _write(self, grads: Params, weights: Gradients, averages: Sequence[torch.Tensor]) -> None:
-        """Write the gradients of parameters and the new values of statistics to ``grads``."""
-        gradients, statistics = iter(weights), iter(averages)
+    def _write(self, grads: Params, weights: Gradients, cache: _Cache) -> None:
+        """Write the gradients of parameters and the new values of buffers to ``grads``."""
+        for integer, number in zip(self.tensors.integer_specs, cache.numbers, strict=True):
+            put(_found(grads, integer.name.split(".")), number)
+        gradients, statistics = iter(weights), iter(cache.averages)
         for spec, path in zip(self.tensors.specs, self.tensors.paths, strict=True):
             if not spec.trainable:
                 continue
@@ -208,6 +220,10 @@ class TorchBlock(Layer):
     def _tensors(self, params: Params) -> list[torch.Tensor]:
         return [as_tensor(_found(params, path)) for path in self.tensors.paths]
 
+    def _numbers(self, params: Params) -> list[torch.Tensor]:
+        """Return copies of the buffers of whole numbers, which a forward pass may change."""
+        return [as_tensor(_found(params, spec.name.split("."))).clone() for spec in self.tensors.integer_specs]
+
     def _given(self, params: Params) -> list[torch.Tensor]:
         """Return the tensors for a forward pass; the first pass gets copies, which a wrong module may change."""
         tensors = self._tensors(params)
@@ -224,16 +240,16 @@ class TorchBlock(Layer):
     def _call(self, tensors: Sequence[torch.Tensor], x: Any) -> tuple[Any, list[torch.Tensor]]:
         """Call the module on ``x`` with these parameters; return its output, and what then is in their places."""
         own = self.tensors
-        counters, kept = [one.now.clone() for one in own.counters], [one.now for one in own.kept]
+        kept = [one.now for one in own.kept]
         versions = [tensor._version for tensor in (*tensors, *kept)]
-        with in_places((*own.stored, *own.counters), [*tensors, *counters]):
+        with in_places((*own.stored, *own.integers), tensors):
             if isinstance(x, tuple):
                 y = self.module(*x)
             elif isinstance(x, Mapping):
                 y = self.module(**x)
             else:
                 y = self.module(x)
-            after = [one.now for one in (*own.stored, *own.kept)]
+            after = [one.now for one in (*own.stored, *own.integers, *own.kept)]
         if odd := [leaf for leaf in leaves_of(y) if not isinstance(leaf, torch.Tensor)]:
             raise DataError(
                 f"{type(self.module).__name__} returned a {type(odd[0]).__name__}: a block returns tensors, alone or "
@@ -248,14 +264,17 @@ class TorchBlock(Layer):
     def _refuse_change(self, number: int) -> None:
         """Raise :class:`LayoutError` unless the forward pass may change what it has changed."""
         specs, what, advice = self.tensors.specs, "buffer", "name it in averaged= if it is a statistic of the samples"
+        integers = len(self.tensors.integers)
         if number < len(specs):
             if specs[number].averaged:
                 return
             name = specs[number].name
             if name in self.tensors.parameters:
                 what, advice = "parameter", "compute with a changed copy"
+        elif number < len(specs) + integers:
+            return
         else:
-            name = self.tensors.kept[number - len(specs)].name
+            name = self.tensors.kept[number - len(specs) - integers].name
         raise LayoutError(f"{type(self.module).__name__} changes its {what} {name!r} in its forward pass: {advice}")
 
 

@@ -119,22 +119,9 @@ def dtype_of(module: torch.nn.Module) -> np.dtype[Any]:
 
 def running_statistics(module: torch.nn.Module) -> set[int]:
     """Return the identities of the buffers that are running statistics of norms. Not collective."""
-    return {id(b) for b in _of_norms(module) if b.is_floating_point()}
-
-
-def batch_counters(module: torch.nn.Module) -> set[int]:
-    """Return the identities of the buffers that count the batches of norms. Not collective."""
-    return {id(b) for b in _of_norms(module) if not b.is_floating_point()}
-
-
-def _of_norms(module: torch.nn.Module) -> list[torch.Tensor]:
-    norms = [inner for inner in module.modules() if isinstance(inner, torch.nn.modules.batchnorm._NormBase)]
-    if odd := [norm for norm in norms if norm.track_running_stats and norm.momentum is None]:
-        raise ConfigError(
-            f"TorchModel: {type(odd[0]).__name__} has momentum=None, a mean over all batches so far, which depends on "
-            "how batches are cut: give it a momentum, such as 0.1"
-        )
-    return [buffer for norm in norms for buffer in norm._buffers.values() if buffer is not None]
+    norms = (inner for inner in module.modules() if isinstance(inner, torch.nn.modules.batchnorm._NormBase))
+    buffers = (buffer for norm in norms for buffer in norm._buffers.values())
+    return {id(buffer) for buffer in buffers if buffer is not None and buffer.is_floating_point()}
 
 
 @contextmanager

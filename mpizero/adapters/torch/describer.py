@@ -12,7 +12,7 @@ from mpizero.adapters.torch import bound
 from mpizero.adapters.torch.blocks import BlockTensors
 from mpizero.layout.flat import joined
 from mpizero.names import as_patterns, selected
-from mpizero.types import ParameterSpec
+from mpizero.types import INTEGER_DTYPES, IntegerSpec, ParameterSpec
 
 
 class Describer:
@@ -43,7 +43,7 @@ class Describer:
         self._unused = _selected(parameters, "unused", unused)
         self._averaged = _selected(buffers, "averaged", averaged, "buffer")
         self._dtype, self._saved = dtype, frozenset(module.state_dict())
-        self._running, self._counting = bound.running_statistics(module), bound.batch_counters(module)
+        self._running = bound.running_statistics(module)
         self._homes: dict[int, str] = {}
         self._stored: list[bound.Held] = []
 
@@ -56,13 +56,14 @@ class Describer:
             home = self._homes.setdefault(identity, whole)
             tied, trainable = None if home == whole else home, one.trainable and whole not in self._frozen
             specs.append(ParameterSpec(one.name, one.shape, decay=len(one.shape) > 1, trainable=trainable, tied=tied))
-        counters, kept = [], []
+        integers, numbers, kept = [], [], []
         for identity, one in bound.held_buffers(module).items():
-            whole, own_dtype = joined(block, one.name), bound.DTYPES.get(one.now.dtype) == self._dtype
-            averaged = identity in self._running or whole in self._averaged
-            if identity in self._counting:
-                counters.append(one)
-            elif averaged or (own_dtype and whole in self._saved):
+            whole, dtype = joined(block, one.name), str(one.now.dtype).removeprefix("torch.")
+            averaged, saved = identity in self._running or whole in self._averaged, whole in self._saved
+            if saved and dtype in INTEGER_DTYPES:
+                integers.append(one)
+                numbers.append(IntegerSpec(one.name, one.shape, dtype))
+            elif averaged or (saved and dtype == self._dtype):
                 stored.append(one)
                 specs.append(ParameterSpec(one.name, one.shape, decay=False, trainable=averaged, averaged=averaged))
                 self._stored.append(one)
@@ -70,7 +71,7 @@ class Describer:
                 kept.append(one)
         names = frozenset(one.name for one in parameters.values())
         unused = frozenset(name for name in names if joined(block, name) in self._unused)
-        return BlockTensors(tuple(stored), tuple(specs), tuple(kept), tuple(counters), names, unused)
+        return BlockTensors(tuple(stored), tuple(specs), tuple(kept), tuple(integers), tuple(numbers), names, unused)
 
     def forget_values(self) -> None:
         """Free the memory of the buffers that mpizero stores. Not collective."""

@@ -104,7 +104,12 @@ class TorchModel:
         module = self._made()
         state = dict(module.named_parameters(remove_duplicate=False))
         state |= dict(module.named_buffers(remove_duplicate=False))
-        names = (joined(block, spec.name) for block, one in self.blocks.items() for spec in one.specs())
+        names = [
+            joined(block, spec.name)
+            for block, one in self.blocks.items()
+            for specs in (one.specs(), one.own_integers())
+            for spec in specs
+        ]
         return {name: state[name].detach().cpu().numpy() for name in names}
 
     def set_sharding_config(self, config: Any) -> None:

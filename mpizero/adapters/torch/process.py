@@ -36,6 +36,10 @@ class TorchSettings:
     tried: set[int] = field(default_factory=set)
 
 
+#: Does what ``torch.use_deterministic_algorithms`` does, which takes as long as a small layer.
+_deterministic = getattr(torch._C, "_set_deterministic_algorithms", torch.use_deterministic_algorithms)
+
+
 @contextmanager
 def torch_pass(settings: TorchSettings, seed: int | None = None) -> Iterator[None]:
     """Let this thread alone use PyTorch, with the settings of a pass and, if given, with a seed; restore them after.
@@ -49,7 +53,7 @@ def torch_pass(settings: TorchSettings, seed: int | None = None) -> Iterator[Non
             torch.set_num_threads(int(settings.threads or 1))
         if not algorithms:
             torch.utils.deterministic.fill_uninitialized_memory = False  # with NaN, which only takes time
-            torch.use_deterministic_algorithms(True)
+            _deterministic(True)
         if seed is not None:
             state = torch.default_generator.get_state()
             torch.default_generator.manual_seed(seed)
@@ -59,7 +63,7 @@ def torch_pass(settings: TorchSettings, seed: int | None = None) -> Iterator[Non
             if state is not None:
                 torch.default_generator.set_state(state)
             if not algorithms:
-                torch.use_deterministic_algorithms(False)
+                _deterministic(False)
                 torch.utils.deterministic.fill_uninitialized_memory = filled
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)

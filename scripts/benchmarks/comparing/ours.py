@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+#: Contenders that train PyTorch's module with mpizero, and their strategies.
+MODULES = {f"module-{strategy}": strategy for strategy in STRATEGIES}
 #: Name of the contender that computes only the step's products, by NumPy's BLAS into allocated memory.
 LIMIT = "products alone"
 
@@ -32,12 +34,16 @@ class Ours:
         from mpizero.train.doctor.machine_facts import blas
 
         mz, shape = self.mz, self.shape
-        names = ("dim", "layers", "heads", "sequence", "vocabulary")
-        gpt = mz.nn.GPT(**{name: shape[name] for name in names})
+        gpt = self.made()
         config = mz.ShardingConfig(comm=self.world, micro_batch=self.grain or shape["batch"])
         self.model = mz.distribute(gpt, mz.AdamW(lr=1e-3), strategy=self.strategy, config=config)
         self.x, self.y = data(shape, self.world.rank)
         return {"parameters": self.model.parameter_count, "version": "mpizero", "note": blas()}
+
+    def made(self) -> Any:
+        """Return the model that is trained."""
+        names = ("dim", "layers", "heads", "sequence", "vocabulary")
+        return self.mz.nn.GPT(**{name: self.shape[name] for name in names})
 
     def turn(self, warmup: int, steps: int) -> float:
         """Train ``warmup`` steps, then time ``steps`` steps between two barriers; return their seconds together."""
@@ -47,6 +53,18 @@ class Ours:
         """Return the SHA-256 of all parameters."""
         found: str = self.model.parameters_sha256()
         return found
+
+
+class OurModule(Ours):
+    """Train the GPT of PyTorch, the module that the peers train, with mpizero and one strategy."""
+
+    def made(self) -> Any:
+        """Return the module as a model of blocks."""
+        from comparing.network import GPT, next_tokens
+
+        return self.mz.adapters.torch.TorchModel(
+            lambda: GPT(self.shape), next_tokens, blocks=["embedding", "blocks.*", "head"]
+        )
 
 
 class LinearProducts:

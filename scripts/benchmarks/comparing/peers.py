@@ -10,47 +10,10 @@ import torch
 from torch import distributed, nn
 from torch.nn import functional
 
+from comparing.network import GPT
 from comparing.ours import data, timed
 
 RATE = 1e-3
-
-
-class Block(nn.Module):
-    """Compute a pre-norm transformer block with fused causal attention and the tanh approximation of GELU."""
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.qkv, self.projection = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Add attention to ``x``, then the feed-forward layers, and return the result."""
-        samples, length, dim = x.shape
-        qkv = self.qkv(self.norm1(x)).view(samples, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(*qkv, is_causal=True)
-        x = x + self.projection(mixed.transpose(1, 2).reshape(samples, length, dim))
-        return x + self.down(functional.gelu(self.up(self.norm2(x)), approximate="tanh"))
-
-
-class GPT(nn.Module):
-    """The model of ``mpizero.nn.GPT`` in PyTorch: learned positions, and a head tied to the token embedding."""
-
-    def __init__(self, shape: dict[str, int]) -> None:
-        super().__init__()
-        dim = shape["dim"]
-        self.token, self.position = nn.Embedding(shape["vocabulary"], dim), nn.Embedding(shape["sequence"], dim)
-        self.blocks = nn.ModuleList(Block(dim, shape["heads"]) for _ in range(shape["layers"]))
-        self.norm = nn.LayerNorm(dim)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the mean cross-entropy of the targets ``y``, given the tokens ``x``."""
-        h = self.token(x) + self.position(torch.arange(x.shape[1]))
-        for block in self.blocks:
-            h = block(h)
-        logits = functional.linear(self.norm(h), self.token.weight)
-        return functional.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
 class Peer:
@@ -79,9 +42,13 @@ class Peer:
         """Set ``self.model`` and ``self.optimizer``; return the library's version, and a note for the table."""
         raise NotImplementedError
 
+    def loss(self) -> torch.Tensor:
+        """Return the mean cross-entropy of this rank's samples."""
+        return functional.cross_entropy(self.model(self.x).flatten(0, 1), self.y.flatten())
+
     def step(self) -> None:
         """Train one step on this rank's samples."""
-        loss = self.model(self.x, self.y)
+        loss = self.loss()
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -100,6 +67,17 @@ class Peer:
         for value in self.values():
             found.update(value.detach().numpy().tobytes())
         return found.hexdigest()
+
+
+class TorchPlain(Peer):
+    """Train with a plain loop of PyTorch and fused AdamW, on one rank."""
+
+    def wrap(self, plain: nn.Module) -> tuple[str, str]:
+        """Keep the model as it is; return the version, and no note."""
+        if self.shape["ranks"] > 1:
+            raise ValueError("a plain loop of PyTorch trains on one rank: give --ranks 1")
+        self.model, self.optimizer = plain, torch.optim.AdamW(plain.parameters(), lr=RATE, fused=True)
+        return f"PyTorch {torch.__version__}", ""
 
 
 class TorchDDP(Peer):
@@ -184,7 +162,7 @@ class DeepSpeed(Peer):
 
     def step(self) -> None:
         """Train one step on this rank's samples by the methods of DeepSpeed's engine."""
-        loss = self.model(self.x, self.y)
+        loss = self.loss()
         self.model.backward(loss)
         self.model.step()
 
@@ -216,6 +194,7 @@ class DeepSpeed3(DeepSpeed):
 
 
 CLASSES: dict[str, type[Peer]] = {
+    "torch-plain": TorchPlain,
     "torch-ddp": TorchDDP,
     "torch-zero1": TorchZero1,
     "torch-fsdp2": TorchFSDP2,
