@@ -26,6 +26,7 @@ from mpizero.train.config.config_file import config_of
 from mpizero.train.config.model_and_data import build_model, make_model, user_functions, users_modules
 from mpizero.train.config.model_sections import NamedModelSection
 from mpizero.train.config.sections import Config
+from mpizero.train.config.setting_checks import SettingError, shown
 from mpizero.train.number_format import joined
 from mpizero.train.run.metrics import finite
 from mpizero.train.run.resume import SavedRun
@@ -67,7 +68,10 @@ def replay(path: str, chosen: str | None, tell: Callable[[str], object]) -> Repl
     step = read_bad_step(path)
     config = _config_of(step, path)
     with users_modules(config):
-        model = _model_of(step, config, path)
+        try:
+            model = _model_of(step, config, path)
+        except SettingError as error:
+            raise ConfigError(f"{path}: {error.message}") from error.__cause__
         return _replayed(step, model, chosen or _newest_before(Path(path), step.step, tell))
 
 
@@ -92,10 +96,17 @@ def _config_of(step: BadStep, path: str) -> Config:
         ) from None
     except (ConfigError, TypeError, ValueError) as error:
         raise DataError(f"{path}: its configuration is of another version: {error}") from None
-    recorded = replace(config, folder=str(step.about.get("folder", config.folder)))
-    functions = user_functions(recorded).values()
-    there = all(function.file is None or function.file.is_file() for function in functions)
-    return recorded if there else config  # the working directory may have the files, where the run's folder is gone
+    # Where the run's folder is gone, the working directory may have the files.
+    folders = dict.fromkeys((str(step.about.get("folder", ".")), os.getcwd()))
+    places = [replace(config, folder=folder) for folder in folders]
+    for place in places:
+        if all(function.file is None or function.file.is_file() for function in user_functions(place).values()):
+            return place
+    missing = next(f for f in user_functions(config).values() if f.file is not None and not f.file.is_file())
+    raise DataError(
+        f"{path}: {missing.key} was {shown(missing.make)}, which is neither in {' nor in '.join(folders)}: replay it "
+        "where the file is"
+    )
 
 
 def _model_of(step: BadStep, config: Config, path: str) -> Any:

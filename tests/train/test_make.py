@@ -125,6 +125,30 @@ def test_the_commands_that_look_at_a_training_take_own_models(example, linear):
     assert "what is not counted must fit --memory-per-node, too" in plan["warnings"][0]
 
 
+def test_a_skipped_step_of_an_own_model_is_replayed_where_its_files_are(linear, monkeypatch):
+    bad = MODEL.replace("(parameters, batch)", "(parameters, batch, run)").replace(
+        "    error =", "    x = x / (run.step != 2 or 1 not in run.samples)\n    error ="
+    )
+    (linear.folder / "model.py").write_text(bad)
+    outcome = run(linear, 2, "train", "data.width=4", "model.width=4")
+    assert outcome.status == 0, outcome.err
+    dump = str(linear.folder / "run" / "bad_steps" / "step_00000003")
+    found = linear(1, "replay", dump, "--json")
+    assert found.status == 0, found.err
+    assert found.result["parameters"].startswith("step 2, from ")
+    assert found.result["replays"][0]["first"] == "loss loss"
+    (linear.folder / "model.py").rename(linear.folder / "other.py")
+    lost = linear(1, "replay", dump)
+    assert lost.status == 65
+    assert f'model.make was "model.py:make", which is neither in {linear.folder}' in lost.err
+    other = linear.folder / "other"
+    other.mkdir()
+    for name in ("model.py", "data.py"):
+        (other / name).write_text(bad)
+    monkeypatch.chdir(other)
+    assert ThreadCommands(other)(1, "replay", dump).status == 0
+
+
 def test_what_make_describes_must_be_the_same_when_a_run_is_resumed(linear):
     assert run(linear, 1, "train").status == 0
     again = {"train.steps=5", "data.width=3"}
