@@ -185,7 +185,7 @@ class StageActivations:
                 del held[chunk, micro]
             kept = max(kept, sum(held.values()))
             most, total = max(most, kept, here), max(total, kept, here + self._messages(place))
-        return ActivationPeaks(kept, caches, most, total)
+        return ActivationPeaks(0, caches, 0, 0) if self.part.untried else ActivationPeaks(kept, caches, most, total)
 
     def _messages(self, place: int) -> int:
         """Return the bytes of messages in flight while instruction number ``place`` runs.

@@ -38,7 +38,7 @@ class ModelPart:
     trials : BlockTrials or None
         Trial runs of the blocks of all stages; None if they cannot be tried.
     untried : str
-        Why the blocks cannot be tried; "" if they can.
+        Why the trials do not tell the memory of the blocks; "" if they do.
     asked : tuple of GroupCall
         The calls of the tensor or context group before a chunk's forward pass, in which ranks find the length of
         sequences.
@@ -180,7 +180,7 @@ class ModelPart:
 def _try_blocks(
     partitioned: PartitionedModel, grid: PlannedGrid, sample: TrialSample
 ) -> tuple[BlockTrials | None, str, tuple[GroupCall, ...]]:
-    """Return the trial runs of a model's blocks, why there are none, and the group calls made before the blocks run.
+    """Return the trials of a model's blocks, why they do not tell memory, and the group calls made before blocks run.
 
     Not collective. Where the model is split, its blocks must be tried: their outputs are messages.
 
@@ -203,7 +203,9 @@ def _try_blocks(
         if partitioned.parallel_layout.pipeline > 1 or partitioned.splits_layers:
             raise
         return None, str(error), ()
-    return trials, "", asked
+    foreign = ((name, getattr(layer, "memory_of", "")) for name, layer in model.blocks.items())
+    told = next((f"block {name!r} keeps them in the memory of {whose}" for name, whose in foreign if whose), "")
+    return trials, told, asked
 
 
 def _counts(layer: nn.Layer) -> bool:
@@ -212,7 +214,7 @@ def _counts(layer: nn.Layer) -> bool:
     It may not if a layer of the user's has a matrix, and the default count of :class:`~mpizero.nn.Layer`, which is
     that of a layer without products.
     """
-    own = not type(layer).__module__.startswith("mpizero.")
+    own = not type(layer).__module__.startswith("mpizero.nn.")
     if own and type(layer).operations is not nn.Layer.operations:
         return True
     if children := layer.children():

@@ -14,6 +14,7 @@ from mpizero.planning.time_floors import TimeFloors
 from mpizero.train.doctor.check_result import counted
 from mpizero.train.number_format import PREFIXES, amount, columns
 from mpizero.train.plan import PlannedRun
+from mpizero.types import BlockModel
 
 #: The most columns that a printed timetable has.
 _COLUMNS = 150
@@ -140,10 +141,9 @@ def _work(plan: PlannedRun) -> str:
 def _operations(plan: PlannedRun) -> str:
     every = [rank.operations for rank in plan.training.by_rank]
     if any(work is None for work in every):
-        reason = (
-            plan.training.not_counted or "a layer does not count its operations (operations(shape) of mpizero.nn.Layer)"
-        )
-        return f"work: not known, {reason}"
+        blocks = isinstance(plan.training.model, BlockModel)
+        reason = "a layer does not count its operations (operations(shape) of mpizero.nn.Layer)"
+        return f"work: not known, {reason if blocks else plan.training.not_counted}"
     counts = [work or 0 for work in every]
     most, simulation, rate = max(counts), plan.simulation, plan.training.rate
     seconds = most / rate if simulation is None else simulation.makespan

@@ -88,6 +88,25 @@ def test_blocks_that_cannot_run_alone_are_planned_without_their_arrays() -> None
         _ = planned(Job(model=lambda: blocks(True), data=points, parallel_layout={"pipeline": 2}), 2).by_rank
 
 
+class Elsewhere(Stubborn):
+    """A layer whose arrays no tracer of Python's memory sees, as those of PyTorch."""
+
+    memory_of = "PyTorch"
+
+
+@pytest.mark.parametrize("way", [{}, {"pipeline": 2}])
+def test_arrays_in_the_memory_of_another_library_are_not_told_as_none(way: dict[str, int]) -> None:
+    def model() -> Any:
+        layers = {"own": Elsewhere(False), "out": mz.nn.Linear(6, 3)}
+        return SimpleNamespace(blocks=layers, loss=mz.nn.CrossEntropy(), dtype=np.dtype("float64"), seed=0)
+
+    job = Job(model=model, data=points, parallel_layout=way)
+    plan = planned(job, 2)
+    assert plan.not_counted == "block 'own' keeps them in the memory of PyTorch"
+    assert not {"activations", "working arrays"} & plan.by_rank[0].memory.keys()
+    check_on_threads(job, 2)
+
+
 def test_products_of_a_users_layer_that_does_not_count_them_are_not_told_as_none() -> None:
     plan = planned(Job(model=lambda: blocks(False), data=points), 2)
     assert not plan.not_counted

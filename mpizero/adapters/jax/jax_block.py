@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import numpy as np
@@ -39,6 +39,8 @@ class JaxBlock(Layer):
     number: int
     dtype: np.dtype[Any]
     _compiled: CompiledBlock = field(repr=False)
+    #: Whose memory the arrays of a pass are in, which the planner cannot count.
+    memory_of: ClassVar[str] = "JAX"
 
     @property
     def compiled(self) -> CompiledBlock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -102,6 +102,8 @@ class TorchBlock(Layer):
     tensors: BlockTensors
     settings: TorchSettings
     training: tuple[tuple[torch.nn.Module, bool], ...]
+    #: Whose memory the arrays of a pass are in, which the planner cannot count.
+    memory_of: ClassVar[str] = "PyTorch"
 
     @property
     def fingerprint(self) -> Any:

@@ -245,7 +245,7 @@ class _Check:
         wide = self.checked.wide()
         try:
             evaluation = wide.evaluate({n: v.astype(np.float64) for n, v in here.items()}, self.batch.x, self.batch.y)
-        except (UnusableEvaluation, MpizeroError, ValueError, TypeError):
+        except (UnusableEvaluation, MpizeroError, ValueError, TypeError, RuntimeError):  # PyTorch's for other types
             return None
         return None if float(np.float32(evaluation.loss)) == evaluation.loss else wide
 
