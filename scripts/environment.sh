@@ -25,9 +25,12 @@ can_apt() {
     [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null
 }
 
-apt_install() {
-    export DEBIAN_FRONTEND=noninteractive
-    apt-get update -qq && apt-get install -y -qq --no-install-recommends "$@" >/dev/null
+apt_install() { # one at a time: apt-get does not wait for another one
+    (
+        flock 9
+        export DEBIAN_FRONTEND=noninteractive
+        apt-get update -qq && apt-get install -y -qq --no-install-recommends "$@" >/dev/null
+    ) 9>"${TMPDIR:-/tmp}/mpizero-apt.lock"
 }
 
 # make_venv FOLDER: safe over an environment that is already there or half made.

@@ -1,7 +1,8 @@
 """Show that models of other libraries and languages have one hash on every layout, and resume on any other.
 
 A model is a row of ``MODELS``: a function of a file in examples/models, which returns the model, beside a function
-``data`` there. Each is trained on every combination of
+``data`` there. What must be compiled is compiled first, by the command in the file's docstring. Each is trained on
+every combination of
 
 * 1, 2, 3, 4 and 8 ranks under mpiexec, a second MPI, and threads of one process,
 * DDP, ZeRO-1, ZeRO-2, ZeRO-3, and models of blocks in 2 pipeline stages with every schedule, where ranks are even,
@@ -17,6 +18,8 @@ import argparse
 import collections
 import importlib.util
 import itertools
+import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -62,7 +65,18 @@ class OwnModel:
 MODELS = (
     OwnModel("JAX MLP", "jax_mlp.py", "as_function"),
     OwnModel("JAX MLP, blocks", "jax_mlp.py", "by_blocks", blocks=True),
+    OwnModel("C: waves", "wave_in_c.py", "make"),
+    OwnModel("Fortran: heat", "heat_in_fortran.py", "make"),
+    OwnModel("Numba: particles", "particles_in_numba.py", "make"),
 )
+
+
+def build(file: str) -> None:
+    """Compile what a program needs, by the command before ``mpiexec`` in its docstring. Not collective."""
+    text = (FOLDER / file).read_text(encoding="utf-8")
+    for command in re.findall(r"^(.+) && mpiexec .*$", text, re.MULTILINE):
+        words = [sys.executable if word == "python" else word for word in command.split()]
+        subprocess.run(words, cwd=FOLDER, check=True, capture_output=True, timeout=300)
 
 
 @cache
@@ -71,6 +85,7 @@ def _module(file: str) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(FOLDER))
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
@@ -185,6 +200,8 @@ def main() -> None:
         exactness.worker(args, everything)
         return
 
+    for file in dict.fromkeys(model.file for model in chosen(args)):
+        build(file)
     more = ["--models", args.models] if args.models else []
     rows = []
     for found, seconds in exactness.runs(args, everything, __file__, *more):

