@@ -6,17 +6,20 @@ from typing import TYPE_CHECKING
 
 from mpizero.names import unknown_names
 from mpizero.optim.adapted import AdaptedOptimizer, adapt, learning_rate
+from mpizero.optim.averaging import EMA, AveragingOptimizer, averaging, plain
 from mpizero.optim.flat_optimizer import FlatOptimizer, ParameterGroup, RowSum
 from mpizero.optim.optimizers import LAMB, SGD, Adam, AdamW, Lion, RMSprop
 from mpizero.optim.scaling import DynamicLossScale, LossScaleState, clip_factor
 from mpizero.optim.schedules import Schedule, constant, cosine, linear
 
 __all__ = [
+    "EMA",
     "LAMB",
     "SGD",
     "Adam",
     "AdamW",
     "AdaptedOptimizer",
+    "AveragingOptimizer",
     "DynamicLossScale",
     "FlatOptimizer",
     "Lion",
@@ -26,11 +29,13 @@ __all__ = [
     "RowSum",
     "Schedule",
     "adapt",
+    "averaging",
     "clip_factor",
     "constant",
     "cosine",
     "learning_rate",
     "linear",
+    "plain",
 ]
 
 if not TYPE_CHECKING:  # a checker of types would take any name for known

@@ -182,6 +182,7 @@ def _adapted(optimizer: Any) -> Any:
 
 def learning_rate(optimizer: Any, step: int) -> float:
     """Return the learning rate of ``step`` (from 0); NaN for a user's optimizer that has no attribute ``lr``."""
+    optimizer = getattr(optimizer, "inner", optimizer)  # of one that averages the parameters, too
     source = optimizer.optimizer if isinstance(optimizer, AdaptedOptimizer) else optimizer
     lr = getattr(source, "lr", None)
     return math.nan if lr is None else rate_at(type(source).__name__, lr, step)

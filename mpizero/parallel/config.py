@@ -20,7 +20,7 @@ from mpizero.names import explains
 from mpizero.nn.models.efficient_batch import efficient_samples
 from mpizero.optim import DynamicLossScale
 from mpizero.parallel.skipped_steps import BadSteps
-from mpizero.validation import flag, positive, require, whole
+from mpizero.validation import flag, number, positive, require, whole
 
 #: Value of ``bucket_mb`` that lets the library find the fastest bucket size.
 AUTO = "auto"
@@ -88,6 +88,10 @@ class ShardingConfig:
     mixed_precision : {None, "bfloat16", "float16"}
         Rounds the operands of matrix products on GPUs to this type. The products are added in float32, and everything
         else is in float32. With "float16", an optimizer created without a loss scale gets a default dynamic one.
+    ema : float or None
+        Keeps an exponential moving average of the trained parameters, sharded as the optimizer's state, of which it is
+        one more array. After each update it moves towards the parameters by (1 - ``ema``) of the distance; it begins
+        with their values before the first step. ``evaluate`` and ``predict`` use it when asked to. Between 0 and 1.
     embedded : bool
         Whether the process belongs to another program, which only calls this library. The library then installs no
         hooks, signal handlers or allocator options, starts no threads and opens no ports. Errors are only raised as
@@ -118,6 +122,7 @@ class ShardingConfig:
     direct_messages: bool = True
     mixed_precision: str | None = None
     bad_steps: BadSteps = BadSteps()
+    ema: float | None = None
     embedded: bool = False
 
     def __post_init__(self) -> None:
@@ -130,6 +135,8 @@ class ShardingConfig:
         for name in ("learning_rate", "clip", "timeout"):
             if getattr(self, name) is not None or name == "learning_rate":
                 self._set(name, require(name, getattr(self, name), positive))
+        if self.ema is not None:
+            self._set("ema", require("ema", self.ema, number(0.0, 1.0, above=True)))
         for name in ("auto_sync_gradients", "share_node_memory", "direct_messages", "embedded"):
             self._set(name, require(name, getattr(self, name), flag))
         if not isinstance(self.bad_steps, BadSteps):

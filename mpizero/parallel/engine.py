@@ -9,7 +9,8 @@ state is sharded (without it, every node updates a whole copy).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 
 from mpizero import kernels, optim
 from mpizero.comm.supervision.guard import set_context
+from mpizero.errors import CollectiveError, DataError, PeerFailure, RemoteError, StateError
 from mpizero.parallel.batch.redistribute import NOTHING_MORE, GlobalBatch, in_contexts, redistribute
 from mpizero.parallel.batch.step_scalars import Divisors, Totals
 from mpizero.parallel.execution.evaluation import Evaluation, evaluate
@@ -257,6 +259,47 @@ class Engine(PlacedModel):
         return tuple(self._bound().trees.own)
 
     # ------------------------------------------------------------------ evaluation
+
+    @contextmanager
+    def with_average(self, *, use: bool) -> Iterator[None]:
+        """Use the average of the parameters in their place inside the context, if ``use`` is true. Collective then.
+
+        After it the parameters have the same bits as before, also after an error that all ranks raise. Errors inside
+        layers that are split over ranks end the job, and then the parameters are left as they are.
+
+        Raises
+        ------
+        StateError
+            If no average is kept.
+        """
+        if not use:
+            yield
+            return
+        updater = self.updater
+        if updater is None or not updater.averages_parameters:
+            raise StateError(
+                "ema=True: this model keeps no average of its parameters: make it with ShardingConfig(ema=0.999)"
+                + ("" if self.config.ema is None else " and give it an optimizer")
+            )
+        if not updater.step_count:  # the average begins with the parameters
+            yield
+            return
+        self._swap_average(updater)
+        try:
+            yield
+        except (CollectiveError, PeerFailure):
+            raise
+        except Exception as error:
+            if not self.partitioned.splits_layers or isinstance(error, DataError | RemoteError):
+                self._swap_average(updater)
+            raise
+        self._swap_average(updater)
+
+    def _swap_average(self, updater: Updater) -> None:
+        self.store.wait()
+        self.memory.barrier("average")  # ranks that still read parameters read the old ones
+        updater.swap_average()
+        self.store.publish(exchange=self.placement.shard_optimizer)
 
     def evaluate(self, x: Any, y: Any, loss: Any = None) -> Evaluation:
         """Evaluate all ranks' samples without training: return loss sum, weight and number of correct predictions.

@@ -211,7 +211,8 @@ class PlacedModel:
         with all_ranks(self.grid.world, first=True):
             self.exchange.compress(self.config.gradient_compression)
             scope = UpdateScope(self.exchange.replicated, not self.reducer.waves, self.global_sums, self.ties)
-            self.updater = self.compute_device.updater(optimizer, self.store, scope)
+            averaging = optim.averaging(optimizer, self.config.ema)
+            self.updater = self.compute_device.updater(averaging, self.store, scope)
         self.integrity.watch(self.updater)
         self.grain_rule = self.config.grain_rule(self.model)
 

@@ -170,7 +170,7 @@ class TrainingPlan:
         return PlannedTraining(
             row=self.row,
             config=self.config,
-            optimizer=optim.adapt(self.optimizer),
+            optimizer=optim.averaging(self.optimizer, self.config.ema),
             step=StepBatches(self.grains, self.config.accumulate, waves, scratch),
             itemsize=np.dtype(self.model.dtype).itemsize,
             sample_bytes=tuple(leaf[:1].nbytes for leaf in SampleTree.of(x=self.x, y=self.y).leaves),

@@ -24,8 +24,9 @@ UPDATES = {
     "lion": (1, [0.99, 0.1, 0.9, 0.1, 0.99, 0.01, 0.0]),
     "lamb_direction": (2, [0.01, 0.9, 0.1, 0.999, 0.001, 1.5, 3.0, 1e-6]),
     "lamb_apply": (0, [0.3]),
+    "ema": (0, [0.3]),
 }
-TREES = sorted(set(UPDATES) - {"lamb_direction", "lamb_apply"})
+TREES = sorted(set(UPDATES) - {"lamb_direction", "lamb_apply", "ema"})
 
 
 def on_both(topic, name, *args):

@@ -361,7 +361,9 @@ def test_messages_of_many_pieces_are_counted_one_by_one(monkeypatch: pytest.Monk
 
 def test_messages_of_a_given_bucket_are_counted_one_by_one() -> None:
     for zero in range(4):
-        check_on_threads(job(zero=zero, batch=10, config={"bucket_mb": 256 / 2**20, **MEMORIES[1 + zero % 2]}), 4)
+        check_on_threads(
+            job(zero=zero, batch=10, config={"bucket_mb": 256 / 2**20, "ema": 0.9, **MEMORIES[1 + zero % 2]}), 4
+        )
 
 
 def test_one_grain_a_rank_sends_2p_and_stage_3_sends_3p() -> None:

@@ -131,3 +131,30 @@ def test_arguments_of_ones_own_model_are_saved_as_lists():
     settings = parse_config(ConfigDocument("c.toml", text)).to_dict()["model"]
     assert json.loads(json.dumps(settings)) == settings
     assert settings["freeze"] == ["a.*"]
+
+
+def test_a_run_keeps_an_average_validates_with_it_and_exports_it(home):
+    options = ("--set", "train.ema=0.5", "--set", "train.validate_every=2")
+    plain = run("second", *options)
+    found = {ranks: run("second", *options, "--set", "train.validate_ema=true", ranks=ranks) for ranks in (1, 2)}
+    assert {one["parameters_sha256"] for one in found.values()} == {plain["parameters_sha256"]}
+    with open("second/metrics.jsonl") as file:
+        averaged = [json.loads(line)["validation_loss"] for line in file if "validation_loss" in line]
+    run("second", *options, "--set", "train.steps=2")
+    run("second", *options, "--set", "train.validate_ema=true", "--resume")
+    with open("second/metrics.jsonl") as file:
+        lines = [json.loads(line) for line in file]
+    assert len(averaged) == 2
+    assert [line["validation_loss"] for line in lines if "validation_loss" in line][1] == averaged[1]
+    with open("second/run_complete") as file:
+        assert json.load(file)["parameters_sha256"] == plain["parameters_sha256"]
+    assert run_in_threads(1, lambda comm: main(["checkpoint", "export", "second", "e.npz", "--ema"], comm)) == [0]
+    with np.load("e.npz") as arrays:
+        assert set(arrays) == set(parameters("second"))
+        assert any((arrays[name] != value).any() for name, value in parameters("second").items())
+    with pytest.raises(ConfigError, match="train.validate_ema = true: needs train.ema"):
+        run("first", "--set", "train.validate_ema=true")
+    with pytest.raises(ConfigError, match="train.ema = 1.5: must be a finite number > 0 and < 1"):
+        run("first", "--set", "train.ema=1.5")
+    with pytest.raises(ConfigError, match=r"train.ema was 0.5 in the saved run and is \(not given\) now"):
+        run("second", "--resume")

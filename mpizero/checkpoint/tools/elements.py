@@ -22,6 +22,8 @@ FLOATING = (BFLOAT16, "float16", "float32", "float64")
 #: The type of complex numbers whose parts have the given type.
 _COMPLEX = {"float32": "complex64", "float64": "complex128"}
 PARAMETERS, OPTIMIZER = "parameters/", "optimizer/"
+#: Folder of the moving averages of the parameters (``ShardingConfig(ema=...)``).
+AVERAGES = f"{OPTIMIZER}ema/"
 _EXPONENT_OF_BFLOAT16 = 0x7F80
 
 #: Type of a function that reports progress: it is called with the number of bytes of each finished block.

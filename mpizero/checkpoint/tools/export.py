@@ -15,6 +15,7 @@ from mpizero.checkpoint.format.table import check_paths
 from mpizero.checkpoint.reader import Reader
 from mpizero.checkpoint.tools import hdf5, npz, tensorfile
 from mpizero.checkpoint.tools.elements import (
+    AVERAGES,
     BFLOAT16,
     FLOATING,
     PARAMETERS,
@@ -92,6 +93,7 @@ def export(
     format: str,
     *,
     state: bool = False,
+    ema: bool = False,
     dtype: str | None = None,
     pattern: str | None = None,
     replace: bool = False,
@@ -113,6 +115,9 @@ def export(
         Format of the new file. For "npz" and "hdf5" bfloat16 values are converted to float32, which is exact.
     state : bool
         Whether to export the state arrays of the optimizer, too.
+    ema : bool
+        Whether to export the moving average of the parameters under their names. Parameters that no optimizer trains
+        have none, and are exported themselves.
     dtype : str, optional
         Type of floating-point arrays: ``bfloat16``, ``float16``, or, also of complex parts, ``float32`` or ``float64``.
     pattern : str, optional
@@ -130,7 +135,7 @@ def export(
     if format not in FORMATS:
         raise ConfigError(f"format {format!r}: must be one of {', '.join(FORMATS)}")
     write, knows_bfloat16 = FORMATS[format]
-    items = chosen(reader, state=state, dtype=dtype, pattern=pattern, knows_bfloat16=knows_bfloat16)
+    items = chosen(reader, state=state, ema=ema, dtype=dtype, pattern=pattern, knows_bfloat16=knows_bfloat16)
     if format == "safetensors":
         tensorfile.library()
 
@@ -149,7 +154,13 @@ def export(
 
 
 def chosen(
-    reader: Reader, *, state: bool, dtype: str | None, pattern: str | None, knows_bfloat16: bool = True
+    reader: Reader,
+    *,
+    state: bool,
+    dtype: str | None,
+    pattern: str | None,
+    ema: bool = False,
+    knows_bfloat16: bool = True,
 ) -> list[ExportedArray]:
     """Return the descriptions of the arrays that :func:`export` with the same arguments writes.
 
@@ -159,12 +170,13 @@ def chosen(
         raise ConfigError(f"type {dtype!r}: must be one of {', '.join(FLOATING)}")
     if dtype == BFLOAT16 and not knows_bfloat16:
         raise ConfigError("type 'bfloat16': only safetensors files know it; choose that format, or float32")
-    items = []
+    items, averages = [], averages_of(reader) if ema else {}
     for path, source in element_types(reader).items():
         if matches(path, pattern) and (state or path.startswith(PARAMETERS)):
             element = as_wanted(source, dtype)
             element = "float32" if element == BFLOAT16 and not knows_bfloat16 else element
-            items.append(ExportedArray(path, short_name(path), reader.arrays[path][0], source, element))
+            shape, read = reader.arrays[path][0], averages.get(path, path)
+            items.append(ExportedArray(read, short_name(path), shape, source, element))
     if not items:
         which = "arrays" if state else "parameters"
         raise ConfigError(f"checkpoint {reader.name}: none of its {which} fits the pattern {pattern!r}")
@@ -173,6 +185,23 @@ def chosen(
         raise CheckpointError(f"{twice[0]!r} would be the name of two arrays; export the parameters only")
     check_paths(item.name for item in items)
     return items
+
+
+def averages_of(reader: Reader) -> dict[str, str]:
+    """Return the path of each parameter's moving average, by the parameter's path.
+
+    Raises
+    ------
+    ConfigError
+        If the checkpoint has no average of its parameters, or no step was made yet.
+    """
+    found = {PARAMETERS + path.removeprefix(AVERAGES): path for path in reader.arrays if path.startswith(AVERAGES)}
+    if not found:
+        raise ConfigError(f"checkpoint {reader.name} holds no average of the parameters: it was trained without ema")
+    optimizer = reader.attributes.get("mpizero", {}).get("optimizer") or {}
+    if not optimizer.get("step_count"):
+        raise ConfigError(f"checkpoint {reader.name} is of no step yet: the average is the parameters; export these")
+    return found
 
 
 def export_bytes(reader: Reader, *, state: bool = False, pattern: str | None = None) -> int:

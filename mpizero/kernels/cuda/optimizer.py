@@ -17,6 +17,7 @@ _rmsprop = formulas.rmsprop
 _lion = formulas.lion
 _lamb_direction = formulas.lamb_direction
 _lamb_apply = formulas.lamb_apply
+_ema = formulas.ema
 
 
 @kernel("void(T[::1], const T[::1], const T[::1], i8, i8)")
@@ -112,3 +113,11 @@ def lamb_apply(w: Array, u: Array, hyper: Array, start: int, stop: int) -> None:
     rate = hyper[0]
     for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
         w[i] = _lamb_apply(w[i], u[i], rate)
+
+
+@kernel("void(const T[::1], T[::1], const T[::1], i8, i8)")
+def ema(w: Array, average: Array, rate1: Array, start: int, stop: int) -> None:
+    """Add ``rate1[0] * (w - average)`` to ``average``, for the elements ``start`` to ``stop - 1``."""
+    rate = rate1[0]
+    for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
+        average[i] = _ema(average[i], w[i], rate)

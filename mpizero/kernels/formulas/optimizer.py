@@ -150,3 +150,8 @@ def lamb_direction(
 def lamb_apply(w: Scalar, u: Scalar, rate: Scalar) -> Scalar:
     """Return the new weight after a step along LAMB's direction ``u``; rate = lr * trust ratio."""
     return w - rate * u
+
+
+def ema(average: Scalar, w: Scalar, rate: Scalar) -> Scalar:
+    """Return the average of a weight's past values, moved towards the weight ``w`` by ``rate`` times their distance."""
+    return average + rate * (w - average)

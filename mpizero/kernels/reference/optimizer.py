@@ -99,3 +99,8 @@ def lamb_direction(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: 
 def lamb_apply(w: Array, u: Array, hyper: Array, start: int, stop: int) -> None:
     """Subtract ``hyper[0] * u`` from ``w`` for the elements ``start`` to ``stop - 1``."""
     w[start:stop] -= hyper[0] * u[start:stop]
+
+
+def ema(w: Array, average: Array, rate1: Array, start: int, stop: int) -> None:
+    """Add ``rate1[0] * (w - average)`` to ``average``, for the elements ``start`` to ``stop - 1``."""
+    average[start:stop] += rate1[0] * (w[start:stop] - average[start:stop])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpizero import checkpoint
+from mpizero import checkpoint, optim
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import CheckpointError
 from mpizero.parallel.checkpointing import learning_rate
@@ -184,9 +184,10 @@ def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False)
         if with_state:
             check_order(saved["grains"])
             _tell_rates(engine, reader, saved)
+            _tell_average(engine, saved)
     arrays, state = parameter_arrays(engine), dict[str, Array]()
     if with_state:
-        state, kept = _kept_state(engine)
+        state, kept = _kept_state(engine, saved)
         arrays += kept
     fill(engine, reader, arrays)
     _forget_residuals(engine)
@@ -228,7 +229,8 @@ def restore_state(engine: Engine, reader: ArrayReader) -> None:
         _check_optimizer(engine, reader, saved)
         check_order(saved["grains"])
         _tell_rates(engine, reader, saved)
-    state, kept = _kept_state(engine)
+        _tell_average(engine, saved)
+    state, kept = _kept_state(engine, saved)
     fill(engine, reader, kept)
     _forget_residuals(engine)
     _take_state(engine, state, saved, reader)
@@ -257,8 +259,8 @@ def _check_optimizer(engine: Engine, reader: ArrayReader, saved: Mapping[str, An
         raise CheckpointError(
             f"the checkpoint holds the state of {optimizer['name']:.80}, the bound optimizer is {name}: {_REMEDY}"
         )
-    own, slots = set(updater.state), set(optimizer["slots"])
-    held = {path.split("/")[1] for path in _state_paths(reader)} | slots
+    own, slots = set(updater.state) - {optim.EMA}, set(optimizer["slots"]) - {optim.EMA}
+    held = {path.split("/")[1] for path in _state_paths(reader)} - {optim.EMA} | slots
     if other := sorted((held - own) | (own - slots)):
         has, lacks = ("lacks", "has") if other[0] in own else ("has", "lacks")
         raise CheckpointError(
@@ -294,6 +296,8 @@ def _take_state(engine: Engine, state: Mapping[str, Array], saved: Mapping[str, 
     ``state`` is the optimizer state by slot, already read; ``saved`` is the attribute that :func:`_saved` returns.
     """
     assert engine.updater is not None
+    if _begins_average(engine, saved):
+        engine.updater.begin_average(state)
     engine.updater.take_state(state)
     engine.integrity.forget()
     engine.updater.step_count = saved["optimizer"]["step_count"]
@@ -303,14 +307,36 @@ def _take_state(engine: Engine, state: Mapping[str, Array], saved: Mapping[str, 
         engine.loss_scale = replace(engine.loss_scale, **saved["loss_scale"])
 
 
-def _kept_state(engine: Engine) -> tuple[dict[str, Array], list[HeldArray]]:
+def _kept_state(engine: Engine, saved: Mapping[str, Any]) -> tuple[dict[str, Array], list[HeldArray]]:
     """Return memory for this rank's optimizer state by slot, and the checkpoint's arrays to be read into that memory.
 
     The arrays include state that other ranks hold too: where state is replicated, every rank reads it, one writes it.
+    An average of the parameters that the checkpoint lacks is left out.
     """
     assert engine.updater is not None
     state = engine.updater.host_state(fetch=False)
-    return state, _state_arrays(engine, state, engine.updater.pieces, _everything)
+    read = {slot: values for slot, values in state.items() if slot != optim.EMA or not _begins_average(engine, saved)}
+    return state, _state_arrays(engine, read, engine.updater.pieces, _everything)
+
+
+def _begins_average(engine: Engine, saved: Mapping[str, Any]) -> bool:
+    """Tell whether this model averages its parameters and the checkpoint has no average, which then begins anew."""
+    assert engine.updater is not None
+    return engine.updater.averages_parameters and optim.EMA not in saved["optimizer"]["slots"]
+
+
+def _tell_average(engine: Engine, saved: Mapping[str, Any]) -> None:
+    """Print a notice on rank 0 if the average of the parameters begins anew, or is not read, as settings say."""
+    assert engine.updater is not None
+    if engine.grid.world.rank:
+        return
+    if _begins_average(engine, saved):
+        notice("the checkpoint holds no average of the parameters (ema): it begins with the parameters that are loaded")
+    elif optim.EMA in saved["optimizer"]["slots"] and not engine.updater.averages_parameters:
+        notice(
+            "the checkpoint holds an average of the parameters, which is not read: ShardingConfig(ema=...) would go on "
+            "with it"
+        )
 
 
 def copy_state(source: Engine, target: Engine) -> None:

@@ -153,11 +153,10 @@ class CudaComputeDevice(ComputeDevice):
         ConfigError
             If the setting ``optimizer_device`` asks for the GPU, but the optimizer is not one of the library's.
         """
-        adapted = optim.adapt(optimizer)
-        if not updates_on_device(self.config, adapted):
-            return super().updater(adapted, store, scope)
+        if not updates_on_device(self.config, optimizer):
+            return super().updater(optimizer, store, scope)
         kind = DeviceUpdater if self.keeps_gradients else StagedUpdater
-        return kind(adapted, store, scope, self._parameters_of(store))
+        return kind(optimizer, store, scope, self._parameters_of(store))
 
     def held(self) -> dict[str, int]:
         """Return the bytes of model state on the GPU, by kind. Not collective."""
@@ -244,7 +243,7 @@ class CudaComputeDevice(ComputeDevice):
 
 
 def updates_on_device(config: ShardingConfig, optimizer: Any) -> bool:
-    """Tell whether an optimizer, as ``optim.adapt`` returns it, runs and keeps its state on a GPU. Not collective.
+    """Tell whether an optimizer, as ``optim.averaging`` returns it, runs and keeps its state on a GPU. Not collective.
 
     It does if layers compute on a GPU, the optimizer is one of the library's, and ``optimizer_device`` is not "cpu".
 
@@ -255,7 +254,7 @@ def updates_on_device(config: ShardingConfig, optimizer: Any) -> bool:
     """
     if config.device == "cpu" or config.optimizer_device == "cpu":
         return False
-    own = isinstance(optimizer, optim.FlatOptimizer)
+    own = isinstance(optim.plain(optimizer), optim.FlatOptimizer)
     if not own and config.optimizer_device is not None:
         raise ConfigError(
             f"optimizer_device={config.optimizer_device!r}: {optimizer.name}.update works on arrays of the host, only "

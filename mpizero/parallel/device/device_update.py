@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpizero import kernels
+from mpizero.errors import UnsupportedError
 from mpizero.kernels import pool
 from mpizero.kernels.device import STAGING, Fill, Upload, copied
 from mpizero.parallel.batch.step_scalars import Divisors
@@ -124,6 +125,13 @@ class DeviceUpdater(Updater):
     def where_used(self, reduced: Array) -> Array:
         """Copy the averaged gradient to the GPU and return the copy. Not collective."""
         return self.device.put(reduced)
+
+    def swap_average(self) -> None:
+        """Raise ``UnsupportedError``: the parameters and their average are on the GPU. Not collective."""
+        raise UnsupportedError(
+            "ema=True: the average is on the GPU, where it cannot take the parameters' place; export it from a "
+            'checkpoint (mpizero checkpoint export --ema), or set optimizer_device="cpu"'
+        )
 
     def _placed(self, scalars: Array) -> Array:
         return self.device.put(scalars)
@@ -232,6 +240,7 @@ class StagedUpdater(DeviceUpdater):
                     ratio = self.optimizer.trust_ratio(weights[name] ** 0.5, steps[name] ** 0.5)
                     direction = self._gradient[cut.state : cut.state + cut.size]
                     self.optimizer.apply_direction(w, direction, hypers[cut.of.group], ratio)
+                    self._follow(w, cut.state)
 
     # ------------------------------------------------------------------ blocks
 

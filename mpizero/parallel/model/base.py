@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any, ClassVar, cast
 
+from mpizero.comm.agreement import all_ranks
 from mpizero.comm.calls import collective, recorded
 from mpizero.errors import StateError
 from mpizero.names import explains
@@ -159,24 +161,34 @@ class ShardedModelBase(ManualGradients):
         )
 
     @recorded
-    def evaluate(self, x: Any, y: Any, *, loss: Any = None) -> Evaluation:
+    def evaluate(self, x: Any, y: Any, *, loss: Any = None, ema: bool = False) -> Evaluation:
         """Evaluate the samples of all ranks without training; return losses and correct predictions.
 
         ``x`` and ``y`` are inputs and targets of this rank's samples; the result is for all ranks together. It has the
         attributes ``loss`` and ``accuracy``, and unpacks as ``loss_sum, weight, correct``. ``loss`` is used instead of
-        the model's own loss (not for black boxes); None is the model's own.
+        the model's own loss (not for black boxes); None is the model's own. With ``ema`` the moving average of the
+        parameters is used in their place (``ShardingConfig(ema=...)``); they are unchanged afterwards.
         """
-        return self._evaluate_alone(x, y, loss) if self._mean_every else self.engine.evaluate(x, y, loss)
+        if ema:
+            self._check_call("evaluate")
+        with self.engine.with_average(use=ema):
+            return self._evaluate_alone(x, y, loss) if self._mean_every else self.engine.evaluate(x, y, loss)
 
-    def predict(self, x: Any) -> Any:
+    def predict(self, x: Any, *, ema: bool = False) -> Any:
         """Return the predictions for this rank's ``x``; ranks may pass different numbers of samples.
 
         Collective if parameters are sharded (ZeRO-3, FSDP) or layers are split over ranks, even if the ranks share
-        memory. Otherwise each rank may call it alone.
+        memory. Otherwise each rank may call it alone. With ``ema`` the moving average of the parameters is used in
+        their place (``ShardingConfig(ema=...)``), and the call is collective.
         """
-        if self.shards_parameters:
+        if self.shards_parameters or ema:
             self._check_call("predict")
-        return self.engine.runner.predict(x)
+        if not ema:
+            return self.engine.runner.predict(x)
+        engine, comm = self.engine, self._config.communicator
+        agree = nullcontext() if engine.partitioned.splits_layers else all_ranks(comm)
+        with engine.with_average(use=True), agree:
+            return engine.runner.predict(x)
 
     @collective
     def check_integrity(self) -> None:

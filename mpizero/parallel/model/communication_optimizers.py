@@ -93,6 +93,11 @@ class LocalSGDOptimizer(ShardedOptimizer):
 
     def comparable(self, model: ShardedModelBase) -> dict[str, Any]:
         """Return all settings that must be equal on all ranks, by name, including ``every``. Not collective."""
+        if model.config.ema is not None:
+            raise ConfigError(
+                f"ShardingConfig(ema={model.config.ema}) with LocalSGDOptimizer: each rank trains a copy of its own, "
+                "so there is no one average; leave ema out"
+            )
         return super().comparable(model) | {"every": self.every}
 
     def _bind(self, model: ShardedModelBase) -> None:

@@ -190,7 +190,7 @@ class ShardedOptimizer:
     @property
     def _updater(self) -> Updater:
         updater = self.model.engine.updater
-        if updater is None or updater.optimizer is not self.wrapped_optimizer:
+        if updater is None or optim.plain(updater.optimizer) is not self.wrapped_optimizer:
             raise StateError("the model has been given another optimizer meanwhile: call set_model again")
         return updater
 

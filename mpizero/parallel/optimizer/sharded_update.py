@@ -51,7 +51,7 @@ class Updater:
     Parameters
     ----------
     optimizer : optimizer
-        Anything that :func:`mpizero.optim.adapt` takes.
+        What :func:`mpizero.optim.averaging` returns.
     store : ParameterStore
         The parameters.
     scope : UpdateScope
@@ -59,7 +59,7 @@ class Updater:
     """
 
     def __init__(self, optimizer: Any, store: ParameterStore, scope: UpdateScope) -> None:
-        self.optimizer = optim.adapt(optimizer)
+        self.optimizer = optimizer
         self.store, self.memory, self.grid, layout = store, store.memory, store.grid, store.layout
         self.shares = store.peer_shares if scope.replicated else (store.share,)
         # A copy of another stage's parameter is in the optimizer group of that parameter, which may depend on its name.
@@ -308,6 +308,39 @@ class Updater:
             direction = directions[piece.gradient : piece.gradient + piece.size]
             ratio = self.optimizer.trust_ratio(weights[name] ** 0.5, steps[name] ** 0.5)
             self.optimizer.apply_direction(w, direction, hypers[piece.group], ratio)
+            self._follow(w, piece.state)
+
+    def _follow(self, w: Array, state: int) -> None:
+        """Move the average of the parameters ``w``, whose state begins at index ``state``, if there is one."""
+        if optim.EMA in self.state:
+            self.optimizer.follow(w, self.state[optim.EMA][state : state + w.size])
+
+    @property
+    def averages_parameters(self) -> bool:
+        """Tell whether the optimizer keeps an exponential moving average of the parameters."""
+        return optim.EMA in self.state
+
+    def begin_average(self, state: Mapping[str, Array]) -> None:
+        """Set the average in ``state``, from :meth:`host_state`, to this rank's parameters on the host."""
+        for piece in self.pieces:
+            state[optim.EMA][piece.state : piece.state + piece.size] = self.store.values[
+                piece.store : piece.store + piece.size
+            ]
+
+    def swap_average(self) -> None:
+        """Exchange this rank's parameters and their average; a second call restores both. Not collective.
+
+        Raises
+        ------
+        UnsupportedError
+            If the optimizer's state is on a GPU.
+        """
+        average = self.state[optim.EMA]
+        for run in self.runs:
+            w, there = self.store.values[run.store : run.store + run.size], average[run.state : run.state + run.size]
+            held = w.copy()
+            w[:] = there
+            there[:] = held
 
     def state_of(self, slot: str, piece: UpdatePiece) -> Array:
         """Return the state in ``slot`` of the elements of ``piece``, on the host, for reading. Not collective."""

@@ -108,6 +108,7 @@ def _add_export(commands: Any) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--parameters-only", action="store_true", help="no optimizer arrays (default)")
     which.add_argument("--state", action="store_true", help="optimizer arrays too")
+    which.add_argument("--ema", action="store_true", help="the moving average of the parameters (train.ema)")
     parser.add_argument("--dtype", metavar="TYPE", help=f"convert floating-point arrays: {_TYPES}")
     parser.add_argument("--pattern", metavar="GLOB", help="only arrays whose names fit, with or without parameters/")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
@@ -257,7 +258,7 @@ def _export(options: argparse.Namespace) -> int:
 
     form = options.format or _format_of(options.out)
     path = find_checkpoint(Path(options.path))
-    selection = {"state": options.state, "dtype": options.dtype, "pattern": options.pattern}
+    selection = {"state": options.state, "ema": options.ema, "dtype": options.dtype, "pattern": options.pattern}
     with checkpoint.open_checkpoint(path, "self") as reader:
         total = export_bytes(reader, state=options.state, pattern=options.pattern)
         with ByteProgress(total, "export") as progress:

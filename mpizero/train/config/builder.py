@@ -176,7 +176,7 @@ def computing_settings(config: Config) -> dict[str, Any]:
     """
     placed = ("device", "optimizer_device", "direct_messages", "mixed_precision")
     names = ("micro_batch", "accumulate", "threads", "timeout", *placed)
-    return {name: getattr(config.train, name) for name in names} | {"clip": config.train.clip or None}
+    return {name: getattr(config.train, name) for name in (*names, "ema")} | {"clip": config.train.clip or None}
 
 
 def build_sharding(config: Config, comm: Communicator) -> ShardingConfig:

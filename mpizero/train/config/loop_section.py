@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mpizero.train.config.setting_checks import ConfigSection, duration, optional, setting
+from mpizero.train.config.setting_checks import ConfigSection, duration, flag, optional, setting
 from mpizero.validation import number, whole
 
 
@@ -17,6 +17,7 @@ class LoopSection(ConfigSection):
     seed: int = setting(0, whole(0, 2**63 - 1))
     validate_every: int = setting(50, whole(0))
     validate_samples: int = setting(512, whole(0))
+    validate_ema: bool = setting(False, flag)
     patience: int | None = setting(None, optional(whole(1)))
     min_delta: float = setting(0.0, number())
     time_limit: float | None = setting(None, optional(duration))

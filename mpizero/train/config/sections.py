@@ -35,6 +35,7 @@ FREE_KEYS = (
     "train.direct_messages",
     "train.validate_every",
     "train.validate_samples",
+    "train.validate_ema",
     "train.check_every",
     "train.patience",
     "train.min_delta",
@@ -65,6 +66,7 @@ class TrainSection(LoopSection):
     direct_messages: bool = setting(True, flag)
     mixed_precision: str | None = setting(None, optional(choice("bfloat16", "float16")))
     check_every: int = setting(50, whole(0))
+    ema: float | None = setting(None, optional(number(0.0, 1.0, above=True)))
     timeout: float = setting(600.0, duration)
 
     def check_combination(self) -> None:
@@ -78,6 +80,8 @@ class TrainSection(LoopSection):
             raise self.reject(
                 "accumulate", f"makes grains of {grain} samples, more than train.global_batch = {self.global_batch}"
             )
+        if self.validate_ema and self.ema is None:
+            raise self.reject("validate_ema", "needs train.ema, the average of the parameters, such as 0.999")
         for name in ("optimizer_device", "mixed_precision"):
             if getattr(self, name) not in (None, "cpu") and self.device == "cpu":
                 raise self.reject(name, 'is for GPUs: set train.device = "cuda" with it')

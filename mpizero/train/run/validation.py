@@ -65,7 +65,7 @@ def validate(setup: RunSetup) -> dict[str, Any]:
     for start in range(0, count, loop.global_batch):
         part = chosen[start : start + loop.global_batch]
         samples = source.samples(part[Grains(len(part), size).samples_of(group.rank, group.size)])
-        found = model.evaluate(*samples)
+        found = model.evaluate(*samples, ema=loop.validate_ema)
         loss_sum, weight = loss_sum + found.loss_sum, weight + found.weight
         scored = scored and found.correct is not None
         correct, predictions = correct + (found.correct or 0), predictions + found.predictions

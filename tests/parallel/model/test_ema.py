@@ -1,0 +1,219 @@
+"""The moving average of parameters: as defined, with the same bits on every layout, saved, loaded, used when asked."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero.checkpoint.tools import export
+from mpizero.checkpoint.tools.npz import read_arrays
+from mpizero.errors import CollectiveMismatch, ConfigError, DataError, StateError
+from mpizero.testing import run_in_threads
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(12, 4)).astype("f4"), RNG.integers(0, 3, 12)
+OPTIMIZERS = {
+    "adamw": lambda: mz.AdamW(1e-2),
+    "lamb": lambda: mz.LAMB(1e-2),
+    "own": lambda: Own(),
+}
+
+
+class Own:
+    """Gradient descent by a class of one's own."""
+
+    slots = ()
+
+    def update(self, params, grads, state):
+        params -= 0.1 * grads
+
+
+def network(dtype="f4"):
+    return mz.nn.MLP(4, (8, 6), 3, dtype=dtype)
+
+
+def placed(comm, optimizer, strategy="zero3", layout=None, **settings):
+    config = mz.ShardingConfig(comm=comm, micro_batch=3, **{"ema": 0.9, **settings})
+    if layout:
+        return mz.HybridShardedModel(network(), config, **layout, optimizer=optimizer)
+    return mz.distribute(network(), optimizer, strategy=strategy, config=config)[0]
+
+
+def share(model):
+    return np.array_split(np.arange(12), model.batch_group.size)[model.batch_group.rank]
+
+
+def average_of(model):
+    return np.concatenate([array.reshape(-1) for array in model.optimizer.state_dict()["state"]["ema"].values()])
+
+
+def trained(comm, name, *where, steps=4, **settings):
+    """Train; return the parameters' hash, the average, and what it evaluates and predicts, checked on the way."""
+    with placed(comm, OPTIMIZERS[name](), *where, **settings) as model:
+        here = share(model)
+        start = model.evaluate(X[here], Y[here])
+        assert model.evaluate(X[here], Y[here], ema=True) == start  # before the first step
+        wanted = model.get_parameters().astype("f8")
+        for _ in range(steps):
+            model.train(X[here], Y[here])
+            wanted += 0.1 * (model.get_parameters() - wanted)
+        sha256, average = model.parameters_sha256(), average_of(model)
+        found, prediction = model.evaluate(X[here], Y[here], ema=True), model.predict(X[here], ema=True)
+        assert model.parameters_sha256() == sha256
+        assert (average_of(model) == average).all()
+        np.testing.assert_allclose(average, wanted, rtol=1e-5, atol=1e-6)
+        plain = model.evaluate(X[here], Y[here]).loss
+        model.set_parameters(average)
+        assert model.evaluate(X[here], Y[here]) == found != plain
+        np.testing.assert_array_equal(model.predict(X[here]), prediction)
+        return sha256, average.tobytes(), found
+
+
+LAYOUTS = [
+    (2, "ddp", None, {}),
+    (4, "ddp", None, {"ranks_per_node": 2}),
+    (3, "zero1", None, {"share_node_memory": False}),
+    (2, "zero2", None, {}),
+    (3, "zero3", None, {"share_node_memory": False}),
+    (4, "", {"pipeline_parallel_size": 2}, {}),
+]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_average_has_the_same_bits_on_every_layout(name):
+    alone = trained("self", name, "ddp")
+    for ranks, strategy, layout, settings in LAYOUTS if name == "adamw" else LAYOUTS[3:]:
+        found = run_in_threads(ranks, lambda comm, w=(strategy, layout), s=settings: trained(comm, name, *w, **s))
+        assert found[0] == alone, (ranks, strategy, layout, settings)
+
+
+def test_split_layers_average_their_parts_and_clipping_changes_nothing_of_it():
+    alone = trained("self", "adamw", "ddp", clip=0.1)
+    split = run_in_threads(2, lambda comm: trained(comm, "adamw", "", {"tensor_parallel_size": 2}, clip=0.1))[0]
+    averages = (np.frombuffer(found[1], "f4") for found in (split, alone))
+    np.testing.assert_allclose(*averages, rtol=1e-4, atol=1e-6)
+    whole = run_in_threads(3, lambda comm: trained(comm, "adamw", "zero1", None, clip=0.1))[0]
+    assert whole == alone
+
+
+def test_a_resume_goes_on_with_the_average_on_another_layout(tmp_path, capsys):
+    def first(comm):
+        with placed(comm, mz.AdamW(1e-2), "zero3", share_node_memory=False) as model:
+            for _ in range(2):
+                model.train(X[share(model)], Y[share(model)])
+            model.save_model(tmp_path / "saved")
+
+    def second(comm, **layout):
+        with placed(comm, mz.AdamW(1e-2), **layout) as model:
+            model.load_model(tmp_path / "saved")
+            for _ in range(2):
+                model.train(X[share(model)], Y[share(model)])
+            return model.parameters_sha256(), average_of(model).tobytes()
+
+    run_in_threads(3, first)
+    wanted = trained("self", "adamw", "ddp")[:2]
+    assert second("self", strategy="ddp") == wanted
+    assert run_in_threads(4, lambda comm: second(comm, layout={"pipeline_parallel_size": 2}))[0] == wanted
+    with placed("self", mz.AdamW(1e-2), ema=None) as model:
+        model.load_model(tmp_path / "saved")
+        assert "holds an average of the parameters, which is not read" in capsys.readouterr().err
+        model.save_model(tmp_path / "without")
+    with placed("self", mz.AdamW(1e-2)) as model:
+        model.load_model(tmp_path / "without")
+        assert "it begins with the parameters that are loaded" in capsys.readouterr().err
+        np.testing.assert_array_equal(average_of(model), model.get_parameters())
+    with mz.checkpoint.open_checkpoint(tmp_path / "saved", "self") as reader:
+        export(reader, tmp_path / "average.npz", "npz", ema=True)
+        shapes = {name: value.shape for name, value in read_arrays(tmp_path / "average.npz").items()}
+        np.testing.assert_array_equal(
+            read_arrays(tmp_path / "average.npz")["hidden.0.linear.weight"],
+            reader.read_whole("optimizer/ema/hidden.0.linear.weight"),
+        )
+    assert len(shapes) == 6
+    with (
+        mz.checkpoint.open_checkpoint(tmp_path / "without", "self") as reader,
+        pytest.raises(ConfigError, match="holds no average of the parameters"),
+    ):
+        export(reader, tmp_path / "none.npz", "npz", ema=True)
+
+
+def test_a_skipped_step_leaves_the_average_and_an_error_the_parameters():
+    spoilt = np.full_like(X, np.nan)
+
+    def run(comm):
+        with placed(comm, mz.AdamW(1e-2), "zero2", bad_steps=mz.BadSteps(warn=False)) as model:
+            here = share(model)
+            model.train(X[here], Y[here])
+            average, sha256 = average_of(model), model.parameters_sha256()
+            model.train(spoilt[here], Y[here])
+            assert (average_of(model) == average).all()
+            wrong = Y[here] + 3 * (comm.rank == comm.size - 1)
+            with pytest.raises(Exception, match="not below the number of classes"):
+                model.evaluate(X[here], wrong, ema=True)
+            with pytest.raises(Exception, match="takes 4 features"):
+                model.predict(X[here][:, : 3 + (comm.rank > 0)], ema=True)
+            assert model.parameters_sha256() == sha256
+            assert (average_of(model) == average).all()
+            return model.train(X[here], Y[here])
+
+    assert len(set(run_in_threads(3, run) + run_in_threads(1, run))) == 1
+
+
+def test_an_average_that_nobody_keeps_is_told():
+    with placed("self", mz.SGD(0.1), ema=None) as model:
+        with pytest.raises(StateError, match=r"keeps no average .* ShardingConfig\(ema=0.999\)"):
+            model.evaluate(X, Y, ema=True)
+        with pytest.raises(StateError, match="keeps no average"):
+            model.predict(X, ema=True)
+    with (
+        mz.ShardingConfig(comm="self", ema=0.9) as config,
+        mz.DDPModel(network(), config) as model,
+        pytest.raises(StateError, match="keeps no average .* and give it an optimizer"),
+    ):
+        model.predict(X, ema=True)
+
+
+@pytest.mark.parametrize("ema", [1.5, 0, 1.0, "0.9", True])
+def test_a_decay_is_between_0_and_1(ema):
+    with pytest.raises(ConfigError, match="ema=.*: expected a finite number > 0 and < 1"):
+        mz.ShardingConfig(comm="self", ema=ema)
+
+
+def test_what_cannot_be_averaged_is_refused():
+    with (
+        mz.ShardingConfig(comm="self", ema=0.9) as config,
+        mz.DDPModel(network(), config) as model,
+        pytest.raises(ConfigError, match="LocalSGDOptimizer: each rank trains a copy of its own"),
+    ):
+        mz.LocalSGDOptimizer(mz.SGD(0.1), config).set_model(model)
+    named = Own()
+    named.slots = ("ema",)
+    with pytest.raises(ConfigError, match="Own has a state array of this name already"):
+        placed("self", named)
+
+
+def test_a_rank_that_forgets_the_average_is_told():
+    def run(comm):
+        with placed(comm, mz.SGD(0.1)) as model:
+            here = share(model)
+            model.train(X[here], Y[here])
+            if comm.rank:
+                model.train(X[here], Y[here])
+            else:
+                model.evaluate(X[here], Y[here], ema=True)
+
+    with pytest.raises(CollectiveMismatch, match="evaluate"):
+        run_in_threads(2, run)
+
+
+def test_copies_have_averages_of_their_own():
+    with placed("self", mz.AdamW(1e-2)) as model:
+        model.train(X, Y)
+        with model.deep_copy() as copy:
+            assert (average_of(copy) == average_of(model)).all()
+            assert copy.train(X, Y) == model.train(X, Y)
+            assert copy.evaluate(X, Y, ema=True) == model.evaluate(X, Y, ema=True)
+        with pytest.raises(DataError):
+            model.evaluate(X, Y[:3], ema=True)
+        assert model.metadata().bytes_on_rank["optimizer state"] == 3 * 4 * model.parameter_count
