@@ -272,7 +272,7 @@ class BlockTrials:
         Parameters are zeros that occupy no memory while they are only read; gradients are uninitialized.
         """
         specs = layer.specs()
-        starts = np.concatenate([[0], np.cumsum([spec.size for spec in specs])]).tolist()
+        starts = np.concatenate([[0], np.cumsum([spec.size for spec in specs], dtype=np.int64)]).tolist()
         placed, size = [(spec.name, start, spec) for spec, start in zip(specs, starts, strict=False)], starts[-1]
         params, grads = (made(size, self.dtype).view(FakeArray) for made in (np.zeros, np.empty))
         integers = nested(fresh_integers(layer))
