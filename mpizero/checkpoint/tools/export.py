@@ -138,19 +138,20 @@ def export(
     items = chosen(reader, state=state, ema=ema, dtype=dtype, pattern=pattern, knows_bfloat16=knows_bfloat16)
     if format == "safetensors":
         tensorfile.library()
-
-    def values(item: ExportedArray) -> Iterator[Array]:
-        for _, part in blocks(reader, item.path, report):
-            converted = convert(part, item.source, item.element)
-            if lost := overflows(part, item.source, converted, item.element):
-                raise ConfigError(
-                    f"array {item.path!r}: {lost} values are too large for {item.element}; choose another type"
-                )
-            yield converted
-
     with new_file(out, replace) as temporary:
-        write(temporary, items, values, reader.attributes)
+        write(temporary, items, lambda item: _converted(reader, item, report), reader.attributes)
     return items
+
+
+def _converted(reader: Reader, item: ExportedArray, report: Report | None) -> Iterator[Array]:
+    """Yield the values of an array block by block, converted to the element type that they will have."""
+    for _, part in blocks(reader, item.path, report):
+        converted = convert(part, item.source, item.element)
+        if lost := overflows(part, item.source, converted, item.element):
+            raise ConfigError(
+                f"array {item.path!r}: {lost} values are too large for {item.element}; choose another type"
+            )
+        yield converted
 
 
 def chosen(
