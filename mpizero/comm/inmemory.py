@@ -210,7 +210,10 @@ class InMemoryCommunicator(Communicator):
         self._closed = True
 
     def _leave_failed(self, error: BaseException) -> None:
-        self.abort(error)
+        if self._group.job.size > 1:
+            self.abort(error)
+        else:  # nobody waits, and a notebook goes on with what this one was split off from
+            self.close()
 
     def _check_peers(self, waits_for: Sequence[int] = ()) -> None:
         """Raise PeerFailure if the job has failed or a rank in ``waits_for`` has ended. The caller holds the lock."""

@@ -97,6 +97,51 @@ def test_a_resumed_run_equals_an_uninterrupted_one(trained, on_threads):
     assert [line["step"] for line in on_threads.metrics()] == [1, 2, 3, 4, 5, 6]
 
 
+def test_the_best_checkpoint_is_kept_and_patience_ends_a_run(on_threads):
+    """Validation comes after every step; a large min_delta makes every one but the first no improvement."""
+    rules = ("train.validate_every=1", "checkpoint.best=-perplexity", "checkpoint.keep=1", "train.steps=20")
+    stopped = on_threads.train(2, *rules, "train.patience=3", "train.min_delta=1e9")
+    assert stopped.status == 0, stopped.err
+    assert stopped.result["stopped"].startswith("no improvement of perplexity in 3 validations")
+    best = stopped.result["best"]
+    values = [line["perplexity"] for line in on_threads.metrics()]
+    assert (stopped.result["steps"], best["value"], best["step"]) == (4, max(values), values.index(max(values)) + 1)
+    run = on_threads.folder / "run"
+    assert json.loads((run / "run_complete").read_text()) == stopped.result
+    names = {"best", f"step_{best['step']:08d}", "step_00000004"}
+    assert {path.name for path in (run / "checkpoints").iterdir()} == names
+    for command in (["checkpoint", "verify"], ["checkpoint", "inspect"]):
+        assert on_threads(0, *command, "run/checkpoints/best").status == 0
+    more = on_threads.train(1, *rules, "train.patience=5", "train.min_delta=1e9", flags=["--resume"])
+    assert more.result["steps"] == 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            ["checkpoint.best=perplexty"],
+            r'checkpoint.best = "perplexty": no validation metric.*did you mean .perplexity',
+        ),
+        (
+            ["checkpoint.best=accuracy"],
+            "this model has no such metric; its validations have validation_loss, perplexity",
+        ),
+        (["checkpoint.best=perplexity", "train.validate_every=0"], "set train.validate_every > 0 with it"),
+        (
+            ["train.patience=2", "data.validation=0"],
+            "train.patience = 2: needs validation samples: set data.validation",
+        ),
+        (["train.patience=0"], r"train.patience = 0: must be a whole number >= 1"),
+        (["train.min_delta=0.1"], "train.min_delta = 0.1: belongs to train.patience"),
+    ],
+)
+def test_rules_without_anything_to_go_by_are_told(on_threads, settings, told):
+    outcome = on_threads.train(1, *settings)
+    assert outcome.status == ExitStatus.CONFIG
+    assert re.search(told, outcome.err), outcome.err
+
+
 def test_a_damaged_checkpoint_is_passed_over_and_the_steps_are_done_again(trained, on_threads):
     assert on_threads.train(1).status == 0
     state = on_threads.folder / "run" / "checkpoints" / "step_00000006" / "state.h5"

@@ -239,6 +239,21 @@ def test_in_one_process_it_leaves_no_handlers_runs_twice_and_resumes(tmp_path):
         trainer.fit()
 
 
+def test_an_error_in_one_process_leaves_the_trainer_usable(tmp_path):
+    class Once(mz.Callback):
+        errors = [ValueError("once"), KeyboardInterrupt()]  # noqa: RUF012 - as users write it
+
+        def on_step(self, trainer, report):
+            if trainer.step == 3 and self.errors:
+                raise self.errors.pop()
+
+    with made(tmp_path, "self", [Once()], every=2) as trainer:
+        for error in (KeyboardInterrupt, ValueError):
+            with pytest.raises(error):
+                trainer.resume()
+        assert trainer.resume().parameters_sha256 == trainer.fit().parameters_sha256
+
+
 def test_a_signal_to_a_program_of_one_process_saves_and_can_be_resumed(tmp_path):
     class Told(mz.Callback):
         def on_step(self, trainer, report):
