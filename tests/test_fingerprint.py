@@ -229,6 +229,12 @@ def test_objects_that_hold_one_another_come_to_an_end():
     assert "nested too deeply" in fingerprint.left_out.values()
 
 
+def test_a_function_that_makes_a_named_tuple_is_compared_whole():
+    fingerprint = Fingerprint()
+    fingerprint.digest(lambda: Pair(1, 2.0))
+    assert not fingerprint.left_out
+
+
 def test_names_that_may_differ_are_left_out():
     def settings(value: Any) -> Any:
         return argparse.Namespace(

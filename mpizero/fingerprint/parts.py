@@ -291,6 +291,7 @@ _RULES: tuple[tuple[Any, Callable[[Fingerprint, Any], Parts]], ...] = (
     (types.CodeType, _code),
     (functools.partial, lambda _, v: Parts("partial", {"": v.func, ".args": v.args, ".keywords": _named(v.keywords)})),
     (property, lambda _, value: Parts("property", {"": value.fget})),
+    (type(Parts.kind), lambda _, value: Parts("field of a named tuple", {"": value.__reduce__()[1][0]})),
     ((staticmethod, classmethod), lambda _, value: Parts(_name(type(value)), {"": value.__func__})),
     (io.IOBase, lambda _, value: Parts("left out", left_out=type(value).__qualname__)),
     (functools.cached_property, lambda _, value: Parts("property", {"": value.func})),

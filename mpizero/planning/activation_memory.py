@@ -2,58 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+from mpizero.comm.group.tree_form import TreeForm
 from mpizero.layout import Instruction
 from mpizero.parallel.execution.pipeline import AHEAD
 from mpizero.planning.block_trial import BlockTrial
 from mpizero.planning.model_part import ModelPart
 
 
+class _BorderArray(NamedTuple):
+    """Describe an array that goes from block to block: the first border that it passes, its place there, its bytes."""
+
+    border: int
+    place: int
+    nbytes: int
+
+
+def _bytes_of(arrays: Iterable[_BorderArray], border: int) -> int:
+    """Return the bytes of those ``arrays`` that pass ``border`` first; each counts once."""
+    return sum(array.nbytes for array in frozenset(arrays) if array.border == border)
+
+
 @dataclass(frozen=True)
 class ChunkActivations:
     """Compute the memory that one micro-batch needs on a chunk, from trial runs of the chunk's blocks.
 
-    [Note: borders] A border is the array between two blocks: the output of one and the input of the next. It is counted
-    once, and stays in memory as long as one of the two blocks keeps it. The input of the model's first block is not
-    counted; it belongs to the data.
+    [Note: borders] A border is what goes from one block to the next: an array, or the arrays of a tree. Each array is
+    counted once, at the first border that it passes, and stays in memory as long as one of the blocks keeps it. The
+    input of the model's first block is not counted; it belongs to the data.
 
     Attributes
     ----------
     trials : tuple of BlockTrial
         The results of the trial runs of the chunk's blocks. For the model's last chunk, the result of the loss follows.
-    entry : int
-        Bytes of the chunk's input.
+    entry : TreeForm or None
+        The chunk's input; None if it is not counted.
     """
 
     trials: tuple[BlockTrial, ...]
-    entry: int
+    entry: TreeForm | None
+
+    @cached_property
+    def _arrays(self) -> tuple[tuple[_BorderArray, ...], ...]:
+        """The arrays of the borders: of the one before the first block, and of those after each block."""
+        count = len(self.trials[0].kept.input)
+        sizes = [0] * count if self.entry is None else [shape.nbytes for shape in self.entry.shapes]
+        borders = [tuple(_BorderArray(0, place, size) for place, size in enumerate(sizes))]
+        for number, trial in enumerate(self.trials, 1):
+            given = zip(trial.passes, trial.output.shapes, strict=True)
+            borders.append(
+                tuple(
+                    _BorderArray(number, place, shape.nbytes) if source is None else borders[-1][source]
+                    for place, (source, shape) in enumerate(given)
+                )
+            )
+        return tuple(borders)
 
     @cached_property
     def _borders(self) -> tuple[int, ...]:
-        """Bytes of the borders: before the first block, and after each block.
-
-        The border after a block that returns its input unchanged counts 0.
-        """
-        return (self.entry, *(0 if trial.passes else trial.output.nbytes for trial in self.trials))
+        """Bytes of the borders, without arrays that an earlier border has, too."""
+        return tuple(_bytes_of(arrays, number) for number, arrays in enumerate(self._arrays))
 
     @cached_property
     def _kept_borders(self) -> tuple[int, ...]:
-        """Bytes of the borders that caches keep for the backward pass; 0 for each other border."""
+        """Bytes of the borders' arrays that caches keep for the backward pass."""
         return self._borders_kept_by(self.trials)
 
     def _borders_kept_by(self, trials: Sequence[BlockTrial]) -> tuple[int, ...]:
-        kept = [False] * len(self._borders)
-        place = 0
-        for number, trial in enumerate(trials):
-            kept[place] |= trial.kept.input
-            place = place if trial.passes else number + 1
-            kept[place] |= trial.kept.output
-        return tuple(size if alive else 0 for size, alive in zip(self._borders, kept, strict=True))
+        kept = {array for number, trial in enumerate(trials) for array in self._kept_by(number, trial)}
+        return tuple(_bytes_of(kept, number) for number in range(len(self._arrays)))
+
+    def _kept_by(self, number: int, trial: BlockTrial) -> set[_BorderArray]:
+        """Return the arrays before and after block ``number``, which ``trial`` describes, that its cache keeps."""
+        sides = zip(self._arrays[number : number + 2], (trial.kept.input, trial.kept.output), strict=True)
+        return {array for arrays, kept in sides for array, keeps in zip(arrays, kept, strict=True) if keeps}
 
     @cached_property
     def whole(self) -> int:
@@ -84,8 +111,11 @@ class ChunkActivations:
 
         Each block frees its cache at the end of its own backward pass.
         """
-        parts = zip(self._levels[1:], self._kept_borders[1:], self.trials, strict=True)
-        return max(level + border * trial.kept.output + trial.backward_peak for level, border, trial in parts)
+        parts = enumerate(zip(self._levels[1:], self.trials, strict=True))
+        return max(
+            level + _bytes_of(self._kept_by(number, trial), number + 1) + trial.backward_peak
+            for number, (level, trial) in parts
+        )
 
     @cached_property
     def input_peak(self) -> int:
@@ -157,7 +187,7 @@ class StageActivations:
     def chunk(self, chunk: int, samples: int) -> ChunkActivations:
         """Return the memory that a micro-batch of ``samples`` samples needs on a chunk. Not collective."""
         if (chunk, samples) not in self._chunks:
-            entry = self.part.output(chunk - 1, samples) if chunk else 0
+            entry = self.part.output(chunk - 1, samples) if chunk else None
             self._chunks[chunk, samples] = ChunkActivations(tuple(self.part.tried(chunk, samples)), entry)
         return self._chunks[chunk, samples]
 
@@ -206,7 +236,7 @@ class StageActivations:
             return 0
         if stages[source] == self.part.partitioned.stage:
             return 0
-        return self.part.output(source, samples) if forward else self.part.gradient(source, samples)
+        return (self.part.output(source, samples) if forward else self.part.gradient(source, samples)).nbytes
 
     def _sent(self, instruction: Instruction) -> int:
         kind, chunk, micro = instruction
@@ -216,4 +246,4 @@ class StageActivations:
             return 0
         if stages[chunk + 1 if forward else chunk - 1] == self.part.partitioned.stage:
             return 0
-        return self.part.output(chunk, samples) if forward else self.part.gradient(chunk, samples)
+        return (self.part.output(chunk, samples) if forward else self.part.gradient(chunk, samples)).nbytes

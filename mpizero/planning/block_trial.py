@@ -14,41 +14,26 @@ import re
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
-from math import prod
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpizero.comm.group.tree_form import ArrayShape, TreeForm
 from mpizero.errors import ConfigError
 from mpizero.layout.flat import nested, united, views
 from mpizero.nn.integers import fresh_integers
 from mpizero.planning.byte_counts import GroupCall, RecordingGroup
 from mpizero.planning.fake_array import FakeArray
+from mpizero.sampletree import leaves_of, map_leaves
 from mpizero.types import Array, Layer, Loss, Run
 
 #: Number of samples in the smaller of the two trials.
 FEW = 2
 #: Matches the number of a dropout in a layer's ``repr``.
 _SITE = re.compile(r"\bsite=\d+")
-
-
-class ArrayForm(NamedTuple):
-    """Hold the shape and dtype of an array."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the array."""
-        return prod(self.shape) * np.dtype(self.dtype).itemsize
-
-    @classmethod
-    def of(cls, array: Array) -> ArrayForm:
-        """Return the shape and dtype of ``array``. Not collective."""
-        return cls(tuple(array.shape), array.dtype.name)
 
 
 class KeptMemory(NamedTuple):
@@ -60,14 +45,14 @@ class KeptMemory(NamedTuple):
         Bytes of the arrays in the cache that are neither the block's input nor its output nor parameters.
     deferred : int
         Bytes of such arrays that the block keeps from the backward pass for inputs to that for weights.
-    input, output : bool
-        Whether the cache keeps the block's input, and whether it keeps its output.
+    input, output : tuple of bool
+        For each array of the block's input, and of its output, whether the cache keeps it.
     """
 
     own: int
     deferred: int
-    input: bool
-    output: bool
+    input: tuple[bool, ...]
+    output: tuple[bool, ...]
 
 
 class PassPeaks(NamedTuple):
@@ -93,10 +78,10 @@ class BlockTrial(NamedTuple):
 
     Attributes
     ----------
-    output, gradient : ArrayForm or None
-        Shape and dtype of the output and of the input's gradient; ``gradient`` is None if the block computes none.
-    passes : bool
-        Whether the output is the input, or a view of it.
+    output, gradient : TreeForm or None
+        Forms of the output and of the input's gradient; ``gradient`` is None if the block computes none.
+    passes : tuple of (int or None)
+        For each array of the output: the number of the array of the input that it is, or is a view of; else None.
     kept : KeptMemory
         The arrays that the block keeps between its passes.
     peaks : PassPeaks
@@ -105,9 +90,9 @@ class BlockTrial(NamedTuple):
         The block's calls of its tensor or context group in the forward and backward pass.
     """
 
-    output: ArrayForm
-    gradient: ArrayForm | None
-    passes: bool
+    output: TreeForm
+    gradient: TreeForm | None
+    passes: tuple[int | None, ...]
     kept: KeptMemory
     peaks: PassPeaks
     calls: tuple[GroupCall, ...]
@@ -115,7 +100,7 @@ class BlockTrial(NamedTuple):
     @property
     def is_loss(self) -> bool:
         """Tell whether this is the trial of the loss, which alone returns one number instead of an array of samples."""
-        return not self.output.shape
+        return self.output.structure == "*" and not self.output.shapes[0].dims
 
     @property
     def backward_peak(self) -> int:
@@ -166,7 +151,7 @@ class BlockTrials:
         self, blocks: Mapping[str, Layer], loss: Loss, sample: TrialSample, group: RecordingGroup, dtype: Any
     ) -> None:
         self.blocks, self.loss, self.sample, self.group, self.dtype = dict(blocks), loss, sample, group, np.dtype(dtype)
-        self._tried: dict[tuple[str, ArrayForm], BlockTrial] = {}
+        self._tried: dict[tuple[str, TreeForm], BlockTrial] = {}
         self._warmed: set[str] = set()
         self._found: dict[int, dict[str, BlockTrial]] = {}
 
@@ -200,24 +185,23 @@ class BlockTrials:
         """
         x, y = self.sample.batch(samples)
         value: Any = x
+        form = TreeForm.of(x, "x")
         found: dict[str, BlockTrial] = {}
         for name, layer in self.blocks.items():
-            form = ArrayForm.of(value) if isinstance(value, np.ndarray) else value
             key = (_kind(layer), form)
             if key not in self._tried:
-                start = value if isinstance(value, np.ndarray) else np.zeros(form.shape, form.dtype)
+                start = _zeros(form) if value is None else value
                 try:
-                    self._warm(key[0], partial(self._block, layer, start[:1]))
+                    self._warm(key[0], partial(self._block, layer, map_leaves(lambda array: array[:1], start)))
                     self._tried[key] = self._block(layer, start)
                 except Exception as error:
                     raise ConfigError(
-                        f"block {name!r} cannot be tried alone on an input of {form.dtype}{list(form.shape)}: "
-                        f"{type(error).__name__}: {error}"
+                        f"block {name!r} cannot be tried alone on an input of {form}: {type(error).__name__}: {error}"
                     ) from error
             found[name] = self._tried[key]
-            value = found[name].output
-        prediction = np.zeros(value.shape, value.dtype)
-        self._warm("", partial(self._loss, prediction[:1], y[:1]))
+            form, value = found[name].output, None
+        prediction = _zeros(form)
+        self._warm("", partial(self._loss, map_leaves(lambda array: array[:1], prediction), y[:1]))
         found[""] = self._loss(prediction, y)
         return found
 
@@ -230,7 +214,7 @@ class BlockTrials:
             self._warmed.add(kind)
             attempt()
 
-    def _block(self, layer: Layer, x: Array) -> BlockTrial:
+    def _block(self, layer: Layer, x: Any) -> BlockTrial:
         params, grads = self._parameters(layer)
         self.group.calls.clear()
         with _watched() as watch, np.errstate(all="ignore"):
@@ -238,33 +222,35 @@ class BlockTrials:
             forward = watch.peak()
             outer = _owners((params, x, y))
             own, kept = _held(cache, outer), _owners(cache)
-            form, into, out = ArrayForm.of(y), _owner(x), _owner(y)
+            form, into, out = TreeForm.of(y, "the output"), _leaf_owners(x), _leaf_owners(y)
             watch.begin()
-            dy = np.zeros(y.shape, y.dtype)
+            dy = _zeros(form, gradient=True)
             del y
             dx, pending = layer.backward_input(params, cache, dy)
             half = watch.peak()
             deferred = _held((cache, pending), outer | _owners(dx))
-            gradient = None if dx is None else ArrayForm.of(dx)
+            gradient = None if dx is None else TreeForm.of(dx, "the gradient of the input")
             del dx, dy
             watch.begin()
             layer.backward_weights(params, cache, pending, grads)
             peaks = PassPeaks(forward, half, watch.peak())
-        held = KeptMemory(own, deferred, id(into) in kept, id(out) in kept)
-        return BlockTrial(form, gradient, into is out, held, peaks, tuple(self.group.calls))
+        held = KeptMemory(own, deferred, *(tuple(id(one) in kept for one in side) for side in (into, out)))
+        sources = {id(one): place for place, one in enumerate(into)}
+        passes = tuple(sources.get(id(one)) for one in out)
+        return BlockTrial(form, gradient, passes, held, peaks, tuple(self.group.calls))
 
-    def _loss(self, prediction: Array, y: Array) -> BlockTrial:
+    def _loss(self, prediction: Any, y: Array) -> BlockTrial:
         self.group.calls.clear()
         with _watched() as watch, np.errstate(all="ignore"):
             _, _, cache = self.loss.forward(prediction, y)
             forward = watch.peak()
-            own, keeps = _held(cache, _owners((prediction, y))), id(_owner(prediction)) in _owners(cache)
+            own, kept = _held(cache, _owners((prediction, y))), _owners(cache)
             watch.begin()
-            gradient = ArrayForm.of(self.loss.backward(cache))
+            gradient = TreeForm.of(self.loss.backward(cache), "the gradient of the prediction")
             peaks = PassPeaks(forward, watch.peak(), 0)
-        return BlockTrial(
-            ArrayForm((), "float64"), gradient, False, KeptMemory(own, 0, keeps, False), peaks, tuple(self.group.calls)
-        )
+        held = KeptMemory(own, 0, tuple(id(one) in kept for one in _leaf_owners(prediction)), (False,))
+        number = TreeForm.of(np.float64(), "the loss")
+        return BlockTrial(number, gradient, (None,), held, peaks, tuple(self.group.calls))
 
     def _parameters(self, layer: Layer) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return a layer's parameters and gradients, nested by name.
@@ -272,7 +258,7 @@ class BlockTrials:
         Parameters are zeros that occupy no memory while they are only read; gradients are uninitialized.
         """
         specs = layer.specs()
-        starts = np.concatenate([[0], np.cumsum([spec.size for spec in specs], dtype=np.int64)]).tolist()
+        starts = list(accumulate((spec.size for spec in specs), initial=0))
         placed, size = [(spec.name, start, spec) for spec, start in zip(specs, starts, strict=False)], starts[-1]
         params, grads = (made(size, self.dtype).view(FakeArray) for made in (np.zeros, np.empty))
         integers = nested(fresh_integers(layer))
@@ -302,8 +288,22 @@ def _line(few: int, more: int, samples: int) -> int:
     return few + (samples - FEW) * (more - few)
 
 
-def _form(few: ArrayForm, more: ArrayForm, samples: int) -> ArrayForm:
-    return ArrayForm(tuple(_line(a, b, samples) for a, b in zip(few.shape, more.shape, strict=True)), more.dtype)
+def _form(few: TreeForm, more: TreeForm, samples: int) -> TreeForm:
+    dims = (zip(a.dims, b.dims, strict=True) for a, b in zip(few.shapes, more.shapes, strict=True))
+    grown = (tuple(_line(a, b, samples) for a, b in axes) for axes in dims)
+    shapes = tuple(ArrayShape(d, shape.dtype) for d, shape in zip(grown, more.shapes, strict=True))
+    return replace(more, shapes=shapes)
+
+
+def _zeros(form: TreeForm, *, gradient: bool = False) -> Any:
+    """Return a tree of zeros; with ``gradient`` it has None in place of whole numbers, which have no gradient."""
+    kept = [not gradient or np.dtype(shape.dtype).kind in "fc" for shape in form.shapes]
+    return form.build([np.zeros(*shape) if keep else None for keep, shape in zip(kept, form.shapes, strict=True)])
+
+
+def _leaf_owners(tree: Any) -> list[Array]:
+    """Return, for each array of a tree, the array that owns its memory; held, so that no other gets its ``id``."""
+    return [_owner(array) for array in leaves_of(tree)]
 
 
 def _calls(few: Sequence[GroupCall], more: Sequence[GroupCall], samples: int) -> tuple[GroupCall, ...] | None:

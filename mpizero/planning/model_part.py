@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from mpizero import nn
+from mpizero.comm.group.tree_form import TreeForm
 from mpizero.errors import ConfigError, DataError
 from mpizero.layout import FlatLayout
 from mpizero.nn.operations import Operations
@@ -124,17 +125,17 @@ class ModelPart:
         """
         return [*self.asked, *(call for trial in self.tried(chunk, samples) for call in trial.calls)]
 
-    def output(self, chunk: int, samples: int) -> int:
-        """Return the bytes of a chunk's output for one micro-batch of ``samples`` samples. Not collective."""
-        return self._trials.of(samples)[self.blocks(chunk)[-1]].output.nbytes
+    def output(self, chunk: int, samples: int) -> TreeForm:
+        """Return the form of a chunk's output for one micro-batch of ``samples`` samples. Not collective."""
+        return self._trials.of(samples)[self.blocks(chunk)[-1]].output
 
-    def gradient(self, chunk: int, samples: int) -> int:
-        """Return the bytes of the gradient of a chunk's input for one micro-batch of ``samples`` samples.
+    def gradient(self, chunk: int, samples: int) -> TreeForm:
+        """Return the form of the gradient of a chunk's input for one micro-batch of ``samples`` samples.
 
-        They are 0 if the chunk's first block computes no such gradient. Not collective.
+        It has no array if the chunk's first block computes no such gradient. Not collective.
         """
         form = self._trials.of(samples)[self.blocks(chunk)[0]].gradient
-        return 0 if form is None else form.nbytes
+        return TreeForm.of(None, "") if form is None else form
 
     @cached_property
     def operations(self) -> dict[str, Operations] | None:

@@ -287,9 +287,9 @@ class RankTraffic:
             once = Sent()
             for chunk in self.part.partitioned.chunks:
                 if chunk < len(stages) - 1 and stages[chunk + 1] != here:
-                    once += one_call(self.part.output(chunk, samples))
+                    once += total_sent(one_call(a.nbytes) for a in self.part.output(chunk, samples).shapes)
                 if chunk > 0 and stages[chunk - 1] != here:
-                    once += one_call(self.part.gradient(chunk, samples))
+                    once += total_sent(one_call(a.nbytes) for a in self.part.gradient(chunk, samples).shapes)
             found += once.times(self.jobs.count(samples))
         return found
 

@@ -294,7 +294,7 @@ class TrainingPlan:
             tuple(samples * chunk.forward for chunk in work),
             tuple(samples * chunk.backward_input for chunk in work),
             tuple(samples * chunk.backward_weights for chunk in work),
-            latency=max(self.message(part.output(chunk, self.training.step.largest)) for chunk in borders),
+            latency=max(self.message(part.output(chunk, self.training.step.largest).nbytes) for chunk in borders),
         )
 
     @cached_property

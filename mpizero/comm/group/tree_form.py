@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from math import prod
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -21,6 +22,11 @@ class ArrayShape(NamedTuple):
 
     dims: tuple[int, ...]
     dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return prod(self.dims) * np.dtype(self.dtype).itemsize
 
     def __str__(self) -> str:
         """Return dtype and shape, such as ``float32[4, 7]``."""
@@ -70,6 +76,11 @@ class TreeForm:
         numbers = count()
         return cls(shapes, repr(outline(value, what)), map_leaves(lambda _: next(numbers), value))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(shape.nbytes for shape in self.shapes)
+
     def __str__(self) -> str:
         """Return the shapes of the arrays, for error messages."""
         shapes = iter(self.shapes)
@@ -79,7 +90,7 @@ class TreeForm:
             else str(map_leaves(lambda _: _Shown(next(shapes)), self.template))
         )
 
-    def build(self, arrays: Sequence[Array]) -> Any:
+    def build(self, arrays: Sequence[Array | None]) -> Any:
         """Return the tree of this form that has the given arrays, which are in its order. Not collective."""
         return map_leaves(lambda number: arrays[number], self.template)
 

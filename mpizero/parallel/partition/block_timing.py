@@ -15,6 +15,7 @@ from mpizero.nn.initialize import StartValues, start_values_of
 from mpizero.nn.integers import fresh_integers
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.partition.blocks import blocks_of
+from mpizero.sampletree import map_leaves
 from mpizero.types import Array, BlockModel, ParameterSpec, Run
 
 
@@ -68,7 +69,7 @@ def measure_blocks(model: BlockModel, x: Array, y: Array, repeats: int = 3) -> d
             if name == last:
                 _, _, loss_cache = model.loss.forward(out, y)
             forward = perf_counter()
-            d = model.loss.backward(loss_cache) if name == last else np.ones_like(out)
+            d = model.loss.backward(loss_cache) if name == last else map_leaves(_gradient_like, out)
             begun = forward if name == last else perf_counter()
             _, pending = layer.backward_input(params, cache, d)
             halfway = perf_counter()
@@ -77,6 +78,11 @@ def measure_blocks(model: BlockModel, x: Array, y: Array, repeats: int = 3) -> d
         found[name] = BlockTimes(*(min(column) for column in zip(*times, strict=True)))
         value = out
     return found
+
+
+def _gradient_like(array: Array) -> Array | None:
+    """Return ones of the shape of ``array``; None for whole numbers, which have no gradient."""
+    return np.ones_like(array) if array.dtype.kind in "fc" else None
 
 
 def measured_costs(model: BlockModel, x: Array, y: Array, config: ShardingConfig, repeats: int = 3) -> list[float]:
