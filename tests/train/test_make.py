@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mpizero.errors import ConfigError
+from mpizero.train.bench.checkpoint_speed import LEAST
 from mpizero.train.config.builder import build
 from mpizero.train.config.config_file import ConfigDocument, parse_config
 from mpizero.train.config.model_and_data import build_model, build_source, data_fingerprint
@@ -123,6 +124,39 @@ def test_the_commands_that_look_at_a_training_take_own_models(example, linear):
     plan = linear(1, "plan", "config.toml", "--ranks", "2", "--json", "--memory-per-node", "1MB").result
     assert "black box" in plan["not_counted"]
     assert "what is not counted must fit --memory-per-node, too" in plan["warnings"][0]
+
+
+def test_an_own_model_is_verified_planned_and_its_checkpoints_are_read_and_written(example):
+    def made(ranks, *words):
+        outcome = example(ranks, *words)
+        assert outcome.status == 0, outcome.err
+        return outcome
+
+    found = made(1, "verify", "own/config.toml", "--ranks", "2", "--steps", "1", "--json")
+    layouts = found.result["layouts"]
+    assert {"zero3*2, private", "ddp*2, pipeline=2, schedule=1f1b"} <= {one["layout"] for one in layouts}
+    assert {one["verdict"] for one in layouts} == {"same bits"}
+    assert "under mpiexec only" in found.err
+    plan = made(1, "plan", "own/config.toml", "--ranks", "8", "--json").result
+    assert plan["not_counted"] is None
+    assert {rank["operations"] for rank in plan["ranks"]} == {None}  # its own layers count none
+    run(example, 2, "train", "train.steps=2", config="own/config.toml")
+    about = made(1, "checkpoint", "inspect", "run/checkpoints/step_00000002", "--json").result
+    assert about["configuration"]["model"]["width"] == 24
+    made(1, "checkpoint", "verify", "run")
+    made(1, "checkpoint", "export", "run", "values.safetensors")
+    made(
+        1, "checkpoint", "import", "values.safetensors", "new/checkpoints/step_00000000", "--config", "own/config.toml"
+    )
+    sized = ["--set", "model.width=300", "--repeat", "1", "--backend", "direct", "--json"]
+    bench = made(2, "bench", "checkpoint", "own/config.toml", *sized).result
+    layers = 2 * (300 * 300 + 2 * 300) + 17 * 300 + 2 * 301
+    assert 0 <= 12 * layers - bench["nbytes"] < LEAST  # of equal arrays
+    go_on = ["checkpoint.folder=new/checkpoints", "train.steps=1"]
+    assert run(example, 2, "train", *go_on, config="own/config.toml", flags=["--resume"]).status == 0
+    outcome = example(1, "generate", "run")
+    assert outcome.status == 65
+    assert "holds the model 'my_model.py:make', which writes no text; train a gpt" in outcome.err
 
 
 def test_a_skipped_step_of_an_own_model_is_replayed_where_its_files_are(linear, monkeypatch):

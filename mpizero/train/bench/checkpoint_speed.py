@@ -37,6 +37,8 @@ from mpizero.validation import whole
 #: The checkpoint holds one array for each of ``LAYERS`` layers and each of ``SLOTS``: a parameter and two moments.
 LAYERS, SLOTS = 16, ("parameters", "optimizer/exp_avg", "optimizer/exp_avg_sq")
 _WIDTH = 1024
+#: The least bytes of a checkpoint: one row of every array.
+LEAST = 4 * _WIDTH * LAYERS * len(SLOTS)
 
 
 @dataclass(frozen=True)
@@ -66,9 +68,8 @@ class CheckpointRequest:
 
         The back end "all" selects every back end that this installation can write with. Not collective.
         """
-        least = 4 * _WIDTH * LAYERS * len(SLOTS)
-        if not math.isfinite(nbytes) or not least <= nbytes <= 1e13:
-            raise ConfigError(f"--bytes {nbytes}: must be from {least} to 1e13")
+        if not math.isfinite(nbytes) or not LEAST <= nbytes <= 1e13:
+            raise ConfigError(f"--bytes {nbytes}: must be from {LEAST} to 1e13")
         check_option("--repeat", repeat, whole(1))
         if not os.path.isdir(folder):
             raise ConfigError(f"--folder {folder}: is no folder")
@@ -158,7 +159,7 @@ class _Bench:
 
     def __init__(self, request: CheckpointRequest, comm: Communicator, folder: Path) -> None:
         self.request, self.comm, self.folder = request, comm, folder
-        self.rows = max(1, request.nbytes // (4 * _WIDTH * LAYERS * len(SLOTS)))
+        self.rows = max(1, request.nbytes // LEAST)
         size = self.rows * _WIDTH
         held = Partition(size, comm.size).shard(comm.rank)
         span = Span(held.start, held.stop)

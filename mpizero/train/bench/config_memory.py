@@ -13,12 +13,20 @@ import numpy as np
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.data import batches
+from mpizero.optim import adapt
 from mpizero.parallel import ShardedModelBase
+from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.train.bench.layout_memory import LayoutTable
 from mpizero.train.bench.memory_rows import measure_steps, ranks_per_node, table_rows
 from mpizero.train.bench.strategy_memory import STRATEGIES
 from mpizero.train.config.builder import build_optimizer, build_sharding, lay_out
-from mpizero.train.config.model_and_data import build_model, build_source, check_samples, users_modules
+from mpizero.train.config.model_and_data import (
+    build_model,
+    build_source,
+    check_samples,
+    model_and_sample,
+    users_modules,
+)
 from mpizero.train.config.sections import Config
 from mpizero.train.plan import PlanRequest, plan
 
@@ -55,6 +63,19 @@ def measure_config(
                 if comm.rank == 0:
                     tables.append(run.table(figures))
     return tables
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Return the size of a checkpoint of a configuration's model: its parameters and the optimizer's arrays.
+
+    Not collective.
+    """
+    with users_modules(config):
+        model, _, _ = model_and_sample(config)
+    specs = [spec for part in blocks_of(model).values() for spec in part if spec.tied is None]
+    slots = len(adapt(build_optimizer(config)).slots)
+    elements: int = sum(spec.size * (1 + slots * spec.optimized) for spec in specs)
+    return int(elements * np.dtype(model.dtype).itemsize)
 
 
 class _ConfigRun:

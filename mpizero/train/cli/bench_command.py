@@ -63,7 +63,9 @@ def _add_checkpoint(kinds: Any) -> None:
         "fsync, pread into warm memory, a copy in memory. Works in a folder of its own, which is removed.",
         epilog="Example: mpiexec -n 8 python -m mpizero bench checkpoint --bytes 1e9 --folder /scratch",
     )
-    saved.add_argument("--bytes", metavar="B", type=float, default=1e9, help="of all ranks (default: 1e9)")
+    saved.add_argument("config", metavar="CONFIG.toml", nargs="?", help="as many bytes as its checkpoints have")
+    add_overrides(saved)
+    saved.add_argument("--bytes", metavar="B", type=float, help="of all ranks (default: 1e9)")
     saved.add_argument(
         "--backend", choices=("direct", "mpio", "all"), default="all", help="(default: all that are installed)"
     )
@@ -197,12 +199,29 @@ def _checkpoint(options: argparse.Namespace, world: Callable[[], Communicator]) 
 
     comm = world()
     request = checkpoint_speed.CheckpointRequest.parse(
-        options.bytes, options.backend, options.repeat, options.folder, comm
+        _checkpoint_bytes(options, comm), options.backend, options.repeat, options.folder, comm
     )
     figures = checkpoint_speed.measure_checkpoint(request, comm, _tell)
     if comm.rank == 0:
         print(checkpoint_speed.as_json(figures) if options.json else checkpoint_speed.report(figures), flush=True)
     return int(ExitStatus.OK)
+
+
+def _checkpoint_bytes(options: argparse.Namespace, comm: Communicator) -> float:
+    """Return how many bytes to save: the option ``--bytes``, or those of a checkpoint of the configuration's model."""
+    from mpizero.comm.agreement import all_ranks
+    from mpizero.train.bench.checkpoint_speed import LEAST
+    from mpizero.train.bench.config_memory import checkpoint_bytes
+    from mpizero.train.config.config_file import read_together
+
+    if options.config is None:
+        _refuse_overrides(options)
+        return 1e9 if options.bytes is None else float(options.bytes)
+    if options.bytes is not None:
+        raise ConfigError(f"--bytes {options.bytes:g}: {options.config} describes the model; leave one of them out")
+    document, config = read_together(comm, options.config, options.overrides, {"train.threads": str(options.threads)})
+    with document.located(), all_ranks(comm):
+        return float(max(checkpoint_bytes(config), LEAST))
 
 
 def _machine(options: argparse.Namespace, world: Callable[[], Communicator]) -> int:
