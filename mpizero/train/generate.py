@@ -249,7 +249,9 @@ def open_language_model(
 
 
 def _settings_of(reader: checkpoint.Reader, home: str) -> GptSection:
-    section = SavedRun.of(reader.attributes, home).config.get("model") or {}
+    section = SavedRun.of(reader.attributes, home).config.get("model")
+    if section is None:
+        raise CheckpointError(f"{home}: of a run of mpizero.Trainer, which does not record how its model is made")
     if section.get("name") != "gpt":
         held = section.get("make", section.get("name"))
         raise CheckpointError(f"{home}: holds the model {held!r}, which writes no text; train a gpt")
