@@ -65,6 +65,8 @@ class PlannedTraining:
         Whether the training has a loss scale.
     by_block : bool
         Whether the model is made of blocks; a black box computes all gradients together.
+    in_place : bool
+        Whether the model is a black box that writes its gradients in place.
     """
 
     row: Placement
@@ -75,6 +77,7 @@ class PlannedTraining:
     sample_bytes: tuple[int, ...]
     loss_scale: bool = False
     by_block: bool = True
+    in_place: bool = False
 
     @property
     def codec(self) -> Codec | None:

@@ -24,6 +24,7 @@ from mpizero.planning.rank_memory import MemoryBytes, RankMemory
 from mpizero.planning.step_batches import StepBatches
 from mpizero.planning.traffic import PlannedTraining, RankTraffic
 from mpizero.sampletree import SampleTree
+from mpizero.signatures import writes_in_place
 from mpizero.types import BlockModel, Run
 
 
@@ -176,6 +177,7 @@ class TrainingPlan:
             sample_bytes=tuple(leaf[:1].nbytes for leaf in SampleTree.of(x=self.x, y=self.y).leaves),
             loss_scale=self.loss_scale,
             by_block=by_block,
+            in_place=writes_in_place(self.model),
         )
 
     @cached_property

@@ -28,13 +28,27 @@ def function() -> mz.FunctionModel:
     return mz.FunctionModel({"weight": np.full((6, 50), 0.1), "bias": np.zeros(50)}, squares)
 
 
+def in_place() -> mz.FunctionModel:
+    """A linear model of two units, which writes its gradients into the engine's memory."""
+
+    def squares(parameters: Any, batch: Any, gradients: Any) -> Any:
+        x, y = batch
+        error = x @ parameters["left"] + x @ parameters["right"] - y[:, np.newaxis]
+        for name in gradients:
+            np.matmul(2 * x.T, error, out=gradients[name])
+        return float((error**2).sum()), float(len(x))
+
+    return mz.FunctionModel({name: np.full((6, 700), 0.1) for name in ("left", "right")}, squares, in_place=True)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_a_black_box_holds_and_sends_what_was_planned(ranks: int) -> None:
     for zero in range(4):
         for number, memory in enumerate(MEMORIES):
             turn = zero + number + ranks
             parts = {"config": memory}, batches(ranks)[turn % 5], OPTIMIZERS[turn % 3]
-            check_on_threads(job(*parts, zero=zero, model=function, data=points), ranks)
+            model = (function, in_place)[number % 2]
+            check_on_threads(job(*parts, zero=zero, model=model, data=points), ranks)
 
 
 def test_of_a_black_box_what_its_function_does_is_not_told() -> None:
