@@ -24,7 +24,7 @@ TOGETHER = ["bounds", "complex_filter", "lbfgs"]
 ALONE = sorted({path.stem for path in EXAMPLES.glob("*.py")}.difference(TOGETHER))
 #: Programs with code that is compiled, and the compilers that they need.
 COMPILED = {"models/wave_in_c": "gcc", "models/particles_in_numba": "", "models/heat_in_fortran": "gfortran"}
-NEEDS = {"torch_by_hand": "torch", "jax_function": "jax", "lbfgs": "scipy"}
+NEEDS = {"torch_module": "torch", "jax_function": "jax", "lbfgs": "scipy"}
 #: Runs programs one after the other, each with the arguments after "--".
 IN_TURN = """
 import runpy, sys

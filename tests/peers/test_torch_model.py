@@ -18,6 +18,7 @@ from mpizero.adapters.torch.backward import Pass, input_half, weight_half, whole
 from mpizero.errors import ConfigError, MpizeroError  # noqa: E402
 from mpizero.parallel.parameters.store import ParameterStore  # noqa: E402
 from mpizero.testing import run_in_threads  # noqa: E402
+from mpizero.train.cli.main import main  # noqa: E402
 from tests.peers.torch_nets import Transformer, next_word, resnet  # noqa: E402
 
 WORDS = np.random.default_rng(0).integers(0, 31, (60, 9))
@@ -154,6 +155,49 @@ def test_fifty_steps_in_float64_are_those_of_plain_pytorch(name: str, kind: str)
     got = np.concatenate([value.ravel() for value in found.values()])
     assert np.linalg.norm(got - expected) <= 1e-11 * np.linalg.norm(expected)
     assert set(state) - set(found) <= {"head.out.weight"}  # tied
+
+
+@pytest.mark.parametrize("name", ["transformer", "cnn"])
+def test_a_saved_training_loads_into_the_module(name: str, tmp_path: Any) -> None:
+    model = {"transformer": transformer, "cnn": cnn}[name]()
+
+    def body(comm: Any) -> dict[str, Any]:
+        with placed(model, comm, "zero3", ranks_per_node=1) as sharded:
+            x, y = data(name).samples(np.arange(4) + 4 * comm.rank)
+            sharded.train(x, y)
+            sharded.save_model(tmp_path / "saved")
+            return dict(sharded.named_parameters())
+
+    arrays = run_in_threads(2, body)[0]
+    net = Transformer() if name == "transformer" else resnet()
+    net.load_state_dict(model.state_dict(arrays), strict=True)
+    file = tmp_path / "model.npz"
+    assert main(["checkpoint", "export", str(tmp_path / "saved"), str(file), "--tied"]) == 0
+    with np.load(file) as exported:
+        net.load_state_dict({key: torch.from_numpy(exported[key]) for key in exported.files}, strict=True)
+        assert set(exported.files) == set(net.state_dict())
+    for key, value in net.named_parameters():
+        assert value.detach().numpy().tobytes() == arrays[key].tobytes()
+
+
+def test_a_trained_module_predicts_as_the_sharded_model_does() -> None:
+    torch.manual_seed(1)
+    net = resnet()
+
+    def body(comm: Any) -> tuple[Any, Any]:
+        model = mz.adapters.torch.TorchModel(net, nn.CrossEntropyLoss(reduction="sum"), blocks=net)
+        with placed(model, comm, "zero2") as sharded, sharded.clone() as twin:
+            found = sharded.predict(PIXELS[:6]), sharded.evaluate(PIXELS[:6], CLASSES[:6])
+            sharded.train(PIXELS[:6], CLASSES[:6])
+            assert twin.parameters_sha256() != sharded.parameters_sha256()
+            return found
+
+    (prediction, scored), *_ = run_in_threads(2, body)
+    with torch.no_grad():
+        expected = net.eval()(torch.from_numpy(PIXELS[:6])).numpy()
+    net.train()
+    np.testing.assert_allclose(prediction, expected, rtol=1e-5, atol=1e-6)
+    assert scored.correct == 2 * int((expected.argmax(1) == CLASSES[:6]).sum())
 
 
 class Recurrent(nn.Module):

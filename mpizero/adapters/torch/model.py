@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from mpizero import validation
@@ -14,7 +15,7 @@ from mpizero.adapters.torch.blocks import BlockTensors, TorchBlock
 from mpizero.adapters.torch.describer import Describer
 from mpizero.adapters.torch.loss import TorchLoss
 from mpizero.adapters.torch.process import TorchSettings, check_rounding, torch_pass
-from mpizero.errors import ConfigError
+from mpizero.errors import ConfigError, LayoutError
 from mpizero.layout.flat import joined
 from mpizero.names import explains
 from mpizero.types import Array
@@ -111,6 +112,41 @@ class TorchModel:
             for spec in specs
         ]
         return {name: state[name].detach().cpu().numpy() for name in names}
+
+    def state_dict(self, arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+        """Return what ``module.load_state_dict(..., strict=True)`` takes, from arrays of the parameters by name.
+
+        Not collective.
+
+        Parameters
+        ----------
+        arrays : mapping of str to Array
+            For example ``model.named_parameters()`` of the sharded model, or what ``safetensors.numpy.load_file`` reads
+            from an exported checkpoint.
+
+        Returns
+        -------
+        dict of str to torch.Tensor
+            Copies of the arrays, also under the other names of tied parameters, and the buffers that training never
+            changes.
+
+        Raises
+        ------
+        LayoutError
+            If an array is missing.
+        """
+        tied = {joined(b, s.name): s.tied for b, one in self.blocks.items() for s in one.specs() if s.tied}
+        kept = dict(self._module.named_buffers(remove_duplicate=False))
+        found = {}
+        for name in self._module.state_dict():
+            home = tied.get(name, name)
+            if home in arrays:
+                found[name] = torch.from_numpy(np.array(arrays[home]))
+            elif name in kept and not kept[name].is_meta:
+                found[name] = kept[name].clone()
+            else:
+                raise LayoutError(f"state_dict: there is no array {home!r}; it was given {len(arrays)} arrays")
+        return found
 
     def set_sharding_config(self, config: Any) -> None:
         """Take the number of threads of a :class:`ShardingConfig`. Not collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -96,6 +97,7 @@ def export(
     ema: bool = False,
     dtype: str | None = None,
     pattern: str | None = None,
+    tied: bool = False,
     replace: bool = False,
     report: Report | None = None,
 ) -> list[ExportedArray]:
@@ -122,6 +124,8 @@ def export(
         Type of floating-point arrays: ``bfloat16``, ``float16``, or, also of complex parts, ``float32`` or ``float64``.
     pattern : str, optional
         Export only arrays whose names match this shell pattern.
+    tied : bool
+        Whether to write tied parameters under their other names, too, as PyTorch's ``state_dict()`` has them.
     replace : bool
         Whether an existing file may be replaced.
     report : callable, optional
@@ -138,6 +142,8 @@ def export(
     items = chosen(reader, state=state, ema=ema, dtype=dtype, pattern=pattern, knows_bfloat16=knows_bfloat16)
     if format == "safetensors":
         tensorfile.library()
+    if tied:
+        items += _tied(reader, items)
     with new_file(out, replace) as temporary:
         write(temporary, items, lambda item: _converted(reader, item, report), reader.attributes)
     return items
@@ -203,6 +209,14 @@ def averages_of(reader: Reader) -> dict[str, str]:
     if not optimizer.get("step_count"):
         raise ConfigError(f"checkpoint {reader.name} is of no step yet: the average is the parameters; export these")
     return found
+
+
+def _tied(reader: Reader, items: Sequence[ExportedArray]) -> list[ExportedArray]:
+    """Return descriptions of the tied parameters among ``items`` under their other names."""
+    by_name = {item.name: item for item in items}
+    uses = reader.attributes.get("mpizero", {}).get("tied", {}).items()
+    found = [(by_name.get(home), use) for use, home in uses]
+    return [dataclasses.replace(item, name=use) for item, use in found if item is not None]
 
 
 def export_bytes(reader: Reader, *, state: bool = False, pattern: str | None = None) -> int:

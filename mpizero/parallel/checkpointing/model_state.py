@@ -17,12 +17,14 @@ import numpy as np
 from mpizero import checkpoint, optim
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import CheckpointError
+from mpizero.layout.flat import joined
 from mpizero.parallel.checkpointing import learning_rate
 from mpizero.parallel.checkpointing.grain_record import check_order, grain_record, resume_grains
 from mpizero.parallel.checkpointing.restore import ArrayReader, HeldArray, HeldPiece, fill
 from mpizero.parallel.checkpointing.saved_attribute import AXES, read_attribute
 from mpizero.parallel.parameters.integer_state import named_integers
 from mpizero.parallel.parameters.shards import UpdatePiece
+from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.text import notice
 from mpizero.types import Array, ParameterSpec
 
@@ -132,8 +134,8 @@ def _whole_arrays(
 def attributes(engine: Engine) -> dict[str, Any]:
     """Return the value of the checkpoint attribute ``mpizero``. Not collective.
 
-    It holds the optimizer's name, slots and number of updates, the step number, the loss scale, the layout, and how
-    batches are cut into grains.
+    It holds the optimizer's name, slots and number of updates, the step number, the loss scale, the layout, how batches
+    are cut into grains, and the other names of tied parameters, with the names under which they are saved.
     """
     updater = engine.updater
     return {
@@ -155,7 +157,14 @@ def attributes(engine: Engine) -> dict[str, Any]:
             **{axis: getattr(engine.grid.axes, axis) for axis in AXES},
         },
         "grains": grain_record(engine.grain_rule),
+        **({"tied": tied} if (tied := _other_names(engine.model)) else {}),
     }
+
+
+def _other_names(model: Any) -> dict[str, str]:
+    """Return the names of all tied uses of parameters, each with the name of the parameter."""
+    specs = ((block, spec) for block, found in blocks_of(model).items() for spec in found)
+    return {joined(block, spec.name): spec.tied for block, spec in specs if spec.tied is not None}
 
 
 def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False) -> None:

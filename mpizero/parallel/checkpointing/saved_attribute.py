@@ -61,6 +61,10 @@ def _is_layout(value: object) -> bool:
     )
 
 
+def _is_tied(value: object) -> bool:
+    return value is None or (isinstance(value, dict) and all(isinstance(home, str) for home in value.values()))
+
+
 #: Keys of the attribute ``mpizero``, each with a check of its value, and what errors say is expected.
 _SAVED: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "optimizer": (_is_optimizer, "null, or name (text), slots (list of texts) and step_count (whole number >= 0)"),
@@ -71,4 +75,5 @@ _SAVED: Mapping[str, tuple[Callable[[object], bool], str]] = {
         "null, or strategy (text), ranks and nodes, perhaps pipeline, tensor and context (whole numbers >= 1)",
     ),
     "grains": (is_grain_record, EXPECTED),
+    "tied": (_is_tied, "null, or names of parameters, each with the name of the one whose values it shares"),
 }

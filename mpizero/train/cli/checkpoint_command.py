@@ -111,6 +111,7 @@ def _add_export(commands: Any) -> None:
     which.add_argument("--ema", action="store_true", help="the moving average of the parameters (train.ema)")
     parser.add_argument("--dtype", metavar="TYPE", help=f"convert floating-point arrays: {_TYPES}")
     parser.add_argument("--pattern", metavar="GLOB", help="only arrays whose names fit, with or without parameters/")
+    parser.add_argument("--tied", action="store_true", help="tied parameters under their other names, too")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     parser.set_defaults(tool=_export)
 
@@ -262,7 +263,8 @@ def _export(options: argparse.Namespace) -> int:
     with checkpoint.open_checkpoint(path, "self") as reader:
         total = export_bytes(reader, state=options.state, pattern=options.pattern)
         with ByteProgress(total, "export") as progress:
-            items = export(reader, options.out, form, **selection, replace=options.force, report=progress)
+            written = {"tied": options.tied, "replace": options.force, "report": progress}
+            items = export(reader, options.out, form, **selection, **written)
     size = sum(item.nbytes for item in items)
     show(f"{options.out}: {len(items)} arrays, {amount(size)}B, from {path}")
     return int(ExitStatus.OK)

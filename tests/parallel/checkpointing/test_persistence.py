@@ -225,6 +225,7 @@ def test_replicas_that_differ_are_found_and_repaired() -> None:
         lambda told: told | {"optimizer": told["optimizer"] | {"more": 1}},
         lambda told: told | {"second_optimizer": told["optimizer"]},
         lambda told: told | {"grains": 16},
+        lambda told: told | {"tied": ["head"]},
         lambda told: told | {"grains": {"order": "binary tree"}},
         lambda told: told | {"grains": told["grains"] | {"micro_batch": 0}},
         lambda told: told | {"grains": told["grains"] | {"accumulate": None}},
