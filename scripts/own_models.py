@@ -65,6 +65,9 @@ class OwnModel:
 MODELS = (
     OwnModel("JAX MLP", "jax_mlp.py", "as_function"),
     OwnModel("JAX MLP, blocks", "jax_mlp.py", "by_blocks", blocks=True),
+    OwnModel("PyTorch CNN", "torch_cnn.py", "whole"),
+    OwnModel("PyTorch CNN, blocks", "torch_cnn.py", "by_blocks", blocks=True),
+    OwnModel("PyTorch transformer, blocks", "torch_transformer.py", "by_blocks", blocks=True),
     OwnModel("C: waves", "wave_in_c.py", "make"),
     OwnModel("Fortran: heat", "heat_in_fortran.py", "make"),
     OwnModel("Numba: particles", "particles_in_numba.py", "make"),
@@ -176,11 +179,11 @@ def resumed(args: argparse.Namespace) -> Iterator[Row]:
 def report(rows: list[Row]) -> bool:
     """Print a line for each model, and for each training whose hash differs; tell whether there is one hash each."""
     equal = True
-    print(f"\n{'model':24s} {'runs':>5s}  sha256 of the parameters")
+    print(f"\n{'model':28s} {'runs':>5s}  sha256 of the parameters")
     for name in dict.fromkeys(row["model"] for row in rows):
         mine = [row for row in rows if row["model"] == name]
         usual, count = collections.Counter(row["sha256"] for row in mine).most_common(1)[0]
-        print(f"{name:24s} {len(mine):5d}  {usual if count == len(mine) else 'DIFFERENT HASHES'}")
+        print(f"{name:28s} {len(mine):5d}  {usual if count == len(mine) else 'DIFFERENT HASHES'}")
         for row in mine:
             if row["sha256"] != usual:
                 equal = False
