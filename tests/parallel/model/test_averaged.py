@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, layouts, part, 
 from tests.parallel.normalized import MOMENTUM, RATE, BatchNorm, by_hand, network, samples
 from tests.parallel.parallel_layouts import Case, Way, known, pipelines, trained, trained_alone
 
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "models"
 STATISTICS = ("norm0.mean", "norm0.variance", "norm1.mean", "norm1.variance")
 #: With an update that sums on its way, with one that needs norms first, and with grains of several micro-batches.
 CASES: dict[str, Case] = {
@@ -139,6 +142,15 @@ def test_gradients_by_hand_update_them_in_a_step_and_not_in_apply_gradients() ->
             return str(model.parameters_sha256())
 
     assert set(run_in_threads(2, by_steps)) == {alone("clipped").sha256}
+
+
+def test_the_example_has_one_hash() -> None:
+    example = runpy.run_path(str(EXAMPLES / "residual_in_numpy.py"))
+    x, y = example["data"](40)
+    case = Case(lambda: example["make"](channels=2), batches=[(x, y)], config={"micro_batch": 8})
+    ways = [Way(2, schedule="zero_bubble"), Way(zero=3)]
+    found = [run_in_threads(2, lambda comm, w=way: trained(case, comm, w, **PRIVATE)) for way in ways]
+    assert found == [[trained_alone(case)] * 2] * 2
 
 
 # ---------------------------------------------------------------------- functions
