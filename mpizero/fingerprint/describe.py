@@ -30,7 +30,7 @@ def words(subject: str, steps: Iterable[str]) -> str:
     ``subject`` is the name of the whole value ("block 'encoder.2'"). ``steps`` are the expressions that lead from it to
     the part (".dropout").
     """
-    first, *rest = [step for step in steps if step] or [""]
+    first, *rest = [step for step in steps if step and step != ".fingerprint"] or [""]
     if first.startswith("['"):
         first = first[2:-2]
     path = first.removeprefix(".") + "".join(rest)

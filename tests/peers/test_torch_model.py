@@ -315,6 +315,22 @@ def test_a_mistake_is_told_before_the_first_step_ends(make: Any, message: str) -
     assert message in str(error.value)
 
 
+def test_ranks_with_other_weights_or_other_code_are_told() -> None:
+    def body(what: str) -> Any:
+        def on(comm: Any) -> None:
+            torch.manual_seed(comm.rank if what == "weights" else 0)
+            net = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.1 * (1 + comm.rank) if what == "rate" else 0.1))
+            with placed(mz.adapters.torch.TorchModel(net, CE), comm, "ddp"):
+                pass
+
+        return on
+
+    with pytest.raises(MpizeroError, match=r"0\.weight of the start values .* on rank 1"):
+        run_in_threads(2, body("weights"))
+    with pytest.raises(MpizeroError, match=r"module\.1\.p of the only block 0\.1 on rank 0, 0\.2 on rank 1"):
+        run_in_threads(2, body("rate"))
+
+
 def test_random_numbers_and_settings_of_the_caller_stay_as_they_were() -> None:
     torch.manual_seed(1)
     state, threads = torch.get_rng_state(), torch.get_num_threads()

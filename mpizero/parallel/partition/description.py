@@ -12,7 +12,7 @@ from mpizero.layout.flat import joined
 from mpizero.types import ParameterSpec
 
 #: Attributes of a model that ``describe_model`` lists under names of their own.
-_APART = frozenset({".blocks", ".loss", ".parameters"})
+_APART = frozenset({".blocks", ".loss", ".parameters", ".start_values"})
 
 
 def describe_model(model: Any, blocks: Mapping[str, tuple[ParameterSpec, ...]]) -> dict[str, Any]:
@@ -26,14 +26,16 @@ def describe_model(model: Any, blocks: Mapping[str, tuple[ParameterSpec, ...]]) 
     described["the model"] = {step.removeprefix("."): item for step, item in fields.items() if step not in _APART}
     if hasattr(model, "blocks"):
         described["the names of the blocks"] = list(model.blocks)
-        described |= {f"block {name!r}": layer for name, layer in model.blocks.items()}
+        described |= {f"block {name!r}" if name else "the only block": one for name, one in model.blocks.items()}
         described["the order of layers"] = {name: _below(layer) for name, layer in model.blocks.items()}
         described |= {"the loss": model.loss, "the seed": model.seed}
     names = {joined(block, spec.name): spec for block, specs in blocks.items() for spec in specs}
     described["the parameter table"] = {"dtype": np.dtype(model.dtype), **names}
     described["the order of parameters"] = list(names)  # of a mapping made from a set it differs by process
-    if not hasattr(model, "blocks"):
-        described["the start values"] = {name: _in_pieces(values) for name, values in model.parameters.items()}
+    given = getattr(model, "start_values", None)
+    if given is None:
+        given = {} if hasattr(model, "blocks") else model.parameters
+    described["the start values"] = {name: _in_pieces(values) for name, values in given.items()}
     return described
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpizero as mz
-from mpizero.errors import LayoutError
+from mpizero.errors import LayoutError, MpizeroError
 from mpizero.testing import run_in_threads
 
 SHAPE = {"dim": 8, "layers": 2, "heads": 2, "sequence": 4}
@@ -39,6 +39,16 @@ def test_arrays_are_the_start_values_whatever_the_layout(pipeline: int, tensor: 
                 assert array.tobytes() == given.expected[name].tobytes(), name
 
     run_in_threads(2, body)
+
+
+def test_start_values_that_differ_between_ranks_are_told() -> None:
+    def body(comm: Any) -> None:
+        given = Given()
+        given.start_values["embedding.token.weight"] = given.start_values["embedding.token.weight"] + comm.rank
+        mz.ZeRO1Model(given, mz.ShardingConfig(comm=comm))
+
+    with pytest.raises(MpizeroError, match=r"of the start values .*on rank 1"):
+        run_in_threads(2, body)
 
 
 def test_start_values_of_another_shape_are_refused_with_the_name() -> None:
