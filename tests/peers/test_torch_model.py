@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -155,6 +156,49 @@ def test_fifty_steps_in_float64_are_those_of_plain_pytorch(name: str, kind: str)
     got = np.concatenate([value.ravel() for value in found.values()])
     assert np.linalg.norm(got - expected) <= 1e-11 * np.linalg.norm(expected)
     assert set(state) - set(found) <= {"head.out.weight"}  # tied
+
+
+class Slow(torch.autograd.Function):
+    """Compute both gradients whatever is asked for, slowly."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any) -> Any:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        begun = time.thread_time()
+        while time.thread_time() < begun + 0.01:
+            pass
+        return dy * weight, (dy * x).sum(0)
+
+
+class Slowly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Any) -> Any:
+        return Slow.apply(x, self.weight)
+
+
+def test_a_zero_bubble_schedule_is_refused_where_both_halves_take_too_long() -> None:
+    def body(schedule: str) -> Any:
+        def on(comm: Any) -> None:
+            model = mz.adapters.torch.TorchModel(slow, CE, blocks=["0", "1", "2", "3"])
+            with placed(model, comm, "ddp", pipeline_parallel_size=2, schedule=schedule) as sharded:
+                sharded.train(X, Y)
+
+        return on
+
+    def slow() -> Any:
+        return nn.Sequential(nn.Linear(4, 4), Slowly(), Slowly(), nn.Linear(4, 3))
+
+    with pytest.raises(ConfigError, match=r"for Slowly both halves take .* use schedule '1f1b'"):
+        run_in_threads(2, body("zero_bubble"))
+    run_in_threads(2, body("1f1b"))
 
 
 @pytest.mark.parametrize("name", ["transformer", "cnn"])

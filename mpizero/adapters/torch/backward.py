@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from time import thread_time
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +51,19 @@ class PendingWeights(NamedTuple):
     edges: dict[Node, tuple[GradientEdge, ...]]
     roots: Sequence[tuple[GradientEdge, torch.Tensor]]
     weights: Gradients | None = None
+
+
+class HalfTimes(NamedTuple):
+    """Hold the seconds of a backward pass, and those of its two halves."""
+
+    whole: float
+    inputs: float
+    weights: float
+
+    @property
+    def ratio(self) -> float:
+        """The time of both halves over that of the whole."""
+        return (self.inputs + self.weights) / self.whole
 
 
 def whole_backward(
@@ -125,6 +139,24 @@ def _gradients(
     else:
         found = _run(tuple(outputs), tuple(gradients), keep, False, tuple(ends), True, accumulate_grad=False)
     return found
+
+
+def half_times(graph: Pass, gradients: Sequence[torch.Tensor], repeats: int = 3) -> HalfTimes:
+    """Measure a backward pass, whole and in two halves; return the times of the repeat with the least ratio.
+
+    Not collective. The times are those of this thread's processor, which other processes on the machine do not change.
+    The graph can be used afterwards.
+    """
+    found = []
+    for _ in range(repeats):
+        begun = thread_time()
+        whole_backward(graph, gradients, keep=True)
+        divided = thread_time()
+        _, pending = input_half(graph, gradients)
+        halfway = thread_time()
+        weight_half(graph, pending, keep=True)
+        found.append(HalfTimes(divided - begun, halfway - divided, thread_time() - halfway))
+    return min(found, key=lambda times: times.ratio)
 
 
 def _is_shared(edges: dict[Node, tuple[GradientEdge, ...]], order: Sequence[Node]) -> bool:

@@ -13,14 +13,26 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from mpizero.adapters.derived_seed import derived_seed
 from mpizero.adapters.torch.arrays import as_array, as_tensor, gradient_leaves, put
-from mpizero.adapters.torch.backward import Gradients, Pass, PendingWeights, input_half, weight_half, whole_backward
+from mpizero.adapters.torch.backward import (
+    Gradients,
+    Pass,
+    PendingWeights,
+    half_times,
+    input_half,
+    weight_half,
+    whole_backward,
+)
 from mpizero.adapters.torch.bound import Held, in_places
 from mpizero.adapters.torch.process import TorchSettings, torch_pass
 from mpizero.adapters.torch.saved import SavedParameters
-from mpizero.errors import DataError, LayoutError
+from mpizero.errors import ConfigError, DataError, LayoutError
 from mpizero.nn.layer import Layer
 from mpizero.sampletree import leaves_of, map_leaves, paths_of
 from mpizero.types import EVALUATE, Array, IntegerSpec, ParameterSpec, Params, Run
+
+#: Largest time of both halves of a backward pass over that of the whole with which zero-bubble schedules are allowed,
+#: and the seconds by which both must exceed it to be refused.
+MOST_OF_HALVES, LEAST_EXCESS = 1.15, 5e-3
 
 
 @dataclass(frozen=True)
@@ -165,6 +177,7 @@ class TorchBlock(Layer):
         """Return the gradient of the input, or None, and what :meth:`backward_weights` needs. Not collective."""
         graph, given = self._graph(params, cache, dy)
         with torch_pass(self.settings):
+            self._check_halves(graph, given)
             inputs, pending = input_half(graph, given)
             return self._input_gradient(cache, graph, inputs), pending
 
@@ -174,6 +187,20 @@ class TorchBlock(Layer):
             cache.saved.tensors = self._tensors(params)
         with torch_pass(self.settings):
             self._write(grads, weight_half(cache.graph, pending), cache)
+
+    def _check_halves(self, graph: Pass, given: Sequence[torch.Tensor]) -> None:
+        """Raise :class:`ConfigError` if the halves of the first backward pass take much longer than the whole."""
+        if self.number in self.settings.divided or not graph.outputs or not graph.weights:
+            return
+        times = half_times(graph, given)
+        if times.ratio > MOST_OF_HALVES and times.inputs + times.weights - times.whole > LEAST_EXCESS:
+            raise ConfigError(
+                f"a zero-bubble schedule divides the backward pass, and for {type(self.module).__name__} both halves "
+                f"take {times.ratio:.2f} times as long as the whole ({times.inputs * 1e3:.2f} ms for inputs and "
+                f"{times.weights * 1e3:.2f} ms for weights, {times.whole * 1e3:.2f} ms together): use schedule '1f1b' "
+                "or 'interleaved', or let its autograd functions look at ctx.needs_input_grad"
+            )
+        self.settings.divided.add(self.number)
 
     def _graph(self, params: Params, cache: _Cache, dy: Any) -> tuple[Pass, list[torch.Tensor]]:
         """Return the graph of the forward pass, and the gradients of its outputs as tensors."""

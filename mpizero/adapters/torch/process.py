@@ -29,11 +29,12 @@ class TorchSettings:
     """Hold what the passes of a model need to know.
 
     ``threads`` is the number of threads of PyTorch, None for that which it has. ``tried`` has the numbers of the blocks
-    that have run once without changing their parameters.
+    that have run once without changing their parameters, ``divided`` those whose backward pass was divided and timed.
     """
 
     threads: int | None = None
     tried: set[int] = field(default_factory=set)
+    divided: set[int] = field(default_factory=set)
 
 
 #: Does what ``torch.use_deterministic_algorithms`` does, which takes as long as a small layer.
