@@ -27,6 +27,7 @@ from mpizero.parallel.integrity import Integrity
 from mpizero.parallel.optimizer.sharded_update import Updater, UpdateScope
 from mpizero.parallel.parameters.allocator import Memory
 from mpizero.parallel.parameters.global_view import GlobalView, check_holdings
+from mpizero.parallel.parameters.integer_state import IntegerState
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.parallel.placement import placement
@@ -138,7 +139,7 @@ def place(comm: Any, model: Any, spread: Spread) -> Any:
     engine.placement, engine.step_number, engine.loss_scale, engine.pristine = row, 0, None, False
     engine.grain_rule, engine.config, engine.model = GrainRule(), mz.ShardingConfig(comm=comm), model
     engine.integrity, engine.half_loaded = Integrity(grid, store, 0), None
-    engine.exchange = GradientExchange(store, row)
+    engine.exchange, engine.integers = GradientExchange(store, row), IntegerState(model, local, grid)
     start(engine, model)
     return engine
 
