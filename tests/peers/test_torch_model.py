@@ -158,6 +158,26 @@ def test_fifty_steps_in_float64_are_those_of_plain_pytorch(name: str, kind: str)
     assert set(state) - set(found) <= {"head.out.weight"}  # tied
 
 
+def test_a_block_may_change_its_input_in_place() -> None:
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))
+    net = nn.Sequential(first, nn.ReLU(inplace=True), nn.Linear(4, 3))
+    x = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
+    kept = x.copy()
+
+    def body(comm: Any) -> Any:
+        blocks = net if comm.size > 1 else None
+        with placed(mz.adapters.torch.TorchModel(net, CE, blocks=blocks), comm, "ddp", micro_batch=4) as model:
+            for _ in range(2):
+                model.train(x if comm.rank == 0 else x[:0], Y if comm.rank == 0 else Y[:0])
+            return dict(model.named_parameters())
+
+    whole, blocks = run_in_threads(1, body)[0], run_in_threads(2, body)[0]
+    assert x.tobytes() == kept.tobytes()
+    for name, value in whole.items():
+        np.testing.assert_allclose(value, blocks[name], rtol=1e-6)
+
+
 class Slow(torch.autograd.Function):
     """Compute both gradients whatever is asked for, slowly."""
 
@@ -196,7 +216,7 @@ def test_a_zero_bubble_schedule_is_refused_where_both_halves_take_too_long() -> 
     def slow() -> Any:
         return nn.Sequential(nn.Linear(4, 4), Slowly(), Slowly(), nn.Linear(4, 3))
 
-    with pytest.raises(ConfigError, match=r"for Slowly both halves take .* use schedule '1f1b'"):
+    with pytest.raises(MpizeroError, match=r"for Slowly both halves take .* use schedule '1f1b'"):
         run_in_threads(2, body("zero_bubble"))
     run_in_threads(2, body("1f1b"))
 
@@ -285,6 +305,84 @@ def test_the_halves_of_a_backward_pass_have_the_bits_of_the_whole(make: Any, sha
         assert torch.equal(expected, found)
 
 
+class Spectral(nn.Module):
+    """Look at a parameter as complex numbers, as spectral layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 2))
+
+    def forward(self, x: Any) -> Any:
+        return (torch.fft.fft(x) * torch.view_as_complex(self.weight).conj()).real + x
+
+
+class Scale(nn.Module):
+    """Return a parameter beside the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), nn.Parameter(torch.full((4,), 1.5))
+
+    def forward(self, x: Any) -> Any:
+        return self.linear(x), self.scale, torch.complex(x, 2 * x)
+
+
+class Use(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.large = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Any, scale: Any, number: Any) -> Any:
+        return self.large(self.linear(x) * scale) + (number * number).imag
+
+
+class ReadsInBackward(nn.Module):
+    """Read a parameter in a hook that runs in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Any) -> Any:
+        y = torch.tanh(self.linear(x))
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient @ self.linear.weight.detach())
+        return y
+
+
+@pytest.mark.parametrize("make", [Spectral, lambda: nn.Sequential(Scale(), Use()), ReadsInBackward])
+def test_unusual_uses_of_parameters_are_as_in_pytorch_with_gathered_parameters(make: Any) -> None:
+    torch.manual_seed(0)
+    inner = make()
+    parts = list(inner) if isinstance(inner, nn.Sequential) else [inner]
+    net = nn.Sequential(nn.Linear(4, 4), *parts, nn.Linear(4, 3))
+    x = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
+
+    def whole(x: Any) -> Any:
+        for layer in net:
+            x = layer(*x) if isinstance(x, tuple) else layer(x)
+        return x
+
+    def body(comm: Any, schedule: str = "") -> dict[str, Any]:
+        model = mz.adapters.torch.TorchModel(net, CE, blocks=net)
+        layout = {"pipeline_parallel_size": 2, "schedule": schedule} if schedule else {"ranks_per_node": 1}
+        with placed(model, comm, "zero3", optimizer=mz.SGD(0.1), micro_batch=2, **layout) as sharded:
+            here = slice(None) if schedule else slice(2 * comm.rank, 2 * comm.rank + 2)
+            for _ in range(2):
+                sharded.train(x[here], Y[here])
+            return dict(sharded.named_parameters())
+
+    founds = [run_in_threads(2, body)[0], run_in_threads(2, lambda comm: body(comm, "zero_bubble"))[0]]
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (CE(whole(torch.from_numpy(x)), torch.from_numpy(Y)) / 4).backward()
+        optimizer.step()
+    for found in founds:
+        for name, value in net.named_parameters():
+            np.testing.assert_allclose(found[name], value.detach().numpy(), rtol=2e-5, atol=1e-6)
+
+
 # ------------------------------------------------------------------ mistakes
 
 
@@ -301,10 +399,33 @@ class Changes(nn.Module):
                 self.linear.weight.add_(1)
         if self.what == "buffer":
             self.count += 1
+        if self.what == "data":
+            self.linear.weight.data.clamp_(-0.01, 0.01)
+        if self.what == "state":
+            self.calls = getattr(self, "calls", 0) + 1
         if self.what == "number":
             self.ids = self.ids + 1
         y = self.linear(x)
         return y.detach() if self.what == "detached" else [3, y] if self.what == "list" else y
+
+
+def hooked() -> Any:
+    net = nn.Linear(4, 3)
+    net.weight.register_hook(lambda gradient: gradient * 0)
+    return net
+
+
+def listed() -> Any:
+    net = nn.Linear(4, 3)
+    net.extra = [net.weight]
+    return net
+
+
+def rooted() -> Any:
+    net = nn.Module()
+    net.inner = nn.Linear(4, 3)
+    net.register_buffer("mean", torch.zeros(4))
+    return net
 
 
 CE = nn.CrossEntropyLoss(reduction="sum")
@@ -334,6 +455,12 @@ MISTAKES = [
     ("frozen name", lambda: (nn.Linear(4, 3), CE, {"frozen": ["wieght"]}), "did you mean 'weight'"),
     ("loss with parameters", lambda: (nn.Linear(4, 3), nn.Linear(2, 2), {}), "the loss has parameters"),
     ("changed parameter", lambda: (Changes("parameter"), CE, {}), "changes its parameter 'linear.weight'"),
+    ("changed data", lambda: (Changes("data"), CE, {}), "changes its parameter 'linear.weight'"),
+    ("changed state", lambda: (Changes("state"), CE, {}), "changes its attribute 'calls'"),
+    ("random loss", lambda: (nn.Linear(4, 3), lambda p, t: nn.functional.dropout(p, 0.5).sum(), {}), "draws random"),
+    ("hook", lambda: (hooked(), CE, {}), "'weight' has a hook on its gradient"),
+    ("listed", lambda: (listed(), CE, {}), "extra holds parameter 'weight' beside"),
+    ("root buffer", lambda: (rooted(), CE, {"blocks": ["inner"]}), "no block holds 'mean'"),
     ("changed buffer", lambda: (Changes("buffer"), CE, {}), "changes its buffer 'count'"),
     ("changed number", lambda: (Changes("number"), CE, {}), "changes its buffer 'ids'"),
     ("not tensors", lambda: (Changes("list"), CE, {}), "returned a int"),

@@ -47,5 +47,5 @@ def put(view: Array, tensor: torch.Tensor) -> None:
 
 
 def gradient_leaves(tree: Any) -> list[torch.Tensor]:
-    """Return the leaves of a tree of tensors that may have a gradient: those of floating-point numbers."""
-    return [leaf for leaf in leaves_of(tree) if leaf.is_floating_point()]
+    """Return the leaves of a tree of tensors that may have a gradient: floating-point and complex numbers."""
+    return [leaf for leaf in leaves_of(tree) if leaf.is_floating_point() or leaf.is_complex()]

@@ -54,11 +54,12 @@ class PendingWeights(NamedTuple):
 
 
 class HalfTimes(NamedTuple):
-    """Hold the seconds of a backward pass, and those of its two halves."""
+    """Hold the seconds of a backward pass, and those of its two halves, and whether both compute the same."""
 
     whole: float
     inputs: float
     weights: float
+    equal: bool
 
     @property
     def ratio(self) -> float:
@@ -150,13 +151,15 @@ def half_times(graph: Pass, gradients: Sequence[torch.Tensor], repeats: int = 3)
     found = []
     for _ in range(repeats):
         begun = thread_time()
-        whole_backward(graph, gradients, keep=True)
+        inputs, weights = whole_backward(graph, gradients, keep=True)
         divided = thread_time()
-        _, pending = input_half(graph, gradients)
+        again, pending = input_half(graph, gradients)
         halfway = thread_time()
-        weight_half(graph, pending, keep=True)
-        found.append(HalfTimes(divided - begun, halfway - divided, thread_time() - halfway))
-    return min(found, key=lambda times: times.ratio)
+        halves = [*again, *weight_half(graph, pending, keep=True)]
+        ended = thread_time()
+        equal = all(a is b or torch.equal(a, b) for a, b in zip([*inputs, *weights], halves, strict=True))
+        found.append(HalfTimes(divided - begun, halfway - divided, ended - halfway, equal))
+    return min(found, key=lambda times: (times.equal, times.ratio))
 
 
 def _is_shared(edges: dict[Node, tuple[GradientEdge, ...]], order: Sequence[Node]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ from mpizero.adapters.torch.backward import (
     weight_half,
     whole_backward,
 )
-from mpizero.adapters.torch.bound import Held, in_places
+from mpizero.adapters.torch.bound import Held, in_places, plain_state
 from mpizero.adapters.torch.process import TorchSettings, torch_pass
 from mpizero.adapters.torch.saved import SavedParameters
 from mpizero.errors import ConfigError, DataError, LayoutError
@@ -122,6 +122,10 @@ class TorchBlock(Layer):
         """Parts of the block that ranks compare."""
         return {"module": self.module, "specs": self.tensors.specs, "number": self.number}
 
+    def kept_buffers(self) -> dict[str, Held]:
+        """Return the buffers that stay in the module, by name. Not collective."""
+        return {one.name: one for one in self.tensors.kept}
+
     def own_integers(self) -> tuple[IntegerSpec, ...]:
         """Describe the buffers of whole numbers that ``state_dict()`` has. Not collective."""
         return self.tensors.integer_specs
@@ -138,9 +142,13 @@ class TorchBlock(Layer):
         cache = _Cache(x, run)
         if not run.training:
             with self._pass(run), torch.no_grad():
-                y, _ = self._call([*self._given(params), *self._numbers(params)], map_leaves(as_tensor, x))
+                given = self._given(params)
+                y, _ = self._call([*given, *self._numbers(params)], map_leaves(as_tensor, x))
+                self._check_values(params, given)
                 return map_leaves(as_array, y), cache
         y = self._record(params, cache)
+        if (saved := cache.saved) is not None:  # what lies in a parameter is overwritten before the next block reads it
+            y = map_leaves(lambda leaf: leaf if saved.parameter_of(leaf) is None else leaf.detach().clone(), y)
         return map_leaves(as_array, y), cache
 
     def _record(self, params: Params, cache: _Cache) -> Any:
@@ -160,6 +168,7 @@ class TorchBlock(Layer):
             with hooks:
                 y, after = self._call([*given, *self._numbers(params)], x)
             outputs = {path: tensor for path, tensor in paths_of(y=y) if tensor.requires_grad}
+            self._check_values(params, given)
             cache.averages = [t.detach() for t, s in zip(after, self.tensors.specs, strict=False) if s.averaged]
             cache.numbers = after[len(given) :]
             cache.graph, cache.paths = Pass(list(outputs.values()), inputs, weights), tuple(outputs)
@@ -168,7 +177,7 @@ class TorchBlock(Layer):
     def backward(self, params: Params, cache: Any, dy: Any, grads: Params) -> Any:
         """Write the gradients of the parameters to ``grads``; return that of the input, or None. Not collective."""
         graph, given = self._graph(params, cache, dy)
-        with torch_pass(self.settings):
+        with torch_pass(self.settings), self._placed(params):
             inputs, weights = whole_backward(graph, given)
             self._write(grads, weights, cache)
             return self._input_gradient(cache, graph, inputs)
@@ -176,24 +185,33 @@ class TorchBlock(Layer):
     def backward_input(self, params: Params, cache: Any, dy: Any) -> tuple[Any, Any]:
         """Return the gradient of the input, or None, and what :meth:`backward_weights` needs. Not collective."""
         graph, given = self._graph(params, cache, dy)
-        with torch_pass(self.settings):
+        with torch_pass(self.settings), self._placed(params):
             self._check_halves(graph, given)
-            inputs, pending = input_half(graph, given)
+            if self.number in self.settings.whole:
+                inputs, weights = whole_backward(graph, given)
+                pending = PendingWeights((), {}, (), weights)
+            else:
+                inputs, pending = input_half(graph, given)
             return self._input_gradient(cache, graph, inputs), pending
 
     def backward_weights(self, params: Params, cache: Any, pending: PendingWeights, grads: Params) -> None:
         """Write the gradients of the parameters to ``grads``. Not collective."""
         if cache.saved is not None:
             cache.saved.tensors = self._tensors(params)
-        with torch_pass(self.settings):
+        with torch_pass(self.settings), self._placed(params):
             self._write(grads, weight_half(cache.graph, pending), cache)
 
     def _check_halves(self, graph: Pass, given: Sequence[torch.Tensor]) -> None:
-        """Raise :class:`ConfigError` if the halves of the first backward pass take much longer than the whole."""
+        """Raise :class:`ConfigError` if the halves of the first backward pass take much longer than the whole.
+
+        If they do not compute the same, the pass is not divided from then on.
+        """
         if self.number in self.settings.divided or not graph.outputs or not graph.weights:
             return
         times = half_times(graph, given)
-        if times.ratio > MOST_OF_HALVES and times.inputs + times.weights - times.whole > LEAST_EXCESS:
+        if not times.equal:  # a hook on a tensor, for example, would run in both halves
+            self.settings.whole.add(self.number)
+        elif times.ratio > MOST_OF_HALVES and times.inputs + times.weights - times.whole > LEAST_EXCESS:
             raise ConfigError(
                 f"a zero-bubble schedule divides the backward pass, and for {type(self.module).__name__} both halves "
                 f"take {times.ratio:.2f} times as long as the whole ({times.inputs * 1e3:.2f} ms for inputs and "
@@ -220,7 +238,7 @@ class TorchBlock(Layer):
         left = iter(found)
 
         def gradient(leaf: Any) -> Any:
-            if getattr(getattr(leaf, "dtype", None), "kind", "") != "f":
+            if getattr(getattr(leaf, "dtype", None), "kind", "") not in ("f", "c"):
                 return None
             tensor = next(left)
             return np.zeros_like(leaf) if tensor is None else as_array(tensor)
@@ -249,6 +267,12 @@ class TorchBlock(Layer):
     def _tensors(self, params: Params) -> list[torch.Tensor]:
         return [as_tensor(_found(params, path)) for path in self.tensors.paths]
 
+    def _placed(self, params: Params) -> AbstractContextManager[None]:
+        """Put the parameters into the module for a backward pass, in which hooks and functions may read them."""
+        specs = self.tensors.specs
+        tensors = [t.requires_grad_(s.optimized) for t, s in zip(self._tensors(params), specs, strict=True)]
+        return in_places(self.tensors.stored, tensors)
+
     def _numbers(self, params: Params) -> list[torch.Tensor]:
         """Return copies of the buffers of whole numbers, which a forward pass may change."""
         return [as_tensor(_found(params, spec.name.split("."))).clone() for spec in self.tensors.integer_specs]
@@ -268,8 +292,10 @@ class TorchBlock(Layer):
 
     def _call(self, tensors: Sequence[torch.Tensor], x: Any) -> tuple[Any, list[torch.Tensor]]:
         """Call the module on ``x`` with these parameters; return its output, and what then is in their places."""
-        own = self.tensors
+        own, x, first = self.tensors, self._input(x), self.number not in self.settings.tried
+        state = plain_state(self.module) if first else {}
         kept = [one.now for one in own.kept]
+        inputs = [(leaf, leaf._version) for leaf in leaves_of(x)]
         versions = [tensor._version for tensor in (*tensors, *kept)]
         with in_places((*own.stored, *own.integers), tensors):
             if isinstance(x, tuple):
@@ -287,8 +313,45 @@ class TorchBlock(Layer):
         for number, (before, version, now) in enumerate(zip((*tensors, *kept), versions, after, strict=True)):
             if now is not before or now._version != version:
                 self._refuse_change(number)
+        if first and (
+            changed := [name for name, value in plain_state(self.module).items() if state.get(name) != value]
+        ):
+            raise LayoutError(
+                f"{type(self.module).__name__} changes its attribute {changed[0]!r} in its forward pass: what it keeps "
+                "outside of buffers depends on which rank runs it, and is not saved; make it a buffer"
+            )
+        if any(leaf._version != version for leaf, version in inputs):
+            self._note_changed_input()
         self.settings.tried.add(self.number)
         return y, after[: len(tensors)]
+
+    def _check_values(self, params: Params, given: Sequence[torch.Tensor]) -> None:
+        """Raise :class:`LayoutError` if the first pass has changed a parameter behind autograd's back (``.data``)."""
+        if self.number in self.settings.compared:
+            return
+        for number, (spec, tensor, value) in enumerate(
+            zip(self.tensors.specs, given, self._tensors(params), strict=True)
+        ):
+            if not spec.averaged and not torch.equal(tensor.detach(), value):
+                self._refuse_change(number)
+        self.settings.compared.add(self.number)
+
+    def _input(self, x: Any) -> Any:
+        """Return ``x``, or copies for a module that changes its input in place: others still need it.
+
+        The first pass always gets copies, and so finds out.
+        """
+        settings = self.settings
+        copied = self.number not in settings.tried or self.number in settings.changing
+        return map_leaves(torch.clone, x) if copied else x
+
+    def _note_changed_input(self) -> None:
+        if self.number in self.settings.tried and self.number not in self.settings.changing:
+            raise LayoutError(
+                f"{type(self.module).__name__} changes its input in place, which it did not at first: samples and the "
+                "output of the block before are overwritten; leave out inplace=True, or compute with a copy"
+            )
+        self.settings.changing.add(self.number)
 
     def _refuse_change(self, number: int) -> None:
         """Raise :class:`LayoutError` unless the forward pass may change what it has changed."""

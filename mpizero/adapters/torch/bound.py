@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -119,9 +118,41 @@ def dtype_of(module: torch.nn.Module) -> np.dtype[Any]:
 
 def running_statistics(module: torch.nn.Module) -> set[int]:
     """Return the identities of the buffers that are running statistics of norms. Not collective."""
-    norms = (inner for inner in module.modules() if isinstance(inner, torch.nn.modules.batchnorm._NormBase))
+    kind = torch.nn.modules.batchnorm._NormBase
+    norms = (inner for inner in module.modules() if isinstance(inner, kind) and inner.training)
     buffers = (buffer for norm in norms for buffer in norm._buffers.values())
     return {id(buffer) for buffer in buffers if buffer is not None and buffer.is_floating_point()}
+
+
+def check_parameters(module: torch.nn.Module) -> None:
+    """Raise :class:`ConfigError` for uses of parameters that a copy of the module would not have. Not collective."""
+    parameters = {id(p): name for name, p in module.named_parameters()}
+    if hooked := next((name for name, p in module.named_parameters() if p._backward_hooks), None):
+        raise ConfigError(
+            f"TorchModel: parameter {hooked!r} has a hook on its gradient, which would not be called: register it on "
+            "the layer's output, or change the loss"
+        )
+    for path, inner in module.named_modules():
+        for key, value in vars(inner).items():
+            listed = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+            if (
+                key not in ("_parameters", "_flat_weights")
+                and (found := next((one for one in listed if id(one) in parameters), None)) is not None
+            ):
+                raise ConfigError(
+                    f"TorchModel: {f'{path}.{key}' if path else key} holds parameter {parameters[id(found)]!r} beside "
+                    "the module's own parameters, where it would have no values: take it from its layer when it is used"
+                )
+
+
+def plain_state(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the numbers, texts and truth values that modules keep as attributes, by name. Not collective."""
+    return {
+        f"{path}.{key}" if path else key: value
+        for path, inner in module.named_modules()
+        for key, value in vars(inner).items()
+        if isinstance(value, bool | int | float | complex | str) and key != "training"
+    }
 
 
 @contextmanager
@@ -160,7 +191,7 @@ def chosen_blocks(module: torch.nn.Module, blocks: Any) -> dict[str, torch.nn.Mo
     found: dict[str, torch.nn.Module] = {}
     for one in listed:
         if isinstance(one, str):
-            names = sorted((name for name in known if name and _matches(name, one)), key=_natural)
+            names = [name for name in known if name and _matches(name, one)]
             if not names:
                 raise ConfigError(
                     f"TorchModel: blocks: no submodule is called {one!r}{nearest(one, known)}; there are "
@@ -183,11 +214,6 @@ def _matches(name: str, pattern: str) -> bool:
     return name.count(".") == pattern.count(".") and fnmatchcase(name, pattern)
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Return a key that sorts ``layers.10`` after ``layers.9``."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"\.", name)]
-
-
 def check_all_held(module: torch.nn.Module, blocks: dict[str, torch.nn.Module]) -> None:
     """Raise :class:`ConfigError` if a parameter is in none of the blocks, or a block contains another one."""
     names = list(blocks)
@@ -195,10 +221,11 @@ def check_all_held(module: torch.nn.Module, blocks: dict[str, torch.nn.Module]) 
         if inner := next((other for other in names[:i] + names[i + 1 :] if other.startswith(f"{name}.")), None):
             raise ConfigError(f"TorchModel: blocks: {inner!r} is a part of {name!r}; name one of them")
     held = {id(p) for block in blocks.values() for p in block.parameters()}
-    left = [name for name, p in module.named_parameters() if id(p) not in held]
+    held |= {id(b) for block in blocks.values() for b in block.buffers()}
+    left = [name for name, t in (*module.named_parameters(), *module.named_buffers()) if id(t) not in held]
     if left:
         raise ConfigError(
             f"TorchModel: no block holds {', '.join(map(repr, left[:4]))}{' and others' if len(left) > 4 else ''}: a "
-            "model of blocks runs its blocks one after the other and nothing else of the module; put the parameter "
-            "into a submodule that is one of the blocks, or leave blocks out"
+            "model of blocks runs its blocks one after the other and nothing else of the module; put it into a "
+            "submodule that is one of the blocks, or leave blocks out"
         )

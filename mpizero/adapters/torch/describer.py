@@ -39,8 +39,9 @@ class Describer:
     ) -> None:
         parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
         buffers = [name for name, _ in module.named_buffers(remove_duplicate=False)]
-        self._frozen = _selected(parameters, "frozen", frozen)
-        self._unused = _selected(parameters, "unused", unused)
+        held = dict(module.named_parameters(remove_duplicate=False))  # a tied one has several names
+        self._frozen = {id(held[name]) for name in _selected(parameters, "frozen", frozen)}
+        self._unused = {id(held[name]) for name in _selected(parameters, "unused", unused)}
         self._averaged = _selected(buffers, "averaged", averaged, "buffer")
         self._dtype, self._saved = dtype, frozenset(module.state_dict())
         self._running = bound.running_statistics(module)
@@ -54,7 +55,7 @@ class Describer:
         for identity, one in parameters.items():
             whole = joined(block, one.name)
             home = self._homes.setdefault(identity, whole)
-            tied, trainable = None if home == whole else home, one.trainable and whole not in self._frozen
+            tied, trainable = None if home == whole else home, one.trainable and identity not in self._frozen
             specs.append(ParameterSpec(one.name, one.shape, decay=len(one.shape) > 1, trainable=trainable, tied=tied))
         integers, numbers, kept = [], [], []
         for identity, one in bound.held_buffers(module).items():
@@ -70,7 +71,7 @@ class Describer:
             else:
                 kept.append(one)
         names = frozenset(one.name for one in parameters.values())
-        unused = frozenset(name for name in names if joined(block, name) in self._unused)
+        unused = frozenset(one.name for identity, one in parameters.items() if identity in self._unused)
         return BlockTensors(tuple(stored), tuple(specs), tuple(kept), tuple(integers), tuple(numbers), names, unused)
 
     def forget_values(self) -> None:

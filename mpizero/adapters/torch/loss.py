@@ -55,7 +55,14 @@ class TorchLoss:
             leaves = gradient_leaves(given)
             for leaf in leaves:
                 leaf.requires_grad_()
+            before = torch.default_generator.get_state()
             loss, weight = self._value(given, wanted)
+            if not torch.equal(before, torch.default_generator.get_state()):
+                torch.default_generator.set_state(before)
+                raise LayoutError(
+                    f"{named(self.function, 'loss')} draws random numbers, which would depend on the rank that "
+                    "computes it: draw them in the module, where mpizero seeds them"
+                )
             if not self._checked:
                 self._check_sum(given, wanted, loss)
             return float(loss.detach()), weight, (loss, leaves, prediction)
@@ -73,7 +80,7 @@ class TorchLoss:
         left = iter(zip(leaves, found, strict=True))
 
         def gradient(leaf: Any) -> Array | None:
-            if leaf.dtype.kind != "f":
+            if leaf.dtype.kind not in "fc":
                 return None
             tensor, value = next(left)
             return as_array(torch.zeros_like(tensor) if value is None else value)

@@ -79,6 +79,7 @@ class TorchModel:
         self._source = module
         given = self._made()
         self.dtype = bound.dtype_of(given)
+        bound.check_parameters(given)
         self._module = bound.without_values(given)
         self.loss = TorchLoss(loss, self._settings)
         chosen = {"": self._module}
@@ -97,7 +98,24 @@ class TorchModel:
     @property
     def fingerprint(self) -> Any:
         """Parts of the model that ranks compare."""
-        return {"seed": self.seed}  # blocks, loss and start values are compared by themselves
+        kept = {name: one.now for block in self.blocks.values() for name, one in block.kept_buffers().items()}
+        return {"seed": self.seed, "buffers": kept}  # blocks, loss and start values are compared by themselves
+
+    @property
+    def other_names(self) -> dict[str, str]:
+        """The other names of parameters and buffers that the module holds in several places, with their first names."""
+        homes: dict[int, str] = {}
+        found: dict[str, str] = {}
+        for block, one in self.blocks.items():
+            for held in (*one.tensors.stored, *one.tensors.integers):
+                for place, key in held.places:
+                    homes.setdefault(id(place[key]), joined(block, held.name))
+        module = self._module
+        for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
+            for name, tensor in named:
+                if homes.get(id(tensor), name) != name:
+                    found[name] = homes[id(tensor)]
+        return found
 
     @property
     def start_values(self) -> dict[str, Array]:
@@ -135,7 +153,7 @@ class TorchModel:
         LayoutError
             If an array is missing.
         """
-        tied = {joined(b, s.name): s.tied for b, one in self.blocks.items() for s in one.specs() if s.tied}
+        tied = self.other_names
         kept = dict(self._module.named_buffers(remove_duplicate=False))
         found = {}
         for name in self._module.state_dict():

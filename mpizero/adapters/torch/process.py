@@ -28,13 +28,18 @@ _TURN = threading.RLock()
 class TorchSettings:
     """Hold what the passes of a model need to know.
 
-    ``threads`` is the number of threads of PyTorch, None for that which it has. ``tried`` has the numbers of the blocks
-    that have run once without changing their parameters, ``divided`` those whose backward pass was divided and timed.
+    ``threads`` is the number of threads of PyTorch, None for that which it has. The others hold numbers of blocks:
+    ``tried`` have run once without changing their parameters, ``compared`` had these compared afterwards, ``changing``
+    change their input in place, ``divided`` had the halves of their backward pass timed, and for ``whole`` the halves
+    do not compute what the whole does.
     """
 
     threads: int | None = None
     tried: set[int] = field(default_factory=set)
     divided: set[int] = field(default_factory=set)
+    whole: set[int] = field(default_factory=set)
+    changing: set[int] = field(default_factory=set)
+    compared: set[int] = field(default_factory=set)
 
 
 #: Does what ``torch.use_deterministic_algorithms`` does, which takes as long as a small layer.

@@ -14,6 +14,13 @@ from typing import Any, NamedTuple
 import torch
 
 
+class _Kept(NamedTuple):
+    """Hold a tensor that autograd saves, and its version then."""
+
+    tensor: torch.Tensor
+    version: int
+
+
 class _Place(NamedTuple):
     """Describe a tensor that lies in the memory of a parameter."""
 
@@ -38,16 +45,27 @@ class SavedParameters:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return what autograd keeps in place of ``tensor``. Not collective."""
+        number = self.parameter_of(tensor)
+        if number is None:
+            return _Kept(tensor, tensor._version)
+        if tensor.dtype != self.tensors[number].dtype or tensor.is_conj() or tensor.is_neg():
+            return _Kept(tensor.detach().clone(), 0)  # a view with elements of another kind
+        offset = (tensor.data_ptr() - self._ranges[number][0]) // tensor.element_size()
+        return _Place(number, offset, tensor.shape, tensor.stride())
+
+    def parameter_of(self, tensor: torch.Tensor) -> int | None:
+        """Return the number of the parameter in whose memory a tensor begins, None if in none. Not collective."""
         address = tensor.data_ptr()
-        for number, (start, stop) in enumerate(self._ranges):
-            if start <= address < stop:
-                offset = (address - start) // tensor.element_size()
-                return _Place(number, offset, tensor.shape, tensor.stride())
-        return tensor
+        return next((i for i, (start, stop) in enumerate(self._ranges) if start <= address < stop), None)
 
     def unpack(self, kept: Any) -> torch.Tensor:
         """Return the tensor that :meth:`pack` was given, with the present values. Not collective."""
-        if not isinstance(kept, _Place):
-            return kept
+        if isinstance(kept, _Kept):
+            if kept.tensor._version != kept.version:
+                raise RuntimeError(
+                    "a tensor that the backward pass needs was changed in place after the module had used it: compute "
+                    "with a copy"
+                )
+            return kept.tensor
         flat = self.tensors[kept.parameter].detach().reshape(-1)
         return flat.as_strided(kept.shape, kept.strides, flat.storage_offset() + kept.offset)

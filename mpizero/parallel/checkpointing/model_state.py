@@ -164,7 +164,8 @@ def attributes(engine: Engine) -> dict[str, Any]:
 def _other_names(model: Any) -> dict[str, str]:
     """Return the names of all tied uses of parameters, each with the name of the parameter."""
     specs = ((block, spec) for block, found in blocks_of(model).items() for spec in found)
-    return {joined(block, spec.name): spec.tied for block, spec in specs if spec.tied is not None}
+    tied = {joined(block, spec.name): spec.tied for block, spec in specs if spec.tied is not None}
+    return tied | dict(getattr(model, "other_names", {}))
 
 
 def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False) -> None:
@@ -200,10 +201,10 @@ def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False)
         arrays += kept
     fill(engine, reader, arrays)
     _forget_residuals(engine)
+    engine.store.publish()  # before an average begins, of parameters that other nodes own as well
     if with_state:
         _take_state(engine, state, saved, reader)
     engine.step_number = saved["step_number"]
-    engine.store.publish()
 
 
 def _check_layout(layout: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:

@@ -123,6 +123,14 @@ def test_a_resume_goes_on_with_the_average_on_another_layout(tmp_path, capsys):
         model.load_model(tmp_path / "without")
         assert "it begins with the parameters that are loaded" in capsys.readouterr().err
         np.testing.assert_array_equal(average_of(model), model.get_parameters())
+
+    def begun(comm):  # every node has a whole copy of the parameters, and a rank updates parts of those of other nodes
+        with placed(comm, mz.AdamW(1e-2), "ddp", share_node_memory=False) as model:
+            model.load_model(tmp_path / "without")
+            here = share(model)
+            return model.evaluate(X[here], Y[here], ema=True) == model.evaluate(X[here], Y[here])
+
+    assert all(run_in_threads(2, begun))
     with mz.checkpoint.open_checkpoint(tmp_path / "saved", "self") as reader:
         export(reader, tmp_path / "average.npz", "npz", ema=True)
         shapes = {name: value.shape for name, value in read_arrays(tmp_path / "average.npz").items()}

@@ -397,15 +397,9 @@ def test_evaluate_names_what_it_returns_and_still_unpacks(world: Communicator) -
         assert black_box[:2] == (90.0 * world.size, 2.0 * world.size)
 
 
-class QuarterWeights(mz.nn.MLP):
-    """A classifier whose loss gives every prediction the weight 1/4."""
-
-    @property
-    def loss(self) -> Any:
-        return Quarter()
-
-
 class Quarter:
+    """A loss that gives every prediction the weight 1/4."""
+
     def forward(self, prediction: Any, target: Any) -> tuple[float, float, Any]:
         loss, weight, cache = mz.nn.CrossEntropy().forward(prediction, target)
         return loss / 4, weight / 4, cache
@@ -418,7 +412,7 @@ class Quarter:
 @pytest.mark.parametrize("optimizer", [mz.ZeRO2Optimizer, mz.LocalSGDOptimizer])
 def test_accuracy_counts_predictions_whatever_their_weight(world: Communicator, optimizer: Any) -> None:
     model_class = mz.ZeRO2Model if optimizer is mz.ZeRO2Optimizer else mz.DDPModel
-    with config_of(world) as config, model_class(QuarterWeights(6, (7,), 3), config) as model:
+    with config_of(world) as config, model_class(mz.nn.MLP(6, (7,), 3, loss=Quarter()), config) as model:
         optimizer(mz.SGD(lr=0.1), config).set_model(model)
         x = np.tile(X, (4, 1))
         guesses = model.predict(x).argmax(-1)
