@@ -22,9 +22,9 @@ def job(request, tmp_path):
     )
 
 
-def check_named(ended, first, other):
+def check_named(ended, first, other, statuses=(76,)):
     """One report, by one rank, with both calls at their lines; status 76."""
-    assert ended.status == 76, ended.err
+    assert ended.status in statuses, ended.err
     assert ended.seconds < SOON, ended.err
     assert "Traceback" not in ended.err
     reports = [line for line in ended.said if "CollectiveMismatch: " in line]
@@ -105,7 +105,9 @@ def test_a_rank_that_ends_well_amid_a_step_is_missed_while_the_others_compute_it
 
 
 def test_below_thread_level_multiple_a_mismatch_ends_the_job_all_the_same(job):
-    check_named(job("operation", MPI4PY_RC_THREAD_LEVEL="serialized"), r"allreduce .* sum", r"broadcast .* root 0")
+    ended = job("operation", MPI4PY_RC_THREAD_LEVEL="serialized")
+    # MPICH's mpiexec may see the rank first that is ended by signal 9, and then tells that.
+    check_named(ended, r"allreduce .* sum", r"broadcast .* root 0", statuses=(76, 9))
 
 
 def test_an_unknown_debug_mode_is_refused(job):
