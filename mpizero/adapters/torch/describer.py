@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from mpizero.adapters.torch import bound
-from mpizero.adapters.torch.blocks import BlockTensors
+from mpizero.adapters.torch.module_call import BlockTensors
 from mpizero.layout.flat import joined
 from mpizero.names import as_patterns, selected
 from mpizero.types import INTEGER_DTYPES, IntegerSpec, ParameterSpec
@@ -72,7 +72,7 @@ class Describer:
                 kept.append(one)
         names = frozenset(one.name for one in parameters.values())
         unused = frozenset(one.name for identity, one in parameters.items() if identity in self._unused)
-        return BlockTensors(tuple(stored), tuple(specs), tuple(kept), tuple(integers), tuple(numbers), names, unused)
+        return BlockTensors(tuple(stored), tuple(specs), tuple(integers), tuple(numbers), tuple(kept), names, unused)
 
     def forget_values(self) -> None:
         """Free the memory of the buffers that mpizero stores. Not collective."""

@@ -11,9 +11,10 @@ import torch
 
 from mpizero import validation
 from mpizero.adapters.torch import bound
-from mpizero.adapters.torch.blocks import BlockTensors, TorchBlock
+from mpizero.adapters.torch.blocks import TorchBlock
 from mpizero.adapters.torch.describer import Describer
 from mpizero.adapters.torch.loss import TorchLoss
+from mpizero.adapters.torch.module_call import BlockTensors, ModuleCall
 from mpizero.adapters.torch.process import TorchSettings, check_rounding, torch_pass
 from mpizero.errors import ConfigError, LayoutError
 from mpizero.layout.flat import joined
@@ -98,8 +99,7 @@ class TorchModel:
     @property
     def fingerprint(self) -> Any:
         """Parts of the model that ranks compare."""
-        kept = {name: one.now for block in self.blocks.values() for name, one in block.kept_buffers().items()}
-        return {"seed": self.seed, "buffers": kept}  # blocks, loss and start values are compared by themselves
+        return {"seed": self.seed}  # blocks, loss and start values are compared by themselves
 
     @property
     def other_names(self) -> dict[str, str]:
@@ -107,7 +107,7 @@ class TorchModel:
         homes: dict[int, str] = {}
         found: dict[str, str] = {}
         for block, one in self.blocks.items():
-            for held in (*one.tensors.stored, *one.tensors.integers):
+            for held in (*one.call.tensors.stored, *one.call.tensors.integers):
                 for place, key in held.places:
                     homes.setdefault(id(place[key]), joined(block, held.name))
         module = self._module
@@ -193,7 +193,7 @@ class TorchModel:
 
     def _block(self, number: int, module: torch.nn.Module, tensors: BlockTensors) -> TorchBlock:
         training = tuple((inner, inner.training) for inner in module.modules())
-        return TorchBlock(module, number, tensors, self._settings, training)
+        return TorchBlock(ModuleCall(module, number, tensors, self._settings, training))
 
 
 def _takes_nothing(function: Any) -> bool:

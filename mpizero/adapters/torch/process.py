@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,20 +26,9 @@ _TURN = threading.RLock()
 
 @dataclass
 class TorchSettings:
-    """Hold what the passes of a model need to know.
-
-    ``threads`` is the number of threads of PyTorch, None for that which it has. The others hold numbers of blocks:
-    ``tried`` have run once without changing their parameters, ``compared`` had these compared afterwards, ``changing``
-    change their input in place, ``divided`` had the halves of their backward pass timed, and for ``whole`` the halves
-    do not compute what the whole does.
-    """
+    """Hold the number of threads of PyTorch during a model's passes; None for that which it has."""
 
     threads: int | None = None
-    tried: set[int] = field(default_factory=set)
-    divided: set[int] = field(default_factory=set)
-    whole: set[int] = field(default_factory=set)
-    changing: set[int] = field(default_factory=set)
-    compared: set[int] = field(default_factory=set)
 
 
 #: Does what ``torch.use_deterministic_algorithms`` does, which takes as long as a small layer.

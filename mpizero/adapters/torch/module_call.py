@@ -1,0 +1,224 @@
+"""Call a block's module with given values of its parameters, and refuse what a forward pass must not do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from mpizero.adapters.derived_seed import derived_seed
+from mpizero.adapters.torch.arrays import as_tensor
+from mpizero.adapters.torch.bound import Held, in_places, plain_state
+from mpizero.adapters.torch.process import TorchSettings, torch_pass
+from mpizero.errors import DataError, LayoutError
+from mpizero.sampletree import leaves_of, map_leaves
+from mpizero.types import Array, IntegerSpec, ParameterSpec, Params, Run
+
+
+@dataclass(frozen=True)
+class BlockTensors:
+    """Hold what a block's module holds, and how mpizero stores it.
+
+    Attributes
+    ----------
+    stored : tuple of Held
+        The parameters, and the buffers that are stored like parameters: statistics, which are averaged, and constants,
+        which are frozen.
+    specs : tuple of ParameterSpec
+        Their descriptions, in the same order, with names relative to the block.
+    integers : tuple of Held
+        Buffers of whole numbers, such as counters of batches.
+    integer_specs : tuple of IntegerSpec
+        Their descriptions, in the same order.
+    kept : tuple of Held
+        The other buffers, which stay in the module; no forward pass may change them.
+    parameters : frozenset of str
+        Names of those in ``stored`` that are parameters of the module, not buffers.
+    unused : frozenset of str
+        Names of parameters that need no gradient in every forward pass.
+    """
+
+    stored: tuple[Held, ...]
+    specs: tuple[ParameterSpec, ...]
+    integers: tuple[Held, ...] = ()
+    integer_specs: tuple[IntegerSpec, ...] = ()
+    kept: tuple[Held, ...] = ()
+    parameters: frozenset[str] = frozenset()
+    unused: frozenset[str] = frozenset()
+
+
+class Passed(NamedTuple):
+    """Hold the results of a forward pass.
+
+    Attributes
+    ----------
+    output : tree of torch.Tensor
+        What the module returned.
+    given : list of torch.Tensor
+        The tensors that were in the places of ``stored``.
+    averages, numbers : list of torch.Tensor
+        The new values of statistics, and of buffers of whole numbers.
+    """
+
+    output: Any
+    given: list[torch.Tensor]
+    averages: list[torch.Tensor]
+    numbers: list[torch.Tensor]
+
+
+@dataclass
+class _Seen:
+    """Hold what earlier passes have shown: whether there was one, and whether the module changes its input in place."""
+
+    passed: bool = False
+    changes_input: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleCall:
+    """Call a module with tensors that share the memory of given arrays in the places of its parameters.
+
+    The first pass gets copies of parameters and input, and compares them afterwards: a module that changes its
+    parameters is refused before it does harm, and one that changes its input gets copies from then on.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module. It holds no values of its own.
+    number : int
+        Number of the block within the model; its random numbers depend on it.
+    tensors : BlockTensors
+        Its parameters and buffers.
+    settings : TorchSettings
+        Settings of the process during a pass.
+    training : tuple of (torch.nn.Module, bool)
+        Every submodule, and whether it was in training mode when the model was made.
+    """
+
+    module: torch.nn.Module
+    number: int
+    tensors: BlockTensors
+    settings: TorchSettings
+    training: tuple[tuple[torch.nn.Module, bool], ...]
+    _seen: _Seen = field(default_factory=_Seen)
+
+    @property
+    def shown(self) -> str:
+        """The name of the module's class, for messages."""
+        return type(self.module).__name__
+
+    def values(self, params: Params) -> list[torch.Tensor]:
+        """Return tensors that share the memory of the arrays in ``params`` of all that is stored. Not collective."""
+        return [as_tensor(array_of(params, spec.name)) for spec in self.tensors.specs]
+
+    def placed(self, params: Params) -> AbstractContextManager[None]:
+        """Put the parameters into the module for a backward pass, in which hooks and functions may read them."""
+        specs = self.tensors.specs
+        tensors = [t.requires_grad_(s.optimized) for t, s in zip(self.values(params), specs, strict=True)]
+        return in_places(self.tensors.stored, tensors)
+
+    @contextmanager
+    def prepared(self, run: Run) -> Iterator[None]:
+        """Prepare the process and the module for a forward pass."""
+        with torch_pass(self.settings, derived_seed(run, self.number)):
+            for module, was in self.training:
+                module.training = was and run.training
+            yield
+
+    def given(self, params: Params) -> list[torch.Tensor]:
+        """Return the tensors for the places of ``stored``: copies of statistics, and all in the first pass."""
+        pairs = zip(self.values(params), self.tensors.specs, strict=True)
+        return [t.clone() if s.averaged or not self._seen.passed else t for t, s in pairs]
+
+    def __call__(self, params: Params, given: list[torch.Tensor], x: Any) -> Passed:
+        """Call the module on ``x``, a tree of tensors, inside :meth:`prepared`. Not collective.
+
+        ``given`` comes from :meth:`given`. A tuple becomes several arguments, a dictionary keyword arguments.
+
+        Raises
+        ------
+        DataError
+            If the module returns something else than tensors.
+        LayoutError
+            If the module has changed what a forward pass must not change.
+        """
+        own, seen = self.tensors, self._seen
+        x = x if seen.passed and not seen.changes_input else map_leaves(torch.clone, x)
+        numbers = [as_tensor(array_of(params, spec.name)).clone() for spec in own.integer_specs]
+        state = None if seen.passed else plain_state(self.module)
+        watched = self._watched(given)
+        versions = [tensor._version for _, _, tensor in watched]
+        inputs = [(leaf, leaf._version) for leaf in leaves_of(x)]
+        with in_places((*own.stored, *own.integers), [*given, *numbers]):
+            output = self._called(x)
+            averages = [one.now.detach() for one, spec in zip(own.stored, own.specs, strict=True) if spec.averaged]
+            numbers = [one.now for one in own.integers]
+            changed = [
+                one
+                for (one, _, before), version in zip(watched, versions, strict=True)
+                if one.now is not before or before._version != version
+            ]
+        if odd := [leaf for leaf in leaves_of(output) if not isinstance(leaf, torch.Tensor)]:
+            raise DataError(
+                f"{self.shown} returned a {type(odd[0]).__name__}: a block returns tensors, alone or in tuples, lists "
+                "and dictionaries"
+            )
+        if not seen.passed:
+            originals = dict(zip(map(id, own.stored), self.values(params), strict=True))
+            changed += [
+                one for one, _, now in watched if id(one) in originals and not torch.equal(now, originals[id(one)])
+            ]
+        if changed:
+            raise self._change_of(changed[0])
+        if state is not None:
+            self._check_state(state)
+        self._note_input(any(leaf._version != version for leaf, version in inputs))
+        return Passed(output, given, averages, numbers)
+
+    def _watched(self, given: Sequence[torch.Tensor]) -> list[tuple[Held, bool, torch.Tensor]]:
+        """Return what no forward pass may change: what it is, whether it is stored, and the tensor in its place."""
+        own = self.tensors
+        stored = zip(own.stored, own.specs, given, strict=True)
+        return [(one, True, t) for one, spec, t in stored if not spec.averaged] + [(k, False, k.now) for k in own.kept]
+
+    def _called(self, x: Any) -> Any:
+        if isinstance(x, tuple):
+            return self.module(*x)
+        return self.module(**x) if isinstance(x, Mapping) else self.module(x)
+
+    def _change_of(self, one: Held) -> LayoutError:
+        if one.name in self.tensors.parameters:
+            what, advice = "parameter", "compute with a changed copy"
+        else:
+            what, advice = "buffer", "name it in averaged= if it is a statistic of the samples"
+        return LayoutError(f"{self.shown} changes its {what} {one.name!r} in its forward pass: {advice}")
+
+    def _check_state(self, before: Mapping[str, Any]) -> None:
+        """Raise :class:`LayoutError` if the first pass has changed an attribute of the module."""
+        now = plain_state(self.module)
+        if changed := [name for name in now if before.get(name) != now[name]]:
+            raise LayoutError(
+                f"{self.shown} changes its attribute {changed[0]!r} in its forward pass: what it keeps outside of "
+                "buffers depends on which rank runs it, and is not saved; make it a buffer"
+            )
+
+    def _note_input(self, changed: bool) -> None:
+        """Remember whether the first pass has changed its input in place; refuse it if a later pass is the first to."""
+        if changed and self._seen.passed and not self._seen.changes_input:
+            raise LayoutError(
+                f"{self.shown} changes its input in place, which it did not at first: samples and the output of the "
+                "block before are overwritten; leave out inplace=True, or compute with a copy"
+            )
+        self._seen.changes_input |= changed
+        self._seen.passed = True
+
+
+def array_of(tree: Mapping[str, Any], name: str) -> Array:
+    """Return the array that has a dotted name in nested dictionaries. Not collective."""
+    found: Any = tree
+    for part in name.split("."):
+        found = found[part]
+    return found  # type: ignore[no-any-return]
