@@ -428,6 +428,66 @@ def rooted() -> Any:
     return net
 
 
+class Between(nn.Module):
+    """Do something between its blocks, which a chain of them would not do."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.first, self.drop, self.last = what, nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 3)
+
+    def forward(self, x: Any) -> Any:
+        if self.what == "before":
+            x = x + 1
+        x = self.first(x)
+        x = torch.relu(x) if self.what == "relu" else x.reshape(-1, 2, 2).flatten(1) if self.what == "shape" else x
+        if self.what == "in place":
+            x += 1
+        if self.what != "skipped":
+            x = self.drop(self.drop(x) if self.what == "twice" else x)
+        x = self.last(x)
+        return x if self.training or self.what != "evaluation" else torch.softmax(x, 1)
+
+
+BETWEEN = {
+    "relu": "block 'drop' is given something else than block 'first' (other values of shape (2, 4))",
+    "in place": "block 'drop' is given something else than block 'first'",
+    "before": "block 'first' is given something else than the samples",
+    "twice": "it runs block 'drop' where blocks= has block 'last'",
+    "skipped": "it runs block 'last' where blocks= has block 'drop'",
+}
+
+
+def test_blocks_that_are_not_the_modules_own_forward_are_told() -> None:
+    def run(what: str, use: str = "train", **layout: Any) -> None:
+        given = {"compare_forward": False} if layout.pop("meant", False) else {}
+
+        def body(comm: Any) -> None:
+            model = mz.adapters.torch.TorchModel(lambda: Between(what), CE, blocks=["first", "drop", "last"], **given)
+            with placed(model, comm, "zero3", **layout) as sharded:
+                getattr(sharded, use)(X, Y)
+
+        run_in_threads(2, body)
+
+    for what, message in BETWEEN.items():
+        with pytest.raises(MpizeroError) as error:
+            run(what, **({"pipeline_parallel_size": 2, "schedule": "1f1b"} if what == "twice" else {}))
+        assert message in str(error.value), what
+        assert "compare_forward=False" in str(error.value)
+    run("relu", meant=True)
+    run("shape")
+    run("evaluation")
+    with pytest.raises(MpizeroError, match="after the last block, it changes the output of block 'last'"):
+        run("evaluation", "evaluate")
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
+    with pytest.raises(MpizeroError, match=r"Sequential\.forward: block '2' is given something else than block '0'"):
+        run_in_threads(1, lambda comm: fitted(mz.adapters.torch.TorchModel(net, CE, blocks=["0", "2"]), comm))
+
+
+def fitted(model: Any, comm: Any) -> None:
+    with placed(model, comm, "ddp") as sharded:
+        sharded.train(X[2 * comm.rank :][:2], Y[2 * comm.rank :][:2])
+
+
 CE = nn.CrossEntropyLoss(reduction="sum")
 X, Y = np.ones((4, 4), np.float32), np.zeros(4, np.int64)
 MISTAKES = [

@@ -22,6 +22,7 @@ from mpizero.adapters.torch.backward import (
     whole_backward,
 )
 from mpizero.adapters.torch.module_call import ModuleCall, Passed, array_of
+from mpizero.adapters.torch.own_forward import OwnForward
 from mpizero.adapters.torch.process import torch_pass
 from mpizero.adapters.torch.saved import SavedParameters
 from mpizero.errors import ConfigError, LayoutError
@@ -76,9 +77,12 @@ class TorchBlock(Layer):
     ----------
     call : ModuleCall
         Calls the module with the parameters that the layer is given.
+    own_forward : OwnForward or None
+        Of the first block: compares the blocks with the whole module.
     """
 
     call: ModuleCall
+    own_forward: OwnForward | None = None
     _halves: _Halves = field(default_factory=_Halves)
     #: Whose memory the arrays of a pass are in, which the planner cannot count.
     memory_of: ClassVar[str] = "PyTorch"
@@ -103,6 +107,8 @@ class TorchBlock(Layer):
 
         Not collective.
         """
+        if self.own_forward is not None:
+            self.own_forward.compare(x, run)
         recorded = _Recorded(x, run)
         if not run.training:
             with self.call.prepared(run), torch.no_grad():

@@ -15,6 +15,7 @@ from mpizero.adapters.torch.blocks import TorchBlock
 from mpizero.adapters.torch.describer import Describer
 from mpizero.adapters.torch.loss import TorchLoss
 from mpizero.adapters.torch.module_call import BlockTensors, ModuleCall
+from mpizero.adapters.torch.own_forward import OwnForward
 from mpizero.adapters.torch.process import TorchSettings, check_rounding, torch_pass
 from mpizero.errors import ConfigError, LayoutError
 from mpizero.layout.flat import joined
@@ -56,6 +57,10 @@ class TorchModel:
         Names, or shell patterns, of buffers that hold statistics of the samples. Each micro-batch begins with the
         values of the step's beginning, and the step ends with the mean of their new values, weighted by samples.
         Running means and variances of norms are such statistics already. No forward pass may change other buffers.
+    compare_forward : bool
+        Whether the first samples, in training and in evaluation, also run through the module's own ``forward``, which
+        must compute what the blocks compute. False where it is meant to differ. A module without a ``forward``, and an
+        ``nn.Sequential`` whose children are the blocks, are not run.
 
     Raises
     ------
@@ -73,6 +78,7 @@ class TorchModel:
         frozen: Collection[str] = (),
         unused: Collection[str] = (),
         averaged: Collection[str] = (),
+        compare_forward: bool = True,
     ) -> None:
         self.seed = validation.require("seed", seed, validation.seed)
         self._settings = TorchSettings()
@@ -88,10 +94,11 @@ class TorchModel:
             twins = _twins(given, self._module, blocks)
             chosen = bound.chosen_blocks(self._module, twins)
             bound.check_all_held(self._module, chosen)
+        own = OwnForward(self._made, tuple(chosen), self._settings) if blocks is not None and compare_forward else None
         describer = Describer(self._module, self.dtype, frozen=frozen, unused=unused, averaged=averaged)
         #: Blocks by name, in the order in which they run.
         self.blocks: Mapping[str, TorchBlock] = {
-            name: self._block(number, inner, describer.describe(name, inner))
+            name: self._block(number, inner, describer.describe(name, inner), own if number == 0 else None)
             for number, (name, inner) in enumerate(chosen.items())
         }
         describer.forget_values()
@@ -191,9 +198,9 @@ class TorchModel:
             )
         return module
 
-    def _block(self, number: int, module: torch.nn.Module, tensors: BlockTensors) -> TorchBlock:
+    def _block(self, number: int, module: torch.nn.Module, tensors: BlockTensors, own: OwnForward | None) -> TorchBlock:
         training = tuple((inner, inner.training) for inner in module.modules())
-        return TorchBlock(ModuleCall(module, number, tensors, self._settings, training))
+        return TorchBlock(ModuleCall(module, number, tensors, self._settings, training), own)
 
 
 def _takes_nothing(function: Any) -> bool:

@@ -12,6 +12,7 @@ import torch
 from mpizero.adapters.derived_seed import derived_seed
 from mpizero.adapters.torch.arrays import as_tensor
 from mpizero.adapters.torch.bound import Held, in_places, plain_state
+from mpizero.adapters.torch.own_forward import called
 from mpizero.adapters.torch.process import TorchSettings, torch_pass
 from mpizero.errors import DataError, LayoutError
 from mpizero.sampletree import leaves_of, map_leaves
@@ -153,7 +154,7 @@ class ModuleCall:
         versions = [tensor._version for _, _, tensor in watched]
         inputs = [(leaf, leaf._version) for leaf in leaves_of(x)]
         with in_places((*own.stored, *own.integers), [*given, *numbers]):
-            output = self._called(x)
+            output = called(self.module, x)
             averages = [one.now.detach() for one, spec in zip(own.stored, own.specs, strict=True) if spec.averaged]
             numbers = [one.now for one in own.integers]
             changed = [
@@ -183,11 +184,6 @@ class ModuleCall:
         own = self.tensors
         stored = zip(own.stored, own.specs, given, strict=True)
         return [(one, True, t) for one, spec, t in stored if not spec.averaged] + [(k, False, k.now) for k in own.kept]
-
-    def _called(self, x: Any) -> Any:
-        if isinstance(x, tuple):
-            return self.module(*x)
-        return self.module(**x) if isinstance(x, Mapping) else self.module(x)
 
     def _change_of(self, one: Held) -> LayoutError:
         if one.name in self.tensors.parameters:
