@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import numpy as np
@@ -256,3 +257,25 @@ def test_tensorboard_gets_all_figures_on_rank_0_and_misses_its_library_in_one_li
     assert {("validation_loss", 2), ("deviation", 4), ("loss", 3), ("samples_per_second", 3)} <= set(found)
     assert ("loss", 2) not in found
     assert found[-1] == "closed"
+
+
+class StopsAtFirst(mz.Callback):
+    """Ends the run when the first checkpoint is complete."""
+
+    def on_checkpoint(self, trainer, path):
+        trainer.stop("a checkpoint is enough")
+
+    def on_end(self, trainer, result):
+        self.kept = sorted(os.listdir(trainer.run / "checkpoints"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stop_when_an_asynchronous_checkpoint_is_complete_waits_for_the_last_one(tmp_path, ranks):
+    rules = {"asynchronous": True, "every": 1, "keep": 1, "validate_every": 1, "best": "validation_loss"}
+    stops = [StopsAtFirst() for _ in range(ranks)]
+    for result in outcomes(ranks, tmp_path, lambda comm: [stops[comm.rank]], **rules):
+        last = f"step_{result.steps:08d}"
+        assert result.stopped.startswith("a checkpoint is enough")
+        assert result.best["step"] == result.steps
+        assert os.readlink(result.best["checkpoint"]) == last
+    assert stops[0].kept == ["best", last]

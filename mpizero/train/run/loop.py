@@ -132,6 +132,7 @@ class TrainingLoop:
         if self.stop.all_finished:
             self.saver.finish()
         if self._checkpoint_due(decision):
+            self.saver.finish()  # whose callbacks may end the run: then the save below is the last one
             self._save(wait=decision is StopDecision.STOP or self._complete)
         return decision
 
