@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 
@@ -279,3 +280,23 @@ def test_a_stop_when_an_asynchronous_checkpoint_is_complete_waits_for_the_last_o
         assert result.best["step"] == result.steps
         assert os.readlink(result.best["checkpoint"]) == last
     assert stops[0].kept == ["best", last]
+
+
+def test_an_asynchronous_save_of_a_run_that_failed_gets_into_no_later_run(tmp_path):
+    """The sharded model is the same, and so is the folder; the second run fails, too, before it has saved."""
+    net, x = mz.nn.MLP(3, (4,), 1, task="regression", dtype="float64"), np.ones((12, 3))
+    failed = [Does(fail), Does(fail), None]
+    settings = {"steps": 4, "global_batch": 4, "run": tmp_path / "run", "progress": False, "asynchronous": True}
+
+    def work(comm):
+        found = []
+        with mz.ZeRO3Model(net, mz.ShardingConfig(comm=comm), optimizer=mz.AdamW(1e-2)) as model:
+            for callback, every in zip(failed, (1, 0, 2), strict=True):
+                source = mz.data.ArraySource(x, x[:, :1])
+                trainer = mz.Trainer(model, source, callbacks=filter(None, [callback]), every=every, **settings)
+                with contextlib.suppress(ZeroDivisionError):
+                    trainer.fit()
+                found.append(sorted(os.listdir(tmp_path / "run" / "checkpoints")))
+        return found
+
+    assert run_in_threads(1, work) == [[[], [], ["step_00000002", "step_00000004"]]]

@@ -97,6 +97,9 @@ class TrainingLoop:
         self.running = True
         try:
             return self._run(resume, resume_from)
+        except BaseException:
+            self.saver.discard()
+            raise
         finally:
             self.running = False
 

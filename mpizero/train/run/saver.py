@@ -124,6 +124,15 @@ class Saver:
             pending.commit()
             self._written(*self._begun_save)
 
+    def discard(self) -> None:
+        """Cancel the asynchronous save, if there is one, and remove what it has written. Not collective.
+
+        Called when an error ends the run: the model's next save would commit it, and that may be another run's.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.discard()
+
     def _written(self, step: int, best: bool) -> None:
         self._clock.saved(time.perf_counter() - self._begun)
         section = self._section
