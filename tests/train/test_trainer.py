@@ -15,7 +15,7 @@ import pytest
 import mpizero as mz
 from mpizero import checkpoint
 from mpizero.comm import InMemoryCommunicator
-from mpizero.errors import ArgumentError, CheckpointError, ConfigError, DataError, StateError
+from mpizero.errors import ArgumentError, CheckpointError, ConfigError, DataError, SharedMemoryError, StateError
 from mpizero.testing import run_in_threads
 from mpizero.train.run import saver
 from mpizero.train.run.improvement import Improvement
@@ -268,6 +268,25 @@ def test_a_signal_to_a_program_of_one_process_saves_and_can_be_resumed(tmp_path)
     whole, _ = trained(tmp_path / "whole", 1)[0]
     with made(tmp_path, "self") as trainer:
         assert trainer.resume().parameters_sha256 == whole.parameters_sha256
+
+
+def test_a_run_resumes_where_shared_memory_is_short_as_it_began(tmp_path, monkeypatch):
+    def broad(parameters, batch):
+        loss, gradients, weight = squares({"weight": parameters["weight"][:3]}, batch)
+        return loss, {"weight": np.concatenate([gradients["weight"], np.zeros(997)])}, weight
+
+    def limited(comm, nbytes):
+        if nbytes > 1.5 * 8000:  # the parameters have room, gradients of several grains have not
+            raise SharedMemoryError(f"a window of {nbytes} bytes does not fit")
+        return allocate(comm, nbytes)
+
+    allocate = InMemoryCommunicator._allocate_shared
+    monkeypatch.setattr(InMemoryCommunicator, "_allocate_shared", limited)
+    given = {"strategy": "ddp", "validation": None, "metrics": None, "steps": 3}
+    for how, interrupt in (("fit", 1), ("resume", 0)):
+        model = mz.FunctionModel({"weight": np.zeros(1000)}, broad)
+        found = trained(tmp_path, 2, how, interrupt=interrupt, model=model, **given)
+    assert found[0][0].steps == 3
 
 
 @pytest.mark.parametrize("how", ["pipeline", "given"])

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from mpizero import optim
 from mpizero.comm.agreement import all_ranks
@@ -154,13 +154,6 @@ def parallel_section(strategy: Any, parallel: Any) -> ParallelSection:
         return ParallelSection(strategy=strategy or "zero2", **sizes)
 
 
-def shard(model: Any, optimizer: Any, section: ParallelSection, config: ShardingConfig) -> ShardedModelBase:
-    """Return the sharded model with its optimizer. Collective."""
-    with plain_settings():
-        section.check_ranks(config.communicator.size)
-    return lay_out(model, optimizer, section, config)
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainerArguments:
     """Hold the arguments of :class:`~mpizero.train.run.trainer.Trainer`, which describes them."""
@@ -210,7 +203,7 @@ class TrainerArguments:
         shared = {**vars(loop), **vars(checkpoints), **vars(layout), "sharded": self.is_sharded}
         shared |= {"metrics": list(metrics), "callbacks": names_of(callbacks)}
         agree_equal(comm, lambda: {"the arguments of Trainer": shared, "the data": fingerprint}, "agree Trainer")
-        model = self.model if self.is_sharded else shard(self.model, self.optimizer, layout, ranks)
+        model = self._placed(layout, ranks, loop)
         return RunSetup(
             model=model,
             source=source,
@@ -236,7 +229,20 @@ class TrainerArguments:
         config = setup.model.config
         setup.model.close()
         layout = parallel_section(self.strategy, self.parallel)
-        return replace(setup, model=shard(self.model, self.optimizer, layout, config))
+        return replace(setup, model=self._placed(layout, config, setup.loop))
+
+    def _placed(self, layout: ParallelSection, ranks: ShardingConfig, loop: LoopSection) -> ShardedModelBase:
+        """Return the sharded model, with memory for the gradients of a step. Collective.
+
+        Now the model can still move to private memory where shared memory is short, not once a checkpoint is loaded.
+        """
+        model = self.model
+        if not self.is_sharded:
+            with plain_settings():
+                layout.check_ranks(ranks.communicator.size)
+            model = lay_out(model, self.optimizer, layout, ranks)
+        model.reserve(loop.global_batch)
+        return cast(ShardedModelBase, model)
 
 
 def record_of(model: ShardedModelBase, source: Source, loop: LoopSection, fingerprint: str) -> RunRecord:
