@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -350,7 +351,9 @@ class ReadsInBackward(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("make", [Spectral, lambda: nn.Sequential(Scale(), Use()), ReadsInBackward])
+@pytest.mark.parametrize(
+    "make", [Spectral, lambda: Twice("method", 4), lambda: nn.Sequential(Scale(), Use()), ReadsInBackward]
+)
 def test_unusual_uses_of_parameters_are_as_in_pytorch_with_gathered_parameters(make: Any) -> None:
     torch.manual_seed(0)
     inner = make()
@@ -488,13 +491,54 @@ def fitted(model: Any, comm: Any) -> None:
         sharded.train(X[2 * comm.rank :][:2], Y[2 * comm.rank :][:2])
 
 
+class Twice(nn.Module):
+    """Compute with a scale that a function, or something else that a copy shares, takes from the module itself."""
+
+    def __init__(self, how: str, width: int = 3) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, width), nn.Parameter(torch.ones(width))
+        self.scaled: Any = lambda m, x: x * m.scale
+        if how == "lambda":
+            self.scaled = lambda m, x: x * self.scale
+        if how == "hook":
+            self.linear.register_forward_hook(lambda m, x, y: nn.functional.dropout(y, 0.5, self.training))
+        if how == "reference":
+            self.scaled = Reference(self)
+        if how == "method":
+            self.scaled = self.own
+
+    def own(self, m: Any, x: Any) -> Any:
+        return x * self.scale
+
+    def forward(self, x: Any) -> Any:
+        return self.scaled(self, self.linear(x))
+
+
+class Reference:
+    """Keep an object that ``copy.deepcopy`` does not copy."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = weakref.ref(module)
+
+    def __call__(self, m: Any, x: Any) -> Any:
+        return x * self.module().scale
+
+
 CE = nn.CrossEntropyLoss(reduction="sum")
 X, Y = np.ones((4, 4), np.float32), np.zeros(4, np.int64)
+KEPT = Twice("reference")
 MISTAKES = [
     ("evaluation mode", lambda: (Changes("").eval(), CE, {}), "is in evaluation mode"),
     ("no module", lambda: (nn.Linear, CE, {}), "module is a torch.nn.Module, or a function"),
     ("made something", lambda: ((lambda: 3), CE, {}), "the function made a int"),
     ("nothing to train", lambda: (nn.ReLU(), CE, {}), "has no parameters"),
+    (
+        "function",
+        lambda: (Twice("lambda"), CE, {}),
+        "scaled holds the function Twice.__init__.<locals>.<lambda>, which",
+    ),
+    ("hook of self", lambda: (Twice("hook"), CE, {}), "linear._forward_hooks holds the function"),
+    ("original read", lambda: (KEPT, CE, {}), "reads 'scale' of the module that was given"),
     ("two dtypes", lambda: (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), CE, {}), "'1.weight' is float64"),
     ("bfloat16", lambda: (nn.Linear(4, 3).bfloat16(), CE, {}), "is bfloat16"),
     ("lazy", lambda: (nn.LazyLinear(3), CE, {}), "has no shape yet"),

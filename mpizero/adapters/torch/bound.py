@@ -124,27 +124,6 @@ def running_statistics(module: torch.nn.Module) -> set[int]:
     return {id(buffer) for buffer in buffers if buffer is not None and buffer.is_floating_point()}
 
 
-def check_parameters(module: torch.nn.Module) -> None:
-    """Raise :class:`ConfigError` for uses of parameters that a copy of the module would not have. Not collective."""
-    parameters = {id(p): name for name, p in module.named_parameters()}
-    if hooked := next((name for name, p in module.named_parameters() if p._backward_hooks), None):
-        raise ConfigError(
-            f"TorchModel: parameter {hooked!r} has a hook on its gradient, which would not be called: register it on "
-            "the layer's output, or change the loss"
-        )
-    for path, inner in module.named_modules():
-        for key, value in vars(inner).items():
-            listed = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-            if (
-                key not in ("_parameters", "_flat_weights")
-                and (found := next((one for one in listed if id(one) in parameters), None)) is not None
-            ):
-                raise ConfigError(
-                    f"TorchModel: {f'{path}.{key}' if path else key} holds parameter {parameters[id(found)]!r} beside "
-                    "the module's own parameters, where it would have no values: take it from its layer when it is used"
-                )
-
-
 def plain_state(module: torch.nn.Module) -> dict[str, Any]:
     """Return the numbers, texts and truth values that modules keep as attributes, by name. Not collective."""
     return {

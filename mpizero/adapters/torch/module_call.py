@@ -12,6 +12,7 @@ import torch
 from mpizero.adapters.derived_seed import derived_seed
 from mpizero.adapters.torch.arrays import as_tensor
 from mpizero.adapters.torch.bound import Held, in_places, plain_state
+from mpizero.adapters.torch.originals import Originals
 from mpizero.adapters.torch.own_forward import called
 from mpizero.adapters.torch.process import TorchSettings, torch_pass
 from mpizero.errors import DataError, LayoutError
@@ -72,9 +73,9 @@ class Passed(NamedTuple):
 
 @dataclass
 class _Seen:
-    """Hold what earlier passes have shown: whether there was one, and whether the module changes its input in place."""
+    """Hold what earlier passes have shown: in which modes, and whether the module changes its input in place."""
 
-    passed: bool = False
+    modes: set[bool] = field(default_factory=set)
     changes_input: bool = False
 
 
@@ -82,8 +83,9 @@ class _Seen:
 class ModuleCall:
     """Call a module with tensors that share the memory of given arrays in the places of its parameters.
 
-    The first pass gets copies of parameters and input, and compares them afterwards: a module that changes its
-    parameters is refused before it does harm, and one that changes its input gets copies from then on.
+    The first pass in training, and that in evaluation, get copies of parameters and input, and compare them afterwards:
+    a module that changes its parameters is refused before it does harm, and one that changes its input gets copies from
+    then on. Before, the module runs once more, to find out whether it reads tensors of the module that it is a copy of.
 
     Parameters
     ----------
@@ -97,6 +99,8 @@ class ModuleCall:
         Settings of the process during a pass.
     training : tuple of (torch.nn.Module, bool)
         Every submodule, and whether it was in training mode when the model was made.
+    originals : Originals
+        The tensors of the module that it is a copy of.
     """
 
     module: torch.nn.Module
@@ -104,12 +108,18 @@ class ModuleCall:
     tensors: BlockTensors
     settings: TorchSettings
     training: tuple[tuple[torch.nn.Module, bool], ...]
+    originals: Originals
     _seen: _Seen = field(default_factory=_Seen)
 
     @property
     def shown(self) -> str:
         """The name of the module's class, for messages."""
         return type(self.module).__name__
+
+    @property
+    def _new(self) -> bool:
+        """Tell whether no pass in the present mode was completed yet."""
+        return self.module.training not in self._seen.modes
 
     def values(self, params: Params) -> list[torch.Tensor]:
         """Return tensors that share the memory of the arrays in ``params`` of all that is stored. Not collective."""
@@ -130,9 +140,9 @@ class ModuleCall:
             yield
 
     def given(self, params: Params) -> list[torch.Tensor]:
-        """Return the tensors for the places of ``stored``: copies of statistics, and all in the first pass."""
+        """Return the tensors for the places of ``stored``, inside :meth:`prepared`: copies where they may change."""
         pairs = zip(self.values(params), self.tensors.specs, strict=True)
-        return [t.clone() if s.averaged or not self._seen.passed else t for t, s in pairs]
+        return [t.clone() if s.averaged or self._new else t for t, s in pairs]
 
     def __call__(self, params: Params, given: list[torch.Tensor], x: Any) -> Passed:
         """Call the module on ``x``, a tree of tensors, inside :meth:`prepared`. Not collective.
@@ -146,13 +156,15 @@ class ModuleCall:
         LayoutError
             If the module has changed what a forward pass must not change.
         """
-        own, seen = self.tensors, self._seen
-        x = x if seen.passed and not seen.changes_input else map_leaves(torch.clone, x)
+        own, new = self.tensors, self._new
+        x = x if not new and not self._seen.changes_input else map_leaves(torch.clone, x)
         numbers = [as_tensor(array_of(params, spec.name)).clone() for spec in own.integer_specs]
-        state = None if seen.passed else plain_state(self.module)
+        state = plain_state(self.module) if new else None
         watched = self._watched(given)
         versions = [tensor._version for _, _, tensor in watched]
         inputs = [(leaf, leaf._version) for leaf in leaves_of(x)]
+        if new:
+            self._check_reads(given, numbers, x)
         with in_places((*own.stored, *own.integers), [*given, *numbers]):
             output = called(self.module, x)
             averages = [one.now.detach() for one, spec in zip(own.stored, own.specs, strict=True) if spec.averaged]
@@ -167,17 +179,30 @@ class ModuleCall:
                 f"{self.shown} returned a {type(odd[0]).__name__}: a block returns tensors, alone or in tuples, lists "
                 "and dictionaries"
             )
-        if not seen.passed:
-            originals = dict(zip(map(id, own.stored), self.values(params), strict=True))
-            changed += [
-                one for one, _, now in watched if id(one) in originals and not torch.equal(now, originals[id(one)])
-            ]
+        if new:
+            before = dict(zip(map(id, own.stored), self.values(params), strict=True))
+            changed += [one for one, _, now in watched if id(one) in before and not torch.equal(now, before[id(one)])]
         if changed:
             raise self._change_of(changed[0])
         if state is not None:
             self._check_state(state)
         self._note_input(any(leaf._version != version for leaf, version in inputs))
         return Passed(output, given, averages, numbers)
+
+    def _check_reads(self, given: Sequence[torch.Tensor], numbers: Sequence[torch.Tensor], x: Any) -> None:
+        """Raise :class:`LayoutError` if the module reads tensors of the module that it is a copy of."""
+        own, state = self.tensors, torch.default_generator.get_state()
+        tensors = [t.clone() if spec.averaged else t for t, spec in zip(given, own.specs, strict=True)]
+        tensors += [number.clone() for number in numbers]
+        with in_places((*own.stored, *own.integers), tensors), torch.no_grad(), self.originals.reads() as reads:
+            called(self.module, map_leaves(torch.clone, x))
+        torch.default_generator.set_state(state)
+        if reads.found:
+            raise LayoutError(
+                f"{self.shown} reads {reads.found!r} of the module that was given, not of the copy that is trained, so "
+                "it would compute with the start values for ever: let no function, hook or global name refer to the "
+                "module; use methods, or the module that hooks are given"
+            )
 
     def _watched(self, given: Sequence[torch.Tensor]) -> list[tuple[Held, bool, torch.Tensor]]:
         """Return what no forward pass may change: what it is, whether it is stored, and the tensor in its place."""
@@ -203,13 +228,13 @@ class ModuleCall:
 
     def _note_input(self, changed: bool) -> None:
         """Remember whether the first pass has changed its input in place; refuse it if a later pass is the first to."""
-        if changed and self._seen.passed and not self._seen.changes_input:
+        if changed and not self._new and not self._seen.changes_input:
             raise LayoutError(
                 f"{self.shown} changes its input in place, which it did not at first: samples and the output of the "
                 "block before are overwritten; leave out inplace=True, or compute with a copy"
             )
         self._seen.changes_input |= changed
-        self._seen.passed = True
+        self._seen.modes.add(self.module.training)
 
 
 def array_of(tree: Mapping[str, Any], name: str) -> Array:
