@@ -54,9 +54,12 @@ def test_a_callback_that_raises_on_one_rank_ends_the_run_on_all(tmp_path, ranks)
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_callback_on_one_rank_stops_all_at_its_step_and_the_run_is_complete(tmp_path, ranks):
-    found = outcomes(ranks, tmp_path, lambda comm: [Does(lambda trainer: trainer.stop("good enough"))])
+    found = outcomes(
+        ranks, tmp_path, lambda comm: [Does(lambda trainer: trainer.stop("good enough"))], validate_every=5
+    )
     reasons = {(result.steps, result.stopped) for result in found}
     assert reasons == {(2, f"good enough (a callback on rank {ranks - 1})")}
+    assert all(result.validations[-1]["step"] == 2 for result in found)  # as after any run's last step
     assert (tmp_path / "run" / "run_complete").exists()
     assert (tmp_path / "run" / "checkpoints" / "step_00000002").exists()
 
@@ -300,3 +303,44 @@ def test_an_asynchronous_save_of_a_run_that_failed_gets_into_no_later_run(tmp_pa
         return found
 
     assert run_in_threads(1, work) == [[[], [], ["step_00000002", "step_00000004"]]]
+
+
+class StopsTwice(mz.Callback):
+    """Ends the run after a step, or when its checkpoint is complete; its first end fails."""
+
+    def __init__(self, hook, ends):
+        self.hook, self.ends = hook, ends
+
+    def on_step(self, trainer, report):
+        self.stop(trainer, "on_step")
+
+    def on_checkpoint(self, trainer, path):
+        self.stop(trainer, "on_checkpoint")
+
+    def stop(self, trainer, hook):
+        if hook == self.hook and trainer.step == 2:
+            trainer.stop("good enough")
+
+    def on_end(self, trainer, result):
+        self.ends.append(result.steps)
+        if len(self.ends) == 1:
+            raise ZeroDivisionError("killed here")
+
+
+def test_a_run_that_a_callback_has_ended_stays_ended_until_a_step_is_named(tmp_path, capsys):
+    for hook, failures in (("on_step", 0), ("on_checkpoint", 1)):  # at 1 the run ends well
+        folder, ends = tmp_path / hook, [0] * failures
+        with made(folder, "self", [StopsTwice(hook, ends)], every=2) as trainer:
+            with contextlib.suppress(ZeroDivisionError):
+                trainer.fit()
+            assert (folder / "run" / "run_complete").exists() == bool(failures)
+        with made(folder, "self", steps=20, every=2, progress=True) as trainer:
+            result = trainer.resume()
+            assert (result.steps, result.stopped) == (2, "good enough (a callback on rank 0)")
+            assert "has ended after step 2: good enough (a callback on rank 0); trainer.resume(2) trains on" in (
+                capsys.readouterr().err
+            )
+            assert trainer.resume().steps == 2  # also after a resume that did nothing
+            assert trainer.resume(2).steps == 20
+            assert trainer.resume().stopped == ""
+            assert "is complete, it has ended after step 20; more steps train on" in capsys.readouterr().err

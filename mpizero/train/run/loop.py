@@ -25,7 +25,7 @@ from mpizero.train.run.number_watch import NumberWatch
 from mpizero.train.run.progress import Progress
 from mpizero.train.run.result import TrainingResult
 from mpizero.train.run.resume import RunState, SavedRun, restore
-from mpizero.train.run.run_folder import RunFolder
+from mpizero.train.run.run_folder import DECISION, RunFolder
 from mpizero.train.run.saver import Saver
 from mpizero.train.run.setup import RunSetup
 from mpizero.train.run.validation import validate
@@ -156,6 +156,10 @@ class TrainingLoop:
         start = restore(setup, self.folder, self.control, self.progress, step) if resume else None
         if start is not None:
             self._take(start.saved)
+            if step is None:
+                self.callbacks.reason = self._decision(start.saved)
+            if self._complete:
+                self.progress.say(self._nothing_left())
         elif setup.begin is not None and (told := setup.begin()):
             self.progress.say(told)
         with all_ranks(self.control):
@@ -187,6 +191,24 @@ class TrainingLoop:
             told += restore_state(setup.callbacks, saved.state.callbacks)
         for message in filter(None, told):
             self.progress.say(message)
+
+    def _decision(self, saved: SavedRun) -> str:
+        """Return the reason for which a callback has ended the run after the step of a checkpoint; "" if none has.
+
+        Collective. That of a callback of a synchronous save came when the checkpoint was written: the marker has it.
+        """
+        told = self.folder.decision(saved.step) if self.control.rank == 0 else ""
+        return saved.state.stopped or str(self.control.broadcast_object(told, tag="decision"))
+
+    def _nothing_left(self) -> str:
+        """Return a message about a resumed run that has reached its end already, with the way on."""
+        way_on = "more steps train on"
+        if self.callbacks.reason:
+            way_on = f"{self.setup.record.wording.resume_from.format(self.step)} trains on from there"
+        elif self.reason:
+            way_on = "a larger patience trains on"
+        why = f": {self.reason}" if self.reason else ""
+        return f"the run in {self.folder.root} is complete, it has ended after step {self.step}{why}; {way_on}"
 
     def _move_aside(self, newer: Sequence[StepFolder]) -> None:
         """Move the checkpoints of later steps to another folder, and print a message about each."""
@@ -256,7 +278,7 @@ class TrainingLoop:
         loop, source = self.setup.loop, self.setup.validation
         if not loop.validate_every or source is None or not len(source):
             return False
-        return self.step % loop.validate_every == 0 or self.step == loop.steps
+        return self.step % loop.validate_every == 0 or self._complete
 
     def _checkpoint_due(self, decision: StopDecision) -> bool:
         every = self.setup.checkpoints.every
@@ -271,7 +293,7 @@ class TrainingLoop:
         if self.setup.callbacks:  # a checkpoint has one state, of which rank 0's logger knows more than the others
             states = self.control.broadcast_object(states, tag="states of callbacks")
         best = {} if self.improvement is None else self.improvement.state()
-        state = RunState(self.loss, best, self.numbers.state(), states, self.overrides)
+        state = RunState(self.loss, best, self.numbers.state(), states, self.callbacks.reason, self.overrides)
         self.saver.save(self.step, state, wait=wait, best=self._is_best)
         self.speed.disturb()
 
@@ -301,10 +323,11 @@ class TrainingLoop:
             stopped=self.reason if self.step < setup.loop.steps else "",
             best=None if best is None or best.value is None else self._best(best),
         )
+        decision = {DECISION: self.callbacks.reason} if self.callbacks.reason else {}
         self.callbacks.call("on_end", self.host, result)
         with all_ranks(self.control):
             if self.control.rank == 0:
-                self.folder.complete(result.to_dict())
+                self.folder.complete(result.to_dict() | decision)
         return result
 
     def _best(self, best: Improvement) -> dict[str, Any]:

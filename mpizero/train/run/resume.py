@@ -22,7 +22,7 @@ from mpizero.train.run.setup import RunSetup
 
 #: Name of the checkpoint attribute with the state of a training run.
 ATTRIBUTE = "training"
-_CHANGING = ("best", "numbers", "callbacks", "overrides")
+_CHANGING = ("best", "numbers", "callbacks", "stopped", "overrides")
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class RunState:
         State of :class:`~mpizero.train.run.number_watch.NumberWatch`.
     callbacks : dict
         States of the callbacks, by name.
+    stopped : str
+        The reason for which a callback has ended the run at this step; "" if none has.
     overrides : list of dict
         Settings that were changed when the run was resumed: "step", "key", "was", "now".
     """
@@ -47,6 +49,7 @@ class RunState:
     best: dict[str, Any] = field(default_factory=dict)
     numbers: dict[str, Any] = field(default_factory=dict)
     callbacks: dict[str, Any] = field(default_factory=dict)
+    stopped: str = ""
     overrides: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -88,7 +91,8 @@ class SavedRun:
         try:
             found = attributes[ATTRIBUTE]
             parts = {name: dict(found.get(name) or {}) for name in ("best", "numbers", "callbacks")}
-            state = RunState(found["loss"], **parts, overrides=list(found.get("overrides") or ()))
+            stopped, overridden = str(found.get("stopped") or ""), list(found.get("overrides") or ())
+            state = RunState(found["loss"], **parts, stopped=stopped, overrides=overridden)
             config = {str(name): dict(section) for name, section in dict(found["config"]).items()}
             return cls(_whole(found["step"]), state, config, str(found["data"]), dict(found.get("code") or {}))
         except (KeyError, TypeError, ValueError):

@@ -16,6 +16,9 @@ from mpizero.checkpoint.folders import BEST, step_folders
 from mpizero.checkpoint.format.regular_files import open_regular
 from mpizero.errors import CheckpointError, ExitStatus, MpizeroError
 
+#: Key of the marker file with the reason for which a callback has ended the run.
+DECISION = "decision"
+
 
 class RunFolderError(MpizeroError):
     """Report that a run folder cannot be used: not writable, full, or in use by another job."""
@@ -213,6 +216,14 @@ class RunFolder:
         except OSError as error:
             raise self._failed("the marker cannot be written", error) from None
         self.obey_stop()
+
+    def decision(self, step: int) -> str:
+        """Return the reason for which a callback has ended the run after ``step``, as the marker has it, or ""."""
+        try:
+            found = json.loads(self.marker.read_bytes())
+            return str(found[DECISION]) if found["steps"] == step else ""
+        except (OSError, ValueError, KeyError, TypeError):
+            return ""
 
     def close(self) -> None:
         """Close the metrics file, and release the lock."""
