@@ -89,7 +89,7 @@ def made(folder, comm, callbacks=(), **settings):
     return mz.Trainer(
         given.pop("model", None) or linear(),
         samples(noise=0.3),
-        mz.ShardingConfig(comm=comm, micro_batch=2),
+        mz.ShardingConfig(comm=comm, micro_batch=2, ema=given.pop("ema", None)),
         callbacks=callbacks,
         **given,
     )
@@ -316,17 +316,33 @@ def test_models_split_over_ranks_and_models_sharded_already_train_the_same(tmp_p
     assert found.strategy == ("zero2" if how == "pipeline" else "zero3")
 
 
+def pair():
+    """A linear model with a bias, which may be frozen."""
+
+    def with_bias(parameters, batch):
+        x, y = batch
+        error = x @ parameters["weight"] + parameters["bias"] - y
+        return float((error**2).sum()), {"weight": 2 * x.T @ error, "bias": 2 * error.sum(keepdims=True)}, float(len(x))
+
+    def predict(parameters, x):
+        return x @ parameters["weight"] + parameters["bias"]
+
+    return mz.FunctionModel({"weight": np.zeros(3), "bias": np.zeros(1)}, with_bias, predict=predict)
+
+
 def test_another_run_s_folder_is_refused(tmp_path, on_threads):
-    trained(tmp_path, 1, steps=2)
+    trained(tmp_path, 1, steps=2, model=pair())
     for other, told in (
         ({"seed": 1}, r"trainer.seed was 0 in the saved run and is 1 now; .* another run"),
         ({"global_batch": 6}, "trainer.global_batch was 12"),
         ({"optimizer": mz.SGD(0.1, momentum=0.9)}, "optimizer.momentum was 0.0 in the saved run and is 0.9 now"),
         ({"validation": 0.3}, "the training samples are not those of the saved run"),
         ({"steps": 1}, r"Trainer: steps = 1: the run in .* has done 2 steps already"),
+        ({"model": mz.nn.freeze(pair(), "bias")}, r"trainer.frozen was \(not given\) .* and is \[\"bias\"\] now"),
+        ({"ema": 0.9}, r"config.ema was \(not given\) in the saved run and is 0.9 now"),
     ):
         with pytest.raises(ConfigError, match=told):
-            trained(tmp_path, 2, "resume", **other)
+            trained(tmp_path, 2, "resume", **({"model": pair()} | other))
     assert on_threads.train(1, "train.steps=1").status == 0
     with pytest.raises(ConfigError, match="it is of a run of `mpizero train`"):
         trained(on_threads.folder, 1, "resume")
@@ -338,6 +354,7 @@ WRONG = {
     "no optimizer": ({"optimizer": None}, ConfigError, r"optimizer is missing: give one, such as optimizer=mz.AdamW"),
     "best without validation": ({"best": "deviation", "validation": None}, ConfigError, "needs validation samples"),
     "patience without validations": ({"patience": 2, "validate_every": 0}, ConfigError, "validate_every > 0"),
+    "an average that is not kept": ({"validate_ema": True}, ConfigError, r"give it ShardingConfig\(ema=0.999\)"),
     "an unknown metric": (
         {"best": "deviatoin"},
         ConfigError,
@@ -413,5 +430,17 @@ def test_ranks_that_want_different_runs_are_told(tmp_path):
             ConfigError, match=r"ranks differ: steps of the arguments of Trainer 3 on rank 0, 4 on rank 1"
         ):
             made(tmp_path, comm, steps=3 + comm.rank)
+        with pytest.raises(ConfigError, match="ranks differ: the validation data"):
+            made(tmp_path, comm, validation=samples(20, noise=comm.rank))
 
     run_in_threads(2, work)
+
+
+def test_other_validation_samples_are_another_run_but_none_are_not(tmp_path):
+    trained(tmp_path, 1, steps=2, validation=samples(20))
+    with pytest.raises(
+        ConfigError, match=r"data: the validation samples are not those of the saved run; give the same"
+    ):
+        trained(tmp_path, 1, "resume", validation=samples(20, noise=0.1))
+    trained(tmp_path, 1, "resume", steps=3, validation=None, metrics=None)
+    trained(tmp_path, 1, "resume", steps=4, validation=samples(20, noise=0.1))

@@ -51,6 +51,8 @@ class TrainingJob:
         Number of tokens in a sample for a language model, else 1.
     fingerprint : str
         Hash of the training data, by which a resumed run checks that it has the same data.
+    validation_fingerprint : str
+        The same of the validation samples; "" if there are none.
     code : mapping of str to str
         Hashes of the files of the user's functions that made model and data, by file name; empty if there are none.
     """
@@ -66,6 +68,7 @@ class TrainingJob:
     task: str
     units_per_sample: int
     fingerprint: str
+    validation_fingerprint: str
     code: Mapping[str, str] = field(default_factory=dict)
 
     def describe(self) -> str:
@@ -121,6 +124,7 @@ def build(config: Config, comm: Communicator) -> Iterator[TrainingJob]:
                 task=task,
                 units_per_sample=units,
                 fingerprint=fingerprint,
+                validation_fingerprint=held,
                 code=code,
             )
         sharding.close()

@@ -15,8 +15,10 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.comm.equality import agree_equal
 from mpizero.data import Source
 from mpizero.errors import ArgumentError, ConfigError, DataError
+from mpizero.layout.flat import joined
 from mpizero.names import nearest, shown
 from mpizero.parallel import ShardedModelBase, ShardingConfig
+from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.train.callbacks.callback import check_callbacks, names_of
 from mpizero.train.callbacks.user_metrics import check_metrics
 from mpizero.train.config.builder import lay_out
@@ -99,8 +101,17 @@ def sources_of(source: object, validation: object, global_batch: int) -> tuple[S
     return source, validation if isinstance(validation, Source) and len(validation) else None
 
 
-def check_validation(loop: LoopSection, checkpoints: CheckpointSection, validation: Source | None) -> None:
-    """Raise ConfigError if ``best`` or ``patience`` is given, but there are no validations. Not collective."""
+def check_validation(
+    loop: LoopSection, checkpoints: CheckpointSection, validation: Source | None, ema: float | None
+) -> None:
+    """Raise ConfigError if ``best`` or ``patience`` has no validations, or ``validate_ema`` no average ``ema``.
+
+    Not collective.
+    """
+    if loop.validate_ema and ema is None:
+        raise ConfigError(
+            "Trainer: validate_ema=True: needs the average of the parameters: give it ShardingConfig(ema=0.999)"
+        )
     for name, value in (("best", checkpoints.best), ("patience", loop.patience)):
         if value is not None and validation is None:
             raise ConfigError(f"Trainer: {name}={value!r}: needs validation samples: give validation=..., such as 0.1")
@@ -196,13 +207,15 @@ class TrainerArguments:
             layout = parallel_section(self.strategy, self.parallel)
             loop, checkpoints = sections_of(self.run, self.settings)
             source, validation = sources_of(self.source, self.validation, loop.global_batch)
-            check_validation(loop, checkpoints, validation)
+            check_validation(loop, checkpoints, validation, ranks.ema)
             metrics, callbacks = check_metrics(self.metrics or {}), check_callbacks(self.callbacks)
             require("Trainer: progress", self.progress, flag)
             fingerprint = data_fingerprint(source)
+            held = "" if validation is None else data_fingerprint(validation)
         shared = {**vars(loop), **vars(checkpoints), **vars(layout), "sharded": self.is_sharded}
         shared |= {"metrics": list(metrics), "callbacks": names_of(callbacks)}
-        agree_equal(comm, lambda: {"the arguments of Trainer": shared, "the data": fingerprint}, "agree Trainer")
+        data = {"the training data": fingerprint, "the validation data": held}
+        agree_equal(comm, lambda: {"the arguments of Trainer": shared, **data}, "agree Trainer")
         model = self._placed(layout, ranks, loop)
         return RunSetup(
             model=model,
@@ -210,7 +223,7 @@ class TrainerArguments:
             validation=validation,
             loop=loop,
             checkpoints=checkpoints,
-            record=record_of(model, source, loop, fingerprint),
+            record=record_of(model, source, loop, (fingerprint, held)),
             metrics=metrics,
             callbacks=callbacks,
             shows_progress=self.progress,
@@ -245,17 +258,27 @@ class TrainerArguments:
         return cast(ShardedModelBase, model)
 
 
-def record_of(model: ShardedModelBase, source: Source, loop: LoopSection, fingerprint: str) -> RunRecord:
-    """Return what a run of ``Trainer`` records about itself. Not collective."""
+def record_of(model: ShardedModelBase, source: Source, loop: LoopSection, fingerprints: tuple[str, str]) -> RunRecord:
+    """Return what a run of ``Trainer`` records about itself. Not collective.
+
+    ``fingerprints`` are those of the training and of the validation data.
+    """
     config, wrapped = model.config, model.wrapped_model
+    blocks = blocks_of(wrapped)
+    frozen = [joined(block, spec.name) for block, specs in blocks.items() for spec in specs if not spec.trainable]
     settings: dict[str, dict[str, Any]] = {
-        "trainer": {"global_batch": loop.global_batch, "seed": loop.seed},
-        "config": {"clip": config.clip, "gradient_compression": config.gradient_compression},
+        "trainer": {"global_batch": loop.global_batch, "seed": loop.seed, "frozen": frozen or None},
+        "config": {name: getattr(config, name) for name in ("clip", "gradient_compression", "ema", "mixed_precision")},
         "optimizer": _optimizer_settings(model.optimizer.wrapped_optimizer),
     }
     task = task_of(wrapped)
-    units = units_per_sample(task, source)
-    return RunRecord(settings=settings, fingerprint=fingerprint, task=task, units_per_sample=units)
+    return RunRecord(
+        settings=settings,
+        fingerprint=fingerprints[0],
+        validation_fingerprint=fingerprints[1],
+        task=task,
+        units_per_sample=units_per_sample(task, source),
+    )
 
 
 def _optimizer_settings(optimizer: Any) -> dict[str, Any]:

@@ -67,6 +67,8 @@ class SavedRun:
         The whole configuration of the run.
     data : str
         Fingerprint of the training data.
+    validation : str
+        Fingerprint of the validation samples; "" if there were none.
     code : mapping of str to str
         Hashes of the files of the user's functions that made model and data, by file name.
     """
@@ -75,6 +77,7 @@ class SavedRun:
     state: RunState
     config: dict[str, dict[str, Any]]
     data: str
+    validation: str = ""
     code: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -94,7 +97,8 @@ class SavedRun:
             stopped, overridden = str(found.get("stopped") or ""), list(found.get("overrides") or ())
             state = RunState(found["loss"], **parts, stopped=stopped, overrides=overridden)
             config = {str(name): dict(section) for name, section in dict(found["config"]).items()}
-            return cls(_whole(found["step"]), state, config, str(found["data"]), dict(found.get("code") or {}))
+            data, held = str(found["data"]), str(found.get("validation") or "")
+            return cls(_whole(found["step"]), state, config, data, held, dict(found.get("code") or {}))
         except (KeyError, TypeError, ValueError):
             raise CheckpointError(
                 f"{path}: not written by `mpizero train` or mpizero.Trainer: it holds no training run's state"
@@ -120,6 +124,7 @@ def saved_attributes(setup: RunSetup, step: int, state: RunState, versions: Mapp
         "loss": finite(state.loss),
         "config": record.settings,
         "data": record.fingerprint,
+        **({"validation": held} if (held := record.validation_fingerprint) else {}),
         "versions": dict(versions),
         **({"code": dict(record.code)} if record.code else {}),
     }
@@ -262,11 +267,15 @@ def _load(setup: RunSetup, path: str, comm: Communicator) -> SavedRun:
             writers = "mpizero.Trainer", "`mpizero train`"
             raise ConfigError(f"cannot resume from {path}: it is of a run of {writers['model' in saved.config]}")
         saved.state.overrides.extend(_overrides(setup, saved, path, elsewhere))
-        if saved.data != setup.record.fingerprint:
-            raise ConfigError(
-                f"cannot resume from {path}: data: the training samples are not those of the saved run; "
-                f"give the same data, {elsewhere}"
-            )
+        record, compared = setup.record, {"training": (saved.data, setup.record.fingerprint)}
+        if saved.validation and record.validation_fingerprint:  # a run may begin to validate, and may end it
+            compared["validation"] = saved.validation, record.validation_fingerprint
+        for what, (before, now) in compared.items():
+            if before != now:
+                raise ConfigError(
+                    f"cannot resume from {path}: data: the {what} samples are not those of the saved run; "
+                    f"give the same data, {elsewhere}"
+                )
         model_state.restore(setup.model.loadable_engine, reader)
     setup.model.invalidate_cache()
     return saved

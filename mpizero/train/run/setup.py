@@ -52,6 +52,8 @@ class RunRecord:
         JSON values that are saved beside the samples of skipped steps.
     fingerprint : str
         Hash of the training data, by which a resumed run checks that it has the same data.
+    validation_fingerprint : str
+        The same of the validation samples; "" if there are none.
     code : mapping of str to str
         Hashes of the files of the user's functions that made model and data, by file name; a resume tells of changes.
     task : str
@@ -69,6 +71,7 @@ class RunRecord:
     settings: dict[str, dict[str, Any]]
     about: dict[str, Any] = field(default_factory=dict)
     fingerprint: str
+    validation_fingerprint: str = ""
     code: Mapping[str, str] = field(default_factory=dict)
     task: str = ""
     units_per_sample: int = 1
