@@ -44,6 +44,7 @@ class Engine(PlacedModel):
         everyone, itemsize = self.scalars.everyone, self.dtype.itemsize
         self.tuner = make_tuner(self.exchange, everyone, self.reducer.largest, self.config.bucket_mb, itemsize)
         self.step_number, self.asked = 0, NOTHING_MORE
+        self._uses_average = False
 
     # ------------------------------------------------------------------ one step
 
@@ -261,11 +262,12 @@ class Engine(PlacedModel):
     # ------------------------------------------------------------------ evaluation
 
     @contextmanager
-    def with_average(self, *, use: bool) -> Iterator[None]:
+    def with_average(self, *, use: bool, agreed: bool = False) -> Iterator[None]:
         """Use the average of the parameters in their place inside the context, if ``use`` is true. Collective then.
 
         After it the parameters have the same bits as before, also after an error that all ranks raise. Errors inside
-        layers that are split over ranks end the job, and then the parameters are left as they are.
+        layers that are split over ranks end the job, and then the parameters are left as they are, unless ``agreed``
+        tells that all ranks raise whatever one raises. A context inside another one has no effect.
 
         Raises
         ------
@@ -281,25 +283,29 @@ class Engine(PlacedModel):
                 "ema=True: this model keeps no average of its parameters: make it with ShardingConfig(ema=0.999)"
                 + ("" if self.config.ema is None else " and give it an optimizer")
             )
-        if not updater.step_count:  # the average begins with the parameters
+        if self._uses_average or not updater.step_count:  # the average begins with the parameters
             yield
             return
         self._swap_average(updater)
         try:
             yield
-        except (CollectiveError, PeerFailure):
-            raise
-        except Exception as error:
-            if not self.partitioned.splits_layers or isinstance(error, DataError | RemoteError):
+        except BaseException as error:
+            if self.grid.world.size == 1 or self._is_raised_by_all(error, agreed=agreed):
                 self._swap_average(updater)
             raise
         self._swap_average(updater)
+
+    def _is_raised_by_all(self, error: BaseException, *, agreed: bool) -> bool:
+        if isinstance(error, CollectiveError | PeerFailure) or not isinstance(error, Exception):
+            return False
+        return agreed or not self.partitioned.splits_layers or isinstance(error, DataError | RemoteError)
 
     def _swap_average(self, updater: Updater) -> None:
         self.store.wait()
         self.memory.barrier("average")  # ranks that still read parameters read the old ones
         updater.swap_average()
         self.store.publish(exchange=self.placement.shard_optimizer)
+        self._uses_average = not self._uses_average
 
     def evaluate(self, x: Any, y: Any, loss: Any = None) -> Evaluation:
         """Evaluate all ranks' samples without training: return loss sum, weight and number of correct predictions.

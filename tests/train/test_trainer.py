@@ -15,7 +15,14 @@ import pytest
 import mpizero as mz
 from mpizero import checkpoint
 from mpizero.comm import InMemoryCommunicator
-from mpizero.errors import ArgumentError, CheckpointError, ConfigError, DataError, SharedMemoryError, StateError
+from mpizero.errors import (
+    ArgumentError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    SharedMemoryError,
+    StateError,
+)
 from mpizero.testing import run_in_threads
 from mpizero.train.run import saver
 from mpizero.train.run.improvement import Improvement
@@ -166,6 +173,36 @@ def test_metrics_of_one_s_own_have_the_same_bits_on_any_ranks(tmp_path):
         assert result.validations[-1]["deviation"] == pytest.approx(
             np.abs(trainer.model.predict(x) - y).mean(), rel=1e-14
         )
+
+
+def test_metrics_see_the_average_that_validations_are_asked_for(tmp_path):
+    class Kept(mz.Callback):
+        def on_step(self, trainer, report):
+            self.parameters = trainer.model.get_parameters()
+
+    def work(comm):
+        def own(model, batch):
+            x, y = batch
+            found = model.predict(x)
+            assert np.array_equal(model.predict(x, ema=True), found)
+            assert not np.array_equal(model.get_parameters(), kept.parameters)
+            if errors:
+                raise errors.pop()
+            return ((found - y) ** 2).sum(), len(y)
+
+        kept, errors = Kept(), [KeyboardInterrupt(), ZeroDivisionError()] if comm.size == 1 else []
+        given = {"ema": 0.9, "validate_ema": True, "strategy": "zero3", "steps": 4, "metrics": {"own": own}}
+        with made(tmp_path, comm, [kept], run=tmp_path / str(comm.size), **given) as trainer:
+            while errors:
+                with pytest.raises(type(errors[-1])):
+                    trainer.fit()
+                assert np.array_equal(trainer.model.get_parameters(), kept.parameters)
+            figures = trainer.fit().validations
+            assert np.array_equal(trainer.model.get_parameters(), kept.parameters)
+        assert [one["own"] for one in figures] == [pytest.approx(one["validation_loss"]) for one in figures]
+        return str(figures)
+
+    assert len({found for ranks in (1, 2, 3) for found in run_in_threads(ranks, work)}) == 1
 
 
 def test_the_best_checkpoint_is_kept_by_whatever_happens(tmp_path, monkeypatch):

@@ -65,8 +65,9 @@ class Trainer:
         Whether rank 0 shows progress and messages on standard error.
     **settings
         Settings of the configuration file under the same names and with the same defaults: of ``[train]`` ``seed``,
-        ``validate_every``, ``validate_samples``, ``patience``, ``min_delta``, ``time_limit``, ``time_reserve``; of
-        ``[checkpoint]`` ``every``, ``keep``, ``keep_every``, ``best``, ``asynchronous``, ``backend``, ``alignment``.
+        ``validate_every``, ``validate_samples``, ``validate_ema``, ``patience``, ``min_delta``, ``time_limit``,
+        ``time_reserve``; of ``[checkpoint]`` ``every``, ``keep``, ``keep_every``, ``best``, ``asynchronous``,
+        ``backend``, ``alignment``.
 
     Raises
     ------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +56,8 @@ class Validation:
 def validate(setup: RunSetup) -> dict[str, Any]:
     """Evaluate the model on ``validate_samples`` validation samples, evenly spaced among all; return all metrics.
 
+    With ``validate_ema`` all are computed with the average of the parameters, the user's own, too.
+
     Collective over the run's ranks.
     """
     model, loop, source = setup.model, setup.loop, setup.validation
@@ -69,6 +73,20 @@ def validate(setup: RunSetup) -> dict[str, Any]:
         loss_sum, weight = loss_sum + found.loss_sum, weight + found.weight
         scored = scored and found.correct is not None
         correct, predictions = correct + (found.correct or 0), predictions + found.predictions
-        own_metrics.add(source, part, size, samples)
+        with _averaged(model, use=loop.validate_ema and bool(setup.metrics)):
+            own_metrics.add(source, part, size, samples)
     sums = Validation(loss_sum, weight, correct if scored else None, predictions, setup.record.task)
     return {**sums.figures(), **own_metrics.figures()}
+
+
+@contextmanager
+def _averaged(model: Any, *, use: bool) -> Iterator[None]:
+    """Let functions of the user, which agree on their errors, see the average in place of the parameters."""
+    with model.engine.with_average(use=use, agreed=True):
+        try:
+            if use:
+                model.invalidate_cache()
+            yield
+        finally:
+            if use:
+                model.invalidate_cache()
