@@ -10,9 +10,9 @@ Trains a GPT of 16 blocks and an MLP of 16 blocks
   must agree with that of one process within 1e-5 (float32) or 1e-12 (float64), relative to it, and the second training
   must repeat the bits of the first.
 
-For each number of ranks one job is started, which runs its trainings one after the other. With ``--quick`` each
-combination of factorization and schedule runs with only one ZeRO stage and one case, which change from one combination
-to the next. With ``--in-turn`` it runs with all ZeRO stages, each with only one case.
+For each number of ranks one job is started, which runs its trainings one after the other. With ``--covering`` a few
+trainings run in which every pair of case, number of ranks, factorization, schedule, ZeRO stage and kind of memory that
+occurs at all occurs once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from exactness import MEMORIES, arguments, runs, worker
+from matrix.jobs import MEMORIES, Matrix, Row, arguments, run, worker
 
 import mpizero as mz
 from mpizero.layout import SCHEDULES, chunk_stages
@@ -34,7 +34,6 @@ VIRTUAL = {name: 2 if name == "interleaved" else 1 for name in SCHEDULES}
 #: The largest relative difference of a loss that is allowed, by dtype.
 BOUNDS = {"float32": 1e-5, "float64": 1e-12}
 BLOCKS = 16
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -113,32 +112,26 @@ class Way:
         return f"{split or 'replicas'}, {self.schedule}, ZeRO-{self.zero}, {self.memory}"
 
 
-def exact_ways(size: int, quick: bool, in_turn: bool) -> Iterator[tuple[Case, Way]]:
-    """Yield the trainings on ``size`` ranks that must have the bits of one process: those without split layers.
+#: A case, how it is distributed, and whether it agrees with one process only within rounding.
+Training = tuple[Case, Way, bool]
 
-    ``quick`` and ``in_turn`` are the options ``--quick`` and ``--in-turn``.
-    """
-    number = pair = 0
+
+def exact_trainings(size: int) -> Iterator[Training]:
+    """Yield the trainings on ``size`` ranks that must have the bits of one process: those without split layers."""
+    number = 0
     for stages in (s for s in range(2, size + 1) if size % s == 0):
         for schedule in SCHEDULES:
             if len(chunk_stages(schedule, stages, VIRTUAL[schedule])) > BLOCKS:
                 continue
-            pair += 1
             for zero in range(4):
-                for place, case in enumerate(EXACT):
+                for case in EXACT:
                     number += 1
                     memory = tuple(MEMORIES)[(number + zero) % len(MEMORIES)]
-                    if quick and (zero, place) != (pair % 4, pair % len(EXACT)):
-                        continue
-                    if not in_turn or place == (pair + zero) % len(EXACT):
-                        yield case, Way(stages, zero=zero, schedule=schedule, memory=memory)
+                    yield case, Way(stages, zero=zero, schedule=schedule, memory=memory), False
 
 
-def rounded_ways(size: int, quick: bool) -> Iterator[tuple[Case, Way]]:
-    """Yield the trainings on ``size`` ranks that agree with one process within rounding: tensor or context groups.
-
-    ``quick`` is the option ``--quick``.
-    """
+def rounded_trainings(size: int) -> Iterator[Training]:
+    """Yield the trainings on ``size`` ranks that agree with one process within rounding: tensor or context groups."""
     shapes = [
         (stages, tensor, context)
         for stages in (1, 2, 4)
@@ -147,25 +140,33 @@ def rounded_ways(size: int, quick: bool) -> Iterator[tuple[Case, Way]]:
         if size % (stages * tensor * context) == 0 and 1 in (tensor, context) and tensor * context > 1
     ]
     for number, (stages, tensor, context) in enumerate(shapes):
-        if quick and size > 4 and number % 2:
-            continue
         for place, case in enumerate(ROUNDED):
             schedule = SCHEDULES[(number + place) % len(SCHEDULES)] if stages > 1 else "1f1b"
             memory = tuple(MEMORIES)[(number + place) % len(MEMORIES)]
-            if (case.model == "gpt" or context == 1) and (not quick or place == number % len(ROUNDED)):
-                yield case, Way(stages, tensor, context, (number + place) % 4, schedule, memory)
+            if case.model == "gpt" or context == 1:
+                yield case, Way(stages, tensor, context, (number + place) % 4, schedule, memory), True
 
 
-def train(case: Case, comm: Any, way: Way, steps: int) -> tuple[str, list[float]]:
-    """Train one case, distributed as ``way`` says. Collective over ``comm``.
+def values(training: Training) -> tuple[Any, ...]:
+    """Return the values that a training combines."""
+    case, way, rounds = training
+    return rounds, case.name, (way.pipeline, way.tensor, way.context), way.zero, way.schedule, way.memory
 
-    Returns
-    -------
-    str
-        SHA-256 of the parameters after the last step.
-    list of float
-        The loss of each step.
+
+def train(training: Training, comm: Any, args: argparse.Namespace) -> Row:
+    """Train, twice if the result agrees only within rounding. Collective over ``comm``.
+
+    The keys of the row are "case", "way" (text), "sha256", "losses", "repeats" (whether the second training had the
+    same bits) and "rounds" (whether the training agrees only within rounding).
     """
+    case, way, rounds = training
+    found = [_train(case, comm, way, args.steps) for _ in range(1 + rounds)]
+    row = {"case": case.name, "way": str(way), "sha256": found[0][0], "losses": found[0][1]}
+    return row | {"repeats": found[0] == found[-1], "rounds": rounds}
+
+
+def _train(case: Case, comm: Any, way: Way, steps: int) -> tuple[str, list[float]]:
+    """Train one case, distributed as ``way`` says; return the SHA-256 of the parameters, and the loss of each step."""
     with mz.ShardingConfig(comm=comm, micro_batch=case.grain, clip=case.clip, **MEMORIES[way.memory]) as config:
         model = mz.HybridShardedModel(
             case.wrapped(),
@@ -184,21 +185,7 @@ def train(case: Case, comm: Any, way: Way, steps: int) -> tuple[str, list[float]
             return model.parameters_sha256(), losses
 
 
-def everything(comm: Any, args: argparse.Namespace, where: str) -> list[Row]:
-    """Run all trainings on the ranks of ``comm``, and return a row for each.
-
-    Trainings that agree only within rounding are done twice. The keys of a row are "case", "where", "way" (text),
-    "sha256", "losses", "repeats" (whether the second training had the same bits) and "rounds" (whether the training
-    agrees only within rounding). ``where`` is a text that names the MPI library and the number of ranks.
-    """
-    exact = [(case, way, 1) for case, way in exact_ways(comm.size, args.quick, args.in_turn)]
-    rounded = [(case, way, 2) for case, way in rounded_ways(comm.size, args.quick)]
-    rows = []
-    for case, way, times in exact + rounded:
-        found = [train(case, comm, way, args.steps) for _ in range(times)]
-        row = {"case": case.name, "where": where, "way": str(way), "sha256": found[0][0], "losses": found[0][1]}
-        rows.append(row | {"repeats": found[0] == found[-1], "rounds": times > 1})
-    return rows
+MATRIX = Matrix(__file__, lambda size: [*exact_trainings(size), *rounded_trainings(size)], values, train)
 
 
 def alone(cases: Sequence[Case], steps: int) -> dict[str, Row]:
@@ -270,18 +257,14 @@ def report_rounded(rows: Sequence[Row], expected: dict[str, Row]) -> bool:
 
 def main() -> None:
     """Run all jobs, and compare their results with one process; exit with status 1 if some are wrong."""
-    parser = arguments(__doc__, "2,4,6,8", "")
-    parser.add_argument("--quick", action="store_true", help="a tenth of the runs")
-    parser.add_argument("--in-turn", action="store_true", help="every schedule and ZeRO stage with one case, in turn")
-    args = parser.parse_args()
+    args = arguments(__doc__, "2,4,6,8", "").parse_args()
     if args.worker:
-        worker(args, everything)
+        worker(MATRIX, args)
         return
 
     expected = alone(EXACT + ROUNDED, args.steps)
     rows: list[Row] = []
-    quick = [flag for flag, given in (("--quick", args.quick), ("--in-turn", args.in_turn)) if given]
-    for found, seconds in runs(args, everything, __file__, *quick):
+    for found, seconds in run(MATRIX, args):
         announce(found, expected, seconds)
         rows += found
     exact = report_exact([row for row in rows if not row["rounds"]], expected)

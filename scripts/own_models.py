@@ -9,7 +9,8 @@ every combination of
 * node-shared windows, private memory, simulated nodes of two ranks, and of one,
 
 and once more in three jobs, each with another number of ranks and strategy, which go on from the checkpoint of the one
-before. All trainings of a model must end with the same SHA-256 of all parameters.
+before. All trainings of a model must end with the same SHA-256 of all parameters. With ``--covering`` a few trainings
+run in which every pair of model, MPI, number of ranks, strategy and kind of memory occurs, and the resumed ones.
 """
 
 from __future__ import annotations
@@ -22,23 +23,24 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import exactness
+from exactness import STRATEGIES
+from matrix.jobs import MEMORIES as USUAL_MEMORIES
+from matrix.jobs import Matrix, Place, Row, arguments, job, run, worker
 
 import mpizero as mz
 from mpizero.layout import SCHEDULES
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "models"
-MEMORIES = {**exactness.MEMORIES, "nodes of 1": {"ranks_per_node": 1}}
+MEMORIES = {**USUAL_MEMORIES, "nodes of 1": {"ranks_per_node": 1}}
 BATCH, GRAIN = 24, 2
 #: Ranks and strategy of the jobs that go on from each other's checkpoint.
 RESUMED = ((4, "zero3"), (3, "zero1"), (1, "ddp"))
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class OwnModel:
 
     def strategies(self, ranks: int) -> Iterator[str]:
         """Yield the strategies, and the schedules with 2 stages, that it can be trained with."""
-        yield from exactness.STRATEGIES
+        yield from STRATEGIES
         if self.blocks and ranks % 2 == 0:
             yield from SCHEDULES
 
@@ -104,7 +106,7 @@ def wrapped(model: OwnModel) -> Any:
 def sharded(model: OwnModel, config: mz.ShardingConfig, strategy: str) -> Any:
     """Return the sharded model with AdamW. ``strategy`` is a strategy, or a schedule of 2 stages. Collective."""
     optimizer = mz.AdamW(lr=3e-3)
-    if strategy in exactness.STRATEGIES:
+    if strategy in STRATEGIES:
         return mz.distribute(wrapped(model), optimizer, strategy=strategy, config=config)
     return mz.HybridShardedModel(
         wrapped(model),
@@ -117,8 +119,40 @@ def sharded(model: OwnModel, config: mz.ShardingConfig, strategy: str) -> Any:
     )
 
 
-def train(model: OwnModel, comm: Any, strategy: str, memory: str, steps: range, folder: str | None = None) -> str:
-    """Train ``steps``, which go on from the checkpoint in ``folder`` and leave one there, if that is given. Collective.
+#: A model, a strategy or schedule, and a kind of memory.
+Training = tuple[OwnModel, str, str]
+
+
+def trainings(models: Sequence[OwnModel], size: int) -> list[Training]:
+    """Return all trainings of models on ``size`` ranks; nodes of one and two ranks are simulated on 2 and 4 ranks."""
+    return [
+        (model, strategy, memory)
+        for model in models
+        for strategy, memory in itertools.product(model.strategies(size), MEMORIES)
+        if not memory.startswith("nodes") or size in (2, 4)
+    ]
+
+
+def values(training: Training) -> tuple[str, str, str]:
+    """Return the values that a training combines."""
+    model, strategy, memory = training
+    return model.name, strategy, memory
+
+
+def train(training: Training, comm: Any, args: argparse.Namespace) -> Row:
+    """Train, collective over ``comm``; return a row with the keys "model", "strategy", "memory" and "sha256"."""
+    model, strategy, memory = training
+    third = args.steps
+    steps, folder = range(third * len(RESUMED)), None
+    if args.resumed is not None:
+        strategy, folder = RESUMED[args.resumed][1], str(Path(args.folder) / str(MODELS.index(model)))
+        steps = range(args.resumed * third, (args.resumed + 1) * third)
+    digest = _train(model, comm, strategy, memory, steps, folder)
+    return {"model": model.name, "strategy": strategy, "memory": memory, "sha256": digest}
+
+
+def _train(model: OwnModel, comm: Any, strategy: str, memory: str, steps: range, folder: str | None) -> str:
+    """Train ``steps``, which go on from the checkpoint in ``folder`` and leave one there, if that is given.
 
     Returns
     -------
@@ -126,7 +160,7 @@ def train(model: OwnModel, comm: Any, strategy: str, memory: str, steps: range, 
         SHA-256 of the parameters after the last step.
     """
     x, y = model.module.data()
-    stages = 1 if strategy in exactness.STRATEGIES else 2
+    stages = 1 if strategy in STRATEGIES else 2
     with (
         mz.ShardingConfig(comm=comm, micro_batch=GRAIN, **MEMORIES[memory]) as config,
         sharded(model, config, strategy) as made,
@@ -144,37 +178,27 @@ def train(model: OwnModel, comm: Any, strategy: str, memory: str, steps: range, 
         return str(made.parameters_sha256())
 
 
-def everything(comm: Any, args: argparse.Namespace, where: str) -> list[Row]:
-    """Run all trainings on the ranks of ``comm``, or one part of a resumed one; return a row for each."""
-    if args.resumed is not None:
-        number, third = args.resumed, args.steps
-        model, strategy = chosen(args)[0], RESUMED[number][1]
-        steps = range(number * third, (number + 1) * third)
-        digest = train(model, comm, strategy, "shared", steps, args.folder)
-        return [{"model": model.name, "where": where, "strategy": strategy, "memory": "resumed", "sha256": digest}]
-    return [
-        {"model": model.name, "where": where, "strategy": strategy, "memory": memory}
-        | {"sha256": train(model, comm, strategy, memory, range(args.steps * len(RESUMED)))}
-        for model in chosen(args)
-        for strategy, memory in itertools.product(model.strategies(comm.size), MEMORIES)
-        if memory == "shared" or not memory.startswith("nodes") or comm.size in (2, 4)
-    ]
-
-
 def chosen(args: argparse.Namespace) -> list[OwnModel]:
     """Return the models that the option ``--models`` names, all of them without it."""
     found = [model for model in MODELS if args.models is None or model.name in args.models.split(";")]
     return found or sys.exit(f"--models: there are {'; '.join(model.name for model in MODELS)}")
 
 
-def resumed(args: argparse.Namespace) -> Iterator[Row]:
-    """Train each model in jobs that go on from each other, and yield the last row."""
-    for model in chosen(args):
-        with tempfile.TemporaryDirectory() as folder:
-            for number, (ranks, _) in enumerate(RESUMED):
-                more = ["--resumed", str(number), "--folder", f"{folder}/checkpoint", "--models", model.name]
-                (row,) = exactness.launch(args.mpiexec, args.python, ranks, args, __file__, *more)
-            yield row | {"where": " -> ".join(str(ranks) for ranks, _ in RESUMED)}
+def resumed(models: Sequence[OwnModel], args: argparse.Namespace) -> list[Row]:
+    """Train all models in jobs that go on from each other, and return the rows of the last one."""
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (ranks, _) in enumerate(RESUMED):
+            place = Place("first MPI", ranks, args.mpiexec, args.python)
+            more = ["--resumed", str(number), "--folder", folder]
+            rows = job(_resumed_matrix(models, args), args, place, None, *more)
+    where = " -> ".join(str(ranks) for ranks, _ in RESUMED)
+    return [row | {"where": where, "memory": "resumed"} for row in rows]
+
+
+def _resumed_matrix(models: Sequence[OwnModel], args: argparse.Namespace) -> Matrix:
+    """Return one training for each model; its strategy comes from ``RESUMED``."""
+    more = ("--models", args.models) if args.models else ()
+    return Matrix(__file__, lambda size: [(model, "", "shared") for model in models], values, train, more)
 
 
 def report(rows: list[Row]) -> bool:
@@ -194,24 +218,26 @@ def report(rows: list[Row]) -> bool:
 
 def main() -> None:
     """Run all jobs, and compare the hashes; exit with status 1 if those of one model differ."""
-    parser = exactness.arguments(__doc__, "1,2,3,4,8", "1,3")
+    parser = arguments(__doc__, "1,2,3,4,8", "1,3")
     parser.set_defaults(steps=2)
     parser.add_argument("--models", help="names of models, separated by semicolons (default: all)")
     parser.add_argument("--resumed", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    models = chosen(args)
+    parts = _resumed_matrix(models, args)
+    matrix = replace(parts, trainings=lambda size: trainings(models, size))
     if args.worker:
-        exactness.worker(args, everything)
+        worker(matrix if args.resumed is None else parts, args)
         return
 
-    for file in dict.fromkeys(model.file for model in chosen(args)):
+    for file in dict.fromkeys(model.file for model in models):
         build(file)
-    more = ["--models", args.models] if args.models else []
     rows = []
-    for found, seconds in exactness.runs(args, everything, __file__, *more):
+    for found, seconds in run(matrix, args):
         rows += found
         print(f"{found[0]['where']}: {len(found)} trainings, {seconds:.1f} s", flush=True)
-    rows += resumed(args)
+    rows += resumed(models, args)
     if not report(rows):
         sys.exit("the hashes differ")
     print(f"\n{len(rows)} trainings of {args.steps * len(RESUMED)} steps: one hash for each model")
