@@ -7,6 +7,10 @@ cd "$(dirname "$0")/.." || exit 1
 PARTS=(lint types package serial mpich cuda ptx torch openmpi exactness hybrid torture slurm)
 # They wait or keep one core busy, so they run one after the other beside the parts that use all cores.
 BESIDE=(types ptx torch slurm package torture)
+# The parts that share a budget, and its minutes on two cores: half of the processor time. The other parts are "core".
+declare -A GROUP=([openmpi]='second MPI' [slurm]='second MPI' [torch]='PyTorch, JAX' [setup]=installs)
+declare -A BUDGET=([core]=9 ['second MPI']=4 ['PyTorch, JAX']=3 [installs]=2)
+LIMIT=20 # minutes of everything on two cores, waiting included; what the budgets leave is for pages and pictures
 
 usage() {
     cat <<HELP
@@ -19,10 +23,11 @@ usage: scripts/test.sh [--quick] [--only PART]... [--help]
   mpich      tests with MPI on 1, 2, 3 and 8 ranks (MPICH from PyPI, no system package needed)
   cuda       the GPU kernels in Numba's CUDA simulator
   ptx        the GPU kernels compiled to machine code by numba-cuda and ptxas, no GPU needed: errors, spills, doubles
-  torch      layers, losses, gradients and training compared with PyTorch's (its CPU build); recipes with it and JAX
+  torch      layers, losses, gradients and training compared with PyTorch's (its CPU build); recipes with it and JAX;
+             models of PyTorch, JAX, C, Fortran and Numba on layouts in which every pair occurs: the same bits
   openmpi    tests with MPI on 4 ranks of the system's Open MPI with parallel HDF5; of MPICH where that is left out
-  exactness  one training on every number of ranks and strategy, kinds of memory in turn: the same bits
-  hybrid     one training on every pipeline x data, schedule and ZeRO stage: the same bits; split layers within rounding
+  exactness  trainings in which every pair of MPI, number of ranks, strategy and kind of memory occurs: the same bits
+  hybrid     the same for pipeline x data, schedule and ZeRO stage: the same bits; split layers within rounding
   torture    saves killed, refused, damaged, on full disks: a sample of scripts/torture.py
   slurm      the batch scripts under a real Slurm on this machine: signal, requeue, time limit
 
@@ -31,9 +36,13 @@ usage: scripts/test.sh [--quick] [--only PART]... [--help]
 
 Environment: PYTHON (interpreter, >= 3.11), TEST_VENV (.venv-test), OPENMPI_VENV (.venv-openmpi),
 CUDA_VENV (.venv-cuda), TORCH_VENV (.venv-torch), TEST_LOGS (build/test-logs: the output of all ranks), RANKS ("1 2 3 8").
-Open MPI, parallel HDF5, gfortran and Slurm are installed with apt-get when this is run by root and they are missing;
-where they cannot be had, that part is left out and the table says why. These parts wait or keep one core busy, so they
-run beside the others, and what they print comes at the end: ${BESIDE[*]}.
+Open MPI, parallel HDF5, gfortran and Slurm are installed with apt-get when this is run by root and they are missing.
+Where one cannot be had, its part fails, unless SKIP_PARTS names it: SKIP_PARTS="slurm openmpi" leaves out these two.
+These parts wait or keep one core busy, so they run beside the others, and what they print comes at the end:
+${BESIDE[*]}.
+
+The table at the end has for each part the minutes that passed and those of processors. A group of parts has a budget:
+minutes of two cores, which is half of the processor time. More is marked, and is no failure.
 HELP
 }
 
@@ -55,6 +64,9 @@ while [ $# -gt 0 ]; do
 done
 $QUICK && [ ${#ONLY[@]} -eq 0 ] && ONLY=(lint types serial mpich)
 [ ${#ONLY[@]} -gt 0 ] || ONLY=("${PARTS[@]}")
+for part in ${SKIP_PARTS:-}; do
+    [[ " ${PARTS[*]} " == *" $part "* ]] || fail "SKIP_PARTS: unknown part '$part'; there are: ${PARTS[*]}"
+done
 
 VENV=${TEST_VENV:-$PWD/.venv-test}
 OPENMPI_VENV=${OPENMPI_VENV:-$PWD/.venv-openmpi}
@@ -117,6 +129,15 @@ link.write_text(f"import site; site.addsitedir({sys.argv[1]!r})\n")
 LINK
 }
 
+# processor_seconds: what this shell and the commands that it has waited for have computed so far. Sets REPLY; a
+# pipeline or a substitution would ask another process.
+processor_seconds() {
+    local file=$LOGS/times.$BASHPID
+    times >"$file"
+    REPLY=$(tr 'ms' '  ' <"$file" | awk '{ sum += 60 * ($1 + $3) + $2 + $4 } END { printf "%.1f", sum }')
+    rm -f "$file"
+}
+
 # Each prepare_NAME prints "yes", or the reason why its environment cannot be had.
 prepare_cuda() {
     ensure_venv "$CUDA_VENV" install_cuda >"$LOGS/cuda-venv.log" 2>&1 && echo yes && return
@@ -156,18 +177,25 @@ start_group() {
 # start_preparing NAME: compiling h5py takes minutes of one core, downloads wait: start early, wait late.
 declare -A PREPARING=()
 start_preparing() {
-    start_group "prepare_$1" >"$LOGS/$1.state"
+    start_group prepare "$1" >"$LOGS/$1.state"
     PREPARING[$1]=$!
 }
 
-# wait_prepared NAME: whether NAME's environment is there; sets NOTE where it is not.
+prepare() {
+    "prepare_$1"
+    processor_seconds
+    echo "$REPLY" >"$LOGS/installs-$1"
+}
+
+# wait_prepared NAME: whether NAME's environment is there; says why it is not.
 wait_prepared() {
     local state
     # Not by `wait`: parts that run beside the others have a shell of their own, which is not the parent.
     while kill -0 "${PREPARING[$1]}" 2>/dev/null; do sleep 0.5; done
     state=$(cat "$LOGS/$1.state")
     [ "$state" = yes ] && return
-    NOTE="left out: ${state:-its virtual environment cannot be made (see $LOGS/$1-venv.log)}"
+    NOTE="${state:-its virtual environment cannot be made (see $LOGS/$1-venv.log)}; SKIP_PARTS can name it"
+    echo "$NOTE"
     return 1
 }
 
@@ -276,40 +304,51 @@ part_cuda() {
 }
 
 part_ptx() {
-    wait_prepared cuda || return 0
+    wait_prepared cuda || return 1
     timeout -k 10 900 "$CUDA_VENV/bin/python" scripts/cuda_kernels.py || return 1
     # The environment has no more than this takes: no plugins of tests/conftest.py.
     PY=$CUDA_VENV/bin/python run_pytest ptx 300 --noconftest tests/cuda/test_machine_code.py
 }
 
 part_torch() {
-    wait_prepared torch || return 0
+    wait_prepared torch || return 1
     "$TORCH_VENV/bin/python" scripts/compare_torch.py || return 1
-    # One program is in Fortran; where gfortran is missing and cannot be had, its test is skipped.
+    # One program is in Fortran; where gfortran is missing and cannot be had, its tests are skipped.
     command -v gfortran >/dev/null || { can_apt && apt_install gfortran gcc libc6-dev >"$LOGS/gfortran.log" 2>&1; }
     # Recipes run under the other environment's MPICH: mpi4py would take the system's library first.
     MPI4PY_LIBMPI=$VENV/lib/libmpi.so.12 MPIZERO_MPIEXEC="$VENV/bin/mpiexec $TORCH_VENV/bin/python" \
-        PY=$TORCH_VENV/bin/python run_pytest torch 900 tests/peers
+        PY=$TORCH_VENV/bin/python run_pytest torch 900 tests/peers || return 1
+    command -v gfortran >/dev/null || { NOTE='without Fortran: there is no gfortran' && return; }
+    grep -E '[0-9]+ skipped' "$LOGS/torch.log" && echo 'a comparison was skipped here' && return 1
+    own_models
+}
+
+# Every pair of model, MPI, number of ranks, strategy and kind of memory.
+own_models() {
+    local first="env MPI4PY_LIBMPI=$VENV/lib/libmpi.so.12 $TORCH_VENV/bin/python" second=() packages
+    packages=$("$TORCH_VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+    skipped openmpi || { wait_prepared openmpi && second=(--second-mpiexec mpiexec.openmpi
+        --second-python "env PYTHONPATH=$PWD:$packages $OPENMPI_VENV/bin/python") || return 1; }
+    # shellcheck disable=SC2086
+    timeout -k 10 900 $first scripts/own_models.py --covering --steps 1 --mpiexec "$VENV/bin/mpiexec" --python "$first" \
+        "${second[@]}"
 }
 
 part_openmpi() {
-    if wait_prepared openmpi; then
-        run_mpi openmpi 4 mpiexec.openmpi "$OPENMPI_VENV/bin/python"
-    else
-        NOTE+='; on 4 ranks of MPICH instead'
-        run_mpi mpich 4 "$VENV/bin/mpiexec" "$PY"
-    fi
+    wait_prepared openmpi && run_mpi openmpi 4 mpiexec.openmpi "$OPENMPI_VENV/bin/python"
 }
 
 part_exactness() {
     local second=()
-    wait_prepared openmpi && second=(--second-mpiexec mpiexec.openmpi --second-python "$OPENMPI_VENV/bin/python" --second-ranks 4)
-    NOTE=''
-    timeout -k 10 1200 "$PY" scripts/exactness.py --in-turn --steps 4 --mpiexec "$VENV/bin/mpiexec" "${second[@]}"
+    if ! skipped openmpi; then
+        wait_prepared openmpi || return 1
+        second=(--second-mpiexec mpiexec.openmpi --second-python "$OPENMPI_VENV/bin/python")
+    fi
+    timeout -k 10 1200 "$PY" scripts/exactness.py --covering --steps 4 --mpiexec "$VENV/bin/mpiexec" "${second[@]}"
 }
 
 part_hybrid() {
-    timeout -k 10 1200 "$PY" scripts/exactness_hybrid.py --quick --steps 4 --mpiexec "$VENV/bin/mpiexec"
+    timeout -k 10 1200 "$PY" scripts/exactness_hybrid.py --covering --steps 4 --mpiexec "$VENV/bin/mpiexec"
 }
 
 part_torture() {
@@ -317,14 +356,11 @@ part_torture() {
 }
 
 part_slurm() {
-    wait_prepared openmpi || return 0
-    local log=$LOGS/slurm.log
-    timeout -k 60 600 scripts/test_slurm.sh --python "$OPENMPI_VENV/bin/python" --mpich-python "$PY" 2>&1 | tee "$log"
-    case ${PIPESTATUS[0]} in
-        77) NOTE=$(tail -n 1 "$log") ;;
-        0) ;;
-        *) return 1 ;;
-    esac
+    local status=0
+    wait_prepared openmpi || return 1
+    timeout -k 60 600 scripts/test_slurm.sh --python "$OPENMPI_VENV/bin/python" --mpich-python "$PY" || status=$?
+    [ $status != 77 ] || NOTE='Slurm cannot be had; SKIP_PARTS can name this part'
+    return $status
 }
 
 # ---------------------------------------------------------------------------------------------- the parts in order
@@ -333,12 +369,24 @@ chosen() {
     [[ " ${ONLY[*]} " =~ " "($1)" " ]]
 }
 
+skipped() {
+    [[ " ${SKIP_PARTS:-} " == *" $1 "* ]]
+}
+
+# row PART RESULT SECONDS PROCESSOR_SECONDS NOTE: a line of the table, in a file.
+row() {
+    awk -v part="$1" -v result="$2" -v passed="$3" -v processor="$4" -v note="$5" \
+        'BEGIN { printf "%-10s %-7s %6.1f %9.1f  %s\n", part, result, passed / 60, processor / 60, note }' >"$LOGS/row-$1"
+}
+
 # run_part PART: what it prints goes to a log, too, and its row of the table to a file.
 run_part() {
-    local started=$SECONDS result=ok NOTE=''
+    local started=$SECONDS result=ok NOTE='' before
+    skipped "$1" && row "$1" skipped 0 0 'SKIP_PARTS names it' && return
+    processor_seconds && before=$REPLY
     "part_$1" > >(tee "$LOGS/part-$1") 2>&1 || result=FAILED
-    case $NOTE in "left out"*) [ $result = FAILED ] || result=- ;; esac
-    printf '%-10s %-6s %5d s  %s\n' "$1" "$result" $((SECONDS - started)) "$NOTE" >"$LOGS/row-$1"
+    processor_seconds
+    row "$1" $result $((SECONDS - started)) "$(awk "BEGIN { print $REPLY - $before }")" "$NOTE"
 }
 
 run_beside() {
@@ -348,14 +396,31 @@ run_beside() {
     done
 }
 
+# print_budgets: the minutes of each group on two cores, and its budget.
+print_budgets() {
+    local part group
+    for part in setup "${ONLY[@]}"; do
+        group=${GROUP[$part]:-core}
+        awk -v group="$group" -v budget="${BUDGET[$group]}" '{ print group "\t" budget "\t" $4 / 2 }' "$LOGS/row-$part"
+    done | awk -F '\t' '
+        { if (!($1 in sum)) order[++n] = $1; sum[$1] += $3; budget[$1] = $2 }
+        END {
+            for (i = 1; i <= n; i++) {
+                g = order[i]
+                printf "%-14s %6.1f %9d%s\n", g, sum[g], budget[g], (sum[g] > budget[g] ? "  more than its budget" : "")
+            }
+        }'
+}
+
 say "virtual environment: $VENV"
-rm -f "$LOGS"/row-*
+rm -f "$LOGS"/row-* "$LOGS"/installs-*
 STARTED=$SECONDS
-! chosen 'openmpi|exactness|slurm' || start_preparing openmpi
+chosen 'openmpi|exactness|slurm|torch' && ! { skipped openmpi && skipped slurm; } && start_preparing openmpi
 ensure_venv "$VENV" install_test || fail "cannot install the test requirements"
-printf '%-10s %-6s %5d s\n' setup ok $((SECONDS - STARTED)) >"$LOGS/row-setup"
-! chosen ptx || start_preparing cuda
-! chosen torch || start_preparing torch
+SETUP=$((SECONDS - STARTED))
+processor_seconds && echo "$REPLY" >"$LOGS/installs-test"
+! chosen ptx || skipped ptx || start_preparing cuda
+! chosen torch || skipped torch || start_preparing torch
 start_group run_beside >/dev/null
 RUNNING_BESIDE=$!
 for part in "${ONLY[@]}"; do
@@ -365,19 +430,24 @@ for part in "${ONLY[@]}"; do
 done
 wait "$RUNNING_BESIDE"
 for part in "${BESIDE[@]}"; do
-    chosen "$part" || continue
+    chosen "$part" && ! skipped "$part" || continue
     say "== $part"
     cat "$LOGS/part-$part"
 done
+row setup ok $SETUP "$(cat "$LOGS"/installs-* | awk '{ sum += $1 } END { print sum }')" 'all environments'
 
 STATUS=0
 for part in "${ONLY[@]}"; do # again, at the very end: a reader may see no more than that
     grep -qs " FAILED " "$LOGS/row-$part" && say "what failed in $part" && failures "$LOGS/part-$part"
-    grep -qsE " (ok|-) " "$LOGS/row-$part" || STATUS=1
+    grep -qsE " (ok|skipped) " "$LOGS/row-$part" || STATUS=1
 done
 say "summary"
+echo 'part       result   passed processor  (minutes)'
 for part in setup "${ONLY[@]}"; do
     cat "$LOGS/row-$part"
 done
-printf '%-10s %-6s %5d s\n' total "$([ $STATUS = 0 ] && echo ok || echo FAILED)" $SECONDS
+printf '\nminutes of 2 cores   budget\n'
+print_budgets
+printf '\ntotal      %-7s %6.1f  of %d minutes\n' "$([ $STATUS = 0 ] && echo ok || echo FAILED)" \
+    "$(awk "BEGIN { print $SECONDS / 60 }")" "$LIMIT"
 exit $STATUS
