@@ -179,6 +179,33 @@ def test_a_block_may_change_its_input_in_place() -> None:
         np.testing.assert_allclose(value, blocks[name], rtol=1e-6)
 
 
+class Keeps(torch.autograd.Function):
+    """Keep a parameter for the backward pass behind autograd's back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any) -> Any:
+        ctx.x, ctx.weight = x, weight
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        return dy * ctx.weight, (dy * ctx.x).sum(0)
+
+
+def test_a_function_that_keeps_a_parameter_by_itself_is_told() -> None:
+    def body(comm: Any, **layout: Any) -> None:
+        model = mz.adapters.torch.TorchModel(kept, CE, blocks=["0", "1", "2"])
+        with placed(model, comm, "zero3", ranks_per_node=1, **layout) as sharded:
+            sharded.train(X, Y)
+
+    def kept() -> Any:
+        return nn.Sequential(nn.Linear(4, 4), Scaled(Keeps), nn.Linear(4, 3))
+
+    for ranks, layout in ((2, {}), (4, {"pipeline_parallel_size": 2, "schedule": "zero_bubble"})):
+        with pytest.raises(MpizeroError, match=r"block '1', Scaled: its .* by ctx\.save_for_backward\(weight\)"):
+            run_in_threads(ranks, lambda comm, o=layout: body(comm, **o))
+
+
 class Slow(torch.autograd.Function):
     """Compute both gradients whatever is asked for, slowly."""
 
@@ -196,13 +223,13 @@ class Slow(torch.autograd.Function):
         return dy * weight, (dy * x).sum(0)
 
 
-class Slowly(nn.Module):
-    def __init__(self) -> None:
+class Scaled(nn.Module):
+    def __init__(self, function: Any) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
+        self.function, self.weight = function, nn.Parameter(torch.ones(4))
 
     def forward(self, x: Any) -> Any:
-        return Slow.apply(x, self.weight)
+        return self.function.apply(x, self.weight)
 
 
 def test_a_zero_bubble_schedule_is_refused_where_both_halves_take_too_long() -> None:
@@ -215,9 +242,9 @@ def test_a_zero_bubble_schedule_is_refused_where_both_halves_take_too_long() -> 
         return on
 
     def slow() -> Any:
-        return nn.Sequential(nn.Linear(4, 4), Slowly(), Slowly(), nn.Linear(4, 3))
+        return nn.Sequential(nn.Linear(4, 4), Scaled(Slow), Scaled(Slow), nn.Linear(4, 3))
 
-    with pytest.raises(MpizeroError, match=r"for Slowly both halves take .* use schedule '1f1b'"):
+    with pytest.raises(MpizeroError, match=r"for Scaled both halves take .* use schedule '1f1b'"):
         run_in_threads(2, body("zero_bubble"))
     run_in_threads(2, body("1f1b"))
 

@@ -51,6 +51,8 @@ class _Recorded:
         The results of the pass.
     saved : SavedParameters or None
         Finds parameters that have been gathered again.
+    first : bool
+        Whether it is the first pass, in which the module was given copies of the parameters.
     """
 
     x: Any
@@ -59,6 +61,7 @@ class _Recorded:
     paths: tuple[str, ...] = ()
     passed: Passed | None = None
     saved: SavedParameters | None = None
+    first: bool = False
 
 
 @dataclass
@@ -123,7 +126,7 @@ class TorchBlock(Layer):
         """Run the module with autograd's graph, record the pass, and return the output's tensors."""
         call, specs = self.call, self.call.tensors.specs
         with call.prepared(recorded.run), torch.enable_grad():
-            given = call.given(params)
+            recorded.first, given = call.new, call.given(params)
             weights = [t.requires_grad_() for t, s in zip(given, specs, strict=True) if s.optimized]
             x = map_leaves(as_tensor, recorded.x)
             inputs = gradient_leaves(x) if call.number else []  # block 0 takes samples, which need no gradient
@@ -143,6 +146,7 @@ class TorchBlock(Layer):
         """Write the gradients of the parameters to ``grads``; return that of the input, or None. Not collective."""
         graph, given = self._graph(params, cache, dy)
         with torch_pass(self.call.settings), self.call.placed(params):
+            self._check_kept(graph, given, cache)
             inputs, weights = whole_backward(graph, given)
             self._write(grads, weights, cache)
             return self._input_gradient(cache, inputs)
@@ -151,6 +155,7 @@ class TorchBlock(Layer):
         """Return the gradient of the input, or None, and what :meth:`backward_weights` needs. Not collective."""
         graph, given = self._graph(params, cache, dy)
         with torch_pass(self.call.settings), self.call.placed(params):
+            self._check_kept(graph, given, cache)
             self._check_halves(graph, given)
             if self._halves.wrong:
                 inputs, weights = whole_backward(graph, given)
@@ -165,6 +170,24 @@ class TorchBlock(Layer):
             cache.saved.tensors = self.call.values(params)
         with torch_pass(self.call.settings), self.call.placed(params):
             self._write(grads, weight_half(cache.graph, pending), cache)
+
+    def _check_kept(self, graph: Pass, given: Sequence[torch.Tensor], cache: _Recorded) -> None:
+        """Raise :class:`LayoutError` if the backward pass reads the memory that parameters had in the forward pass."""
+        if not cache.first or cache.saved is None or cache.passed is None:
+            return
+        cache.first = False
+        before = whole_backward(graph, given, keep=True)
+        for tensor, spec in zip(cache.passed.given, self.call.tensors.specs, strict=True):
+            if not spec.averaged:  # those are results of the pass
+                as_array(tensor).fill(np.nan)
+        after = whole_backward(graph, given, keep=True)
+        pairs = zip((*before[0], *before[1]), (*after[0], *after[1]), strict=True)
+        if any(a is not None and b is not None and not torch.equal(a, b) and bool((b != b).any()) for a, b in pairs):
+            raise LayoutError(
+                f"{self.call.shown}: its backward pass reads a parameter that the forward pass has kept by itself, and "
+                "whose memory holds other parameters by then, with ZeRO-3 on several nodes: an autograd.Function keeps "
+                "tensors by ctx.save_for_backward(weight), not as ctx.weight = weight"
+            )
 
     def _check_halves(self, graph: Pass, given: Sequence[torch.Tensor]) -> None:
         """Raise :class:`ConfigError` if the halves of the first backward pass take much longer than the whole.

@@ -117,7 +117,7 @@ class ModuleCall:
         return type(self.module).__name__
 
     @property
-    def _new(self) -> bool:
+    def new(self) -> bool:
         """Tell whether no pass in the present mode was completed yet."""
         return self.module.training not in self._seen.modes
 
@@ -142,7 +142,7 @@ class ModuleCall:
     def given(self, params: Params) -> list[torch.Tensor]:
         """Return the tensors for the places of ``stored``, inside :meth:`prepared`: copies where they may change."""
         pairs = zip(self.values(params), self.tensors.specs, strict=True)
-        return [t.clone() if s.averaged or self._new else t for t, s in pairs]
+        return [t.clone() if s.averaged or self.new else t for t, s in pairs]
 
     def __call__(self, params: Params, given: list[torch.Tensor], x: Any) -> Passed:
         """Call the module on ``x``, a tree of tensors, inside :meth:`prepared`. Not collective.
@@ -156,7 +156,7 @@ class ModuleCall:
         LayoutError
             If the module has changed what a forward pass must not change.
         """
-        own, new = self.tensors, self._new
+        own, new = self.tensors, self.new
         x = x if not new and not self._seen.changes_input else map_leaves(torch.clone, x)
         numbers = [as_tensor(array_of(params, spec.name)).clone() for spec in own.integer_specs]
         state = plain_state(self.module) if new else None
@@ -228,7 +228,7 @@ class ModuleCall:
 
     def _note_input(self, changed: bool) -> None:
         """Remember whether the first pass has changed its input in place; refuse it if a later pass is the first to."""
-        if changed and not self._new and not self._seen.changes_input:
+        if changed and not self.new and not self._seen.changes_input:
             raise LayoutError(
                 f"{self.shown} changes its input in place, which it did not at first: samples and the output of the "
                 "block before are overwritten; leave out inplace=True, or compute with a copy"
