@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpizero.errors import DataError
+from mpizero.errors import DataError, LayoutError
 from mpizero.sampletree import leaves_of
 from mpizero.types import Array
 
@@ -29,6 +29,27 @@ def as_tensor(array: Any) -> torch.Tensor:
         except ValueError:  # negative strides
             return torch.from_numpy(np.ascontiguousarray(array))
     return torch.as_tensor(array)
+
+
+class Placed(torch.nn.Parameter):  # type: ignore[misc]
+    """Share the memory of a parameter, and let autograd's count of changes see those made by way of ``.data``."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The tensor without its graph."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        raise LayoutError(
+            f"a parameter of shape {tuple(self.shape)} is given other data in a forward pass, which would be lost "
+            "after it: compute with a changed copy"
+        )
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a parameter that shares the memory of a tensor."""
+        return torch.Tensor._make_subclass(cls, tensor)
 
 
 def as_array(tensor: torch.Tensor) -> Array:

@@ -15,7 +15,7 @@ from mpizero.adapters.torch.blocks import TorchBlock
 from mpizero.adapters.torch.describer import Describer
 from mpizero.adapters.torch.loss import TorchLoss
 from mpizero.adapters.torch.module_call import BlockTensors, ModuleCall
-from mpizero.adapters.torch.originals import Originals, check_functions, check_parameters
+from mpizero.adapters.torch.originals import Originals, check_functions, check_parameters, mentions_data
 from mpizero.adapters.torch.own_forward import OwnForward
 from mpizero.adapters.torch.process import TorchSettings, check_rounding, torch_pass
 from mpizero.errors import ConfigError, LayoutError
@@ -203,7 +203,8 @@ class TorchModel:
 
     def _block(self, number: int, module: torch.nn.Module, tensors: BlockTensors, own: OwnForward | None) -> TorchBlock:
         training = tuple((inner, inner.training) for inner in module.modules())
-        return TorchBlock(ModuleCall(module, number, tensors, self._settings, training, self._originals), own)
+        told = self._originals, mentions_data(module)
+        return TorchBlock(ModuleCall(module, number, tensors, self._settings, training, *told), own)
 
 
 def _takes_nothing(function: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mpizero.adapters.derived_seed import derived_seed
-from mpizero.adapters.torch.arrays import as_tensor
+from mpizero.adapters.torch.arrays import Placed, as_tensor
 from mpizero.adapters.torch.bound import Held, in_places, plain_state
 from mpizero.adapters.torch.originals import Originals
 from mpizero.adapters.torch.own_forward import called
@@ -101,6 +101,8 @@ class ModuleCall:
         Every submodule, and whether it was in training mode when the model was made.
     originals : Originals
         The tensors of the module that it is a copy of.
+    uses_data : bool
+        Whether its code may change parameters by way of ``.data``, where autograd does not see it.
     """
 
     module: torch.nn.Module
@@ -109,6 +111,7 @@ class ModuleCall:
     settings: TorchSettings
     training: tuple[tuple[torch.nn.Module, bool], ...]
     originals: Originals
+    uses_data: bool
     _seen: _Seen = field(default_factory=_Seen)
 
     @property
@@ -141,8 +144,12 @@ class ModuleCall:
 
     def given(self, params: Params) -> list[torch.Tensor]:
         """Return the tensors for the places of ``stored``, inside :meth:`prepared`: copies where they may change."""
-        pairs = zip(self.values(params), self.tensors.specs, strict=True)
-        return [t.clone() if s.averaged or self.new else t for t, s in pairs]
+        own, new = self.tensors, self.new
+        values = zip(self.values(params), own.specs, strict=True)
+        tensors = [t.clone() if spec.averaged or new else t for t, spec in values]
+        if not self.uses_data:
+            return tensors
+        return [Placed.of(t) if s.name in own.parameters else t for t, s in zip(tensors, own.specs, strict=True)]
 
     def __call__(self, params: Params, given: list[torch.Tensor], x: Any) -> Passed:
         """Call the module on ``x``, a tree of tensors, inside :meth:`prepared`. Not collective.

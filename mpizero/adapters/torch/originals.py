@@ -6,6 +6,9 @@ refer to stays the original, with its start values.
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
 import weakref
 from collections.abc import Mapping
 from dis import get_instructions
@@ -65,6 +68,20 @@ def _referred(function: Any) -> list[Any]:
     names = {one.argval for one in get_instructions(function) if one.opname == "LOAD_GLOBAL"}
     values += [function.__globals__.get(name) for name in names]
     return [value for value in values if isinstance(value, torch.nn.Module)]
+
+
+def mentions_data(module: torch.nn.Module) -> bool:
+    """Tell whether the source of a module's classes mentions ``.data``, or cannot be read. Not collective."""
+    names = {cls.__module__ for inner in module.modules() for cls in type(inner).__mro__}
+    for name in sorted(names - {"builtins"}):
+        if not name.startswith("torch."):
+            try:
+                text = inspect.getsource(sys.modules[name])
+            except (OSError, TypeError, KeyError):
+                return True
+            if re.search(r"(?<!\bmz)(?<!\bmpizero)(?<!\butils)\.data\b", text):
+                return True
+    return False
 
 
 class Originals:
