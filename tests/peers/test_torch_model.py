@@ -556,6 +556,17 @@ class Reference:
         return x * self.module().scale
 
 
+def buffered(**given: Any) -> Any:
+    net = nn.Linear(4, 3)
+    net.register_buffer("extra", **given)
+    return net
+
+
+def two_norms() -> Any:
+    norm = nn.BatchNorm1d(4)
+    return nn.Sequential(nn.Sequential(nn.Linear(4, 4), norm), nn.Sequential(norm, nn.Linear(4, 3)))
+
+
 CE = nn.CrossEntropyLoss(reduction="sum")
 X, Y = np.ones((4, 4), np.float32), np.zeros(4, np.int64)
 KEPT = Twice("reference")
@@ -592,6 +603,17 @@ MISTAKES = [
     ("loss with parameters", lambda: (nn.Linear(4, 3), nn.Linear(2, 2), {}), "the loss has parameters"),
     ("changed parameter", lambda: (Changes("parameter"), CE, {}), "changes its parameter 'linear.weight'"),
     ("changed data", lambda: (Changes("data"), CE, {}), "changes its parameter 'linear.weight'"),
+    ("one norm", lambda: (two_norms(), CE, {"blocks": ["0", "1"]}), "buffer '1.0.running_mean' is in block '0', too"),
+    (
+        "wide buffer",
+        lambda: (buffered(tensor=torch.ones(2).double()), CE, {}),
+        "'extra' is float64 and would be missing",
+    ),
+    (
+        "passing statistic",
+        lambda: (buffered(tensor=torch.ones(2), persistent=False), CE, {"averaged": ["extra"]}),
+        "'extra' of averaged= was registered with persistent=False",
+    ),
     ("data later", lambda: (Changes("later"), CE, {}), "changes its parameter 'linear.weight'"),
     ("other data", lambda: (Changes("other data"), CE, {}), "shape (3, 4) is given other data in a forward pass"),
     ("changed state", lambda: (Changes("state"), CE, {}), "changes its attribute 'calls'"),

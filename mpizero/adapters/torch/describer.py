@@ -10,6 +10,7 @@ import torch
 
 from mpizero.adapters.torch import bound
 from mpizero.adapters.torch.module_call import BlockTensors
+from mpizero.errors import ConfigError
 from mpizero.layout.flat import joined
 from mpizero.names import as_patterns, selected
 from mpizero.types import INTEGER_DTYPES, IntegerSpec, ParameterSpec
@@ -61,6 +62,8 @@ class Describer:
         for identity, one in bound.held_buffers(module).items():
             whole, dtype = joined(block, one.name), str(one.now.dtype).removeprefix("torch.")
             averaged, saved = identity in self._running or whole in self._averaged, whole in self._saved
+            if refusal := self._refusal(averaged, saved, dtype, self._homes.setdefault(identity, block), block):
+                raise ConfigError(f"TorchModel: buffer {whole!r} {refusal}")
             if saved and dtype in INTEGER_DTYPES:
                 integers.append(one)
                 numbers.append(IntegerSpec(one.name, one.shape, dtype))
@@ -73,6 +76,25 @@ class Describer:
         names = frozenset(one.name for one in parameters.values())
         unused = frozenset(one.name for identity, one in parameters.items() if identity in self._unused)
         return BlockTensors(tuple(stored), tuple(specs), tuple(integers), tuple(numbers), tuple(kept), names, unused)
+
+    def _refusal(self, averaged: bool, saved: bool, dtype: str, home: str, block: str) -> str | None:
+        """Return why a buffer cannot be stored as the module would have it, None if it can."""
+        if averaged and home != block:
+            return (
+                f"is in block {home!r}, too: each block would have a statistic of its own; put both uses into one "
+                "block, or give each its own norm"
+            )
+        if averaged and not saved:
+            return (
+                "of averaged= was registered with persistent=False, but statistics are stored and exported with the "
+                "parameters: leave persistent=False out"
+            )
+        if saved and dtype != self._dtype and dtype not in INTEGER_DTYPES:
+            return (
+                f"is {dtype} and would be missing from checkpoints, whose other arrays are all {self._dtype}, as the "
+                "parameters are: convert it, or register it with persistent=False if the code makes it again"
+            )
+        return None
 
     def forget_values(self) -> None:
         """Free the memory of the buffers that mpizero stores. Not collective."""
