@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 
 class BestParameters:
-    """Keep a copy of a model's parameters.
+    """Keep a copy of a model's parameters and integer arrays.
 
-    Each rank copies the ranges that it owns if parameters are sharded or split over ranks, else all parameters.
+    Each rank copies the ranges that it owns if parameters are sharded or split over ranks, else all parameters; and the
+    integer arrays of its stage.
 
     Parameters
     ----------
@@ -33,10 +34,12 @@ class BestParameters:
         whole = self._model.engine.whole
         self._whole: Array | None = None if whole.gathers else whole.vector()
         self._owned: Array | None = self._model.local_parameter_shard if whole.gathers else None
+        self._integers = {name: value.copy() for name, value in self._model.engine.integers.values.items()}
 
     def give_back(self) -> None:
-        """Set the model's parameters to the copy. Collective over the model's ranks."""
+        """Set the model's parameters and integer arrays to the copy. Collective over the model's ranks."""
         assert self._model is not None
+        self._model.engine.integers.set(self._integers)
         if self._owned is None:
             assert self._whole is not None
             self._model.set_parameters(self._whole)
@@ -51,7 +54,8 @@ class BestParameters:
     @property
     def nbytes(self) -> int:
         """The size of this rank's copy in bytes."""
-        return sum(values.nbytes for values in (self._whole, self._owned) if values is not None)
+        kept = (self._whole, self._owned, *self._integers.values())
+        return sum(values.nbytes for values in kept if values is not None)
 
     def gathered(self) -> Array:
         """Return the kept parameters of the whole model, as a 1-D array in declared order.
@@ -79,4 +83,4 @@ class BestParameters:
             raise ArgumentError(
                 "the best parameters are spread over the ranks: ask for best_parameters on all of them first"
             )
-        return {"_model": None, "_owned": None, "_whole": self._whole}
+        return {"_model": None, "_owned": None, "_whole": self._whole, "_integers": self._integers}

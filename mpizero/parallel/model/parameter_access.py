@@ -65,10 +65,11 @@ class ParameterAccess(ShardedCore):
     def with_parameters(self, values: Array) -> Self:
         """Return a new sharded model with the same wrapped model and the given parameters, without an optimizer.
 
-        ``values`` are as for :meth:`set_parameters`.
+        ``values`` are as for :meth:`set_parameters`. Integer arrays are copied from this model.
         """
         values = self._checked("with_parameters", values)
         copy = self._twin(self._wrapped)
+        copy.engine.integers.copy_from(self.engine.integers)
         copy._update_local_shard_from_full(values)
         return copy
 

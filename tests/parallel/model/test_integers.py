@@ -173,6 +173,23 @@ def test_functions_are_given_them_and_return_new_ones() -> None:
         assert "agree" in str(check_model(counting(in_place=in_place), *samples(1, 6)[0]))
 
 
+def test_copies_with_other_parameters_and_the_best_parameters_have_theirs() -> None:
+    def go(comm: Any, strategy: str) -> Any:
+        model, optimizer = sharded(strategy, comm, counting(in_place=False), mz.SGD(lr=0.1), micro_batch=5)
+        x = np.where(np.arange(20) < 15, 1.0, -1.0)[:, None] * np.ones(6)  # the last ones get worse by every step
+        source = mz.data.ArraySource(x, np.zeros(20))
+        source.in_order = True
+        options = mz.OptimizationOptions(epochs=3, batch_size=5, validation=0.25)
+        with model, model.with_parameters(model.get_parameters()) as before:
+            result = optimizer.optimize(source, options)
+            with model.with_parameters(model.get_parameters()) as after:
+                counts = [int(one.named_parameters()["n"]) for one in (before, model, after)]
+                return result.best_epoch, counts, after.parameters_sha256() == model.parameters_sha256()
+
+    for strategy in ("ddp", "zero3"):
+        assert run_in_threads(2, lambda comm, s=strategy: go(comm, s)) == [(0, [3, 9, 9], True)] * 2
+
+
 # ---------------------------------------------------------------------- mistakes
 
 
