@@ -72,6 +72,43 @@ def test_a_collective_method_that_one_rank_calls_is_found(tmp_path, name):
         assert "rank 0: the end of the callbacks' on_step" in str(error)
 
 
+class StateAlone(Does):
+    """Calls a collective method of the model on rank 0 when its state is saved, or loaded."""
+
+    def __init__(self, name):
+        super().__init__(lambda trainer: None)
+        self.name = name
+
+    def on_step(self, trainer, report):
+        self.trainer = trainer
+
+    def state_dict(self):
+        return self.alone("state_dict")
+
+    def load_state_dict(self, state):
+        self.alone("load_state_dict")
+
+    def alone(self, name):
+        if name == self.name and self.trainer.rank == 0:
+            self.trainer.model.gather_full_parameters()
+        return {}
+
+
+def test_a_collective_method_that_one_rank_calls_for_its_state_is_found(tmp_path):
+    for name, steps in (("", 1), ("state_dict", 2), ("load_state_dict", 3)):
+
+        def work(comm, name=name, steps=steps):
+            callback = StateAlone(name)
+            trainer = callback.trainer = made(tmp_path, comm, [callback], steps=steps)
+            if not name:
+                return trainer.fit()
+            with pytest.raises(CollectiveMismatch, match=f"(?s)gather_full_parameters at .*the end of .* {name}"):
+                trainer.resume()
+            return None
+
+        run_in_threads(2, work)
+
+
 def test_an_error_on_one_rank_before_a_collective_method_is_shown(tmp_path):
     def work(comm):
         return [Does(fail if comm.rank else lambda trainer: trainer.model.check_integrity(), everywhere=True)]

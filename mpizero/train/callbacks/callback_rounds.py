@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import raise_on_all
 from mpizero.comm.calls import agree_on_call, record_call
 from mpizero.errors import CollectiveError, StateError
-from mpizero.train.callbacks.callback import HOOKS, overrides
+from mpizero.train.callbacks.callback import HOOKS, overrides, restore_state, saved_state
 from mpizero.types import Array
+
+T = TypeVar("T")
 
 
 def agree_after(comm: Communicator, what: str, error: Exception | None, *, wanted: bool = False) -> Array:
@@ -50,7 +52,7 @@ class CallbackRounds:
     """
 
     def __init__(self, callbacks: Sequence[Any], model: Any) -> None:
-        self._model = model
+        self._callbacks, self._model = callbacks, model
         self._called = {name: [one for one in callbacks if overrides(one, name)] for name in HOOKS}
         self._running = self._wanted = ""
         #: The reason for which a callback has stopped the run; "" if none has. The same on every rank.
@@ -79,16 +81,45 @@ class CallbackRounds:
         """
         if not self._called[hook]:
             return
-        comm, what = self._model.config.communicator, f"the callbacks' {hook}"
-        try:
-            self._call(hook, arguments)
-        except Exception as error:  # the report about a mismatch then shows it
-            agree_after(comm, what, error)
-            raise
-        if agree_after(comm, what, None, wanted=bool(self._wanted)).any():
-            reasons = comm.allgather_object(self._wanted, "callbacks stop")
+        wanted = self._agreed(f"the callbacks' {hook}", lambda: self._call(hook, arguments))[1]
+        if wanted.any():
+            reasons = self._comm.allgather_object(self._wanted, "callbacks stop")
             rank, reason = next((rank, text) for rank, text in enumerate(reasons) if text)
             self.reason, self._wanted = self.reason or f"{reason} (a callback on rank {rank})", ""
+
+    def saved_state(self) -> dict[str, Any]:
+        """Return the states of rank 0's callbacks by name. Collective if there are callbacks; errors as :meth:`call`.
+
+        A checkpoint has one state, of which rank 0's logger knows more than the others.
+        """
+        if not self._callbacks:
+            return {}
+        found = self._agreed("the callbacks' state_dict", lambda: saved_state(self._callbacks))[0]
+        states: dict[str, Any] = self._comm.broadcast_object(found, tag="states of callbacks")
+        return states
+
+    def restore_state(self, saved: Mapping[str, Any]) -> list[str]:
+        """Give every callback its saved state; return messages about what is missing or left.
+
+        Collective if there are callbacks; errors as :meth:`call`: one may not take what another version has saved.
+        """
+        if not self._callbacks:
+            return restore_state((), saved)
+        return self._agreed("the callbacks' load_state_dict", lambda: restore_state(self._callbacks, saved))[0]
+
+    @property
+    def _comm(self) -> Communicator:
+        comm: Communicator = self._model.config.communicator
+        return comm
+
+    def _agreed(self, what: str, call: Callable[[], T]) -> tuple[T, Array]:
+        """Return what ``call`` returns, and which ranks want to stop; errors as :meth:`call`. Collective."""
+        try:
+            found = call()
+        except Exception as error:  # the report about a mismatch then shows it
+            agree_after(self._comm, what, error)
+            raise
+        return found, agree_after(self._comm, what, None, wanted=bool(self._wanted))
 
     def _call(self, hook: str, arguments: Sequence[Any]) -> None:
         step = self._model.engine.step_number

@@ -15,7 +15,6 @@ from mpizero.errors import MpizeroError
 from mpizero.faults import inject
 from mpizero.parallel import StepReport
 from mpizero.parallel.config import AUTO
-from mpizero.train.callbacks.callback import restore_state, saved_state
 from mpizero.train.callbacks.callback_rounds import CallbackRounds
 from mpizero.train.config.setting_checks import rejected, shown
 from mpizero.train.process_memory import peak_resident
@@ -187,8 +186,7 @@ class TrainingLoop:
             for one in self.overrides
         ]
         told += [] if self.improvement is None else [self.improvement.restore(saved.state.best)]
-        with all_ranks(self.control):  # a callback may not take what another version of it has saved
-            told += restore_state(setup.callbacks, saved.state.callbacks)
+        told += self.callbacks.restore_state(saved.state.callbacks)
         for message in filter(None, told):
             self.progress.say(message)
 
@@ -288,10 +286,7 @@ class TrainingLoop:
 
     def _save(self, *, wait: bool) -> None:
         self.numbers.before_save()
-        with all_ranks(self.control):
-            states = saved_state(self.setup.callbacks)
-        if self.setup.callbacks:  # a checkpoint has one state, of which rank 0's logger knows more than the others
-            states = self.control.broadcast_object(states, tag="states of callbacks")
+        states = self.callbacks.saved_state()
         best = {} if self.improvement is None else self.improvement.state()
         state = RunState(self.loss, best, self.numbers.state(), states, self.callbacks.reason, self.overrides)
         self.saver.save(self.step, state, wait=wait, best=self._is_best)
