@@ -49,6 +49,7 @@ DEEPEST = 60
 _TELLERS = ("alive_progress", "progressbar", "rich", "tensorboardX", "tqdm", "wandb")
 _TENSORS = ("torch", "jax", "jaxlib")
 _BY_RANK = ("rank", "myrank", "device")
+_LIKE_PYTHON = (np.bool, np.integer, np.float64, np.complex128, np.str_, np.bytes_)
 _COMMUNICATORS = ("mpi4py", "mpizero.comm", "mpizero.parallel")
 
 
@@ -105,18 +106,21 @@ class Fingerprint:
             return b"around %d" % (len(self._open) - self._open[key])
         self._open[key] = len(self._open)
         parts = self.parts(value) if len(self._open) <= DEEPEST else Parts("", left_out="nested too deeply")
-        found = hashlib.sha256(_sized(parts.kind.encode(errors="backslashreplace")))
         if parts.left_out:
             self.left_out.setdefault(words(self._subject, self._steps), parts.left_out)
-        found.update(_sized(parts.content))
+        pieces = [_sized(parts.kind.encode(errors="backslashreplace")), _sized(parts.content)]
         for step in sorted(parts.items):
+            item = parts.items[step]
+            if type(item) in PLAIN:
+                pieces += (_label(step), _sized(_plain(item)))
+                continue
             self._steps.append(step)
-            found.update(_sized(step.encode(errors="backslashreplace")))
-            found.update(_sized(self.digest(parts.items[step])))
+            pieces += (_label(step), _sized(self.digest(item)))
             self._steps.pop()
         del self._open[key]
-        self._known[key] = value, found.digest()  # the value, too: an id is of a living object
-        return self._known[key][1]
+        found = hashlib.sha256(b"".join(pieces)).digest()
+        self._known[key] = value, found  # the value, too: an id is of a living object
+        return found
 
     def digest_named(self, values: Mapping[str, Any]) -> bytes:
         """Return one digest of several named values; the keys of :attr:`left_out` contain the names."""
@@ -154,9 +158,9 @@ class Fingerprint:
     def kept(self, kind: type) -> frozenset[str]:
         """Return the names of the fields that are not compared: caches, and fields that methods change in training."""
         if kind not in self._kept:
-            cached = {name for base in kind.__mro__ for name, item in vars(base).items() if _is_cache(item)}
+            cached = _caches_of(kind)
             users = is_users(getattr(sys.modules.get(kind.__module__), "__file__", None), kind.__module__)
-            self._kept[kind] = frozenset(cached | kept_by(kind) if users else cached)
+            self._kept[kind] = cached | kept_by(kind) if users else cached
         return self._kept[kind]
 
     def hides_fields(self, kind: type) -> bool:
@@ -178,8 +182,7 @@ def _plain(value: Any) -> bytes:
 
 def _python(value: Any) -> Any:
     """Convert a NumPy scalar to the equivalent Python one, so that ``np.float64(1)`` and ``1.0`` count as equal."""
-    kinds = np.bool | np.integer | np.float64 | np.complex128 | np.str_ | np.bytes_
-    return value.item() if isinstance(value, np.generic) and isinstance(value, kinds) else value
+    return value.item() if isinstance(value, _LIKE_PYTHON) else value
 
 
 def _array(_: Fingerprint, value: Any) -> Parts:
@@ -313,10 +316,17 @@ def _sized(content: bytes) -> bytes:
     return len(content).to_bytes(8) + content
 
 
+@functools.lru_cache(maxsize=4096)
+def _label(step: str) -> bytes:
+    """Return what stands before the digest of a part: few names lead to all parts."""
+    return _sized(step.encode(errors="backslashreplace"))
+
+
 def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+@functools.lru_cache(maxsize=4096)
 def _is_compared(name: str) -> bool:
     small = name.lower()
     return not small.startswith("_") and small not in _BY_RANK and not small.endswith(("_rank", "_device"))
@@ -379,5 +389,8 @@ def _fields(value: Any, kept: Set[str]) -> Iterator[tuple[str, Any]]:
             yield name, item
 
 
-def _is_cache(item: Any) -> bool:
-    return isinstance(item, functools.cached_property)
+@functools.lru_cache(maxsize=256)
+def _caches_of(kind: type) -> frozenset[str]:
+    """Return the names of the attributes that are a ``cached_property`` of a class."""
+    members = (member for base in kind.__mro__ for member in vars(base).items())
+    return frozenset(name for name, item in members if isinstance(item, functools.cached_property))
