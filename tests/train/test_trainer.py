@@ -326,6 +326,28 @@ def test_a_run_resumes_where_shared_memory_is_short_as_it_began(tmp_path, monkey
     assert found[0][0].steps == 3
 
 
+def test_a_signal_that_comes_too_late_to_stop_a_run_stops_the_program(tmp_path):
+    class Late(mz.Callback):
+        def on_step(self, trainer, report):
+            self.kill(trainer.step == STEPS and trainer.run.name == "0")
+
+        def on_end(self, trainer, result):
+            self.kill(trainer.run.name == "1")
+
+        def kill(self, now):
+            if now:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    told = f"stopped by SIGTERM on rank 0: the run is complete after step {STEPS}, trainer.resume"
+    for number in range(2):
+        with made(tmp_path, "self", [Late()], run=tmp_path / str(number)) as trainer:
+            with pytest.raises(mz.Preempted, match=told):
+                trainer.fit()
+            assert (trainer.run / "run_complete").exists()
+        with made(tmp_path, "self", run=tmp_path / str(number)) as trainer:
+            assert trainer.resume().steps == STEPS
+
+
 @pytest.mark.parametrize("how", ["pipeline", "given"])
 def test_models_split_over_ranks_and_models_sharded_already_train_the_same(tmp_path, how):
     net = mz.nn.MLP(3, (8, 8), 1, task="regression", dtype="float64")

@@ -184,7 +184,23 @@ class Trainer:
             return run_visit(self._setup, self._context, **arguments)
         signals = StopSignals(() if self._setup.model.config.is_guest else SIGNALS)
         with plain_settings():
-            return run_visit(self._setup, JobContext(signals, environment=os.environ), **arguments)
+            outcome = run_visit(self._setup, JobContext(signals, environment=os.environ), **arguments)
+        return outcome if isinstance(outcome, Preempted) else self._unless_signalled(outcome, signals)
+
+    def _unless_signalled(self, result: TrainingResult, signals: StopSignals) -> TrainingResult | Preempted:
+        """Return the result of a complete run, but a :class:`Preempted` if a signal came too late to stop it.
+
+        It has asked the program to end, which would go on as if there had been none. Collective; the signals are not
+        caught any more.
+        """
+        reasons = self._setup.comm.allgather_object(signals.reason(self.rank), "late signals")
+        reason = next(filter(None, reasons), "")
+        if not reason:
+            return result
+        way_on = self._setup.record.wording.resume
+        return Preempted(
+            f"stopped by {reason}: the run is complete after step {result.steps}, {way_on} returns its result"
+        )
 
     def _result_of(self, outcome: TrainingResult | Preempted) -> TrainingResult:
         if not isinstance(outcome, Preempted):
