@@ -176,6 +176,10 @@ class Stateful(mz.Callback):
         ([Does(fail), fail], r"callbacks\[1\] is a function without any of on_step"),
         ([Misspelt()], r"Misspelt: on_validate is never called \(did you mean 'on_validation'\?\)"),
         ([Half(fail)], "Half: has only one of state_dict and load_state_dict; define both"),
+        (
+            [Stateful({}), Does(fail), Stateful({})],
+            r"callbacks\[2\], Stateful: .* that of callbacks\[0\], both are called 'Stateful': .*state_name of its own",
+        ),
         (Does(fail), "expected a list of objects"),
         ("on_step", "callbacks='on_step': expected a list of objects"),
     ],
@@ -211,17 +215,22 @@ def test_the_state_of_rank_0_is_saved_and_every_rank_gets_it(tmp_path):
     assert [one.state for one in found] == [{"rank": 0}] * 3
 
 
-def test_states_belong_to_callbacks_by_class_and_number_and_what_is_left_is_told(tmp_path, capsys):
+def test_states_belong_to_callbacks_by_class_and_name_in_any_order_and_what_is_left_is_told(tmp_path, capsys):
     def run(callbacks, how="fit", **settings):
         with made(tmp_path, "self", callbacks, progress=True, **settings) as trainer:
             getattr(trainer, how)()
 
-    run([Stateful({"at": 1}), Stateful({"at": 2})], steps=1)
-    first, second = Stateful({}), Stateful({})
-    run([first, Does(lambda trainer: None), second], "resume", steps=2)
+    def named(state):
+        found = Stateful(state)
+        found.state_name = "second"
+        return found
+
+    run([Stateful({"at": 1}), named({"at": 2})], steps=1)
+    first, second = Stateful({}), named({})
+    run([second, Does(lambda trainer: None), first], "resume", steps=2)
     assert (first.state, second.state) == ({"at": 1}, {"at": 2})
     run([Stateful({})], "resume", steps=3)
-    assert "the checkpoint's state of callback Stateful 2 is left out" in capsys.readouterr().err
+    assert "the checkpoint's state of callback second is left out" in capsys.readouterr().err
     run([], "resume", steps=4)
     run([first], "resume", steps=5)
     assert "callback Stateful has no state in the checkpoint: it begins anew" in capsys.readouterr().err

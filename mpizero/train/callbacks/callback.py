@@ -30,7 +30,15 @@ class Callback:
       resumed run equals an uninterrupted one only if the method does the same after the same step,
     - ask by ``trainer.stop(reason)`` on any rank that all ranks end the run after this step,
     - raise an exception: all ranks end, with the line that raised it.
+
+    Attributes
+    ----------
+    state_name : str
+        Name under which a checkpoint keeps the state of :meth:`state_dict`; if it is empty, the class's name. Of
+        several callbacks of one class that have a state, each needs its own.
     """
+
+    state_name: str = ""
 
     def on_step(self, trainer: Any, report: StepReport) -> None:
         """Do something after each step; ``report`` is the step's, and ``trainer.figures`` its line of metrics."""
@@ -58,7 +66,8 @@ def check_callbacks(callbacks: object) -> tuple[Any, ...]:
     Raises
     ------
     ArgumentError
-        If one is a class, a function, or an object without a method that a run calls; the message says what to give.
+        If one is a class, a function, or an object without a method that a run calls; or if the states of two have the
+        same name in checkpoints. The message says what to give.
     """
     if isinstance(callbacks, str | bytes | Mapping) or not isinstance(callbacks, Iterable):
         raise ArgumentError(f"Trainer: callbacks={callbacks!r:.80}: expected a list of objects")
@@ -79,7 +88,24 @@ def check_callbacks(callbacks: object) -> tuple[Any, ...]:
             )
         if overrides(one, STATE[0]) != overrides(one, STATE[1]):
             raise ArgumentError(f"{what}, {type(one).__name__}: has only one of {' and '.join(STATE)}; define both")
+    _check_state_names(found)
     return found
+
+
+def _check_state_names(callbacks: Sequence[Any]) -> None:
+    """Raise ArgumentError if two states have the same name: in another order, callbacks would swap them."""
+    first: dict[str, int] = {}
+    for number, one in enumerate(callbacks):
+        if not overrides(one, STATE[0]):
+            continue
+        what, given = f"Trainer: callbacks[{number}], {type(one).__name__}", getattr(one, "state_name", "")
+        if not isinstance(given, str):
+            raise ArgumentError(f"{what}: state_name = {given!r:.80}: expected a string")
+        if (other := first.setdefault(state_name(one), number)) != number:
+            raise ArgumentError(
+                f"{what}: a checkpoint could not tell its state from that of callbacks[{other}], both are called "
+                f"{shown(state_name(one))}: give each an attribute state_name of its own"
+            )
 
 
 def overrides(callback: object, name: str) -> bool:
@@ -88,15 +114,9 @@ def overrides(callback: object, name: str) -> bool:
     return callable(method) and getattr(method, "__func__", None) is not getattr(Callback, name)
 
 
-def names_of(callbacks: Sequence[object]) -> list[str]:
-    """Return a name for each callback, under which its state is saved: its class's, with a number if that repeats."""
-    names: list[str] = []
-    for one in callbacks:
-        name, number = type(one).__name__, 2
-        while name in names:
-            name, number = f"{type(one).__name__} {number}", number + 1
-        names.append(name)
-    return names
+def state_name(callback: object) -> str:
+    """Return the name under which a checkpoint keeps the state of a callback: its own, else that of its class."""
+    return getattr(callback, "state_name", "") or type(callback).__name__
 
 
 def saved_state(callbacks: Sequence[Any]) -> dict[str, Any]:
@@ -108,10 +128,10 @@ def saved_state(callbacks: Sequence[Any]) -> dict[str, Any]:
         If a state is no dictionary of JSON values; the message names the callback and the key.
     """
     found: dict[str, Any] = {}
-    for name, one in zip(names_of(callbacks), callbacks, strict=True):
+    for one in callbacks:
         if not overrides(one, STATE[0]):
             continue
-        state = one.state_dict()
+        name, state = state_name(one), one.state_dict()
         if not isinstance(state, dict):
             raise ConfigError(f"{name}.state_dict must return a dictionary, it returned a {type(state).__name__}")
         for key, value in state.items():
@@ -134,8 +154,7 @@ def restore_state(callbacks: Sequence[Any], saved: Mapping[str, Any]) -> list[st
     Not collective.
     """
     told = []
-    names = names_of(callbacks)
-    takers = {name: one for name, one in zip(names, callbacks, strict=True) if overrides(one, STATE[1])}
+    takers = {state_name(one): one for one in callbacks if overrides(one, STATE[1])}
     for name, one in takers.items():
         if name in saved:
             one.load_state_dict(saved[name])

@@ -19,7 +19,7 @@ from mpizero.layout.flat import joined
 from mpizero.names import nearest, shown
 from mpizero.parallel import ShardedModelBase, ShardingConfig
 from mpizero.parallel.partition.blocks import blocks_of
-from mpizero.train.callbacks.callback import check_callbacks, names_of
+from mpizero.train.callbacks.callback import check_callbacks, state_name
 from mpizero.train.callbacks.user_metrics import check_metrics
 from mpizero.train.config.builder import lay_out
 from mpizero.train.config.loop_section import LoopSection
@@ -213,7 +213,7 @@ class TrainerArguments:
             fingerprint = data_fingerprint(source)
             held = "" if validation is None else data_fingerprint(validation)
         shared = {**vars(loop), **vars(checkpoints), **vars(layout), "sharded": self.is_sharded}
-        shared |= {"metrics": list(metrics), "callbacks": names_of(callbacks)}
+        shared |= {"metrics": list(metrics), "callbacks": [state_name(one) for one in callbacks]}
         data = {"the training data": fingerprint, "the validation data": held}
         agree_equal(comm, lambda: {"the arguments of Trainer": shared, **data}, "agree Trainer")
         model = self._placed(layout, ranks, loop)
