@@ -20,7 +20,7 @@ from mpizero import kernels, optim
 from mpizero.comm.supervision.guard import set_context
 from mpizero.errors import CollectiveError, DataError, PeerFailure, RemoteError, StateError
 from mpizero.parallel.batch.redistribute import NOTHING_MORE, GlobalBatch, in_contexts, redistribute
-from mpizero.parallel.batch.step_scalars import Divisors, Totals
+from mpizero.parallel.batch.step_scalars import Divisors, Totals, check_weight
 from mpizero.parallel.execution.evaluation import Evaluation, evaluate
 from mpizero.parallel.gradients.bucket_tuner import make_tuner
 from mpizero.parallel.gradients.reducer import GradientReducer
@@ -83,6 +83,7 @@ class Engine(PlacedModel):
                 reducer.finish()
             with self.timeline.span("agreement", "losses"):
                 totals = self.scalars.agree(None if self.updater is None else self.updater.ask_rate)
+                check_weight(totals.weight)
                 self.integers.agree()
                 return batch, totals
 
@@ -307,14 +308,17 @@ class Engine(PlacedModel):
         self.store.publish(exchange=self.placement.shard_optimizer)
         self._uses_average = not self._uses_average
 
-    def evaluate(self, x: Any, y: Any, loss: Any = None) -> Evaluation:
+    def evaluate(self, x: Any, y: Any, loss: Any = None, *, weightless: bool = False) -> Evaluation:
         """Evaluate all ranks' samples without training: return loss sum, weight and number of correct predictions.
 
-        ``loss`` is used in place of the model's own, unless it is None.
+        ``loss`` is used in place of the model's own, unless it is None. With ``weightless`` all targets may be ignored.
         """
         batch = self._redistribute(x, y, self.rows)
         with self.scalars.everyone.trace.joint_task("evaluation"):
             scores = self.partitioned.is_last and self.grid.here.tensor == 0  # losses are found here, and count
             rounds, own = self.rows.rounds(batch.count), getattr(self.model, "loss", None) if loss is None else loss
             with self.runner.using_loss(loss):
-                return evaluate(batch, self.runner, self.scalars, rounds, self._run, scores=scores, loss=own)
+                found = evaluate(batch, self.runner, self.scalars, rounds, self._run, scores=scores, loss=own)
+        if not weightless:
+            check_weight(found.weight)
+        return found

@@ -120,6 +120,12 @@ def tree_total(values: Array) -> Array:
     return total
 
 
+def check_weight(weight: float) -> None:
+    """Raise DataError if the total weight of a global batch is not above 0: then there is nothing to average."""
+    if weight <= 0:
+        raise DataError(f"the global batch has weight {weight:g}: every target in it is ignored; expected more than 0")
+
+
 def rates_differ(step: int, rates: Array) -> ConfigError:
     """Return the error to raise if ``rates``, the learning rates of all ranks, are not equal. Not collective."""
     return ConfigError(
@@ -239,8 +245,6 @@ class GrainScalars:
             If the ranks have called different operations.
         ConfigError
             If the learning rates differ between ranks in any bit; the error names ranks and rates.
-        DataError
-            If the total weight is not above 0: then there is nothing to average.
         Exception
             The error that this rank has recorded; the other ranks raise a ``RemoteError`` that quotes it.
         """
@@ -267,10 +271,6 @@ class GrainScalars:
         rows = table[table[:, 0] >= 0]
         rows = rows[np.argsort(rows[:, 0], kind="stable")]
         loss, weight = tree_total(rows[:, 1:3])
-        if weight <= 0:
-            raise DataError(
-                f"the global batch has weight {weight:g}: every target in it is ignored; expected more than 0"
-            )
         return Totals(float(loss), float(weight), problems, self.samples)
 
     def agree_on_rate(self, ask_rate: Callable[[], float]) -> None:

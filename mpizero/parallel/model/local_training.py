@@ -11,7 +11,7 @@ import numpy as np
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.calls import collective, recorded
 from mpizero.comm.reduce.mean import mean_over_ranks
-from mpizero.parallel.batch.step_scalars import tree_total
+from mpizero.parallel.batch.step_scalars import check_weight, tree_total
 from mpizero.parallel.engine import Engine
 from mpizero.parallel.execution.evaluation import Evaluation
 from mpizero.parallel.model.parameter_access import ParameterAccess
@@ -35,6 +35,7 @@ class LocalTraining(ParameterAccess):
         self.engine.close()
         self._engine = Engine(self._wrapped, self._config.replace(comm="self"), placement(self.strategy), device=device)
         self.engine.integers.copy_from(integers)
+        self.engine.speaks = self.rank == 0
         self._mean_every, self._pending = every, None
         self._update_local_shard_from_full(values)
 
@@ -82,9 +83,10 @@ class LocalTraining(ParameterAccess):
         found = Evaluation(0.0, 0.0, 0)
         with all_ranks(self._config.communicator, first=True):
             if count_samples(x, y):
-                found = self.engine.evaluate(x, y, loss)
+                found = self.engine.evaluate(x, y, loss, weightless=True)
         values = [found.loss_sum, found.weight, found.correct or 0, found.predictions, found.correct is None]
         loss_sum, weight, correct, predictions, unscored = self._sum_over_ranks(values).tolist()
+        check_weight(weight)
         return Evaluation(loss_sum, weight, None if unscored else int(correct), int(predictions))
 
     def _sum_over_ranks(self, values: list[float]) -> Array:

@@ -348,6 +348,27 @@ def test_local_steps_by_hand_are_averaged_too_and_one_ranks_error_reaches_all() 
     assert len(set(run_in_threads(3, run))) == 1
 
 
+def test_local_ranks_may_evaluate_only_ignored_targets_and_one_tells_of_a_load(tmp_path: Any, capsys: Any) -> None:
+    def run(comm: Any, again: bool) -> Any:
+        config = mz.ShardingConfig(comm=comm, micro_batch=3 if again else 2)
+        x, y = points(6)
+        with mz.DDPModel(mlp(), config) as model:
+            mz.LocalSGDOptimizer(mz.SGD(lr=0.1), config).set_model(model)
+            if again:
+                model.load_model(tmp_path / "saved")
+            found = model.evaluate(x, y if comm.rank == 0 else np.full_like(y, -1))
+            with pytest.raises(DataError, match="weight 0: every target in it is ignored"):
+                model.evaluate(x, np.full_like(y, -1))
+            model.save_model(tmp_path / "saved")
+            return found.loss, found.weight
+
+    for again in (False, True):
+        first, second = run_in_threads(2, lambda comm, a=again: run(comm, a))
+        assert first == second
+        assert first[1] == 6
+    assert capsys.readouterr().err.count("the checkpoint was trained with micro_batch=2") == 1
+
+
 def test_local_sgd_needs_whole_parameters_and_a_sensible_interval() -> None:
     config = mz.ShardingConfig()
     with pytest.raises(ConfigError, match="every=0"):
