@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import mpizero as mz  # noqa: E402
 from mpizero.adapters.torch.backward import Pass, input_half, weight_half, whole_backward  # noqa: E402
@@ -177,6 +178,39 @@ def test_a_block_may_change_its_input_in_place() -> None:
     assert x.tobytes() == kept.tobytes()
     for name, value in whole.items():
         np.testing.assert_allclose(value, blocks[name], rtol=1e-6)
+
+
+class Repeated(nn.Module):
+    """Add to its input what layers with random numbers and statistics compute, which torch may recompute."""
+
+    def __init__(self, by_torch: bool) -> None:
+        super().__init__()
+        self.by_torch = by_torch
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 4))
+
+    def forward(self, x: Any) -> Any:
+        return x + (checkpoint(self.body, x, use_reentrant=False) if self.by_torch else self.body(x))
+
+
+def test_recomputed_activations_leave_the_same_bits() -> None:
+    def body(comm: Any, by_torch: bool, repeated: Any, **layout: Any) -> str:
+        def make() -> Any:
+            return nn.Sequential(nn.Linear(4, 4), Repeated(by_torch), Repeated(by_torch), nn.Linear(4, 3))
+
+        model = mz.adapters.torch.TorchModel(make, CE, blocks=["0", "1", "2", "3"], activation_checkpointing=repeated)
+        with placed(model, comm, "zero3", **layout) as sharded:
+            for x, y in mz.data.batches(mz.data.ArraySource(NOISE, Y), sharded, global_batch=4, seed=0, steps=3):
+                sharded.train(x, y)
+            return str(sharded.parameters_sha256())
+
+    layouts = [(1, {}), (2, {"ranks_per_node": 1}), (2, {"pipeline_parallel_size": 2, "schedule": "zero_bubble"})]
+    kinds: list[tuple[bool, list[str]]] = [(False, []), (True, []), (False, ["1", "2"]), (True, ["*"])]
+    found = {
+        run_in_threads(ranks, lambda comm, k=kind, o=layout: body(comm, *k, **o))[0]
+        for kind in kinds
+        for ranks, layout in layouts
+    }
+    assert len(found) == 1
 
 
 class Keeps(torch.autograd.Function):
@@ -400,7 +434,7 @@ def test_unusual_uses_of_parameters_are_as_in_pytorch_with_gathered_parameters(m
             here = slice(None) if schedule else slice(2 * comm.rank, 2 * comm.rank + 2)
             for _ in range(2):
                 sharded.train(x[here], Y[here])
-            return dict(sharded.named_parameters())
+            return {**sharded.named_parameters(), "prediction": sharded.predict(x)}
 
     founds = [run_in_threads(2, body)[0], run_in_threads(2, lambda comm: body(comm, "zero_bubble"))[0]]
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -409,8 +443,8 @@ def test_unusual_uses_of_parameters_are_as_in_pytorch_with_gathered_parameters(m
         (CE(whole(torch.from_numpy(x)), torch.from_numpy(Y)) / 4).backward()
         optimizer.step()
     for found in founds:
-        for name, value in net.named_parameters():
-            np.testing.assert_allclose(found[name], value.detach().numpy(), rtol=2e-5, atol=1e-6)
+        for name, value in (*net.named_parameters(), ("prediction", whole(torch.from_numpy(x)))):
+            np.testing.assert_allclose(found[name], value.detach().numpy(), rtol=2e-5, atol=2e-6)
 
 
 # ------------------------------------------------------------------ mistakes
@@ -569,6 +603,7 @@ def two_norms() -> Any:
 
 CE = nn.CrossEntropyLoss(reduction="sum")
 X, Y = np.ones((4, 4), np.float32), np.zeros(4, np.int64)
+NOISE = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
 KEPT = Twice("reference")
 MISTAKES = [
     ("evaluation mode", lambda: (Changes("").eval(), CE, {}), "is in evaluation mode"),
@@ -646,6 +681,13 @@ def test_a_mistake_is_told_before_the_first_step_ends(make: Any, message: str) -
     with pytest.raises((MpizeroError, TypeError)) as error:
         run_in_threads(2, body)
     assert message in str(error.value)
+
+
+def test_a_model_with_dropout_is_checked_as_one_with_random_numbers() -> None:
+    report = mz.testing.check_model(transformer(), WORDS[:2, :-1], WORDS[:2, 1:])
+    assert "random numbers depend on where a grain begins" in str(report)
+    report = mz.testing.check_model(mz.adapters.torch.TorchModel(nn.Linear(4, 3), CE), NOISE, Y)
+    assert "random numbers" not in str(report)
 
 
 def test_ranks_with_other_weights_or_other_code_are_told() -> None:

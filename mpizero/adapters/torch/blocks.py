@@ -42,7 +42,8 @@ class _Recorded:
     Attributes
     ----------
     x, run
-        Its input. Of an evaluation only this is kept, and a backward pass runs it again.
+        Its input. Of an evaluation, and of a recomputed block, only this is kept, and the backward pass begins with a
+        forward pass.
     graph : Pass or None
         Autograd's graph.
     paths : tuple of str
@@ -82,10 +83,13 @@ class TorchBlock(Layer):
         Calls the module with the parameters that the layer is given.
     own_forward : OwnForward or None
         Of the first block: compares the blocks with the whole module.
+    recomputed : bool
+        Whether the backward pass computes the activations again.
     """
 
     call: ModuleCall
     own_forward: OwnForward | None = None
+    recomputed: bool = False
     _halves: _Halves = field(default_factory=_Halves)
     #: Whose memory the arrays of a pass are in, which the planner cannot count.
     memory_of: ClassVar[str] = "PyTorch"
@@ -106,24 +110,26 @@ class TorchBlock(Layer):
         return self.call.tensors.specs
 
     def forward(self, params: Params, x: Any, run: Run = EVALUATE) -> tuple[Any, Any]:
-        """Return the module's output for ``x``, and the graph of the pass; without training, only ``x`` is kept.
+        """Return the module's output for ``x``, and the graph of the pass, or only ``x``, from which it is recomputed.
 
         Not collective.
         """
         if self.own_forward is not None:
             self.own_forward.compare(x, run)
         recorded = _Recorded(x, run)
-        if not run.training:
+        if run.training and not self.recomputed:
+            passed = self._record(params, recorded)
+        else:
             with self.call.prepared(run), torch.no_grad():
-                y = self.call(params, self.call.given(params), map_leaves(as_tensor, x)).output
-                return map_leaves(as_array, y), recorded
-        y = self._record(params, recorded)
-        if (saved := recorded.saved) is not None:  # a parameter's memory is overwritten before the next block reads it
+                passed = self.call(params, self.call.given(params), map_leaves(as_tensor, x))
+        y = passed.output
+        if getattr(params, "gathered", False):  # a parameter's memory is overwritten before the next block reads it
+            saved = recorded.saved or SavedParameters(passed.given)
             y = map_leaves(lambda leaf: leaf if saved.parameter_of(leaf) is None else leaf.detach().clone(), y)
         return map_leaves(as_array, y), recorded
 
-    def _record(self, params: Params, recorded: _Recorded) -> Any:
-        """Run the module with autograd's graph, record the pass, and return the output's tensors."""
+    def _record(self, params: Params, recorded: _Recorded) -> Passed:
+        """Run the module with autograd's graph, and record the pass."""
         call, specs = self.call, self.call.tensors.specs
         with call.prepared(recorded.run), torch.enable_grad():
             recorded.first, given = call.new, call.given(params)
@@ -137,10 +143,10 @@ class TorchBlock(Layer):
                 recorded.saved = SavedParameters(given)
                 hooks = saved_tensors_hooks(recorded.saved.pack, recorded.saved.unpack)
             with hooks:
-                recorded.passed = call(params, given, x)
-            outputs = {path: t for path, t in paths_of(y=recorded.passed.output) if t.requires_grad}
+                recorded.passed = passed = call(params, given, x)
+            outputs = {path: t for path, t in paths_of(y=passed.output) if t.requires_grad}
             recorded.graph, recorded.paths = Pass(list(outputs.values()), inputs, weights), tuple(outputs)
-            return recorded.passed.output
+            return passed
 
     def backward(self, params: Params, cache: Any, dy: Any, grads: Params) -> Any:
         """Write the gradients of the parameters to ``grads``; return that of the input, or None. Not collective."""

@@ -41,9 +41,9 @@ class Describer:
         parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
         buffers = [name for name, _ in module.named_buffers(remove_duplicate=False)]
         held = dict(module.named_parameters(remove_duplicate=False))  # a tied one has several names
-        self._frozen = {id(held[name]) for name in _selected(parameters, "frozen", frozen)}
-        self._unused = {id(held[name]) for name in _selected(parameters, "unused", unused)}
-        self._averaged = _selected(buffers, "averaged", averaged, "buffer")
+        self._frozen = {id(held[name]) for name in chosen_names(parameters, "frozen", frozen)}
+        self._unused = {id(held[name]) for name in chosen_names(parameters, "unused", unused)}
+        self._averaged = chosen_names(buffers, "averaged", averaged, "buffer")
         self._dtype, self._saved = dtype, frozenset(module.state_dict())
         self._running = bound.running_statistics(module)
         self._homes: dict[int, str] = {}
@@ -104,6 +104,7 @@ class Describer:
                 place[key] = empty
 
 
-def _selected(names: list[str], where: str, patterns: Collection[str], what: str = "parameter") -> frozenset[str]:
+def chosen_names(names: list[str], where: str, patterns: Collection[str], what: str = "parameter") -> frozenset[str]:
+    """Return those of some names that the patterns of an argument choose; an error for a pattern that fits none."""
     where = f"TorchModel: {where}"
     return frozenset(selected(names, where, as_patterns(where, patterns), what))

@@ -12,7 +12,7 @@ import torch
 from mpizero import validation
 from mpizero.adapters.torch import bound
 from mpizero.adapters.torch.blocks import TorchBlock
-from mpizero.adapters.torch.describer import Describer
+from mpizero.adapters.torch.describer import Describer, chosen_names
 from mpizero.adapters.torch.loss import TorchLoss
 from mpizero.adapters.torch.module_call import BlockTensors, ModuleCall
 from mpizero.adapters.torch.originals import Originals, check_functions, check_parameters, mentions_data
@@ -62,6 +62,9 @@ class TorchModel:
         Whether the first samples, in training and in evaluation, also run through the module's own ``forward``, which
         must compute what the blocks compute. False where it is meant to differ. A module without a ``forward``, and an
         ``nn.Sequential`` whose children are the blocks, are not run.
+    activation_checkpointing : collection of str
+        Names, or shell patterns, of blocks of which only the input is kept for the backward pass. It runs them again,
+        with the same random numbers, and the bits stay the same.
 
     Raises
     ------
@@ -80,6 +83,7 @@ class TorchModel:
         unused: Collection[str] = (),
         averaged: Collection[str] = (),
         compare_forward: bool = True,
+        activation_checkpointing: Collection[str] = (),
     ) -> None:
         self.seed = validation.require("seed", seed, validation.seed)
         self._settings = TorchSettings()
@@ -98,10 +102,13 @@ class TorchModel:
             chosen = bound.chosen_blocks(self._module, twins)
             bound.check_all_held(self._module, chosen)
         own = OwnForward(self._made, tuple(chosen), self._settings) if blocks is not None and compare_forward else None
+        again = chosen_names(list(chosen), "activation_checkpointing", activation_checkpointing, "block")
         describer = Describer(self._module, self.dtype, frozen=frozen, unused=unused, averaged=averaged)
         #: Blocks by name, in the order in which they run.
         self.blocks: Mapping[str, TorchBlock] = {
-            name: self._block(number, inner, describer.describe(name, inner), own if number == 0 else None)
+            name: TorchBlock(
+                self._call(number, inner, describer.describe(name, inner)), own if number == 0 else None, name in again
+            )
             for number, (name, inner) in enumerate(chosen.items())
         }
         describer.forget_values()
@@ -110,6 +117,11 @@ class TorchModel:
     def fingerprint(self) -> Any:
         """Parts of the model that ranks compare."""
         return {"seed": self.seed}  # blocks, loss and start values are compared by themselves
+
+    @property
+    def random_by_grain(self) -> bool:
+        """Tell whether passes so far have drawn random numbers, which depend on where the grains begin."""
+        return any(block.call.random for block in self.blocks.values())
 
     @property
     def other_names(self) -> dict[str, str]:
@@ -201,10 +213,10 @@ class TorchModel:
             )
         return module
 
-    def _block(self, number: int, module: torch.nn.Module, tensors: BlockTensors, own: OwnForward | None) -> TorchBlock:
+    def _call(self, number: int, module: torch.nn.Module, tensors: BlockTensors) -> ModuleCall:
         training = tuple((inner, inner.training) for inner in module.modules())
         told = self._originals, mentions_data(module)
-        return TorchBlock(ModuleCall(module, number, tensors, self._settings, training, *told), own)
+        return ModuleCall(module, number, tensors, self._settings, training, *told)
 
 
 def _takes_nothing(function: Any) -> bool:

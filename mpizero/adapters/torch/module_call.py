@@ -73,10 +73,19 @@ class Passed(NamedTuple):
 
 @dataclass
 class _Seen:
-    """Hold what earlier passes have shown: in which modes, and whether the module changes its input in place."""
+    """Hold what earlier passes have shown.
+
+    Attributes
+    ----------
+    modes : set of bool
+        Whether they were in training.
+    changes_input, random : bool
+        Whether the module changes its input in place, and whether it draws random numbers.
+    """
 
     modes: set[bool] = field(default_factory=set)
     changes_input: bool = False
+    random: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +129,11 @@ class ModuleCall:
         return type(self.module).__name__
 
     @property
+    def random(self) -> bool:
+        """Tell whether passes so far have drawn random numbers."""
+        return self._seen.random
+
+    @property
     def new(self) -> bool:
         """Tell whether no pass in the present mode was completed yet."""
         return self.module.training not in self._seen.modes
@@ -129,10 +143,14 @@ class ModuleCall:
         return [as_tensor(array_of(params, spec.name)) for spec in self.tensors.specs]
 
     def placed(self, params: Params) -> AbstractContextManager[None]:
-        """Put the parameters into the module for a backward pass, in which hooks and functions may read them."""
-        specs = self.tensors.specs
-        tensors = [t.requires_grad_(s.optimized) for t, s in zip(self.values(params), specs, strict=True)]
-        return in_places(self.tensors.stored, tensors)
+        """Put the parameters into the module for a backward pass, in which hooks and functions may read them.
+
+        Of what a forward pass may change these are copies: ``torch.utils.checkpoint`` runs another one.
+        """
+        own = self.tensors
+        values = zip(self.values(params), own.specs, strict=True)
+        tensors = [t.clone() if s.averaged else t.requires_grad_(s.optimized) for t, s in values]
+        return in_places((*own.stored, *own.integers), tensors + self._numbers(params))
 
     @contextmanager
     def prepared(self, run: Run) -> Iterator[None]:
@@ -165,7 +183,7 @@ class ModuleCall:
         """
         own, new = self.tensors, self.new
         x = x if not new and not self._seen.changes_input else map_leaves(torch.clone, x)
-        numbers = [as_tensor(array_of(params, spec.name)).clone() for spec in own.integer_specs]
+        numbers = self._numbers(params)
         state = plain_state(self.module) if new else None
         watched = self._watched(given)
         versions = [tensor._version for _, _, tensor in watched]
@@ -196,6 +214,10 @@ class ModuleCall:
         self._note_input(any(leaf._version != version for leaf, version in inputs))
         return Passed(output, given, averages, numbers)
 
+    def _numbers(self, params: Params) -> list[torch.Tensor]:
+        """Return copies of the buffers of whole numbers."""
+        return [as_tensor(array_of(params, spec.name)).clone() for spec in self.tensors.integer_specs]
+
     def _check_reads(self, given: Sequence[torch.Tensor], numbers: Sequence[torch.Tensor], x: Any) -> None:
         """Raise :class:`LayoutError` if the module reads tensors of the module that it is a copy of."""
         own, state = self.tensors, torch.default_generator.get_state()
@@ -203,6 +225,7 @@ class ModuleCall:
         tensors += [number.clone() for number in numbers]
         with in_places((*own.stored, *own.integers), tensors), torch.no_grad(), self.originals.reads() as reads:
             called(self.module, map_leaves(torch.clone, x))
+        self._seen.random |= not torch.equal(torch.default_generator.get_state(), state)
         torch.default_generator.set_state(state)
         if reads.found:
             raise LayoutError(
