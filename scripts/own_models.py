@@ -70,6 +70,7 @@ MODELS = (
     OwnModel("PyTorch CNN", "torch_cnn.py", "whole"),
     OwnModel("PyTorch CNN, blocks", "torch_cnn.py", "by_blocks", blocks=True),
     OwnModel("PyTorch transformer, blocks", "torch_transformer.py", "by_blocks", blocks=True),
+    OwnModel("PyTorch transformer, kernels", "torch_transformer.py", "with_own_kernels", blocks=True),
     OwnModel("NumPy: residual", "residual_in_numpy.py", "make", blocks=True),
     OwnModel("C: waves", "wave_in_c.py", "make"),
     OwnModel("Fortran: heat", "heat_in_fortran.py", "make"),

@@ -41,7 +41,7 @@ class Layer(nn.Module):
         split = self.qkv(self.norm1(x)).view(samples, places, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
         mixed = scaled_dot_product_attention(*split, is_causal=True).transpose(1, 2).reshape(samples, places, WIDTH)
         x = x + self.drop(self.out(mixed))
-        return x + self.drop(self.down(gelu(self.up(self.norm2(x)))))
+        return x + self.drop(self.down(gelu(self.up(self.norm2(x)), approximate="tanh")))
 
 
 class Head(nn.Module):
@@ -77,9 +77,14 @@ def loss(prediction: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, 
     return cross_entropy(prediction.flatten(0, 1), target.flatten(), reduction="sum"), target.numel()
 
 
-def by_blocks() -> TorchModel:
+def by_blocks(kernels: str = "torch") -> TorchModel:
     """Return the model as a list of blocks."""
-    return TorchModel(Transformer, loss, blocks=["embedding", "layers.*", "head"], seed=1)
+    return TorchModel(Transformer, loss, blocks=["embedding", "layers.*", "head"], seed=1, kernels=kernels)
+
+
+def with_own_kernels() -> TorchModel:
+    """Return the model with attention and GELU computed by mpizero's kernels."""
+    return by_blocks("mpizero")
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:

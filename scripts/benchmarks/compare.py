@@ -5,7 +5,7 @@ on the same number of ranks of one thread each, with the same number of samples 
 mpizero's four strategies, started by mpiexec; PyTorch's DDP, DDP with ZeroRedundancyOptimizer, and FSDP2; and
 DeepSpeed's ZeRO-1, 2 and 3. PyTorch and DeepSpeed use gloo and start with the environment variables of torchrun.
 "module-" before the name of a strategy trains the PyTorch module of the others with mpizero, by an interpreter that has
-PyTorch; "torch-plain" trains it on one rank in a plain loop.
+PyTorch; "kernels-" does so with ``kernels="mpizero"``; "torch-plain" trains it on one rank in a plain loop.
 "products alone" computes only the matrix products of the same step with NumPy's BLAS, to show how fast a step could be.
 Every contender is first run alone, to measure its memory. Then all of them are started. In each round every contender
 trains a few steps while the others sleep, so that a slow moment of the machine affects all alike. Ratios are computed
@@ -98,8 +98,10 @@ def worker(args: argparse.Namespace) -> None:
 
         one, rank = CLASSES[args.be](shape), int(os.environ["RANK"])
     else:
-        kind = Products if args.be == LIMIT else OurModule if args.be in MODULES else Ours
-        one = kind(MODULES.get(args.be, args.be), shape, args.grain)
+        if args.be in MODULES:
+            one = OurModule(*MODULES[args.be], shape, args.grain)
+        else:
+            one = (Products if args.be == LIMIT else Ours)(args.be, shape, args.grain)
         rank = one.world.rank
     actions = {name: getattr(one, name) for name in ("prepare", "turn", "digest") if hasattr(one, name)}
     serve(args.socket, rank, actions)

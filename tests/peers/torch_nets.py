@@ -33,7 +33,7 @@ class Block(nn.Module):
         split = self.qkv(self.norm1(x)).view(samples, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         mixed = scaled_dot_product_attention(*split, is_causal=True).transpose(1, 2).reshape(samples, length, dim)
         x = x + self.drop(self.out(mixed)) * self.odd.mean()
-        return x + self.drop(self.down(gelu(self.up(self.norm2(x)))))
+        return x + self.drop(self.down(gelu(self.up(self.norm2(x)), approximate="tanh")))
 
 
 class Head(nn.Module):

@@ -65,6 +65,9 @@ class TorchModel:
     activation_checkpointing : collection of str
         Names, or shell patterns, of blocks of which only the input is kept for the backward pass. It runs them again,
         with the same random numbers, and the bits stay the same.
+    kernels : {"torch", "mpizero"}
+        What computes ``gelu(approximate="tanh")``, ``silu``, and ``scaled_dot_product_attention(is_causal=True)``
+        without mask and dropout, on CPUs: PyTorch, or mpizero's kernels, which take less time and round differently.
 
     Raises
     ------
@@ -84,9 +87,12 @@ class TorchModel:
         averaged: Collection[str] = (),
         compare_forward: bool = True,
         activation_checkpointing: Collection[str] = (),
+        kernels: str = "torch",
     ) -> None:
         self.seed = validation.require("seed", seed, validation.seed)
-        self._settings = TorchSettings()
+        if kernels not in ("torch", "mpizero"):
+            raise ConfigError(f"TorchModel: kernels is 'torch' or 'mpizero', got {kernels!r}")
+        self._settings = TorchSettings(own_kernels=kernels == "mpizero")
         check_rounding()
         self._source = module
         given = self._made()
@@ -115,8 +121,8 @@ class TorchModel:
 
     @property
     def fingerprint(self) -> Any:
-        """Parts of the model that ranks compare."""
-        return {"seed": self.seed}  # blocks, loss and start values are compared by themselves
+        """Parts of the model that ranks compare, besides blocks, loss and start values."""
+        return {"seed": self.seed, "own_kernels": self._settings.own_kernels}
 
     @property
     def random_by_grain(self) -> bool:

@@ -12,12 +12,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from mpizero.adapters.torch.functions import OwnKernels
 from mpizero.errors import ConfigError
 
 #: PyTorch's generator and settings belong to the process: ranks that are threads of one process take turns.
@@ -26,9 +27,18 @@ _TURN = threading.RLock()
 
 @dataclass
 class TorchSettings:
-    """Hold the number of threads of PyTorch during a model's passes; None for that which it has."""
+    """Hold the settings of PyTorch during a model's passes.
+
+    Attributes
+    ----------
+    threads : int or None
+        The number of threads; None for that which PyTorch has.
+    own_kernels : bool
+        Whether mpizero's kernels compute the functions that they know.
+    """
 
     threads: int | None = None
+    own_kernels: bool = False
 
 
 #: Does what ``torch.use_deterministic_algorithms`` does, which takes as long as a small layer.
@@ -41,7 +51,7 @@ def torch_pass(settings: TorchSettings, seed: int | None = None) -> Iterator[Non
 
     Not collective.
     """
-    with _TURN:
+    with _TURN, OwnKernels() if settings.own_kernels else nullcontext():
         threads, algorithms = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
         filled, state = torch.utils.deterministic.fill_uninitialized_memory, None
         if settings.threads not in (None, threads):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -190,20 +190,32 @@ class CausalSelfAttention(AttentionBase):
             raise DataError("CausalSelfAttention: takes sequences of at least one place, the input has none")
         apart = xp.empty_like(qkv, shape=(3, samples, self.heads, length, self.dim // self.heads))
         work, qkv = _Heads(self, apart, run, first_head), xp.ascontiguousarray(qkv)
-        mixed: Array = xp.empty_like(qkv, shape=(samples, length, self.dim))
+        return self._attend(work, lambda some: work.take(qkv, bias, some))
+
+    def attend_heads(self, apart: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Compute attention from the heads of queries, keys and values, (3, samples, heads, length, dim / heads).
+
+        Not collective. Returns what :meth:`attend` returns; its cache holds ``apart``, which must be contiguous.
+        """
+        return self._attend(_Heads(self, apart, run, 0), None)
+
+    def _attend(self, work: _Heads, take: Callable[[slice], None] | None) -> tuple[Array, Any]:
+        """Compute attention of all heads; ``take`` puts those of some samples into ``work.apart`` before."""
+        apart, xp = work.apart, namespace(work.apart)
+        _, samples, _, length, _ = apart.shape
+        mixed: Array = xp.empty_like(apart, shape=(samples, length, self.dim))
         out = self._split(mixed)
-        stored = None
-        if self._keeps_probabilities(length):
-            stored = xp.empty_like(mixed, shape=(samples, self.heads, length, length))
+        keeps = self._keeps_probabilities(length)
+        stored = xp.empty_like(mixed, shape=(samples, self.heads, length, length)) if keeps else None
         for part in work.parts():
-            if part[1].start == 0:
-                work.take(qkv, bias, part[0])
+            if take is not None and part[1].start == 0:
+                take(part[0])
             scores = work.room("scores", work.score_shape(part)) if stored is None else stored[part]
             kept = operand(work.dropped(work.probabilities(part, scores), part))
             v = operand(work.heads(2, part))
             for start, stop in work.blocks():
                 multiply(kept[:, :, start:stop, :stop], v[:, :, :stop], out[part][:, :, start:stop])
-        return mixed, (apart, stored, run, first_head)
+        return mixed, (apart, stored, work.run, work.first_head)
 
     def attend_backward(self, seen: Any, dmixed: Array) -> Array:
         """Return the gradient of ``qkv``, (samples, length, 3 dim).
@@ -294,7 +306,8 @@ class _Heads:
     def __init__(self, layer: CausalSelfAttention, apart: Array, run: Run, first_head: int) -> None:
         self.apart = apart
         self._work = Workspace(apart)
-        self._layer, self._run, self._first_head = layer, run, first_head
+        self.run, self.first_head = run, first_head
+        self._layer = layer
         self._scale = vector(apart, layer._scale)
         self._kernels = kernels.backend(apart).attention
 
@@ -371,12 +384,12 @@ class _Heads:
         ``x`` itself is returned if nothing is dropped.
         """
         dropout = self._layer.probability_dropout
-        if not dropout.drops(x, self._run):
+        if not dropout.drops(x, self.run):
             return x
         some, heads = part
         per_head = x.shape[2] * x.shape[3]
-        run = replace(self._run, first_sample=self._run.first_sample + some.start)
-        return dropout.mask(x, run, SamplePart((self._first_head + heads.start) * per_head, x.shape[1] * per_head))
+        run = replace(self.run, first_sample=self.run.first_sample + some.start)
+        return dropout.mask(x, run, SamplePart((self.first_head + heads.start) * per_head, x.shape[1] * per_head))
 
 
 def _rows(x: Array) -> Array:

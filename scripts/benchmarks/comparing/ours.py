@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
-#: Contenders that train PyTorch's module with mpizero, and their strategies.
-MODULES = {f"module-{strategy}": strategy for strategy in STRATEGIES}
+#: Contenders that train PyTorch's module with mpizero: the strategy, and whose kernels compute its functions.
+MODULES = {f"module-{strategy}": (strategy, "torch") for strategy in STRATEGIES}
+MODULES |= {f"kernels-{strategy}": (strategy, "mpizero") for strategy in STRATEGIES}
 #: Name of the contender that computes only the step's products, by NumPy's BLAS into allocated memory.
 LIMIT = "products alone"
 
@@ -56,14 +57,21 @@ class Ours:
 
 
 class OurModule(Ours):
-    """Train the GPT of PyTorch, the module that the peers train, with mpizero and one strategy."""
+    """Train the GPT of PyTorch, the module that the peers train, with mpizero and one strategy.
+
+    ``kernels`` is the option of ``TorchModel``.
+    """
+
+    def __init__(self, strategy: str, kernels: str, shape: dict[str, int], grain: int | None) -> None:
+        super().__init__(strategy, shape, grain)
+        self.kernels = kernels
 
     def made(self) -> Any:
         """Return the module as a model of blocks."""
         from comparing.network import GPT, next_tokens
 
         return self.mz.adapters.torch.TorchModel(
-            lambda: GPT(self.shape), next_tokens, blocks=["embedding", "blocks.*", "head"]
+            lambda: GPT(self.shape), next_tokens, blocks=["embedding", "blocks.*", "head"], kernels=self.kernels
         )
 
 
