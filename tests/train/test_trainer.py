@@ -501,5 +501,6 @@ def test_other_validation_samples_are_another_run_but_none_are_not(tmp_path):
         ConfigError, match=r"data: the validation samples are not those of the saved run; give the same"
     ):
         trained(tmp_path, 1, "resume", validation=samples(20, noise=0.1))
-    trained(tmp_path, 1, "resume", steps=3, validation=None, metrics=None)
-    trained(tmp_path, 1, "resume", steps=4, validation=samples(20, noise=0.1))
+    for steps, validation in ((3, None), (4, 0)):
+        trained(tmp_path, 1, "resume", steps=steps, validation=validation, metrics=None)
+    trained(tmp_path, 1, "resume", steps=5, validation=samples(20, noise=0.1))

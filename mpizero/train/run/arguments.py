@@ -84,8 +84,8 @@ def sources_of(source: object, validation: object, global_batch: int) -> tuple[S
     DataError
         If there are fewer samples than a global batch has.
     """
-    if isinstance(validation, Real) and isinstance(source, Source):
-        source, validation = source.split(float(validation))
+    if isinstance(validation, Real) and isinstance(source, Source):  # a split shuffles: a share of 0 is none
+        source, validation = source.split(float(validation)) if validation else (source, None)
     for name, given in (("source", source), ("validation", validation)):
         if not isinstance(given, Source) and not (given is None and name == "validation"):
             what = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
@@ -208,7 +208,7 @@ class TrainerArguments:
             loop, checkpoints = sections_of(self.run, self.settings)
             source, validation = sources_of(self.source, self.validation, loop.global_batch)
             check_validation(loop, checkpoints, validation, ranks.ema)
-            metrics, callbacks = check_metrics(self.metrics or {}), check_callbacks(self.callbacks)
+            metrics, callbacks = check_metrics(self.metrics or {}), check_callbacks(self.callbacks or ())
             require("Trainer: progress", self.progress, flag)
             fingerprint = data_fingerprint(source)
             held = "" if validation is None else data_fingerprint(validation)

@@ -52,7 +52,7 @@ class Trainer:
         How the model is split over ranks: the keys ``pipeline``, ``tensor``, ``context``, ``data``, ``schedule``,
         ``virtual_stages``, ``order``, ``cuts`` of the section ``[parallel]``. Left out with a sharded model.
     validation : Source, float or None
-        The samples for validation, or a share of ``source`` that is held back for it; None does not validate.
+        The samples for validation, or a share of ``source`` that is held back for it; None or 0 does not validate.
     metrics : dict
         Functions by name. Each takes the sharded model and samples ``(x, y)``, and returns a sum over the samples and
         their weight. Their quotient over all validation samples is written to the metrics.
@@ -92,7 +92,7 @@ class Trainer:
         parallel: Mapping[str, Any] | None = None,
         validation: Source | float | None = None,
         metrics: Mapping[str, Metric] | None = None,
-        callbacks: Iterable[Any] = (),
+        callbacks: Iterable[Any] | None = (),
         run: str | Path = "run",
         progress: bool = True,
         **settings: Any,

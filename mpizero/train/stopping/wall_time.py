@@ -146,4 +146,4 @@ class WallTime:
         left = self._end - self._clock()
         if left > self.reserve:
             return ""
-        return f"the time limit ({self._source}: {left:.0f} s left, {self.reserve:.0f} s kept for saving)"
+        return f"the time limit ({self._source}: {max(left, 0.0):.0f} s left, {self.reserve:.0f} s kept for saving)"
