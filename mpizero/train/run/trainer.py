@@ -205,7 +205,7 @@ class Trainer:
     def _result_of(self, outcome: TrainingResult | Preempted) -> TrainingResult:
         if not isinstance(outcome, Preempted):
             return outcome
-        if self._setup.shows_progress and self.rank == 0:
+        if self.rank == 0:
             notice(str(outcome))  # which ends the program silently
         raise outcome
 
