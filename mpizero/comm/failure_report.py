@@ -23,12 +23,14 @@ _DELIVERY, _FORWARDING = 1.0, 0.1
 def describe_error(error: BaseException) -> str:
     """Return one line with the class and text of an error, followed by the lines in its attribute ``details``, if any.
 
-    The first line ends with the source line of the innermost user code in the traceback, if there is one.
+    The first line ends with the source line of the innermost user code in the traceback, if there is one, and the
+    error's notes.
     """
     first = f"{type(error).__name__}: {' '.join(str(error).split()) or 'no further description'}"
     line = users_line(error.__traceback__)
     if line is not None and str(line) not in first:
         first = f"{first} ({line})"
+    first = "; ".join([first, *getattr(error, "__notes__", ())])
     return "\n".join([first, *getattr(error, "details", ())])
 
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import mpizero as mz  # noqa: E402
 from mpizero.adapters.torch.backward import Pass, input_half, weight_half, whole_backward  # noqa: E402
+from mpizero.comm.failure_report import describe_error  # noqa: E402
 from mpizero.errors import ConfigError, MpizeroError  # noqa: E402
 from mpizero.parallel.parameters.store import ParameterStore  # noqa: E402
 from mpizero.testing import run_in_threads  # noqa: E402
@@ -684,6 +685,54 @@ def test_a_mistake_is_told_before_the_first_step_ends(make: Any, message: str) -
     with pytest.raises((MpizeroError, TypeError)) as error:
         run_in_threads(2, body)
     assert message in str(error.value)
+
+
+class Half(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x.bfloat16()
+
+
+class Raises(nn.Module):
+    def forward(self, x: Any) -> Any:
+        if x.min() < 1:
+            raise ValueError("the user's own words")
+        return x
+
+
+RAW_WORDS = [
+    (
+        nn.BatchNorm1d(4),
+        X[:3],
+        "block '1', BatchNorm1d: a batch norm has one sample in a micro-batch of 1, which has no",
+    ),
+    (
+        nn.ReLU(),
+        X[:3].astype(np.float64),
+        "block '0', Linear: its input is float64, its parameters are float32: convert",
+    ),
+    (Half(), X[:3], "block '1', a block returned bfloat16, which NumPy does not have: let it end with .float()"),
+    (nn.Sequential(Raises(), nn.Linear(4, 4)), X[:3] * [[1], [1], [0]], "In block '1': TorchBlock.forward"),
+]
+
+
+@pytest.mark.parametrize(("middle", "x", "message"), RAW_WORDS, ids=["one sample", "wide", "bfloat16", "remote"])
+def test_all_ranks_tell_what_torch_says_on_one(middle: Any, x: Any, message: str) -> None:
+    first = nn.Linear(4, 4)
+    with torch.no_grad():
+        first.weight.copy_(torch.eye(4))
+        first.bias.zero_()
+    net = nn.Sequential(first, middle, nn.Linear(4, 3))
+    x = x if message.startswith("block '0'") else x.astype(np.float32)
+
+    def body(comm: Any) -> str:
+        with placed(mz.adapters.torch.TorchModel(net, CE, blocks=net), comm, "ddp") as model:
+            here = slice(2 * comm.rank, 2 * comm.rank + 2)
+            with pytest.raises((MpizeroError, ValueError)) as error:
+                model.train(x[here], Y[:3][here])
+            return describe_error(error.value)
+
+    for found in run_in_threads(2, body):
+        assert message in found
 
 
 def test_a_model_with_dropout_is_checked_as_one_with_random_numbers() -> None:

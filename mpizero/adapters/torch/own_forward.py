@@ -12,8 +12,9 @@ import torch
 from mpizero.adapters.derived_seed import derived_seed
 from mpizero.adapters.torch.arrays import as_tensor
 from mpizero.adapters.torch.process import TorchSettings, torch_pass
-from mpizero.errors import LayoutError
-from mpizero.sampletree import map_leaves, paths_of
+from mpizero.errors import DataError, LayoutError, MpizeroError
+from mpizero.frames import users_line
+from mpizero.sampletree import leaves_of, map_leaves, paths_of
 from mpizero.types import Run
 
 
@@ -67,6 +68,8 @@ class OwnForward:
             for inner, was in modes:
                 inner.training = was and training
             return trace.end(called(module, given))
+        except MpizeroError:
+            raise
         except Exception as error:
             told = f"it raises {type(error).__name__}: {error}"
             return trace.found or f"{told} (a model of blocks calls the first block with the samples)"
@@ -80,9 +83,37 @@ class OwnForward:
 
 
 def called(module: torch.nn.Module, x: Any) -> Any:
-    """Call a module: a tuple becomes several arguments, a dictionary keyword arguments. Not collective."""
+    """Call a module: a tuple becomes several arguments, a dictionary keyword arguments. Not collective.
+
+    Raises
+    ------
+    DataError
+        Where PyTorch says in words of its own that samples are of another dtype, or too few for a batch norm.
+    """
     args, named = _arguments(x)
-    return module(*args, **named)
+    try:
+        return module(*args, **named)
+    except (RuntimeError, ValueError) as error:
+        if (found := _in_words(error, module, x)) is None:
+            raise
+        line = users_line(error.__traceback__)
+        raise DataError(f"{type(module).__name__}: {found}{'' if line is None else f' ({line})'}") from error
+
+
+def _in_words(error: Exception, module: torch.nn.Module, x: Any) -> str | None:
+    """Return what an error of PyTorch means and how to avoid it, if that is known."""
+    tensors = [leaf for leaf in leaves_of(x) if isinstance(leaf, torch.Tensor)]
+    if "Expected more than 1 value per channel" in str(error):
+        return (
+            f"a batch norm has one sample in a micro-batch of {len(tensors[0]) if tensors else 1}, which has no "
+            "variance: choose a larger micro_batch, and a global batch that leaves no rest of one sample"
+        )
+    own = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+    given = next((t.dtype for t in tensors if t.is_floating_point() and t.dtype != own), None)
+    if own is not None and given is not None and "type" in str(error):
+        kinds = [str(dtype).removeprefix("torch.") for dtype in (given, own)]
+        return f"its input is {kinds[0]}, its parameters are {kinds[1]}: convert the samples, x.astype(np.{kinds[1]})"
+    return None
 
 
 def _arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
