@@ -131,9 +131,10 @@ def uninterrupted(steps: int) -> list[str]:
 def loads(comm: Any, name: str, images: dict[str, bytes], expected: list[str]) -> None:
     """Load each of the images; the arrays are those that were saved, and exact layouts go on alike.
 
-    After the first image they go on for all steps that are expected; after the others, which leave the same arrays, for
-    two.
+    After the first image of an exact layout they go on for all steps that are expected; after the others, which leave
+    the same arrays, for two.
     """
+    exact = [writer for writer in images if writer in EXACT]
     with Placed(comm, LAYOUTS[name]) as placed:
         for number, (writer, image) in enumerate(images.items()):
             placed.model.deserialize(image)
@@ -142,7 +143,7 @@ def loads(comm: Any, name: str, images: dict[str, bytes], expected: list[str]) -
             same = comm.rank != number % comm.size or contents(again) == contents(image)
             parallel_assert(comm, same, f"{writer} -> {name}: arrays")
             if name in EXACT and writer in EXACT:
-                steps = len(expected) if number == 0 else 2
+                steps = len(expected) if writer == exact[0] else 2
                 parallel_assert(comm, placed.train(steps) == expected[:steps], f"{writer} -> {name}: steps")
             else:
                 placed.train(1)
@@ -168,9 +169,9 @@ def test_layouts_that_split_layers_save_the_same_arrays_within_rounding(name: st
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_loads_what_others_have_saved_and_goes_on_with_the_same_bits(name: str) -> None:
-    """A third of all pairs: exact layouts save the same, and everyone's file is loaded by exact and by other ones."""
+    """A fifth of all pairs: exact layouts save the same, and everyone's file is loaded by exact and by other ones."""
     number = list(LAYOUTS).index(name)
-    images = {writer: saved(writer) for i, writer in enumerate(LAYOUTS) if writer != name and (i + number) % 3 == 0}
+    images = {writer: saved(writer) for i, writer in enumerate(LAYOUTS) if writer != name and (i + number) % 5 == 0}
     expected = uninterrupted(STEPS)
     run_in_threads(LAYOUTS[name].size, lambda comm: loads(comm, name, images, expected))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -72,35 +73,38 @@ def test_the_next_unit_comes_while_one_is_lent(memory: dict[str, Any]) -> None:
         assert [row for _, row in alone] == [row for _, row in ahead] == [row for _, row in wrong]
 
 
-def after_a_failure(comm: Any, strategy: str, what: str, memory: dict[str, Any]) -> str:
-    """The hash of a training in which a layer of rank 0's samples raises once; where ``what`` is "", none does."""
+def after_failures(comm: Any, strategy: str, places: Sequence[str], memory: dict[str, Any]) -> list[str]:
+    """The hash after each step of a training in which a layer of rank 0's samples raises before some steps."""
     ((x, y),) = texts(1, 6)
-    switch = {"what": what, "first": 0} if what else {}
+    switch: dict[str, Any] = {}
     model, _ = sharded(strategy, comm, with_traps(gpt(layers=2), {"blocks.1": switch}), micro_batch=2, **memory)
+    found = []
     with model:
-        if switch:
-            with pytest.raises((ArithmeticError, MpizeroError), match="trap in"):
-                model.train(*part(comm, x, y))
-            switch.clear()
-        for _ in range(2):
+        for what in (*places, ""):
+            if what:
+                switch.update(what=what, first=0)
+                with pytest.raises((ArithmeticError, MpizeroError), match="trap in"):
+                    model.train(*part(comm, x, y))
+                switch.clear()
             model.train(*part(comm, x, y))
-        return str(model.parameters_sha256())
+            found.append(model.parameters_sha256())
+    return found
 
 
 @cache
-def without_failure() -> str:
-    return after_a_failure(None, "ddp", "", {})
+def without_failure() -> list[str]:
+    return after_failures(None, "ddp", [""] * 3, {})
 
 
-@pytest.mark.parametrize("what", ["forward", "input", "weights"])
-def test_a_step_that_fails_leaves_nothing_on_its_way(what: str) -> None:
+def test_a_step_that_fails_leaves_nothing_on_its_way() -> None:
     fine = {"bucket_mb": FINE}
     cases = (
         ("zero3", PRIVATE), ("zero3", MEMORIES[2]), ("zero2", MEMORIES[2]),
         ("ddp", {**PRIVATE, **fine}), ("ddp", {**MEMORIES[2], **fine}),
     )  # fmt: skip
+    places = ("forward", "input", "weights")
     for strategy, memory in cases:
-        for failed in run_in_threads(4, lambda comm, s=strategy, m=memory: after_a_failure(comm, s, what, m)):
+        for failed in run_in_threads(4, lambda comm, s=strategy, m=memory: after_failures(comm, s, places, m)):
             assert failed == without_failure()
 
 
@@ -116,8 +120,8 @@ def test_a_step_that_fails_leaves_nothing_on_its_way_between_processes(world: An
         ("ddp", "forward", {**PRIVATE, "bucket_mb": FINE}),
     )
     for strategy, what, memory in cases[int(world.size in (3, 8)) :: 2]:
-        failed = after_a_failure(world, strategy, what, memory)
-        parallel_assert(world, failed == known(world, without_failure), f"{strategy} {what} {memory}")
+        failed = after_failures(world, strategy, [what], memory)
+        parallel_assert(world, failed == known(world, without_failure)[:2], f"{strategy} {what} {memory}")
 
 
 # ---------------------------------------------------------------------- sums of gradients
@@ -194,11 +198,11 @@ def test_what_blocks_have_finished_travels_while_the_others_compute() -> None:
 
 @pytest.mark.parametrize("memory", MEMORIES[1:])
 def test_between_steps_that_sum_behind_computing_all_is_as_in_one_process(memory: dict[str, Any]) -> None:
-    for how in ("predict", "evaluate", "gradients", "apply", "integrity", "clone"):
-        expected = looked_alone("ddp", how)
-        for found in run_in_threads(4, lambda comm, h=how: looked(comm, "ddp", {**memory, "bucket_mb": FINE}, h)):
-            for seen, wanted in zip(found, expected, strict=True):
-                np.testing.assert_array_equal(seen, wanted, err_msg=how)
+    ways = ("predict", "evaluate", "gradients", "apply", "integrity", "clone")
+    expected = looked(None, "ddp", {}, ways)
+    for found in run_in_threads(4, lambda comm: looked(comm, "ddp", {**memory, "bucket_mb": FINE}, ways)):
+        for (how, seen), (_, wanted) in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(seen, wanted, err_msg=how)
 
 
 # ---------------------------------------------------------------------- published values
@@ -292,26 +296,22 @@ LOOKS = (
     "clone",
 )  # fmt: skip
 #: With fewer grains than ranks some ranks read nothing.
-BATCHES = (9, 2, 5)
+BATCHES = ((9,), (2, 5))
 
 
-def looked(comm: Any, strategy: str, memory: dict[str, Any], how: str) -> list[Any]:
-    """What is seen after each of some steps, and the hash at the end."""
+def looked(comm: Any, strategy: str, memory: dict[str, Any], ways: Sequence[str]) -> list[tuple[str, Any]]:
+    """What is seen in some ways, each after one step and after two more, and the hash at the end."""
     model, _ = sharded(strategy, comm, gpt(layers=2), micro_batch=2, **memory)
     found = []
     with model:
-        for number, samples in enumerate(BATCHES):
-            ((x, y),) = texts(1, samples)
-            mine = part(comm, x, y)
-            model.train(*mine)
-            if number != 1:
-                found.append(look(model, how, *(mine if how in ("evaluate", "gradients", "apply") else (x, y))))
-        return [*found, model.parameters_sha256()]
-
-
-@cache
-def looked_alone(strategy: str, how: str) -> list[Any]:
-    return looked(None, strategy, {}, how)
+        for how, sizes in product(ways, BATCHES):
+            for samples in sizes:
+                ((x, y),) = texts(1, samples)
+                mine = part(comm, x, y)
+                model.train(*mine)
+            seen = look(model, how, *(mine if how in ("evaluate", "gradients", "apply") else (x, y)))
+            found.append((how, seen))
+        return [*found, ("hash at the end", model.parameters_sha256())]
 
 
 @pytest.fixture
@@ -321,14 +321,13 @@ def fine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fine")
-@pytest.mark.parametrize("how", LOOKS)
-def test_every_use_sees_all_that_was_published(how: str) -> None:
-    place = LOOKS.index(how)
-    strategy, memory = ("zero1", "zero2")[place % 2], MEMORIES[1 + place // 2 % 2]
-    expected = looked(None, strategy, {}, how)
-    for found in run_in_threads(4, lambda comm: looked(comm, strategy, memory, how)):
-        for seen, wanted in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(seen, wanted, err_msg=f"{strategy} {memory}")
+@pytest.mark.parametrize("place", range(4))
+def test_every_use_sees_all_that_was_published(place: int) -> None:
+    strategy, memory = ("zero1", "zero2")[place % 2], MEMORIES[1 + place // 2]
+    expected = looked(None, strategy, {}, LOOKS[place::4])
+    for found in run_in_threads(4, lambda comm: looked(comm, strategy, memory, LOOKS[place::4])):
+        for (how, seen), (_, wanted) in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(seen, wanted, err_msg=f"{strategy} {memory} {how}")
 
 
 @pytest.mark.mpi
@@ -338,9 +337,9 @@ def test_every_use_sees_all_that_was_published_between_processes(world: Any) -> 
         if place % 3 not in {1: (0,), 2: (0, 1), 3: (0, 2), 4: (1,)}.get(world.size, (2,)):
             continue
         strategy, memory = ("zero1", "zero2")[place % 2], MEMORIES[1 + place // 2 % 2]
-        expected = of_first(world, lambda s=strategy, h=how: looked(None, s, {}, h))
-        found = looked(world, strategy, memory, how)
-        same = all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True) if a is not None)
+        expected = of_first(world, lambda s=strategy, h=how: looked(None, s, {}, [h]))
+        found = looked(world, strategy, memory, [how])
+        same = all(np.array_equal(a, b) for (_, a), (_, b) in zip(found, expected, strict=True) if a is not None)
         parallel_assert(world, same, f"{strategy} {memory} {how}")
 
 
@@ -349,22 +348,23 @@ import os
 import numpy as np
 from mpi4py import MPI
 import mpizero as mz
-config = mz.ShardingConfig(comm=MPI.COMM_WORLD, {memory})
-model = mz.ZeRO1Model(mz.nn.MLP(64, (1000, 1000), 3), config)
 x = np.ones((4, 64), np.float32)
-for _ in range(2):
-    model.train(x, np.zeros(4, np.int64))
+for memory in {memories}:
+    model = None  # dropped with its values on their way
+    model = mz.ZeRO1Model(mz.nn.MLP(64, (1000, 1000), 3), mz.ShardingConfig(comm=MPI.COMM_WORLD, **memory))
+    for _ in range(2):
+        model.train(x, np.zeros(4, np.int64))
 {then}
 print("end", flush=True)
 """
 #: What a program does with values on their way, and whether all is well.
-ENDS = {
-    "nothing": ("share_node_memory=False", "", True),
-    "drops the model": ("ranks_per_node=1", "del model, x", True),
-    "ends MPI": ("share_node_memory=False", "MPI.Finalize()", True),
-    "fails on one rank": ("share_node_memory=False", "1 / (1 - MPI.COMM_WORLD.rank)", False),
+NODES = {"ranks_per_node": 1}
+ENDS: dict[str, tuple[tuple[dict[str, Any], ...], str, bool]] = {
+    "drops the model and holds another": ((NODES, PRIVATE), "", True),
+    "ends MPI": ((PRIVATE,), "MPI.Finalize()", True),
+    "fails on one rank": ((PRIVATE,), "1 / (1 - MPI.COMM_WORLD.rank)", False),
     "dies on one rank": (
-        "ranks_per_node=1",
+        (NODES,),
         "MPI.COMM_WORLD.rank and os.kill(os.getpid(), 9); model.evaluate(x, x)",
         False,
     ),
@@ -376,9 +376,9 @@ ENDS = {
 def test_a_program_may_end_while_values_are_on_their_way(launcher: Any, how: str, tmp_path: Path) -> None:
     if launcher is None:
         pytest.skip("no mpiexec")
-    memory, then, well = ENDS[how]
+    memories, then, well = ENDS[how]
     program = tmp_path / "program.py"
-    program.write_text(DROPPED.format(memory=memory, then=then))
+    program.write_text(DROPPED.format(memories=memories, then=then))
     done = run_job(launcher, tmp_path, [program])
     assert (done.status == 0) == well, done.err
     assert not well or done.out.count("end") == 2

@@ -113,12 +113,12 @@ def trained(comm: Any, name: str, strategy: str, batches: tuple[int, ...], **set
 @pytest.mark.parametrize("name", MODELS)
 def test_every_number_of_grains_has_the_bits_of_rows_alone(name: str) -> None:
     cases = (((16, 2), {}), ((5, 7), {"minimum_parameter_group_size": 500}), ((11, 16), {"clip": 0.5}))
-    for number, ((batches, settings), accumulate) in enumerate(product(cases, (1, 3))):
+    for number, ((batches, settings), accumulate) in enumerate(product(cases, (1, 2))):
         more = {**settings, "accumulate": accumulate}
         samples = tuple(accumulate * grains - accumulate // 2 for grains in batches)
         with rows_alone():
             expected = trained(None, name, "ddp", samples, **more)
-        for ranks in (1, 2, 3, 4):
+        for ranks in ((1, 4), (2, 3))[(number // 2 + accumulate) % 2]:  # every case, and either way, on each of them
             strategy = ("ddp", "zero1")[(ranks + number + number // 2) % 2]
             way = {**more, **MEMORIES[(ranks + accumulate) % 3], "bucket_mb": FINE if ranks > 1 else None}
             job = partial(trained, name=name, strategy=strategy, batches=samples, **way)
@@ -290,10 +290,11 @@ def test_after_an_error_in_any_grain_the_next_step_is_right(what: str) -> None:
             return str(model.parameters_sha256())
 
     expected = after(None, None, {})
-    for first in (0, 1, 3, 7):
+    memories = ({**PRIVATE, "bucket_mb": FINE}, {"ranks_per_node": 1}, {})
+    for number, first in enumerate((0, 1, 3, 7), ("forward", "input", "weights").index(what)):
         assert after(None, first, {}) == expected
-        for memory in ({**PRIVATE, "bucket_mb": FINE}, {"ranks_per_node": 1}, {}):
-            assert set(run_in_threads(2, lambda comm, f=first, m=memory: after(comm, f, m))) == {expected}
+        memory = memories[number % 3]
+        assert set(run_in_threads(2, lambda comm, f=first, m=memory: after(comm, f, m))) == {expected}
 
 
 def test_a_gradient_that_is_not_finite_is_named_with_its_samples() -> None:

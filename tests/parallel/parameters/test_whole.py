@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -308,6 +309,13 @@ def saved(comm: Any, spread: Spread) -> bytes:
     return image
 
 
+@cache
+def saved_on_threads(spread: Spread) -> bytes:
+    images = run_in_threads(spread.size, lambda comm: saved(comm, spread))
+    assert len(set(images)) == 1, "the same bytes on every rank"
+    return images[0]
+
+
 def contents(image: bytes) -> dict[str, bytes]:
     with checkpoint.from_bytes(image) as reader:
         return {path: reader.read_whole(path).tobytes() for path in reader.arrays}
@@ -318,9 +326,7 @@ def test_a_checkpoint_holds_the_arrays_of_the_whole_model_whoever_wrote_it() -> 
     names = initial_parameters(model)
     values = start_vector(model)[::-1].tobytes()
     for spread in SPREADS:
-        images = run_in_threads(spread.size, lambda comm, s=spread: saved(comm, s))
-        assert len(set(images)) == 1, "the same bytes on every rank"
-        found = contents(images[0])
+        found = contents(saved_on_threads(spread))
         parameters = b"".join(found.pop(f"parameters/{name}") for name in names)
         assert parameters == values, spread
         assert found == {path: array.tobytes() for path, array in state_of(model).items()}, spread
@@ -347,7 +353,7 @@ def loads(comm: Any, spread: Spread, image: bytes, pristine: bool) -> None:
 def test_every_layout_reads_what_every_layout_writes(number: int) -> None:
     """All files hold the same arrays, as the test above shows: so it takes one reading of each layout's."""
     spread, writer = SPREADS[number], SPREADS[(5 * number + 9) % len(SPREADS)]
-    image = run_in_threads(writer.size, lambda comm: saved(comm, writer))[0]
+    image = saved_on_threads(writer)
     run_in_threads(spread.size, lambda comm: loads(comm, spread, image, pristine=number % 2 == 0))
 
 
@@ -367,7 +373,7 @@ def test_slices_are_read_alike_range_by_range_and_by_rows_in_windows_of_any_size
     monkeypatch.setattr(reading, "_SHORT_RANGE", short_range)
     monkeypatch.setattr(reading, "EXCHANGE_ELEMENTS", elements)
     monkeypatch.setattr(reading, "VERIFIED_AT_ONCE", 10 * elements)
-    image = run_in_threads(1, lambda comm: saved(comm, Spread()))[0]
+    image = saved_on_threads(Spread())
     for number, spread in enumerate(SPREADS[index] for index in (6, 9, 12)):
         run_in_threads(spread.size, lambda comm, s=spread, n=number: loads(comm, s, image, pristine=n % 2 == 0))
 
@@ -377,7 +383,7 @@ def test_slices_are_read_alike_range_by_range_and_by_rows_in_windows_of_any_size
 def test_what_is_damaged_for_one_tensor_rank_is_refused_by_all_and_changes_nothing(pristine: bool, share: int) -> None:
     """Each rank opens the bytes by itself here, so only those that read the damage find it."""
     model, spread = gpt(), Spread(pipeline=2, tensor=3, strategy="ddp")
-    image = bytearray(run_in_threads(1, lambda comm: saved(comm, Spread()))[0])
+    image = bytearray(saved_on_threads(Spread()))
     weight = contents(bytes(image))["parameters/blocks.1.attention.qkv.weight"]
     image[image.index(weight) + len(weight) * (2 * share + 1) // 6] ^= 1
 
@@ -400,7 +406,7 @@ def test_what_is_damaged_for_one_tensor_rank_is_refused_by_all_and_changes_nothi
 def test_a_strict_layout_counts_stages_and_tensor_ranks() -> None:
     split = Spread(pipeline=2, tensor=2, strategy="ddp")
     flat = Spread(data=4, strategy="ddp")
-    image = run_in_threads(4, lambda comm: saved(comm, split))[0]
+    image = saved_on_threads(split)
 
     def strict(comm: Any, spread: Spread) -> None:
         engine = place(comm, gpt(), spread)

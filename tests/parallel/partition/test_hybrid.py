@@ -74,15 +74,14 @@ def hybrids(number: int) -> Way:
 @pytest.mark.parametrize("name", CASES)
 def test_stages_and_replicas_beside_split_layers_change_no_bit(name: str) -> None:
     number = list(CASES).index(name)
-    for offset, size in enumerate((4, 8)):
-        way, memory = hybrids(number + 5 * offset), MEMORIES[(number + offset) % 3]
-        for found in run_in_threads(size, lambda comm, w=way, m=memory: trained(CASES[name], comm, w, **m)):
-            assert found == split_only(name), (way, memory)
+    way, memory = hybrids(number + 5 * (number % 2)), MEMORIES[number % 3]
+    for found in run_in_threads((4, 8)[number % 2], lambda comm: trained(CASES[name], comm, way, **memory)):
+        assert found == split_only(name), (way, memory)
 
 
 @pytest.mark.parametrize("zero", range(4))
 def test_every_schedule_and_every_zero_stage_on_2_x_2_x_2_has_the_same_bits(zero: int) -> None:
-    for schedule in SCHEDULES[zero % 2 :: 2]:  # each with two ZeRO stages
+    for schedule in SCHEDULES[zero::4]:  # pipelines without split layers have each with each
         way, memory = Way(2, 2, zero=zero, schedule=schedule), MEMORIES[zero // 2]
         found = run_in_threads(8, lambda comm, w=way, m=memory: trained(CASES["LAMB, clipping"], comm, w, **m))
         assert set(map(str, found)) == {str(split_only("LAMB, clipping"))}, way
@@ -103,10 +102,9 @@ def test_over_mpi_too_stages_and_replicas_beside_split_layers_change_no_bit(worl
     "more", [{"cuts": [1]}, {"cuts": [3]}, {"costs": [9, 1, 1, 1]}], ids=["first", "last", "costs"]
 )
 def test_tied_tables_cut_apart_between_stages_and_split_within_them_change_no_bit(more: dict[str, Any]) -> None:
-    for zero in (1, 3):
-        way = Way(2, 2, zero=zero, more=more)
-        found = run_in_threads(8, lambda comm, w=way: trained(CASES["LAMB, clipping"], comm, w, **MEMORIES[1]))
-        assert set(map(str, found)) == {str(split_only("LAMB, clipping"))}, way
+    way = Way(2, 2, zero=1 if more == {"cuts": [1]} else 3, more=more)
+    found = run_in_threads(8, lambda comm: trained(CASES["LAMB, clipping"], comm, way, **MEMORIES[1]))
+    assert set(map(str, found)) == {str(split_only("LAMB, clipping"))}, way
 
 
 def test_four_tensor_ranks_beside_two_stages() -> None:

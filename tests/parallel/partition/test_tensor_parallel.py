@@ -33,12 +33,12 @@ from tests.parallel.parallel_layouts import (
 
 F64 = {"dtype": "float64"}
 CASES = {
-    "GPT": Case(lambda: gpt(layers=2, **F64), batches=texts(3, 11)),
-    "untied": Case(lambda: gpt(layers=2, tied=False, **F64), lambda: mz.Lion(lr=1e-3), texts(3, 8)),
-    "no dropout": Case(lambda: gpt(layers=2, dropout=0.0, **F64), batches=texts(3, 8)),
+    "GPT": Case(lambda: gpt(layers=2, **F64), batches=texts(2, 11)),
+    "untied": Case(lambda: gpt(layers=2, tied=False, **F64), lambda: mz.Lion(lr=1e-3), texts(2, 8)),
+    "no dropout": Case(lambda: gpt(layers=2, dropout=0.0, **F64), batches=texts(2, 8)),
     "heads of one number": Case(lambda: gpt(dim=12, heads=12, layers=1, **F64), batches=texts(2, 6)),
-    "clipping": Case(lambda: gpt(layers=2, **F64), batches=texts(3, 8), config={"clip": 0.2}),
-    "LAMB, clipping": Case(lambda: gpt(layers=2, **F64), lambda: mz.LAMB(lr=1e-2), texts(3, 8), config={"clip": 0.2}),
+    "clipping": Case(lambda: gpt(layers=2, **F64), batches=texts(2, 8), config={"clip": 0.2}),
+    "LAMB, clipping": Case(lambda: gpt(layers=2, **F64), lambda: mz.LAMB(lr=1e-2), texts(2, 8), config={"clip": 0.2}),
     "checkpointing": Case(lambda: gpt(layers=2, activation_checkpointing=True, **F64), batches=texts(2, 8)),
     "accumulate": Case(lambda: gpt(layers=2, **F64), batches=texts(2, 9), config={"micro_batch": 2, "accumulate": 2}),
     "loss scale": Case(lambda: gpt(layers=2, **F64), batches=texts(2, 8), loss_scale=mz.DynamicLossScale(initial=8.0)),
@@ -74,7 +74,8 @@ def test_split_layers_learn_what_whole_layers_learn(name: str) -> None:
             continue
         way, memory = Way(tensor=tensor, zero=(number + len(name)) % 4), MEMORIES[(number + len(name)) % 3]
         found = run_in_threads(size, lambda comm, w=way, m=memory: trained(case, comm, w, **m))
-        again = run_in_threads(size, lambda comm, w=way, m=memory: trained(case, comm, w, **m)) if size < 4 else []
+        twice = name in ("GPT", "MLP") and size < 4
+        again = run_in_threads(size, lambda comm, w=way, m=memory: trained(case, comm, w, **m)) if twice else []
         assert len(set(map(str, found + again))) == 1, "the same bits on every rank and every time"
         assert same_within_rounding(found[0], expected), (way, found[0], expected)
 
@@ -127,10 +128,11 @@ def test_a_tensor_parallel_model_takes_all_ranks_unless_told_otherwise() -> None
                 found, told = steps(model, case), model.metadata()
                 return found, told.strategy, told.group_sizes["tensor"], told.group_sizes["data"]
 
+    expected = trained_alone(case)
     for size, sizes in (((), (3, 1)), ((3,), (3, 1)), ((1,), (1, 3))):
         for found, *told in run_in_threads(3, lambda comm, s=size: run(comm, *s)):
             assert told == ["TensorParallel", *sizes]
-            assert same_within_rounding(found, trained_alone(case))
+            assert same_within_rounding(found, expected)
 
 
 # ---------------------------------------------------------------------- what is split
@@ -228,9 +230,10 @@ def test_a_users_layer_says_how_it_is_split_and_others_stay_whole() -> None:
             return Blocks(mlp(hidden=(8, 6), **F64), {**changes, "hidden.1": second.changes["hidden.1"]})
 
         case = Case(model, batches=points(3, 8))
+        expected = trained_alone(case)
         for tensor, size in ((2, 2), (2, 4), (3, 3)):
             found = run_in_threads(size, lambda comm, c=case, t=tensor: trained(c, comm, Way(tensor=t, zero=2)))
-            assert same_within_rounding(found[0], trained_alone(case))
+            assert same_within_rounding(found[0], expected)
 
 
 def test_a_model_with_nothing_to_split_is_refused_on_all_ranks() -> None:
