@@ -253,6 +253,11 @@ def test_large_values_are_good_with_a_sign_and_what_is_not_finite_never_is():
     assert other.restore(seen.state()) == ""
     assert other.state() == seen.state()
     assert "begins anew" in Improvement("validation_loss").restore(seen.state())
+    fewer = Improvement("-accuracy", measured="5 samples")
+    assert fewer.restore(seen.state() | {"measured": "9 samples"}) == (
+        "the best accuracy so far was measured on 9 samples: it begins anew on 5 samples"
+    )
+    assert fewer.value is None
 
 
 def test_in_one_process_it_leaves_no_handlers_runs_twice_and_resumes(tmp_path):

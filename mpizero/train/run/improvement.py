@@ -25,6 +25,8 @@ class Improvement:
         Number of validations in a row without an improvement after which the run ends; None never ends it.
     min_delta : float
         A value is an improvement, for ``patience``, if it is better than the last improvement by more than this.
+    measured : str
+        How the metric is measured; values that were measured otherwise are not compared.
 
     Attributes
     ----------
@@ -39,6 +41,7 @@ class Improvement:
     metric: str = "validation_loss"
     patience: int | None = None
     min_delta: float = 0.0
+    measured: str = ""
     value: float | None = None
     step: int | None = None
     reference: float | None = None
@@ -91,15 +94,17 @@ class Improvement:
 
     def state(self) -> dict[str, Any]:
         """Return the JSON values that a checkpoint keeps."""
-        names = ("metric", "value", "step", "reference", "stalled")
+        names = ("metric", "measured", "value", "step", "reference", "stalled")
         return {name: getattr(self, name) for name in names}
 
     def restore(self, saved: Mapping[str, Any]) -> str:
-        """Take the values of a checkpoint; return a message if they are of another metric and left out, else ""."""
+        """Take the values of a checkpoint; return a message if they are of another metric, and left out, else ""."""
         if not saved:
             return ""
         if saved.get("metric") != self.metric:
             return f"the best value so far was of {saved.get('metric')}: {self.metric} begins anew"
+        if (before := saved.get("measured", self.measured)) != self.measured:  # checkpoints of before do not have it
+            return f"the best {self.name} so far was measured on {before}: it begins anew on {self.measured}"
         self.value, self.step, self.reference = (saved.get(name) for name in ("value", "step", "reference"))
         self.stalled = int(saved.get("stalled", 0))
         return ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,7 +140,9 @@ class RunSetup:
         best, patience = self.checkpoints.best, self.loop.patience
         if best is None and patience is None:
             return None
-        return Improvement(best or "validation_loss", patience, self.loop.min_delta)
+        count = 0 if self.validation is None else validation_count(self.loop, self.validation)
+        measured = f"{count} samples{' with the average of the parameters' if self.loop.validate_ema else ''}"
+        return Improvement(best or "validation_loss", patience, self.loop.min_delta, measured)
 
     def described(self) -> str:
         """Return one line about the run: model, layout, numbers of samples, grains. Not collective."""
@@ -155,3 +157,8 @@ class RunSetup:
             f"{type(model.wrapped_model).__name__} with {model.parameter_count:,} parameters, {self.strategy} on "
             f"{where}; {len(self.source):,} training{held_back} samples; {batch} a step in {grains}"
         )
+
+
+def validation_count(loop: LoopSection, validation: Sized) -> int:
+    """Return the number of samples of a validation: ``validate_samples``, but at most all; 0 takes all."""
+    return min(len(validation), loop.validate_samples or len(validation))

@@ -13,7 +13,7 @@ import numpy as np
 from mpizero.layout import Grains
 from mpizero.train.callbacks.user_metrics import UserMetrics
 from mpizero.train.run.metrics import finite, perplexity
-from mpizero.train.run.setup import RunSetup
+from mpizero.train.run.setup import RunSetup, validation_count
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def validate(setup: RunSetup) -> dict[str, Any]:
     Collective over the run's ranks.
     """
     model, loop, source = setup.model, setup.loop, setup.validation
-    count = min(len(source), loop.validate_samples or len(source))
+    count = validation_count(loop, source)
     chosen = np.arange(count, dtype=np.int64) * len(source) // count
     size, group = model.grain_size(loop.global_batch), model.batch_group
     loss_sum, weight, correct, predictions = 0.0, 0.0, 0, 0
