@@ -68,8 +68,13 @@ class ModelPart:
         sample: TrialSample,
         row: Placement,
         minimum_unit: int,
+        *,
+        known: BlockTrials | None = None,
     ) -> ModelPart:
         """Return the part of the model that the rank of ``grid`` would hold in a run. Not collective.
+
+        ``known`` are the :meth:`even_trials` of another part: if inputs and parameters have the same shapes there, the
+        results would be the same, and the blocks are not run again.
 
         Raises
         ------
@@ -81,7 +86,7 @@ class ModelPart:
             stage: partitioned.layout(stage, one_unit=row.one_unit, minimum_unit=minimum_unit)
             for stage in range(grid.pipeline.size)
         }
-        trials, untried, asked = _try_blocks(partitioned, grid, sample)
+        trials, untried, asked = _try_blocks(partitioned, grid, sample, known)
         first = SampleTree.of(x=sample.x).leaves[0]
         return cls(partitioned, trials, untried, asked, tuple(first.shape[1:]), layouts, grid.data.size)
 
@@ -163,15 +168,13 @@ class ModelPart:
             total += counted.get(name, Operations())
         return total
 
-    def like(self, other: ModelPart, samples: int) -> ModelPart:
-        """Return this part with the trial runs of ``other``, if its own would give the same results; else this part.
+    def even_trials(self, samples: int) -> BlockTrials | None:
+        """Return the trial runs if they hold for other ranks of the tensor or context group, too; else None.
 
-        The results are taken to be the same on two conditions: inputs and parameters have the same shapes, and no group
-        call, with at most ``samples`` samples, cuts an array into unequal parts. Not collective.
+        They do where no group call, with at most ``samples`` samples, cuts an array into unequal parts. Not collective.
         """
-        mine, theirs = (part._trials for part in (self, other))
-        even = all(len(set(call.sizes)) <= 1 for trial in theirs.of(min(FEW, samples)).values() for call in trial.calls)
-        return replace(self, trials=theirs) if even and mine.shapes == theirs.shapes else self
+        tried = self._trials.of(min(FEW, samples)).values()
+        return self.trials if all(len(set(call.sizes)) <= 1 for trial in tried for call in trial.calls) else None
 
     def on(self, stage: int) -> ModelPart:
         """Return the part that the same tensor and context rank holds on another stage. Not collective."""
@@ -179,7 +182,7 @@ class ModelPart:
 
 
 def _try_blocks(
-    partitioned: PartitionedModel, grid: PlannedGrid, sample: TrialSample
+    partitioned: PartitionedModel, grid: PlannedGrid, sample: TrialSample, known: BlockTrials | None
 ) -> tuple[BlockTrials | None, str, tuple[GroupCall, ...]]:
     """Return the trials of a model's blocks, why they do not tell memory, and the group calls made before blocks run.
 
@@ -199,6 +202,8 @@ def _try_blocks(
             raise ConfigError("blocks cannot be tried alone on samples that are trees of arrays")
         local, asked = _local(sample, partitioned, group)
         trials = BlockTrials(model.blocks, model.loss, local, group, model.dtype)
+        if known is not None and known.shapes == trials.shapes:
+            trials = known
         trials.of(FEW)
     except ConfigError as error:
         if partitioned.parallel_layout.pipeline > 1 or partitioned.splits_layers:

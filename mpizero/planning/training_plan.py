@@ -253,11 +253,11 @@ class TrainingPlan:
         if (tensor, context) not in self._parts:
             sample = TrialSample(self.x, self.y, Run(training=True, seed=getattr(self.model, "seed", 0)))
             minimum = self.config.minimum_parameter_group_size
-            part = ModelPart.build(self.model, grid, self.parallel_layout, sample, self.row, minimum)
             first = next(iter(self._parts.values()), None)
-            self._parts[tensor, context] = (
-                part if first is None else part.like(first, max(1, self.training.step.largest))
-            )
+            self._parts[tensor, context] = ModelPart.build(
+                self.model, grid, self.parallel_layout, sample, self.row, minimum,
+                known=None if first is None else first.even_trials(max(1, self.training.step.largest)),
+            )  # fmt: skip
         if (stage, tensor, context) not in self._parts:
             self._parts[stage, tensor, context] = self._parts[tensor, context].on(stage)
         return self._parts[stage, tensor, context]
