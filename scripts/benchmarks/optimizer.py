@@ -33,7 +33,6 @@ from comparing.ours import data, timed
 from harness import Team, TeamError, alternate, chosen, parser, serve
 
 from mpizero.measurement import Measurement
-from mpizero.parallel.batch.step_scalars import Divisors
 
 RANKS = 2
 OURS = "mpizero"
@@ -61,32 +60,6 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def streams() -> tuple[Any, Any]:
-    """Return two plain Numba loops over float arrays.
-
-    The first reads 5 arrays and writes 3, like sum and update together. The second reads 4 and writes 3, like the
-    update alone.
-    """
-    import numba
-
-    @numba.njit(error_model="numpy")
-    def five_and_three(w: Any, m: Any, v: Any, a: Any, b: Any) -> None:
-        for i in range(w.size):
-            g = a[i] + b[i]
-            w[i] += g
-            m[i] += g
-            v[i] += g
-
-    @numba.njit(error_model="numpy")
-    def four_and_three(w: Any, m: Any, v: Any, g: Any) -> None:
-        for i in range(w.size):
-            w[i] += g[i]
-            m[i] += g[i]
-            v[i] += g[i]
-
-    return five_and_three, four_and_three
-
-
 class Exchanges:
     """Run one rank of the first comparison: sum one gradient of each rank, and update the parameters on all ranks.
 
@@ -97,6 +70,7 @@ class Exchanges:
         from mpi4py import MPI
 
         import mpizero as mz
+        from mpizero.kernels import stream
 
         self.mpi, self.world, size = MPI, MPI.COMM_WORLD, args.parameters
         self.rank = self.world.rank
@@ -114,7 +88,7 @@ class Exchanges:
         self.moments = {slot: np.zeros(size, np.float32) for slot in self.optimizer.slots}
         self.work = np.empty(size, np.float32), np.empty(size, np.float32)
         self.hyper = self.optimizer.hyper(1, 1, np.dtype(np.float32))
-        self.stream, _ = streams()
+        self.stream = stream.add_and_update
         self.cases: dict[str, Callable[[], None]] = {
             OURS: self.fused(),
             "reduce-scatter": lambda: self.reduce_scatter(self.kernel),
@@ -127,6 +101,8 @@ class Exchanges:
 
     def fused(self) -> Callable[[], None]:
         """Return a function that does what the engine does after a backward pass: sum in the window and update."""
+        from mpizero.parallel.batch.step_scalars import Divisors
+
         engine = self.model.engine
         divisors = Divisors(*[np.array([RANKS], np.float32)] * 2)
 
@@ -183,12 +159,12 @@ class Exchanges:
         w, state = engine.updater._run_arrays(run.store, run.state, run.size)
         m, v = state.values()
         a, b = (row[run.gradient : run.gradient + run.size] for row in engine.rows.window)
-        return lambda: self.stream(w, m, v, a, b)
+        return lambda: self.stream(a, b, w, m, v)
 
     def own_memory(self) -> Callable[[], None]:
         """Return a function that runs the plain Numba loop over private arrays of this rank."""
         w, m, v, a, b = (np.zeros(self.part.size, np.float32) for _ in range(5))
-        return lambda: self.stream(w, m, v, a, b)
+        return lambda: self.stream(a, b, w, m, v)
 
     def turn(self, case: str, warmup: int, steps: int) -> float:
         """Run ``case`` ``warmup`` times, then time ``steps`` runs between two barriers; return the seconds of one."""
@@ -205,15 +181,16 @@ class Alone:
 
     def __init__(self, args: argparse.Namespace) -> None:
         import mpizero as mz
+        from mpizero.kernels import stream
 
-        optimizer, (_, stream) = mz.AdamW(lr=1e-4), streams()
+        optimizer = mz.AdamW(lr=1e-4)
         w, m, v = (np.ones(args.parameters, np.float32) for _ in range(3))
         g = np.full(args.parameters, 1e-3, np.float32)
         state, hyper = dict(zip(optimizer.slots, (m, v), strict=True)), optimizer.hyper(1, 1, w.dtype)
         x, y, z, h = (np.zeros(args.parameters, np.float32) for _ in range(4))
         self.cases: dict[str, Callable[[], None]] = {
             KERNEL: lambda: optimizer.apply(w, g, state, hyper),
-            KERNEL_STREAM: lambda: stream(x, y, z, h),
+            KERNEL_STREAM: lambda: stream.update(h, x, y, z),
         }
 
     def turn(self, case: str, warmup: int, steps: int) -> float:
