@@ -221,11 +221,3 @@ def test_where_no_folder_is_private_the_error_names_each(temporary, monkeypatch)
     monkeypatch.setattr(cache, "own_folder", lambda base, name: (_ for _ in ()).throw(PermissionError(f"{base} no")))
     with pytest.raises(PermissionError, match=r"no; /var/tmp no; /dev/shm no; set MPIZERO_CACHE_DIR"):
         place()
-
-
-def test_numba_keeps_nothing_of_its_own(checkout, tmp_path):  # noqa: F811
-    """Its index and data files are pickles."""
-    out, _ = start(checkout, MPIZERO_CACHE_DIR=tmp_path / "mine", NUMBA_CACHE_DIR=tmp_path / "numba")
-    assert out[0] == "built sgd"
-    assert not (tmp_path / "numba").exists()
-    assert not list(checkout.rglob("*.nb[ic]"))

@@ -30,7 +30,7 @@ LIMITS = {
 @pytest.mark.parametrize("stages", range(1, 9))
 def test_every_schedule_can_be_run_and_holds_few_caches(name: str, virtual: int, stages: int) -> None:
     """Building proves it: no deadlock, all dependencies, every instruction once, ascending retirement."""
-    for micro_batches in range(1, 33):
+    for micro_batches in (*range(1, 2 * stages + 4), 31, 32):  # more are more of the same between beginning and end
         schedule = build_schedule(name, stages, micro_batches, virtual)
         allowed = [LIMITS[name](stage, stages, schedule.micro_batches, virtual) for stage in range(stages)]
         assert all(held <= limit for held, limit in zip(schedule.caches(), allowed, strict=True))

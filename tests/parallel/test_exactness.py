@@ -103,7 +103,7 @@ def test_batches_of_5_3_0_and_7_have_the_bits_of_one_batch_of_15(strategy: str) 
 
 @pytest.mark.parametrize(("ranks", "memory"), [(2, MEMORIES[0]), (3, MEMORIES[1]), (4, MEMORIES[2]), (8, MEMORIES[1])])
 def test_threads_have_the_bits_of_one_process(ranks: int, memory: dict[str, Any]) -> None:
-    for strategy in STRATEGIES:
+    for strategy in STRATEGIES if ranks < 8 else ("ddp", "zero3"):
         assert set(run_in_threads(ranks, lambda comm, s=strategy: trained("clip", s, comm, **memory))) == {
             serial("clip")
         }

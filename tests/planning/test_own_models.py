@@ -46,6 +46,8 @@ def test_a_black_box_holds_and_sends_what_was_planned(ranks: int) -> None:
     for zero in range(4):
         for number, memory in enumerate(MEMORIES):
             turn = zero + number + ranks
+            if ranks != 2 and turn % 2:
+                continue
             parts = {"config": memory}, batches(ranks)[turn % 5], OPTIMIZERS[turn % 3]
             model = (function, in_place)[number % 2]
             check_on_threads(job(*parts, zero=zero, model=model, data=points), ranks)

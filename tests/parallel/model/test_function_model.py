@@ -60,12 +60,12 @@ def test_a_wrong_answer_on_one_rank_is_told_to_all(result: Any, told: str) -> No
         def answer(parameters: Any, batch: Any) -> Any:
             return result if comm.rank == 1 else (1.0, GOOD, 1.0)
 
-        for memory in MEMORIES:
-            model, _ = sharded("zero3", comm, mz.FunctionModel(START, answer), micro_batch=1, **memory)
-            with model:
-                with pytest.raises((LayoutError, DataError, RemoteError), match=told):
-                    model.train(np.ones((1, 1)), np.ones((1, 1)))
-                np.testing.assert_array_equal(model.get_parameters(), np.ones(9))
+        memory = MEMORIES[len(told) % 3]  # some answers with each: what is returned is checked before it is placed
+        model, _ = sharded("zero3", comm, mz.FunctionModel(START, answer), micro_batch=1, **memory)
+        with model:
+            with pytest.raises((LayoutError, DataError, RemoteError), match=told):
+                model.train(np.ones((1, 1)), np.ones((1, 1)))
+            np.testing.assert_array_equal(model.get_parameters(), np.ones(9))
 
     run_in_threads(4, run)
 
