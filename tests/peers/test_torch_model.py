@@ -522,8 +522,8 @@ class Between(nn.Module):
 
 
 BETWEEN = {
-    "relu": "block 'drop' is given something else than block 'first' (other values of shape (2, 4))",
-    "in place": "block 'drop' is given something else than block 'first'",
+    "relu": "block 'drop' is given something else than the output of block 'first' (other values of shape (2, 4))",
+    "in place": "block 'drop' is given something else than the output of block 'first'",
     "before": "block 'first' is given something else than the samples",
     "twice": "it runs block 'drop' where blocks= has block 'last'",
     "skipped": "it runs block 'last' where blocks= has block 'drop'",
@@ -548,11 +548,16 @@ def test_blocks_that_are_not_the_modules_own_forward_are_told() -> None:
         assert "compare_forward=False" in str(error.value)
     run("relu", meant=True)
     run("shape")
-    run("evaluation")
-    with pytest.raises(MpizeroError, match="after the last block, it changes the output of block 'last'"):
-        run("evaluation", "evaluate")
+    for use in ("train", "evaluate"):
+        with pytest.raises(
+            MpizeroError, match="in evaluation: after the last block, it changes the output of block 'last'"
+        ):
+            run("evaluation", use)
     net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
-    with pytest.raises(MpizeroError, match=r"Sequential\.forward: block '2' is given something else than block '0'"):
+    with pytest.raises(
+        MpizeroError,
+        match=r"Sequential\.forward in training: block '2' is given something else than the output of block '0'",
+    ):
         run_in_threads(1, lambda comm: fitted(mz.adapters.torch.TorchModel(net, CE, blocks=["0", "2"]), comm))
 
 

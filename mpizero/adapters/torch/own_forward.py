@@ -20,7 +20,7 @@ from mpizero.types import Run
 
 @dataclass(frozen=True, eq=False)
 class OwnForward:
-    """Run a module's own ``forward`` once in training and once in evaluation, and compare it with its blocks.
+    """Run a module's own ``forward`` once in training and once in evaluation mode, and compare it with its blocks.
 
     Hooks see what enters and leaves the blocks, so that dropout, which would differ in a second pass, matters not. The
     pass takes the module that was given, or makes it again, with its start values, on the rank that computes the first
@@ -44,18 +44,27 @@ class OwnForward:
     def compare(self, x: Any, run: Run) -> None:
         """Raise :class:`LayoutError` if ``forward`` does something that no block does. Not collective.
 
-        ``x`` are the samples. Only the first samples of a batch are looked at, and only once.
+        ``x`` are the samples. The first samples of the first step are looked at, in both modes; where a program
+        does not train, those of the first evaluation.
         """
-        if run.first_sample or run.training in self._compared:
+        modes = {True, False} if run.training else {False}
+        if modes <= self._compared:
             return
-        with torch_pass(self.settings, derived_seed(run, 0)), torch.no_grad():
-            module = self.made()
-            if not _runs_its_blocks(module, self.blocks) and (found := self._difference(module, x, run.training)):
-                raise LayoutError(
-                    f"the blocks one after the other are not {type(module).__name__}.forward: {found}; put what lies "
-                    "between blocks into one of them, or give TorchModel compare_forward=False if it is meant to differ"
-                )
-        self._compared.add(run.training)
+        if run.first_sample == 0:  # of a training step, one rank has them
+            with torch_pass(self.settings, derived_seed(run, 0)), torch.no_grad():
+                module = self.made()
+                if not _runs_its_blocks(module, self.blocks):
+                    for training in sorted(modes - self._compared, reverse=True):
+                        self._check(module, x, training)
+        self._compared.update(modes)
+
+    def _check(self, module: torch.nn.Module, x: Any, training: bool) -> None:
+        if found := self._difference(module, x, training):
+            raise LayoutError(
+                f"the blocks one after the other are not {type(module).__name__}.forward in "
+                f"{'training' if training else 'evaluation'}: {found}; put what lies between blocks into one of them, "
+                "or give TorchModel compare_forward=False if it is meant to differ"
+            )
 
     def _difference(self, module: torch.nn.Module, x: Any, training: bool) -> str | None:
         known = dict(module.named_modules(remove_duplicate=False))
@@ -149,7 +158,7 @@ class _Trace:
         if self.found is None and self._next < len(self._names):
             self.found = f"it does not run block {self._names[self._next]!r}"
         elif self.found is None and (unlike := _unlike(self._x, output)):
-            self.found = f"after the last block, it changes the output of {self._from} ({unlike})"
+            self.found = f"after the last block, it changes {self._from} ({unlike})"
         return self.found
 
     def _begins(self, module: torch.nn.Module, args: Any, named: Any) -> None:
@@ -166,7 +175,7 @@ class _Trace:
 
     def _ends(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if self.found is None:
-            self._from, self._x = f"block {self._names[self._next]!r}", map_leaves(_clone, output)
+            self._from, self._x = f"the output of block {self._names[self._next]!r}", map_leaves(_clone, output)
             self._next += 1
 
 
