@@ -31,7 +31,7 @@ from typing import Any
 
 from exactness import STRATEGIES
 from matrix.jobs import MEMORIES as USUAL_MEMORIES
-from matrix.jobs import Matrix, Place, Row, arguments, job, run, worker
+from matrix.jobs import THREADS, Matrix, Place, Row, arguments, in_threads, job, run, worker
 
 import mpizero as mz
 from mpizero.layout import SCHEDULES
@@ -186,12 +186,19 @@ def chosen(args: argparse.Namespace) -> list[OwnModel]:
 
 
 def resumed(models: Sequence[OwnModel], args: argparse.Namespace) -> list[Row]:
-    """Train all models in jobs that go on from each other, and return the rows of the last one."""
+    """Train all models in jobs that go on from each other, and return the rows of the last one.
+
+    With ``--covering`` ranks are threads, which need not import and compile everything again.
+    """
+    matrix = _resumed_matrix(models, args)
     with tempfile.TemporaryDirectory() as folder:
         for number, (ranks, _) in enumerate(RESUMED):
-            place = Place("first MPI", ranks, args.mpiexec, args.python)
-            more = ["--resumed", str(number), "--folder", folder]
-            rows = job(_resumed_matrix(models, args), args, place, None, *more)
+            if args.covering:
+                part = argparse.Namespace(**{**vars(args), "resumed": number, "folder": folder})
+                rows = in_threads(matrix, part, Place(THREADS, ranks), None)
+            else:
+                place = Place("first MPI", ranks, args.mpiexec, args.python)
+                rows = job(matrix, args, place, None, "--resumed", str(number), "--folder", folder)
     where = " -> ".join(str(ranks) for ranks, _ in RESUMED)
     return [row | {"where": where, "memory": "resumed"} for row in rows]
 

@@ -326,15 +326,16 @@ part_torch() {
     own_models
 }
 
-# Every pair of model, MPI, number of ranks, strategy and kind of memory.
+# Every pair of model, number of ranks, strategy and kind of memory. Each process imports PyTorch and JAX and compiles
+# anew, so few are started, and most ranks are threads.
 own_models() {
     local first="env MPI4PY_LIBMPI=$VENV/lib/libmpi.so.12 $TORCH_VENV/bin/python" second=() packages
     packages=$("$TORCH_VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
     skipped openmpi || { wait_prepared openmpi && second=(--second-mpiexec mpiexec.openmpi
         --second-python "env PYTHONPATH=$PWD:$packages $OPENMPI_VENV/bin/python") || return 1; }
     # shellcheck disable=SC2086
-    timeout -k 10 900 $first scripts/own_models.py --covering --steps 1 --mpiexec "$VENV/bin/mpiexec" --python "$first" \
-        "${second[@]}"
+    timeout -k 10 900 $first scripts/own_models.py --covering --steps 1 --ranks 2 --second-ranks 3 --threads 1,4,8 \
+        --mpiexec "$VENV/bin/mpiexec" --python "$first" "${second[@]}"
 }
 
 part_openmpi() {

@@ -135,7 +135,7 @@ def run(matrix: Matrix, args: argparse.Namespace) -> Iterator[tuple[list[Row], f
             continue
         started = time.monotonic()
         rows = (
-            _in_threads(matrix, args, place, numbers) if place.library == THREADS else job(matrix, args, place, numbers)
+            in_threads(matrix, args, place, numbers) if place.library == THREADS else job(matrix, args, place, numbers)
         )
         yield rows, time.monotonic() - started
 
@@ -173,7 +173,7 @@ def worker(matrix: Matrix, args: argparse.Namespace) -> None:
         (Path(args.worker) / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
 
 
-def _in_threads(matrix: Matrix, args: argparse.Namespace, place: Place, chosen: Sequence[int] | None) -> list[Row]:
+def in_threads(matrix: Matrix, args: argparse.Namespace, place: Place, chosen: Sequence[int] | None) -> list[Row]:
     """Run trainings on ranks that are threads of this process, without MPI, and return the rows."""
     from mpizero.testing import run_in_threads
 

@@ -64,31 +64,36 @@ def leaves(layer, values):
     return mz.nn.nest((spec.name, np.array(value)) for spec, value in zip(layer.specs(), values, strict=True))
 
 
-def trained(model, layout, ranks, **settings):
-    """Train 2 steps on threads as ranks, with a strategy or (schedule, stages, ZeRO stage); return the hash."""
+def digest(sharded):
+    return sharded.parameters_sha256()
+
+
+def trained(model, layout, ranks, result=digest, optimizer=None, steps=2, **settings):
+    """Train on threads as ranks, with a strategy or (schedule, stages, ZeRO stage); return rank 0's ``result``."""
 
     def rank(comm):
         with mz.ShardingConfig(comm=comm, micro_batch=4, minimum_parameter_group_size=1, **settings) as config:
-            optimizer, replicas = mz.Adam(lr=0.01), comm.size
+            replicas = comm.size
             if isinstance(layout, str):
-                sharded = mz.distribute(model, optimizer, strategy=layout, config=config)
+                sharded = mz.distribute(model, optimizer or mz.Adam(lr=0.01), strategy=layout, config=config)
             else:
                 schedule, stages, zero = layout
                 replicas //= stages
                 more = {"virtual_stages": 2} if schedule == "interleaved" else {}
                 sharded = mz.HybridShardedModel(
                     model, config, pipeline_parallel_size=stages, zero_stage=zero, schedule=schedule,
-                    optimizer=optimizer, **more,
+                    optimizer=optimizer or mz.Adam(lr=0.01), **more,
                 )  # fmt: skip
             with sharded:
                 place = comm.rank % replicas
                 mine = slice(len(X) * place // replicas, len(X) * (place + 1) // replicas)
-                for _ in range(2):
+                for _ in range(steps):
                     sharded.train(X[mine], Y[mine])
-                return sharded.parameters_sha256()
+                return result(sharded)
 
-    (found,) = set(run_in_threads(ranks, rank))
-    return found
+    found = run_in_threads(ranks, rank)
+    assert not isinstance(found[0], str) or set(found) == {found[0]}
+    return found[0]
 
 
 @pytest.mark.parametrize("hidden", [residual, dropped])
@@ -106,6 +111,39 @@ def test_all_layouts_have_the_bits_of_one_process(hidden):
         ("zero_bubble", 4, 1),
     ):
         assert trained(model, layout, 4) == expected, layout
+
+
+@pytest.mark.parametrize("name", ["momentum", "adamw"])
+def test_training_follows_optax(name):
+    optax = pytest.importorskip("optax")
+    ours, theirs = {
+        "momentum": (mz.SGD(lr=0.01, momentum=0.9), optax.sgd(0.01, momentum=0.9)),
+        "adamw": (
+            mz.AdamW(lr=0.01, weight_decay=0.1),
+            optax.adamw(0.01, weight_decay=0.1, mask=lambda tree: {name: p.ndim > 1 for name, p in tree.items()}),
+        ),
+    }[name]
+    model = network()
+    found = trained(model, "zero3", 2, lambda sharded: sharded.named_parameters(), ours, 50, ranks_per_node=1)
+
+    def loss(named):
+        x = jnp.asarray(X)
+        for block, function in (("in", affine), *((f"h.{i}", residual) for i in range(3)), ("out", affine)):
+            x = function({leaf: named[f"{block}.{leaf}"] for leaf in ("kernel", "bias")}, x)
+        return squares(x, Y) / len(X)
+
+    @jax.jit
+    def step(named, state):
+        updates, state = theirs.update(jax.grad(loss)(named), state, named)
+        return optax.apply_updates(named, updates), state
+
+    named = {name: jnp.array(value) for name, value in model.start_values.items()}
+    state = theirs.init(named)
+    for _ in range(50):
+        named, state = step(named, state)
+    apart = sum(float(np.sum((found[n] - named[n]) ** 2)) for n in found)
+    assert set(found) == set(named)
+    assert (apart / sum(float(np.sum(value**2)) for value in named.values())) ** 0.5 <= 1e-11
 
 
 def test_equal_blocks_are_compiled_once():
