@@ -44,6 +44,6 @@ def test_another_operation_on_one_rank_ends_the_job_with_both_lines(job, odd, us
 
 
 def test_parameters_that_differ_end_the_job_with_the_rank_and_the_name(job):
-    ended = job("set_parameters", "set_parameters", "zero2", {}, 4)
+    ended = job("set_parameters", "set_parameters", "zero2", {}, 3)
     assert ended.status == 78, ended.err
     assert re.search(r"set_parameters: parameter '[\w.]+' of rank 2 is not that of rank 0: int64", ended.err), ended.err

@@ -80,11 +80,11 @@ def test_a_program_that_a_rank_starts_is_no_rank(job, tmp_path):
     assert (tmp_path / "fork").read_text() == "11"
 
 
-@pytest.mark.parametrize("kind", ["child_of_closed", "child_of_guest"])
-def test_nor_is_one_of_a_rank_that_is_not_watched_over(job, tmp_path, kind):
-    ended = job(kind)
+def test_nor_is_one_of_a_rank_that_is_not_watched_over(job, tmp_path):
+    ended = job("child_of_guest_and_of_closed")
     assert (ended.status, ended.err) == (0, "")
-    assert json.loads((tmp_path / "child").read_text()) == ["1", 11]
+    for guest in (True, False):
+        assert json.loads((tmp_path / f"child-{guest}").read_text()) == ["1", 11]
 
 
 def test_a_job_that_a_rank_starts_is_another_job(job, launcher):

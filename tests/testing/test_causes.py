@@ -30,6 +30,11 @@ CAUSES = (
 )
 
 
+def in_turn(variants, shift=0):
+    """Layouts with one of the variants each, from another one on for each fault: every pair occurs with some fault."""
+    return [(layout, *variants[(number + shift) % len(variants)]) for number, layout in enumerate(EXACT)]
+
+
 def causes(found):
     """The causes that a finding names."""
     told = found.diagnosis or ""
@@ -48,8 +53,9 @@ def first(*args, **settings):
 # ------------------------------------------------------------------ gradients of one rank
 
 
-@pytest.mark.parametrize("layout", EXACT)
-@pytest.mark.parametrize(("dtype", "size"), [("float32", 1e-6), ("float64", 1e-6), ("float64", 1e-12)])
+@pytest.mark.parametrize(
+    ("layout", "dtype", "size"), in_turn([("float32", 1e-6), ("float64", 1e-6), ("float64", 1e-12)])
+)
 def test_noise_without_a_seed_is_no_rounding_however_small(monkeypatch, layout, dtype, size):
     planted.unseeded_noise(monkeypatch, size)
     found = first(layout, model=model(dtype), clip=0.1)
@@ -58,8 +64,7 @@ def test_noise_without_a_seed_is_no_rounding_however_small(monkeypatch, layout, 
     assert (found.role, found.ranks) == ("computed by", (1,))
 
 
-@pytest.mark.parametrize("layout", EXACT)
-@pytest.mark.parametrize(("dtype", "factor"), [("float32", 1 + 1e-6), ("float64", 1 + 1e-9)])
+@pytest.mark.parametrize(("layout", "dtype", "factor"), in_turn([("float32", 1 + 1e-6), ("float64", 1 + 1e-9)]))
 def test_a_gradient_that_depends_on_the_rank_names_that_rank_and_its_factor(monkeypatch, layout, dtype, factor):
     planted.rank_factor(monkeypatch, factor)
     found = first(layout, model=model(dtype))
@@ -70,8 +75,7 @@ def test_a_gradient_that_depends_on_the_rank_names_that_rank_and_its_factor(monk
     assert "times those of one process" in found.seen
 
 
-@pytest.mark.parametrize("layout", EXACT)
-@pytest.mark.parametrize(("dtype", "size"), [("float32", 1e-6), ("float64", 1e-12)])
+@pytest.mark.parametrize(("layout", "dtype", "size"), in_turn([("float32", 1e-6), ("float64", 1e-12)], shift=1))
 def test_noise_keyed_by_the_rank_names_the_ranks_that_have_another(monkeypatch, layout, dtype, size):
     planted.rank_keyed_noise(monkeypatch, size)
     found = first(layout, model=model(dtype))
@@ -94,8 +98,10 @@ def test_an_offset_of_one_ranks_gradient_is_no_wrong_count(monkeypatch, layout, 
 # ------------------------------------------------------------------ sums
 
 
-@pytest.mark.parametrize("layout", ["ddp*2", "zero1*3, private", "zero2*3"])
-@pytest.mark.parametrize(("dtype", "offset"), [("float32", 1e-4), ("float64", 1e-4), ("float64", 1e-9)])
+@pytest.mark.parametrize(
+    ("layout", "dtype", "offset"),
+    [("ddp*2", "float32", 1e-4), ("zero1*3, private", "float64", 1e-9), ("zero2*3", "float64", 1e-4)],
+)
 def test_an_offset_of_the_sum_is_told_without_a_cause_and_not_blamed_on_the_owner(monkeypatch, layout, dtype, offset):
     planted.sum_offset(monkeypatch, offset)
     found = first(layout, model=model(dtype), clip=0.1)

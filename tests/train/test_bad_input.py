@@ -44,8 +44,9 @@ LAYOUTS = {
     "cuts": (["parallel.pipeline=2", "parallel.cuts=[3]"], CONFIG, "parallel.cuts = [3]"),
 }
 EVERY = CASES | LAYOUTS
-#: With numbers of processes (0: without a launcher): what the data, the settings and rank 0 alone make wrong.
-LAUNCHED = {"missing data": [0, 2], "learning rate": [0, 2], "folder": [0, 3]}
+#: With numbers of processes (0: without a launcher), one of each status: what the data, the settings and rank 0 alone
+#: make wrong.
+LAUNCHED = {"missing data": [2], "learning rate": [0], "folder": [3]}
 
 
 def chosen():
@@ -109,7 +110,7 @@ def test_wrong_usage_is_told_once(mpizero, ranks):
     assert outcome.err.count("invalid choice: 'trian'") == 1
 
 
-def test_a_rank_without_a_gpu_is_named(inputs, monkeypatch):
+def test_a_rank_without_a_gpu_is_named(on_threads, monkeypatch):
     for variable, value in (("CUDA_VISIBLE_DEVICES", ""), ("NUMBA_ENABLE_CUDASIM", "0")):
         monkeypatch.setenv(variable, value)
-    explained(inputs.train(2, "train.device=cuda"), CONFIG, "rank 0 of 2 has no GPU")
+    explained(on_threads.train(2, "train.device=cuda"), CONFIG, "rank 0 of 2 has no GPU")

@@ -374,18 +374,18 @@ def test_what_kind_of_trouble_it_is_stands_in_the_type(home):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_command_ends_with_status_65_until_it_is_told_what_to_do(mpizero, on_threads, finished, ranks):
-    shutil.copytree(finished / "run", mpizero.folder / "run")
-    (mpizero.folder / "run" / "checkpoints" / NAMES[-1] / "state.h5").unlink()
-    before = contents(mpizero.folder / "run")
-    outcome = (mpizero if ranks == 2 else on_threads).train(ranks, "train.validate_every=0", flags=["--resume"])
+def test_the_command_ends_with_status_65_until_it_is_told_what_to_do(on_threads, finished, ranks):
+    shutil.copytree(finished / "run", on_threads.folder / "run")
+    (on_threads.folder / "run" / "checkpoints" / NAMES[-1] / "state.h5").unlink()
+    before = contents(on_threads.folder / "run")
+    outcome = on_threads.train(ranks, "train.validate_every=0", flags=["--resume"])
     assert outcome.status == ExitStatus.DATA, outcome.err
     assert len(outcome.told) == 1, outcome.err
-    assert contents(mpizero.folder / "run") == before
+    assert contents(on_threads.folder / "run") == before
     outcome = on_threads.train(ranks, "train.validate_every=0", flags=["--resume", "--resume-from", "4"])
     assert outcome.status == ExitStatus.OK, outcome.err
     assert "resuming from" in outcome.err
-    assert (mpizero.folder / "run/earlier/0001/checkpoints" / NAMES[-1] / "manifest.json").exists()
+    assert (on_threads.folder / "run/earlier/0001/checkpoints" / NAMES[-1] / "manifest.json").exists()
 
 
 @pytest.mark.parametrize("given", ["-1", "two", "4.0"])

@@ -116,6 +116,12 @@ def train(comm, steps=3, **settings):
         return state(), model.parameters_sha256()
 
 
+def sleep_until(*names):
+    """Sleep until the other ranks have written these files: who waits in a call of MPI takes a core meanwhile."""
+    while not all((FOLDER / name).exists() for name in names):
+        time.sleep(0.02)
+
+
 def settle():
     """Train alone, by names that begin no supervised life: what NumPy and Numba register stays in the process."""
     from mpizero.nn.models.mlp import MLP
@@ -142,6 +148,7 @@ def host(**settings):
             comm.allreduce(1)
             time.sleep(0.01)
         assert "mpizero" not in sys.modules
+        sleep_until("seen-0.json", "seen-1.json")
         WORLD.Barrier()
         return
     settle()
@@ -185,17 +192,16 @@ def errors():
                 except mz.errors.MpizeroError as error:
                     caught.append(type(error).__name__)
         (FOLDER / f"caught-{RANK}").write_text(" ".join(caught))
+    sleep_until("caught-0", "caught-1")
     WORLD.Barrier()
 
 
-def on_the_last_rank(act):
-    """Let rank 1 act while the other sleeps: one that waits in a call of MPI takes a core."""
-    done = FOLDER / "done"
+def on_the_last_rank(act, done="done"):
+    """Let rank 1 act while the other sleeps."""
     if RANK == 1:
         act()
-        done.touch()
-    while not done.exists():
-        time.sleep(0.02)
+        (FOLDER / done).touch()
+    sleep_until(done)
 
 
 def child():
@@ -223,13 +229,10 @@ def child():
     WORLD.Barrier()
 
 
-def child_of_closed():
-    """Start a program, and fork, on a rank that is watched over no more, or never was; neither is one."""
+def child_of_guest_and_of_closed():
+    """Start a program, and fork, on a rank that was never watched over, and is so no more; neither is one."""
     import mpizero as mz
 
-    with mz.ShardingConfig(embedded=KIND.endswith("guest")) as config:
-        assert config.communicator.size == WORLD.Get_size()
-    assert "MPIZERO_RANK_PROCESS" not in os.environ
     code = "import mpizero as mz; print(mz.ShardingConfig().communicator.size)"
 
     def start():
@@ -239,13 +242,14 @@ def child_of_closed():
             signal.alarm(20)
             os._exit(mz.ShardingConfig().communicator.size + 10)
         status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-        (FOLDER / "child").write_text(json.dumps([ended.stdout.strip(), status]))
+        (FOLDER / f"child-{guest}").write_text(json.dumps([ended.stdout.strip(), status]))
 
-    on_the_last_rank(start)
-    WORLD.Barrier()
-
-
-child_of_guest = child_of_closed
+    for guest in (True, False):
+        with mz.ShardingConfig(embedded=guest) as config:
+            assert config.communicator.size == WORLD.Get_size()
+        assert "MPIZERO_RANK_PROCESS" not in os.environ
+        on_the_last_rank(start, f"done-{guest}")
+        WORLD.Barrier()
 
 
 def job_of_rank():

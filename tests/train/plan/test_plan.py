@@ -168,14 +168,14 @@ def test_a_timetable_is_printed(on_threads):
     assert "bubble" in text
 
 
-def test_an_mlp_takes_its_width_from_the_data(mpizero):
-    (mpizero.folder / "mlp.toml").write_text(
+def test_an_mlp_takes_its_width_from_the_data(on_threads):
+    (on_threads.folder / "mlp.toml").write_text(
         '[model]\nname = "mlp"\n[data]\narrays = "digits"\n[train]\nglobal_batch = 64\nsteps = 2\nvalidate_every = 0\n'
     )
-    plan = mpizero(0, "plan", "mlp.toml", "--ranks", "2", "--ranks-per-node", "1", "--json")
-    run = mpizero(2, "train", "mlp.toml", "--set", "parallel.ranks_per_node=1")
+    plan = on_threads(0, "plan", "mlp.toml", "--ranks", "2", "--ranks-per-node", "1", "--json")
+    run = on_threads(2, "train", "mlp.toml", "--set", "parallel.ranks_per_node=1")
     assert plan.status == run.status == 0, plan.err + run.err
-    assert mpizero.metrics()[-1]["bytes_sent"] == plan.result["ranks"][0]["bytes_sent"]
+    assert on_threads.metrics()[-1]["bytes_sent"] == plan.result["ranks"][0]["bytes_sent"]
     assert json.loads(plan.out)["parameter_count"] == 64 * 64 + 64 + 64 * 64 + 64 + 64 * 10 + 10
 
 
