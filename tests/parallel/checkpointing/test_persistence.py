@@ -39,7 +39,7 @@ def run(comm: Any, strategy: str, memory: dict[str, Any], data: bytes | None, st
 @cache
 def uninterrupted() -> tuple[bytes, list[str]]:
     first, hashes = run(None, "ddp", {}, None, 2)
-    _, more = run(None, "ddp", {}, first, 20)
+    _, more = run(None, "ddp", {}, first, 8)
     return first, more
 
 
@@ -51,7 +51,7 @@ def test_a_state_in_the_middle_of_a_run_is_all_that_the_run_needs() -> None:
 def test_four_zero2_ranks_save_and_three_zero3_ranks_go_on_with_the_same_bits() -> None:
     saved = run_in_threads(4, lambda comm: run(comm, "zero2", PRIVATE, None, 2)[0])
     assert len(set(saved)) == 1, "the same bytes on every rank"
-    gone_on = run_in_threads(3, lambda comm: run(comm, "zero3", PRIVATE, saved[0], 20)[1])
+    gone_on = run_in_threads(3, lambda comm: run(comm, "zero3", PRIVATE, saved[0], 8)[1])
     assert gone_on == [uninterrupted()[1]] * 3
 
 

@@ -111,7 +111,7 @@ def tuned(
     comm: Any, strategy: str, seconds: Sequence[Sequence[float]], **memory: Any
 ) -> tuple[list[float], float, int]:
     """The bucket of each step until one is chosen, that, and the bytes of scratch that are left."""
-    model, _ = sharded(strategy, comm, gpt(), micro_batch=1, bucket_mb="auto", **memory)
+    model, _ = sharded(strategy, comm, gpt(layers=1), micro_batch=1, bucket_mb="auto", **memory)
     with model:
         engine, used, sent = model.engine, [], 0
         before = engine.grid.bytes_sent
@@ -141,7 +141,7 @@ def interrupted(comm: Any) -> tuple[int, int, str]:
     """Trials that count, of steps of which some are skipped, fail, or have other batches, and the hash."""
     switch: dict[str, Any] = {}
     model, _ = sharded(
-        "zero2", comm, with_traps(gpt(), {"blocks.1": switch}), micro_batch=1, bucket_mb="auto", **PRIVATE
+        "zero2", comm, with_traps(gpt(layers=1), {"blocks.0": switch}), micro_batch=1, bucket_mb="auto", **PRIVATE
     )
     with model:
         tuner = model.engine.tuner

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -149,10 +150,9 @@ def test_a_skipped_step_leaves_parameters_and_residuals_as_they_were() -> None:
             same &= np.array_equal(left, unsent(model))
             return skipped and same and bool(left.any())
 
-    for strategy in STRATEGIES:
-        for kind in KINDS:
-            for clip in (None, 1e9):
-                assert all(run_in_threads(3, lambda c, a=(strategy, kind, clip): run(c, *a)))
+    for number, (strategy, kind) in enumerate(product(STRATEGIES, KINDS)):
+        clip = (None, 1e9)[(number + number // 2) % 2]
+        assert all(run_in_threads(3, lambda c, a=(strategy, kind, clip): run(c, *a)))
 
 
 def test_a_sum_that_overflows_between_ranks_is_skipped_as_without_compression() -> None:

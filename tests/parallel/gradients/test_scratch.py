@@ -33,7 +33,7 @@ FINE = 256 / 2**20
 MODELS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
     "MLP": (mlp, points_of),
     "tied": (gpt, tokens),
-    "untied": (lambda: gpt(tied=False, dtype="float64", activation_checkpointing=True), tokens),
+    "untied": (lambda: gpt(tied=False, dtype="float64", activation_checkpointing=True, layers=1), tokens),
     "frozen": (lambda: Blocks(gpt(tied=False), {"embedding": Frozen, "blocks.1": Frozen}), tokens),
 }
 
@@ -268,8 +268,9 @@ def test_what_a_block_has_not_written_is_found_in_every_grain_and_block(write: A
                 placed.train(*part(comm, x, y))
             assert placed.parameters_sha256() == before
 
-    for block, first in product(plain.blocks, range(4)):
-        run(None, block, first, {})
+    for number, (block, first) in enumerate(product(plain.blocks, range(4))):
+        if (number + [forget, add, write_some].index(write)) % 2:  # the others are found of another write
+            run(None, block, first, {})
     for block, memory in product(plain.blocks, (PRIVATE, {"ranks_per_node": 1, "bucket_mb": FINE})):
         run_in_threads(2, lambda comm, b=block, m=memory: run(comm, b, 3, m))
 

@@ -146,8 +146,8 @@ def test_gradients_by_hand_update_them_in_a_step_and_not_in_apply_gradients() ->
 
 def test_the_example_has_one_hash() -> None:
     example = runpy.run_path(str(EXAMPLES / "residual_in_numpy.py"))
-    x, y = example["data"](40)
-    case = Case(lambda: example["make"](channels=2), batches=[(x, y)], config={"micro_batch": 8})
+    x, y = example["data"](15)
+    case = Case(lambda: example["make"](channels=2), batches=[(x, y)], config={"micro_batch": 3})
     ways = [Way(2, schedule="zero_bubble"), Way(zero=3)]
     found = [run_in_threads(2, lambda comm, w=way: trained(case, comm, w, **PRIVATE)) for way in ways]
     assert found == [[trained_alone(case)] * 2] * 2

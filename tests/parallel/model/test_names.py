@@ -186,7 +186,7 @@ def test_a_name_of_optimizer_state_that_cannot_be_stored_is_refused_at_once(slot
 
 
 @given(st.lists(st.text(min_size=1, max_size=30), min_size=1, max_size=4, unique=True))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @example(["\U0001d400" * NAME_LIMIT])
 @example(["/".join(["\U0001d400" * 17] * NAME_PARTS)])
 def test_what_is_not_refused_can_be_saved_read_and_verified(tmp_path_factory, names):
