@@ -244,6 +244,18 @@ def test_a_function_that_keeps_a_parameter_by_itself_is_told() -> None:
             run_in_threads(ranks, lambda comm, o=layout: body(comm, **o))
 
 
+def test_an_embedding_with_sparse_gradients_trains_as_a_dense_one() -> None:
+    def body(comm: Any, sparse: bool) -> str:
+        def make() -> Any:
+            return nn.Sequential(nn.EmbeddingBag(31, 4, sparse=sparse), nn.Linear(4, 3))
+
+        with placed(mz.adapters.torch.TorchModel(make, CE), comm, "zero1") as model:
+            model.train(WORDS[:4], Y)
+            return str(model.parameters_sha256())
+
+    assert len({run_in_threads(1, lambda comm, s=sparse: body(comm, s))[0] for sparse in (False, True)}) == 1
+
+
 class Slow(torch.autograd.Function):
     """Compute both gradients whatever is asked for, slowly."""
 

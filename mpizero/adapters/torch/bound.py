@@ -58,12 +58,17 @@ def without_values(module: torch.nn.Module) -> torch.nn.Module:
         for p in module.parameters()
     }
     try:
-        return copy.deepcopy(module, dict(empty))
+        twin = copy.deepcopy(module, dict(empty))
     except Exception as error:
         raise ConfigError(
             f"TorchModel: the module {type(module).__name__} cannot be copied (copy.deepcopy: {type(error).__name__}: "
-            f"{error}); keep what cannot be copied out of it, or give a function that makes the module"
+            f"{error}); keep what cannot be copied out of it; torch.nn.utils.parametrizations has weight_norm and "
+            "spectral_norm that can be"
         ) from error
+    for inner in twin.modules():
+        if isinstance(inner, torch.nn.Embedding | torch.nn.EmbeddingBag):
+            inner.sparse = False  # their gradients would be of a kind that is not added up here
+    return twin
 
 
 def held_parameters(module: torch.nn.Module, prefix: str = "") -> dict[int, Held]:
