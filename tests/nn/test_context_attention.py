@@ -101,8 +101,7 @@ def test_float32_agrees_with_dense_attention_of_float64_as_well_as_dense_attenti
         assert_close(found[2][name], gradient, max(1e-6, 1.5 * rounding))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("run", [EVALUATE, TRAINING])
+@pytest.mark.parametrize(("ranks", "run"), [(2, EVALUATE), (3, TRAINING)])
 def test_gradients_are_those_of_finite_differences(ranks, run, rng, small_tiles):
     layer = CausalSelfAttention(4, 2, dropout=0.3, site=1)
     flat, (x, dy) = parameters(layer, rng), rng.normal(size=(2, 2, 11, 4))
