@@ -154,10 +154,9 @@ def test_a_rank_that_leaves_early_is_missed_in_a_collective_of_the_users_own(job
 @pytest.mark.parametrize(
     ("fault", "runner"),
     [
-        ("end", ("-m", "mpi4py")),
+        ("watched", ("-m", "mpi4py")),
         ("end_with_finalize", ()),
         ("end_with_a_tail", ()),
-        ("watched", ()),
     ],
 )
 def test_a_good_end_is_silent(job, fault, runner):
