@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from numbers import Real
 from pathlib import Path
 from typing import Any, cast
@@ -270,6 +270,7 @@ def record_of(model: ShardedModelBase, source: Source, loop: LoopSection, finger
         "trainer": {"global_batch": loop.global_batch, "seed": loop.seed, "frozen": frozen or None},
         "config": {name: getattr(config, name) for name in ("clip", "gradient_compression", "ema", "mixed_precision")},
         "optimizer": _optimizer_settings(model.optimizer.wrapped_optimizer),
+        "wrapped_model": _model_settings(wrapped),
     }
     task = task_of(wrapped)
     return RunRecord(
@@ -279,6 +280,20 @@ def record_of(model: ShardedModelBase, source: Source, loop: LoopSection, finger
         task=task,
         units_per_sample=units_per_sample(task, source),
     )
+
+
+def _model_settings(wrapped: Any) -> dict[str, Any]:
+    """Return the settings of the library's own models that change results, such as sizes, seed and dropout."""
+    if not type(wrapped).__module__.startswith("mpizero."):
+        return {"name": type(wrapped).__name__}
+    own = getattr(wrapped, "fingerprint", None) or (
+        {one.name: getattr(wrapped, one.name) for one in fields(wrapped)} if is_dataclass(wrapped) else {}
+    )
+    return {"name": type(wrapped).__name__} | {
+        name: value
+        for name, value in own.items()
+        if isinstance(value, int | float | str | None) and name != "activation_checkpointing"
+    }
 
 
 def _optimizer_settings(optimizer: Any) -> dict[str, Any]:
