@@ -332,7 +332,7 @@ own_models() {
     local first="env MPI4PY_LIBMPI=$VENV/lib/libmpi.so.12 $TORCH_VENV/bin/python" second=() packages
     packages=$("$TORCH_VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
     skipped openmpi || { wait_prepared openmpi && second=(--second-mpiexec mpiexec.openmpi
-        --second-python "env PYTHONPATH=$PWD:$packages $OPENMPI_VENV/bin/python") || return 1; }
+        --second-python "env -u MPI4PY_LIBMPI PYTHONPATH=$PWD:$packages $OPENMPI_VENV/bin/python") || return 1; }
     # shellcheck disable=SC2086
     timeout -k 10 900 $first scripts/own_models.py --covering --steps 1 --ranks 2 --second-ranks 3 --threads 1,4,8 \
         --mpiexec "$VENV/bin/mpiexec" --python "$first" "${second[@]}"
