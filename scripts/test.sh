@@ -133,7 +133,8 @@ LINK
 }
 
 # processor_seconds: what this shell and the commands that it has waited for have computed so far. Sets REPLY; a
-# pipeline or a substitution would ask another process.
+# pipeline or a substitution would ask another process. What is counted by itself runs in a subshell: the main shell
+# also counts the groups in the background, when they end.
 processor_seconds() {
     local file=$LOGS/times.$BASHPID
     times >"$file"
@@ -141,7 +142,11 @@ processor_seconds() {
     rm -f "$file"
 }
 
-# Each prepare_NAME prints "yes", or the reason why its environment cannot be had.
+prepare_test() {
+    ensure_venv "$VENV" install_test
+}
+
+# The other prepare_NAME print "yes", or the reason why their environment cannot be had.
 prepare_cuda() {
     ensure_venv "$CUDA_VENV" install_cuda >"$LOGS/cuda-venv.log" 2>&1 && echo yes && return
     echo "numba-cuda and ptxas cannot be installed (see $LOGS/cuda-venv.log)"
@@ -185,9 +190,11 @@ start_preparing() {
 }
 
 prepare() {
-    "prepare_$1"
+    local status=0
+    "prepare_$1" || status=$?
     processor_seconds
     echo "$REPLY" >"$LOGS/installs-$1"
+    return $status
 }
 
 # wait_prepared NAME: whether NAME's environment is there; says why it is not.
@@ -239,11 +246,10 @@ exec "$@" >"$LOG.rank$rank" 2>&1'
 
 # The files that have tests marked mpi: ranks which would collect all others, too, take seconds of a core for it, each.
 mpi_files() {
-    [ -n "$MPI_FILES" ] || MPI_FILES=$("$PY" -m pytest --with-mpi -m mpi --collect-only -qq -p no:cacheprovider tests |
-        sed -n 's/^\(tests[^:]*\.py\):.*/\1/p' | sort -u)
-    [ -n "$MPI_FILES" ] || fail "no test is marked mpi"
+    [ -s "$LOGS/mpi-files" ] || "$PY" -m pytest --with-mpi -m mpi --collect-only -qq -p no:cacheprovider tests |
+        sed -n 's/^\(tests[^:]*\.py\):.*/\1/p' | sort -u >"$LOGS/mpi-files"
+    [ -s "$LOGS/mpi-files" ] || fail "no test is marked mpi"
 }
-MPI_FILES=
 
 # run_mpi NAME RANKS MPIEXEC PYTHON: the tests marked mpi, in one launch.
 run_mpi() {
@@ -257,7 +263,7 @@ run_mpi() {
     # last words of a rank that ends the job are written past Python: --capture=fd would take them along.
     LOG=$log TEMPORARY=$temporary MPIR_CVAR_ENABLE_HEAVY_YIELD=$((n > 2)) timeout -k 10 1200 "$mpiexec" -n "$n" bash -c "$RANK_COMMAND" rank \
         "$python" -m mpi4py -m pytest --with-mpi -m mpi --no-header --color=no -p no:cacheprovider --capture=sys \
-        --durations=12 -o faulthandler_timeout=120 -o faulthandler_exit_on_timeout=true $MPI_FILES 2>&1 | tee "$log" &&
+        --durations=12 -o faulthandler_timeout=120 -o faulthandler_exit_on_timeout=true $(<"$LOGS/mpi-files") 2>&1 | tee "$log" &&
         passed "$log" || status=1
     rm -rf "$temporary"
     [ $status = 1 ] || return 0
@@ -417,12 +423,11 @@ print_budgets() {
 }
 
 say "virtual environment: $VENV"
-rm -f "$LOGS"/row-* "$LOGS"/installs-*
+rm -f "$LOGS"/row-* "$LOGS"/installs-* "$LOGS/mpi-files"
 STARTED=$SECONDS
 chosen 'openmpi|exactness|slurm|torch' && ! { skipped openmpi && skipped slurm; } && start_preparing openmpi
-ensure_venv "$VENV" install_test || fail "cannot install the test requirements"
+(prepare test) || fail "cannot install the test requirements"
 SETUP=$((SECONDS - STARTED))
-processor_seconds && echo "$REPLY" >"$LOGS/installs-test"
 ! chosen ptx || skipped ptx || start_preparing cuda
 ! chosen torch || skipped torch || start_preparing torch
 start_group run_beside >/dev/null
@@ -430,7 +435,7 @@ RUNNING_BESIDE=$!
 for part in "${ONLY[@]}"; do
     [[ " ${BESIDE[*]} " != *" $part "* ]] || continue
     say "== $part"
-    run_part "$part"
+    (run_part "$part")
 done
 wait "$RUNNING_BESIDE"
 for part in "${BESIDE[@]}"; do
