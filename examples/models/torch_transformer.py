@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 
 from mpizero.adapters.torch import TorchModel
 
-WIDTH, HEADS, LAYERS, LENGTH, WORDS = 24, 2, 3, 64, 17
+WIDTH, HEADS, LAYERS, LENGTH, WORDS = 24, 4, 3, 64, 17
 
 
 class Embedding(nn.Module):

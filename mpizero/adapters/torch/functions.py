@@ -2,7 +2,7 @@
 
 A mode of PyTorch sees the calls of functions while a module runs. GELU in its tanh form, SiLU, and causal attention
 without mask and dropout are computed by the kernels of :mod:`mpizero.nn`'s layers, where tensors are float32 or float64
-on the host; all other calls run as they are. A gradient whose own gradient is asked for (``create_graph=True``), and
+on the host, and attention is not small; all other calls run as they are. A gradient whose own gradient is asked for (``create_graph=True``), and
 tensors inside ``torch.func``'s transforms and forward-mode derivatives, are computed by PyTorch.
 """
 
@@ -19,6 +19,10 @@ from torch.overrides import TorchFunctionMode
 
 from mpizero import kernels
 from mpizero.nn.layers.attention import CausalSelfAttention
+
+
+#: Attention of no more scores takes less time in PyTorch, which calls no Python function for it.
+FEW_SCORES = 1 << 14
 
 
 class OwnKernels(TorchFunctionMode):  # type: ignore[misc]
@@ -46,9 +50,12 @@ def _silu(input: Any, inplace: bool = False) -> Any:
 
 def _attention(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
                *, scale: float | None = None, enable_gqa: bool = False) -> Any:  # fmt: skip
-    plain = all(map(_is_plain, (query, key, value))) and query.ndim == 4 and query.numel() > 0
+    plain = all(map(_is_plain, (query, key, value))) and query.ndim == 4
     alike = plain and query.shape == key.shape == value.shape and query.dtype == key.dtype == value.dtype
     if not (alike and is_causal and attn_mask is None and dropout_p == 0 and scale is None):
+        return NotImplemented
+    samples, heads, length, _ = query.shape
+    if samples * heads * length**2 <= FEW_SCORES:
         return NotImplemented
     return _CausalAttention.apply(query, key, value)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -142,7 +142,8 @@ class ModuleCall:
         """Return tensors that share the memory of the arrays in ``params`` of all that is stored. Not collective."""
         return [as_tensor(array_of(params, spec.name)) for spec in self.tensors.specs]
 
-    def placed(self, params: Params) -> AbstractContextManager[None]:
+    @contextmanager
+    def placed(self, params: Params) -> Iterator[None]:
         """Put the parameters into the module for a backward pass, in which hooks and functions may read them.
 
         Of what a forward pass may change these are copies: ``torch.utils.checkpoint`` runs another one.
@@ -150,7 +151,8 @@ class ModuleCall:
         own = self.tensors
         values = zip(self.values(params), own.specs, strict=True)
         tensors = [t.clone() if s.averaged else t.requires_grad_(s.optimized) for t, s in values]
-        return in_places((*own.stored, *own.integers), tensors + self._numbers(params))
+        with in_places((*own.stored, *own.integers), tensors + self._numbers(params)), self.settings.functions():
+            yield
 
     @contextmanager
     def prepared(self, run: Run) -> Iterator[None]:
@@ -191,7 +193,8 @@ class ModuleCall:
         if new:
             self._check_reads(given, numbers, x)
         with in_places((*own.stored, *own.integers), [*given, *numbers]):
-            output = called(self.module, x)
+            with self.settings.functions():
+                output = called(self.module, x)
             averages = [one.now.detach() for one, spec in zip(own.stored, own.specs, strict=True) if spec.averaged]
             numbers = [one.now for one in own.integers]
             changed = [

@@ -12,8 +12,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +41,10 @@ class TorchSettings:
     threads: int | None = None
     own_kernels: bool = False
 
+    def functions(self) -> AbstractContextManager[Any]:
+        """Return a context in which the kernels are used; it takes a moment of every call of PyTorch."""
+        return OwnKernels() if self.own_kernels else nullcontext()
+
 
 #: Does what ``torch.use_deterministic_algorithms`` does, which takes as long as a small layer.
 _deterministic = getattr(torch._C, "_set_deterministic_algorithms", torch.use_deterministic_algorithms)
@@ -51,7 +56,7 @@ def torch_pass(settings: TorchSettings, seed: int | None = None) -> Iterator[Non
 
     Not collective.
     """
-    with _TURN, OwnKernels() if settings.own_kernels else nullcontext():
+    with _TURN:
         threads, algorithms = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
         filled, state = torch.utils.deterministic.fill_uninitialized_memory, None
         if settings.threads not in (None, threads):
