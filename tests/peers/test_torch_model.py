@@ -17,6 +17,7 @@ from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import mpizero as mz  # noqa: E402
+from mpizero.adapters.torch import functions  # noqa: E402
 from mpizero.adapters.torch.backward import Pass, input_half, weight_half, whole_backward  # noqa: E402
 from mpizero.comm.failure_report import describe_error  # noqa: E402
 from mpizero.errors import ConfigError, MpizeroError  # noqa: E402
@@ -29,6 +30,11 @@ WORDS = np.random.default_rng(0).integers(0, 31, (60, 9))
 PIXELS = np.random.default_rng(1).normal(size=(120, 1, 8, 8)).astype(np.float32)
 CLASSES = np.random.default_rng(2).integers(0, 10, 120)
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zero_bubble_v", 1)]
+
+
+@pytest.fixture(autouse=True)
+def _kernels_for_small_attention_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functions, "FEW_SCORES", -1)
 
 
 def transformer(**given: Any) -> mz.adapters.torch.TorchModel:

@@ -1,9 +1,10 @@
 """Compute some functions of PyTorch with mpizero's kernels, which take less time on CPUs.
 
 A mode of PyTorch sees the calls of functions while a module runs. GELU in its tanh form, SiLU, and causal attention
-without mask and dropout are computed by the kernels of :mod:`mpizero.nn`'s layers, where tensors are float32 or float64
-on the host, and attention is not small; all other calls run as they are. A gradient whose own gradient is asked for (``create_graph=True``), and
-tensors inside ``torch.func``'s transforms and forward-mode derivatives, are computed by PyTorch.
+without mask and dropout, unless it is small, are computed by the kernels of :mod:`mpizero.nn`'s layers, where tensors
+are float32 or float64 on the host; all other calls run as they are. A gradient whose own gradient is asked for
+(``create_graph=True``), and tensors inside ``torch.func``'s transforms and forward-mode derivatives, are computed by
+PyTorch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 
 from mpizero import kernels
 from mpizero.nn.layers.attention import CausalSelfAttention
-
 
 #: Attention of no more scores takes less time in PyTorch, which calls no Python function for it.
 FEW_SCORES = 1 << 14
