@@ -12,8 +12,8 @@ import torch
 from mpizero.adapters.derived_seed import derived_seed
 from mpizero.adapters.torch.arrays import Placed, as_tensor
 from mpizero.adapters.torch.bound import Held, in_places, plain_state
+from mpizero.adapters.torch.calling import called
 from mpizero.adapters.torch.originals import Originals
-from mpizero.adapters.torch.own_forward import called
 from mpizero.adapters.torch.process import TorchSettings, torch_pass
 from mpizero.errors import DataError, LayoutError
 from mpizero.sampletree import leaves_of, map_leaves

@@ -11,10 +11,10 @@ import torch
 
 from mpizero.adapters.derived_seed import derived_seed
 from mpizero.adapters.torch.arrays import as_tensor
+from mpizero.adapters.torch.calling import arguments_of, called
 from mpizero.adapters.torch.process import TorchSettings, torch_pass
-from mpizero.errors import DataError, LayoutError, MpizeroError
-from mpizero.frames import users_line
-from mpizero.sampletree import leaves_of, map_leaves, paths_of
+from mpizero.errors import LayoutError, MpizeroError
+from mpizero.sampletree import map_leaves, paths_of
 from mpizero.types import Run
 
 
@@ -91,46 +91,6 @@ class OwnForward:
                 buffer.copy_(before)
 
 
-def called(module: torch.nn.Module, x: Any) -> Any:
-    """Call a module: a tuple becomes several arguments, a dictionary keyword arguments. Not collective.
-
-    Raises
-    ------
-    DataError
-        Where PyTorch says in words of its own that samples are of another dtype, or too few for a batch norm.
-    """
-    args, named = _arguments(x)
-    try:
-        return module(*args, **named)
-    except (RuntimeError, ValueError) as error:
-        if (found := _in_words(error, module, x)) is None:
-            raise
-        line = users_line(error.__traceback__)
-        raise DataError(f"{type(module).__name__}: {found}{'' if line is None else f' ({line})'}") from error
-
-
-def _in_words(error: Exception, module: torch.nn.Module, x: Any) -> str | None:
-    """Return what an error of PyTorch means and how to avoid it, if that is known."""
-    tensors = [leaf for leaf in leaves_of(x) if isinstance(leaf, torch.Tensor)]
-    if "Expected more than 1 value per channel" in str(error):
-        return (
-            f"a batch norm has one sample in a micro-batch of {len(tensors[0]) if tensors else 1}, which has no "
-            "variance: choose a larger micro_batch, and a global batch that leaves no rest of one sample"
-        )
-    own = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
-    given = next((t.dtype for t in tensors if t.is_floating_point() and t.dtype != own), None)
-    if own is not None and given is not None and "type" in str(error):
-        kinds = [str(dtype).removeprefix("torch.") for dtype in (given, own)]
-        return f"its input is {kinds[0]}, its parameters are {kinds[1]}: convert the samples, x.astype(np.{kinds[1]})"
-    return None
-
-
-def _arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(x, tuple):
-        return x, {}
-    return ((), dict(x)) if isinstance(x, Mapping) else ((x,), {})
-
-
 def _runs_its_blocks(module: torch.nn.Module, blocks: Sequence[str]) -> bool:
     """Tell whether a module has no ``forward`` of its own, or one that runs just these blocks."""
     if type(module).forward is torch.nn.Module.forward:
@@ -169,7 +129,7 @@ class _Trace:
             here = f"block {self._names[self._next]!r}" if self._next < len(self._names) else "no further block"
             self.found = f"it runs block {name!r} where blocks= has {here}"
             return
-        expected, given = _bound(module, *_arguments(self._x)), _bound(module, args, named)
+        expected, given = _bound(module, *arguments_of(self._x)), _bound(module, args, named)
         if unlike := _unlike(expected, given):
             self.found = f"block {self._names[self._next]!r} is given something else than {self._from} ({unlike})"
 
