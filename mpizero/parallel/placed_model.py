@@ -104,7 +104,7 @@ class PlacedModel:
             self._take_memory()
         self.whole = GlobalView(blocks_of(model), self.store, self.grid)
         #: Whether this rank prints notices about the model; of local engines only that of the job's rank 0.
-        self.speaks = self.grid.world.rank == 0
+        self.prints_notices = self.grid.world.rank == 0
         self.scalars = GrainScalars(self.grid, self.layout, tuple(blocks_of(model)), self.integers)
         self.global_sums = (
             GlobalSums(self.grid, self.layout, optimized_names(model)) if self.grid.model.size > 1 else None

@@ -60,7 +60,7 @@ def resume_grains(engine: Engine, record: Mapping[str, Any] | None) -> None:
     config, own = engine.config, engine.config.grain_rule(engine.model)
     found = _BEFORE if record is None else {name: record[name] for name in _BEFORE}
     engine.grain_rule = own if config.micro_batch is not None else replace(own, **found)
-    if record is None or not engine.speaks:
+    if record is None or not engine.prints_notices:
         return
     theirs = _said(record["micro_batch"], record["accumulate"])
     if config.accumulate != record["accumulate"] or config.micro_batch not in (None, record["micro_batch"]):

@@ -251,7 +251,7 @@ def _forget_residuals(engine: Engine) -> None:
 
     Checkpoints do not contain them.
     """
-    if engine.exchange.feedback and engine.speaks:
+    if engine.exchange.feedback and engine.prints_notices:
         notice(
             f"checkpoints do not hold what gradient_compression={engine.exchange.compression!r} has not sent "
             "yet: training goes on without it, and not with the bits of a run that was never interrupted"
@@ -296,7 +296,7 @@ def _tell_rates(engine: Engine, reader: ArrayReader, saved: Mapping[str, Any]) -
     """Warn on rank 0 if the bound optimizer's learning rate or schedule differs from that in the checkpoint."""
     assert engine.updater is not None
     change = learning_rate.moved(engine.updater, reader.attributes, saved["optimizer"]["step_count"])
-    if change is not None and engine.speaks:
+    if change is not None and engine.prints_notices:
         warnings.warn(f"{change}: training goes on with the bound one", stacklevel=2)
 
 
@@ -338,7 +338,7 @@ def _begins_average(engine: Engine, saved: Mapping[str, Any]) -> bool:
 def _tell_average(engine: Engine, saved: Mapping[str, Any]) -> None:
     """Print a notice on rank 0 if the average of the parameters begins anew, or is not read, as settings say."""
     assert engine.updater is not None
-    if not engine.speaks:
+    if not engine.prints_notices:
         return
     if _begins_average(engine, saved):
         notice("the checkpoint holds no average of the parameters (ema): it begins with the parameters that are loaded")

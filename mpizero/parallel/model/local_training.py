@@ -35,7 +35,7 @@ class LocalTraining(ParameterAccess):
         self.engine.close()
         self._engine = Engine(self._wrapped, self._config.replace(comm="self"), placement(self.strategy), device=device)
         self.engine.integers.copy_from(integers)
-        self.engine.speaks = self.rank == 0
+        self.engine.prints_notices = self.rank == 0
         self._mean_every, self._pending = every, None
         self._update_local_shard_from_full(values)
 

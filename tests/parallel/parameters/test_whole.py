@@ -134,7 +134,7 @@ def place(comm: Any, model: Any, spread: Spread) -> Any:
     memory = Memory(grid.node)
     store = ParameterStore(layout, grid, memory, row.shard_parameters, model.dtype)
     engine = SimpleNamespace(layout=layout, store=store, grid=grid, memory=memory, dtype=store.values.dtype)
-    engine.speaks = grid.world.rank == 0
+    engine.prints_notices = grid.world.rank == 0
     engine.start_over = lambda: start(engine, model)
     engine.whole = GlobalView(blocks, store, grid)
     engine.updater = Updater(mz.AdamW(), store, UpdateScope(not row.shard_optimizer, in_rows=True))
