@@ -231,8 +231,8 @@ class Group(Protocol):
     """Describe the collectives of a tensor group or context group: the ranks over which layers are split.
 
     Every method is collective over the group. ``sizes`` holds, for each rank, the length of its part of the split axis;
-    by the shard rule the lengths differ by at most one. Sums are added in the order of the ranks, and all ranks get the
-    same bits. ``tag`` names the call in traces and error messages.
+    by the shard rule the lengths differ by at most one. Sums are added in the order of the binary tree over the ranks'
+    numbers, and all ranks get the same bits. ``tag`` names the call in traces and error messages.
     """
 
     @property

@@ -50,8 +50,11 @@ def everyone(group, shape, dtype=np.float64, seed=0):
     return [values(rank, shape, dtype, seed) for rank in range(group.size)]
 
 
-def in_rank_order(arrays):
-    return reduce(np.add, arrays)
+def in_tree_order(arrays):
+    """Neighbours first, as pencil and paper do it; an array without a neighbour waits for the next level."""
+    while len(arrays) > 1:
+        arrays = [reduce(np.add, arrays[i : i + 2]) for i in range(0, len(arrays), 2)]
+    return arrays[0]
 
 
 def same_bits(a, b):
@@ -63,13 +66,13 @@ def uneven(group):
     return [(0, 3, 1)[rank % 3] for rank in range(group.size)]
 
 
-def test_all_reduce_adds_in_rank_order(groups):
+def test_all_reduce_adds_in_tree_order(groups):
     def specification(group):
         for shape, dtype in product(SHAPES, (np.float32, np.float64)):
             x = values(group.rank, shape, dtype)
             kept = x.copy()
             total = group.all_reduce(x)
-            assert same_bits(total, np.asarray(in_rank_order(everyone(group, shape, dtype)))), (shape, dtype)
+            assert same_bits(total, np.asarray(in_tree_order(everyone(group, shape, dtype)))), (shape, dtype)
             assert same_bits(x, kept)
             assert not np.shares_memory(total, x)
             assert total.flags.writeable
@@ -111,7 +114,7 @@ def test_reduce_scatter_keeps_this_ranks_block_of_the_sum_along_any_axis(groups)
         sizes = uneven(group)
         for axis, dtype in AXES_AND_DTYPES:
             shape = tuple(np.insert([4, 5], axis % 3, sum(sizes)))
-            total = in_rank_order(everyone(group, shape, dtype))
+            total = in_tree_order(everyone(group, shape, dtype))
             expected = np.split(total, np.cumsum(sizes)[:-1], axis)[group.rank]
             block = group.reduce_scatter(values(group.rank, shape, dtype), axis, sizes)
             assert same_bits(block, np.ascontiguousarray(expected)), (axis, dtype)
@@ -202,7 +205,7 @@ def test_arrays_with_gaps_are_taken_and_left_alone(groups):
     def specification(group):
         wide = values(group.rank, (6, 8))
         gapped, sizes = wide[::2, ::-2], Partition(4, group.size).sizes()
-        total = in_rank_order([values(r, (6, 8))[::2, ::-2] for r in range(group.size)])
+        total = in_tree_order([values(r, (6, 8))[::2, ::-2] for r in range(group.size)])
         assert same_bits(group.all_reduce(gapped), np.ascontiguousarray(total))
         block = group.reduce_scatter(gapped, 1, sizes)
         assert_array_equal(block, total[:, Partition(4, group.size).shard(group.rank)])
@@ -235,7 +238,7 @@ def test_results_stay_what_they_are_while_the_buffers_are_used_again(groups):
             kept.append((turn, group.all_reduce(x), group.reduce_scatter(x, 1, parts), group.all_gather(x, 0, sizes)))
         for turn, total, block, whole in kept:
             arrays = everyone(group, (2, total.shape[1]), seed=turn)
-            expected, width = in_rank_order(arrays), block.shape[1]
+            expected, width = in_tree_order(arrays), block.shape[1]
             assert same_bits(total, expected)
             assert_array_equal(block, expected[:, group.rank * width :][:, :width])
             assert same_bits(whole, np.concatenate(arrays))
@@ -337,7 +340,7 @@ def test_the_order_of_sums_is_that_of_the_group_and_not_of_its_node(ranks):
         with comm.split_node() as node, node.split(0, key=-node.rank) as turned:
             group = CommunicatorGroup(comm, turned)
             x = values(comm.rank, 9)
-            assert same_bits(group.all_reduce(x), in_rank_order(everyone(group, 9)))
+            assert same_bits(group.all_reduce(x), in_tree_order(everyone(group, 9)))
             sizes = uneven(group)
             whole = group.all_gather(np.full(sizes[comm.rank], float(comm.rank)), 0, sizes)
             assert_array_equal(whole, np.repeat(np.arange(comm.size), sizes))
@@ -374,9 +377,9 @@ def test_calls_that_do_not_match_are_the_same_error_on_every_rank_of_a_window(ra
                     with pytest.raises(CollectiveError, match=expected):
                         call(group)
                     x = values(comm.rank, 9)  # and the group goes on
-                    assert same_bits(group.all_reduce(x), in_rank_order(everyone(group, 9)))
+                    assert same_bits(group.all_reduce(x), in_tree_order(everyone(group, 9)))
                 x = values(comm.rank, 40_000)
-                assert same_bits(group.all_reduce(x), in_rank_order(everyone(group, 40_000)))
+                assert same_bits(group.all_reduce(x), in_tree_order(everyone(group, 40_000)))
                 group.close()
 
     ranks(specification)
@@ -405,7 +408,7 @@ def test_without_room_for_a_window_the_group_goes_on_with_messages_and_says_so_o
         group = CommunicatorGroup(comm, Crowded(node, limit))
         for length in (10, 100_000, 10, 100_000):
             x = values(comm.rank, length)
-            assert same_bits(group.all_reduce(x), in_rank_order(everyone(group, length)))
+            assert same_bits(group.all_reduce(x), in_tree_order(everyone(group, length)))
             assert_array_equal(group.all_gather(x, 0, [length] * 3), np.concatenate(everyone(group, length)))
             assert_array_equal(group.reduce_scatter(x, 0, [length, 0, 0]).size, length * (comm.rank == 0))
         assert group.shared_bytes == 0

@@ -1,4 +1,4 @@
-"""Sum and gather arrays of a small group of ranks by messages; sums are added in rank order."""
+"""Sum and gather arrays of a small group of ranks by messages; sums are added in the order of a binary tree."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpizero.comm.communicator import Communicator
+from mpizero.kernels.fold import fold
 from mpizero.layout import Partition
 from mpizero.types import Array
-
-#: Elements of a block in :func:`fold`: a block is summed over all ranks before the next one, so it stays in cache.
-FOLD_BLOCK = 1 << 15
 
 
 class GroupTransport(Protocol):
     """Describe a way to sum and gather arrays of a group of ranks: by messages, or through shared memory.
 
-    Sums are always added in rank order, so their bits do not depend on the way that is used. Every method is collective
-    over the group. Arrays are C-contiguous. ``sizes[i]`` is the length of rank i's block.
+    Sums are always added by :func:`~mpizero.kernels.fold.fold`, in the order of the binary tree over the ranks'
+    numbers, so their bits do not depend on the way that is used. Every method is collective over the group. Arrays are
+    C-contiguous. ``sizes[i]`` is the length of rank i's block.
     """
 
     def reduce(self, x: Array, operation: np.ufunc, tag: str) -> Array:
-        """Combine the arrays ``x`` of all ranks by ``operation``, element by element, in rank order, into a new array.
+        """Combine the arrays ``x`` of all ranks by ``operation``, element by element, into a new array.
 
         ``x`` has one dimension and the same length on all ranks.
         """
@@ -39,23 +38,6 @@ class GroupTransport(Protocol):
 
     def close(self) -> None:
         """Free the message buffers or the shared window."""
-
-
-def fold(operation: np.ufunc, terms: Sequence[Array] | Array, out: Array) -> None:
-    """Combine the arrays ``terms`` by ``operation``, from the first to the last, and write the result to ``out``.
-
-    Not collective. All arrays have the same shape, of at least one dimension; there are at least two terms.
-    """
-    if len(terms) == 2:
-        operation(terms[0], terms[1], out=out)
-        return
-    length = out.shape[0]
-    step = max(1, FOLD_BLOCK * length // max(1, out.size))
-    for start in range(0, length, step):
-        part, first, second, *others = (a[start : start + step] for a in (out, *terms))
-        operation(first, second, out=part)
-        for other in others:
-            operation(part, other, out=part)
 
 
 class MessageGroup:

@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.group.messages import MessageGroup, fold
+from mpizero.comm.group.messages import MessageGroup
 from mpizero.comm.recording.call_trace import describe_call
 from mpizero.comm.recording.mismatch import mismatch
 from mpizero.comm.transport import SharedMemory
 from mpizero.errors import SharedMemoryError
+from mpizero.kernels.fold import fold
 from mpizero.layout import Partition
 from mpizero.text import notice
 from mpizero.types import Array
@@ -61,8 +62,8 @@ class WindowGroup:
     node : Communicator
         The ranks of the group, with ``shares_memory``.
     messages : MessageGroup
-        The same ranks. Their order in its communicator, which may differ from the order in ``node``, is the order in
-        which sums are added.
+        The same ranks. Their numbers in its communicator, which may differ from those in ``node``, are the leaves of
+        the tree in whose order sums are added.
     """
 
     def __init__(self, node: Communicator, messages: MessageGroup) -> None:
@@ -82,7 +83,7 @@ class WindowGroup:
         return 0 if self._memory is None else self._memory.buffer.nbytes
 
     def reduce(self, x: Array, operation: np.ufunc, tag: str) -> Array:
-        """Combine ``x`` of all ranks element by element, in rank order, into a new array. Collective over the group."""
+        """Combine ``x`` of all ranks element by element, into a new array. Collective over the group."""
         shared_sum = self._size >= SHARED_SUM_RANKS and x.nbytes >= SHARED_SUM_BYTES
         call = (operation.__name__, x.dtype.char, x.size)
         rows = self._open(call, [x.shape] * (self._size + shared_sum), x.dtype, tag)
