@@ -48,6 +48,10 @@ class Init:
     scale: float = 0.0
 
 
+#: Half-open ranges of indices (start, stop), ascending and disjoint.
+Ranges = tuple[tuple[int, int], ...]
+
+
 @dataclass(frozen=True)
 class Part:
     """Describe the slice of a parameter that one rank of a tensor group holds.
@@ -61,11 +65,17 @@ class Part:
     ranges : tuple of (int, int)
         Half-open ranges of indices along that axis, ascending and disjoint. The local array is the concatenation of the
         ranges.
+    tiles : tuple of tuples of (int, int)
+        For each tile that the rank holds, in the order of their numbers, its ranges of indices of the whole axis. Every
+        index in ``ranges`` is in one tile. Every rank of the group holds the same number of tiles, so the first tile of
+        rank r has number r times that. If a rank holds one tile, this is (), and ``ranges`` are the tile. The norm of
+        the parameter is the sum over its tiles, so it depends on their number and not on the number of ranks.
     """
 
     shape: tuple[int, ...]
     axis: int
-    ranges: tuple[tuple[int, int], ...]
+    ranges: Ranges
+    tiles: tuple[Ranges, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from math import prod
 from typing import NamedTuple
 
 from mpizero.errors import LayoutError
-from mpizero.types import Array, Part
+from mpizero.types import Array, Part, Ranges
 
 
 class PartRun(NamedTuple):
@@ -60,20 +60,42 @@ def part_shape(part: Part) -> tuple[int, ...]:
     Raises
     ------
     LayoutError
-        If the parameter has no axis ``part.axis``, or the ranges are not ascending, disjoint and inside that axis.
+        If the parameter has no axis ``part.axis``, or the ranges, or those of a tile, are not ascending, disjoint and
+        inside that axis, or the tiles do not hold each index of the ranges once.
     """
     if not 0 <= part.axis < len(part.shape):
         raise LayoutError(f"a parameter of shape {part.shape} has no axis {part.axis} to be split along")
+    for ranges in (part.ranges, *part.tiles):
+        _check_ranges(part, ranges)
+    if part.tiles and _joined(sorted(span for tile in part.tiles for span in tile)) != _joined(part.ranges):
+        raise LayoutError(
+            f"tiles {part.tiles} of axis {part.axis} of a parameter of shape {part.shape} must hold each index of the "
+            f"ranges {part.ranges} once, and no other"
+        )
+    held = sum(stop - start for start, stop in part.ranges)
+    return (*part.shape[: part.axis], held, *part.shape[part.axis + 1 :])
+
+
+def _check_ranges(part: Part, ranges: Ranges) -> None:
     end = 0
-    for start, stop in part.ranges:
+    for start, stop in ranges:
         if not end <= start <= stop <= part.shape[part.axis]:
             raise LayoutError(
-                f"ranges {part.ranges} of axis {part.axis} of a parameter of shape {part.shape} must be ascending, "
+                f"ranges {ranges} of axis {part.axis} of a parameter of shape {part.shape} must be ascending, "
                 f"disjoint and within 0:{part.shape[part.axis]}"
             )
         end = stop
-    held = sum(stop - start for start, stop in part.ranges)
-    return (*part.shape[: part.axis], held, *part.shape[part.axis + 1 :])
+
+
+def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the ranges, sorted by their starts, without empty ones, and touching ones as one range."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if joined and start == joined[-1][1]:
+            joined[-1] = joined[-1][0], stop
+        elif start < stop:
+            joined.append((start, stop))
+    return joined
 
 
 def part_rows(part: Part) -> PartRows:

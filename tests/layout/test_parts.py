@@ -108,6 +108,26 @@ def test_a_slice_that_no_rank_can_hold_is_refused(shape: Any, axis: int, ranges:
         part_shape(Part(shape, axis, ranges))
 
 
+@pytest.mark.parametrize(
+    ("tiles", "message"),
+    [
+        ((((0, 2),), ((2, 3),)), "each index of the ranges .* once"),
+        ((((0, 2),), ((1, 3), (4, 6))), "each index of the ranges .* once"),
+        ((((0, 2),), ((2, 4), (4, 6))), "each index of the ranges .* once"),
+        ((((0, 2),), ((4, 6), (2, 3))), "ascending"),
+        ((((0, 2),), ((2, 3), (4, 7))), "within 0:6"),
+    ],
+)
+def test_tiles_that_are_not_the_ranges_are_refused(tiles: Any, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        part_shape(Part((4, 6), 1, ((0, 3), (4, 6)), tiles))
+
+
+def test_tiles_may_be_empty_and_cross_ranges() -> None:
+    held = ((0, 3), (4, 6))
+    assert part_shape(Part((4, 6), 1, held, (((0, 1), (5, 6)), ((1, 2), (2, 3), (4, 5)), (), ((5, 5),)))) == (4, 5)
+
+
 def test_a_declaration_that_does_not_fit_its_part_is_refused_at_once() -> None:
     part = Part((4, 6), 1, ((0, 3),))
     with pytest.raises(LayoutError, match=r"has shape \(4, 3\), the parameter is declared with \(4, 2\)"):
