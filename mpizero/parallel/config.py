@@ -19,6 +19,7 @@ from mpizero.layout import Axes, GrainRule
 from mpizero.names import explains
 from mpizero.nn.models.efficient_batch import efficient_samples
 from mpizero.optim import DynamicLossScale
+from mpizero.parallel.partition.parallel_layout import Tiles, check_tiles
 from mpizero.parallel.skipped_steps import BadSteps
 from mpizero.validation import flag, number, positive, require, whole
 
@@ -64,6 +65,11 @@ class ShardingConfig:
     accumulate : int
         Number of micro-batches in one grain. Their gradients are added one after the other; a grain has
         ``micro_batch * accumulate`` samples.
+    tiles : int, mapping of str to int, or None
+        Number of tiles, a property of the training as ``micro_batch``: tensor and context groups of all sizes that are
+        this number divided by a power of two give the same bits, one process included. A mapping has numbers for the
+        axes "tensor" and "context". None, and an axis without a number: the size of its groups; after a run resumes,
+        what its checkpoint says (docs/parallelism.md).
     threads : int
         Number of threads that compiled kernels and BLAS use on each rank.
     clip : float or None
@@ -113,6 +119,7 @@ class ShardingConfig:
     ranks_per_node: int | None = None
     micro_batch: int | None = None
     accumulate: int = 1
+    tiles: Tiles = None
     threads: int = 1
     clip: float | None = None
     timeout: float | None = 600.0
@@ -132,6 +139,7 @@ class ShardingConfig:
         for name in ("micro_batch", "ranks_per_node"):
             if getattr(self, name) is not None:
                 self._set(name, require(name, getattr(self, name), whole(1)))
+        self._set("tiles", require("tiles", self.tiles, check_tiles))
         for name in ("learning_rate", "clip", "timeout"):
             if getattr(self, name) is not None or name == "learning_rate":
                 self._set(name, require(name, getattr(self, name), positive))

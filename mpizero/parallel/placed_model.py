@@ -40,6 +40,7 @@ from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.parallel.partition.local_model import averaged_names, optimized_names, partition_model
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
+from mpizero.parallel.partition.tiles import in_tiles
 from mpizero.parallel.placement import Placement
 from mpizero.parallel.step_rules import assigns_waves, scratch_use
 from mpizero.signatures import writes_in_place
@@ -134,7 +135,7 @@ class PlacedModel:
         self.grid = self.config.grid_of(axes, private=private)
         if self.grid.context.size > 1 and self.grid.order != tuple(range(self.grid.data.size)):
             self.grid = self.config.grid_of(axes, private=True)  # the parts of a grain must be neighbours in a wave
-        layout = parallel_layout or ParallelLayout()
+        layout = in_tiles(parallel_layout or ParallelLayout(), self.config.tiles, self.model)
         self.partitioned = partition_model(self.model, self.grid, layout, self.compute_device.group)
         self.layout = self._layout_of(self.partitioned.stage)
 

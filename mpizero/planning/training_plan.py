@@ -13,6 +13,7 @@ from mpizero import optim
 from mpizero.layout import Axes, Coordinates, Costs, Grains, Simulation, build_schedule, simulate
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
+from mpizero.parallel.partition.tiles import in_tiles
 from mpizero.parallel.placement import Placement
 from mpizero.parallel.step_rules import assigns_waves, scratch_use
 from mpizero.planning.activation_memory import StageActivations
@@ -148,6 +149,11 @@ class TrainingPlan:
         return self.parallel_layout.axes(self.ranks)
 
     @cached_property
+    def tiled_layout(self) -> ParallelLayout:
+        """The parallel layout with the tiles in which the model computes on it."""
+        return in_tiles(self.parallel_layout, self.config.tiles, self.model)
+
+    @cached_property
     def places(self) -> PlannedRanks:
         """The nodes of all ranks, which also give each rank's groups."""
         return PlannedRanks.build(
@@ -255,7 +261,7 @@ class TrainingPlan:
             minimum = self.config.minimum_parameter_group_size
             first = next(iter(self._parts.values()), None)
             self._parts[tensor, context] = ModelPart.build(
-                self.model, grid, self.parallel_layout, sample, self.row, minimum,
+                self.model, grid, self.tiled_layout, sample, self.row, minimum,
                 known=None if first is None else first.even_trials(max(1, self.training.step.largest)),
             )  # fmt: skip
         if (stage, tensor, context) not in self._parts:

@@ -13,6 +13,12 @@ from mpizero.errors import ConfigError
 from mpizero.layout import Axes, balanced_chunks, chunk_stages, explicit_cuts
 from mpizero.nn.error_location import call_located
 from mpizero.types import ParameterSpec
+from mpizero.validation import Unexpected, is_whole
+
+#: The axes that tiles divide: of a tensor group and of a context group.
+TILED_AXES = ("tensor", "context")
+#: Number of tiles of both axes, or of each axis by its name; None, and for an axis without a number: the axis's size.
+Tiles = int | Mapping[str, int] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +44,8 @@ class ParallelLayout:
     costs : sequence of float or None
         Cost of every block in any unit, for example the seconds from :func:`measured_costs`; used if ``cuts`` is None.
         None takes the number of floating-point operations, or of parameters if the model cannot count its operations.
+    tiles : int, mapping of str to int, or None
+        Number of tiles of the tensor and the context axis, of both or by their names; see :attr:`tensor_tiles`.
     """
 
     pipeline: int = 1
@@ -49,10 +57,33 @@ class ParallelLayout:
     virtual_stages: int = 1
     cuts: Sequence[int] | None = None
     costs: Sequence[float] | None = None
+    tiles: Tiles = None
 
     def __post_init__(self) -> None:
         _require_sequence("cuts", self.cuts, "the number of the first block of every later stage")
         _require_sequence("costs", self.costs, "a number for every block, in order")
+
+    @property
+    def tensor_tiles(self) -> int:
+        """Number of parts in which layers that are split are computed: all group sizes with equal tiles compute alike.
+
+        It is ``tiles``, if that is the size of the tensor axis times a power of two (1 included); otherwise, and with
+        ``tiles=None``, it is the size.
+        """
+        return self._tiles_of("tensor")
+
+    @property
+    def context_tiles(self) -> int:
+        """Number of parts of the sequence by which layers compute, found like :attr:`tensor_tiles`."""
+        return self._tiles_of("context")
+
+    def asked_tiles(self, axis: str) -> int | None:
+        """Return the number that ``tiles`` has for an axis, whether it fits the axis's size or not; None without."""
+        return self.tiles.get(axis) if isinstance(self.tiles, Mapping) else self.tiles
+
+    def _tiles_of(self, axis: str) -> int:
+        size, asked = getattr(self, axis), self.asked_tiles(axis)
+        return asked if asked is not None and fits_tiles(size, asked) else int(size)
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -120,6 +151,24 @@ class ParallelLayout:
     def comparable(self) -> dict[str, Any]:
         """Return all settings by name, for a check that they are equal on every rank."""
         return {**self.__dict__, "cuts": self.cuts and tuple(self.cuts), "costs": self.costs and tuple(self.costs)}
+
+
+def fits_tiles(size: int, tiles: int) -> bool:
+    """Tell whether ranks of a group of ``size`` can compute ``tiles`` tiles: a power of two on each, 1 included."""
+    each, rest = divmod(tiles, size)
+    return rest == 0 and each > 0 and each & (each - 1) == 0
+
+
+def check_tiles(value: Any) -> Tiles:
+    """Check a number of tiles, or numbers by axis, and return them; None is allowed (a check of ``validation``)."""
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        if value.keys() <= set(TILED_AXES) and all(is_whole(number, 1) for number in value.values()):
+            return {axis: int(value[axis]) for axis in TILED_AXES if axis in value} or None
+    elif is_whole(value, 1):
+        return int(value)
+    raise Unexpected('a whole number >= 1, or one for the axis "tensor", "context" or each, by name')
 
 
 def _require_sequence(name: str, value: Any, expected: str) -> None:

@@ -195,6 +195,7 @@ def build_sharding(config: Config, comm: Communicator) -> ShardingConfig:
         share_node_memory=parallel.share_node_memory,
         ranks_per_node=parallel.ranks_per_node,
         bucket_mb=parallel.bucket_mb,
+        tiles=parallel.tiles,
         check_every=train.check_every,
         **computing_settings(config),
     )

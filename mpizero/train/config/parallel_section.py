@@ -7,7 +7,7 @@ from typing import Any
 
 from mpizero.errors import ConfigError, GridError
 from mpizero.layout import SCHEDULES, Axes, chunk_stages, explicit_cuts
-from mpizero.parallel.partition.parallel_layout import ParallelLayout
+from mpizero.parallel.partition.parallel_layout import ParallelLayout, Tiles, check_tiles
 from mpizero.train.config.message_settings import bucket
 from mpizero.train.config.setting_checks import (
     ConfigSection,
@@ -33,7 +33,8 @@ class ParallelSection(ConfigSection):
     """Hold the layout of a run over ranks.
 
     ``pipeline``, ``tensor``, ``data`` and ``context`` are the sizes of the axes of the process grid; ``data = -1``
-    takes all remaining ranks. All layouts with ``tensor = 1`` and ``context = 1`` train to the same bits.
+    takes all remaining ranks. All layouts with ``tensor = 1`` and ``context = 1`` train to the same bits. ``tiles`` is
+    described with :class:`~mpizero.parallel.config.ShardingConfig`, to which it is handed on.
     """
 
     strategy: str = setting("zero2", choice(*STRATEGIES))
@@ -41,6 +42,7 @@ class ParallelSection(ConfigSection):
     tensor: int = setting(1, whole(1))
     data: int = setting(-1, whole(-1))
     context: int = setting(1, whole(1))
+    tiles: Tiles = setting(None, check_tiles)
     schedule: str = setting("1f1b", choice(*SCHEDULES))
     virtual_stages: int = setting(1, whole(1))
     order: str = setting("pipeline,tensor,data", text)

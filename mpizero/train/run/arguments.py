@@ -34,7 +34,7 @@ from mpizero.validation import flag, require
 LOOP = tuple(item.name for item in fields(LoopSection))
 SAVING = tuple(item.name for item in fields(CheckpointSection) if item.name != "folder")
 #: Keys of a layout that are settings of the :class:`ShardingConfig`.
-OF_CONFIG = ("share_node_memory", "ranks_per_node", "bucket_mb")
+OF_CONFIG = ("share_node_memory", "ranks_per_node", "bucket_mb", "tiles")
 
 
 @contextmanager
