@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpizero import ConfigError, FunctionModel, ShardingConfig, nn
+from mpizero import FunctionModel, ShardingConfig, nn
+from mpizero.errors import ConfigError
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.parallel.partition.tiles import in_tiles
 
