@@ -100,7 +100,7 @@ class FoldStep(NamedTuple):
 
 @dataclass(frozen=True)
 class FoldPlan:
-    """Describe how one rank sums the gradients of consecutive grains while it computes them, in few rows.
+    """Describe how one rank sums the gradients of its grains while it computes them, in few rows.
 
     A row is an array that holds a gradient or a partial sum.
 
@@ -124,8 +124,11 @@ class FoldPlan:
         return any(fold.row is None for fold in self.folds)
 
 
-def fold_plan(start: int, stop: int, total: int, *, limit: int | None = None) -> FoldPlan:
-    """Plan how one rank sums the gradients of grains ``start:stop`` of ``total`` while it computes them in order.
+def fold_plan(grains: Iterable[int], total: int, *, limit: int | None = None) -> FoldPlan:
+    """Plan how one rank sums the gradients of ``grains``, of ``total`` grains, while it computes them in order.
+
+    ``grains`` are their numbers in ascending order. Only neighbours in the tree can be added: consecutive grains need
+    few rows, grains between which other ranks have some need a row each.
 
     If ``limit`` is given, a gradient that is added to a row as soon as it is computed has no row unless one of the
     first ``limit`` rows is free: it can be written part by part to a scratch array, from which each part is added to
@@ -134,7 +137,7 @@ def fold_plan(start: int, stop: int, total: int, *, limit: int | None = None) ->
     stack: list[tuple[TreeNode, int]] = []
     folds: list[FoldStep] = []
     used = 0
-    for grain in range(start, stop):
+    for grain in grains:
         taken = {row for _, row in stack}
         node, targets = _climb(TreeNode(0, grain), total), list[int]()
         while node.position % 2 and stack and stack[-1][0] == TreeNode(node.level, node.position - 1):
@@ -285,7 +288,7 @@ def _rows_read(program: Program) -> list[int]:
 
 @dataclass(frozen=True)
 class RowsPlan:
-    """Describe the sum of all grains where every worker first sums its own consecutive grains.
+    """Describe the sum of all grains where every worker first sums those of its grains that are neighbours in the tree.
 
     A *worker* is a rank that computes grains, and a *row* is an array that holds a gradient or a partial sum. Workers
     form groups, for example one per node, and each group sums what its workers hold before it sends anything.
@@ -321,7 +324,7 @@ def rows_plan(assigned: Sequence[range], groups: Sequence[int], total: int, *, s
     """
 
     def planned(limit: int | None) -> tuple[FoldPlan, ...]:
-        return tuple(fold_plan(grains.start, grains.stop, total, limit=limit) for grains in assigned)
+        return tuple(fold_plan(grains, total, limit=limit) for grains in assigned)
 
     rows = max([1, *(plan.rows for plan in planned(0 if scratch else None))])
     folds = planned(rows)

@@ -96,7 +96,7 @@ class Engine(PlacedModel):
         batch = redistribute(self.grid, x, y, size, reducer.owners, micro, asked=self.asked)
         self.compute_device.check_batch(x, y)
         if self.grid.context.size > 1:
-            batch = in_contexts(batch, self.grid.context_group, waves=reducer.waves)
+            batch = in_contexts(batch, self.grid.context_group)
         self.scalars.begin(batch, self.step_number + 1)
         return batch
 

@@ -83,7 +83,7 @@ class StepBatches:
                 found += [*sizes, *[0] * (self.accumulate - len(sizes))]
             return tuple(found)
         for number in contiguous_shares(grid, count * contexts)[grid.place]:
-            found += self.micro_batches(number % count)
+            found += self.micro_batches(number // contexts)
         return tuple(found)
 
     def micro_batches(self, grain: int) -> tuple[int, ...]:

@@ -182,7 +182,7 @@ def by_tree(rows: np.ndarray, buffer: np.ndarray, out: np.ndarray) -> np.ndarray
     In a training a gradient is computed in its row of ``buffer``. Here it is read from ``rows``, so that it need not be
     copied.
     """
-    plan = fold_plan(0, len(rows), len(rows))
+    plan = fold_plan(range(len(rows)), len(rows))
     values: dict[int, np.ndarray] = {}
     for fold in plan.folds:
         last = fold.row
@@ -213,7 +213,7 @@ def sums(rows: np.ndarray, margin: int, largest: float | None = None) -> dict[st
     ``largest`` is the largest term that the bound is made from; None takes that of ``rows``.
     """
     size = rows.shape[1]
-    out, buffer = np.empty(size, np.float32), np.empty((fold_plan(0, len(rows), len(rows)).rows, size), np.float32)
+    out, buffer = np.empty(size, np.float32), np.empty((fold_plan(range(len(rows)), len(rows)).rows, size), np.float32)
     bound = bound_of(float(np.abs(rows).max()) if largest is None else largest, len(rows), margin)
     cases: dict[str, Callable[[], np.ndarray]] = {TREE: lambda: by_tree(rows, buffer, out)}
     for name, way in WAYS.items():
@@ -399,7 +399,7 @@ def report(found: Mapping[str, Any], args: argparse.Namespace) -> str:
     for count, seconds in found["cost"].items():
         cells = "".join(f"{Measurement.of_ratios(seconds[name], seconds[TREE])!s:>27s}" for name in names)
         lines.append(f"{count:16s}{cells}")
-    rows = "".join(f"{fold_plan(0, c, c, limit=0).rows:>27d}" for c in args.terms)
+    rows = "".join(f"{fold_plan(range(c), c, limit=0).rows:>27d}" for c in args.terms)
     lines += ["", f"float32 rows of {TREE} for {args.terms} terms, besides one block:{rows}"]
     lines.append("of the others: " + ", ".join(f"{name} {way.bytes // 4}" for name, way in WAYS.items()))
     lines += ["", *trained(found["training"], args)]

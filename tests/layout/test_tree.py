@@ -81,7 +81,7 @@ def folded(folds: Sequence[FoldStep], rows: list[Expression]) -> list[Expression
 def test_streaming_fold_holds_the_cover_in_a_logarithmic_number_of_rows(total: int, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, total - 1))
     stop = data.draw(st.integers(start + 1, total))
-    plan = fold_plan(start, stop, total, limit=data.draw(st.none() | st.integers(0, 7)))
+    plan = fold_plan(range(start, stop), total, limit=data.draw(st.none() | st.integers(0, 7)))
     rows = folded(plan.folds, [None] * plan.rows)
     assert [rows[row] for _, row in plan.held] == [canonical(n, total) for n, _ in plan.held]
     assert [leaf for node, _ in plan.held for leaf in node.leaves(total)] == list(range(start, stop))
@@ -91,11 +91,11 @@ def test_streaming_fold_holds_the_cover_in_a_logarithmic_number_of_rows(total: i
 @given(st.integers(1, 300), st.integers(0, 9))
 def test_without_rows_for_right_children_the_first_k_grains_need_log2_of_k_plus_1_rows(count: int, more: int) -> None:
     """With them one row more where k is a power of two, else as many or one more."""
-    fewest, most = fold_plan(0, count, count + more, limit=0), fold_plan(0, count, count + more)
+    fewest, most = fold_plan(range(count), count + more, limit=0), fold_plan(range(count), count + more)
     assert fewest.rows <= (count + 1).bit_length() - 1
     assert fewest.rows <= most.rows <= count.bit_length()
-    assert fold_plan(0, count, count + more, limit=fewest.rows).rows == fewest.rows
-    assert fold_plan(0, count, count + more, limit=most.rows) == most
+    assert fold_plan(range(count), count + more, limit=fewest.rows).rows == fewest.rows
+    assert fold_plan(range(count), count + more, limit=most.rows) == most
     if count > 1 and count & (count - 1) == 0:
         assert (fewest.rows, most.rows) == (count.bit_length() - 1, count.bit_length())
 
@@ -103,12 +103,17 @@ def test_without_rows_for_right_children_the_first_k_grains_need_log2_of_k_plus_
 groups = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
 
-@given(st.integers(1, 40), groups, st.booleans())
+@given(st.integers(1, 40), groups, st.booleans(), st.sampled_from([1, 1, 2, 3, 4]))
 @settings(max_examples=150)
-def test_contiguous_dealing_gives_the_canonical_root(total: int, sizes: list[int], scratch: bool) -> None:
-    workers = sum(sizes)
-    assigned = [Grains(total, 1).assigned(w, workers) for w in range(workers)]
+def test_contiguous_dealing_gives_the_canonical_root(
+    total: int, sizes: list[int], scratch: bool, contexts: int
+) -> None:
+    """With several contexts, each worker has one part of each of its grains, and none of the parts beside it."""
+    owned = [Grains(total, 1).assigned(w, sum(sizes)) for w in range(sum(sizes))]
+    assigned = [range(g.start * contexts + c, g.stop * contexts + c, contexts) for g in owned for c in range(contexts)]
+    total, sizes = total * contexts, [1] * len(assigned) if scratch and contexts > 1 else [n * contexts for n in sizes]
     plan = rows_plan(assigned, sizes, total, scratch=scratch)
+    assert contexts == 1 or plan.rows == max(1, *map(len, owned))
     held = []
     for fold in plan.folds:
         held += folded(fold.folds, [None] * plan.rows)

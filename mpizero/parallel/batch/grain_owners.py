@@ -24,14 +24,15 @@ def contiguous_shares(grid: NodeOrder, count: int) -> list[range]:
 
     The grains are assigned as by :func:`contiguous_owners`. With context groups, the part of a grain that one rank of
     the group computes counts as a grain: ``count`` is then the number of parts of all grains, and the returned numbers
-    are those that :func:`grain_part_number` gives to the parts.
+    are those that :func:`grain_part_number` gives to the parts. Between two numbers of a rank are those of the other
+    ranks of its group.
     """
-    contexts, whole = grid.context.size, count // grid.context.size
-    shares = []
+    contexts, shares = grid.context.size, []
     for place in range(grid.data.size):
         data, context = divmod(place, contexts)
-        own = Grains(whole, 1).assigned(data, grid.batch.size)
-        shares.append(range(context * whole + own.start, context * whole + own.stop))
+        own = Grains(count // contexts, 1).assigned(data, grid.batch.size)
+        start, stop = (grain_part_number(grain, context, contexts) for grain in (own.start, own.stop))
+        shares.append(range(start, stop, contexts))
     return shares
 
 
@@ -49,19 +50,11 @@ def _batch_order(grid: NodeOrder) -> tuple[int, ...]:
     return grid.order if grid.context.size == 1 else tuple(range(grid.batch.size))
 
 
-def grain_part_number(grain: int, count: int, context: int, contexts: int, *, waves: bool) -> int:
-    """Return the number of a part of a grain: the part that one rank of a context group computes.
+def grain_part_number(grain: int, context: int, contexts: int) -> int:
+    """Return the number of a part of grain number ``grain``: the part that one rank of a context group computes.
 
-    The parts of all grains are numbered from 0 and count as grains. With ``waves`` the parts of one grain have
-    successive numbers, so that they are in the same wave. Otherwise the parts of one rank have successive numbers.
-
-    Parameters
-    ----------
-    grain, count : int
-        Number of the grain, and number of grains in the global batch.
-    context, contexts : int
-        Rank in the context group, and size of the group.
-    waves : bool
-        Whether grains are computed in waves.
+    ``context`` is the rank in the group, ``contexts`` the size of the group. The parts of all grains are numbered from
+    0 and count as grains. The parts of one grain have successive numbers, whatever the strategy: the order in which
+    gradients and losses are added depends on these numbers.
     """
-    return grain * contexts + context if waves else context * count + grain
+    return grain * contexts + context

@@ -275,11 +275,11 @@ def _warn(uncut: str) -> None:
     )
 
 
-def in_contexts(batch: GlobalBatch, group: Group, *, waves: bool) -> GlobalBatch:
+def in_contexts(batch: GlobalBatch, group: Group) -> GlobalBatch:
     """Cut the sequences of a batch over a context group, and return the batch with this rank's positions only.
 
     Not collective. Each part of a grain that one rank of the group keeps counts as a grain in the returned batch;
-    :func:`grain_part_number` returns its number, which depends on ``waves``.
+    :func:`grain_part_number` returns its number.
     """
     from mpizero.nn import cut_batch
 
@@ -287,7 +287,7 @@ def in_contexts(batch: GlobalBatch, group: Group, *, waves: bool) -> GlobalBatch
         return batch
     grains = {}
     for grain in batch.grains.values():
-        number = grain_part_number(grain.number, batch.count, group.rank, group.size, waves=waves)
+        number = grain_part_number(grain.number, group.rank, group.size)
         parts = tuple((*cut_batch(x, y, group), first) for x, y, first in grain.micro_batches)
         grains[number] = Grain(number, parts, grain.stop)
     return GlobalBatch(grains, batch.count * group.size, batch.samples)

@@ -87,18 +87,29 @@ def test_over_mpi_too_cut_sequences_train_what_whole_ones_train(world: Any) -> N
         assert len(set(world.allgather_object(str(found[0])))) == 1
 
 
-@pytest.mark.parametrize("zeros", [(0, 1), (2, 3)])
-def test_beside_cut_sequences_neither_stages_nor_replicas_nor_schedules_change_a_bit(zeros: tuple[int, int]) -> None:
-    """Waves deal the parts of a grain to neighbours, rows to one rank after the other: two orders of one sum."""
+def test_beside_cut_sequences_neither_stages_nor_replicas_nor_schedules_change_a_bit() -> None:
     case, found = CASES["LAMB, clipping"], []
     stages = ((4, Way(2, context=2, schedule="zero_bubble_v")), (8, Way(4, context=2, schedule="gpipe")))
     replicas = ((4, Way(context=2)), (8, Way(2, context=2, more={"order": "context,pipeline,tensor,data"})))
-    for zero in zeros:
+    for zero in range(4):
         for size, way in ((2, Way(context=2)), *(stages if zero % 2 else replicas)):
             used = way._replace(zero=zero)
             results = run_in_threads(size, lambda comm, w=used: trained(case, comm, w, **MEMORIES[1]))
             found += [(str(result), way) for result in results]
     assert len({result for result, _ in found}) == 1, found
+
+
+@pytest.mark.parametrize("context", [2, 3, 4])
+def test_every_zero_stage_adds_the_parts_of_grains_in_one_order(context: int) -> None:
+    """The last grain is short; with ``accumulate`` it has fewer micro-batches than the others."""
+    expected: dict[int, str] = {}
+    for number, (zero, accumulate) in enumerate(product(range(4), (1, 2))):
+        config = {"clip": 0.2, "accumulate": accumulate}
+        case = Case(lambda: gpt(layers=1), batches=texts(2, 5 + 4 * accumulate), config=config)
+        replicas, memory = 1 + (number + zero // 2 + context) % 2, MEMORIES[number % 3]
+        way = Way(context=context, zero=zero)
+        for found in run_in_threads(context * replicas, lambda comm, c=case, w=way, m=memory: trained(c, comm, w, **m)):
+            assert str(found) == expected.setdefault(accumulate, str(found)), (zero, accumulate, replicas, memory)
 
 
 def test_float32_stays_within_its_rounding() -> None:
