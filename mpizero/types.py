@@ -6,7 +6,7 @@ This module imports nothing of mpizero, so every module can import it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,6 +16,8 @@ from numpy.typing import DTypeLike, NDArray
 Array = NDArray[Any]
 #: Nested dictionaries of arrays: ``params["attention"]["qkv"]["weight"]``.
 Params = Mapping[str, Any]
+#: Where positions lie, range by range: in an array that has only these, and in the whole sequences.
+Pieces = list[tuple[slice, slice]]
 #: ``schedule(step)`` gives the learning rate of optimizer step ``step`` (0 is the first).
 LearningRate = float | Callable[[int], float]
 
@@ -189,7 +191,7 @@ class IntegerSpec:
 class Run:
     """Hold what a forward pass is given besides its input ``x`` and the parameters.
 
-    Nothing in it depends on the number of ranks.
+    Nothing in it but ``ranges`` depends on the rank or on the number of ranks.
 
     Attributes
     ----------
@@ -208,6 +210,10 @@ class Run:
         Length of the whole sequences; 0 if unknown. Where a context group splits sequences, a rank cannot compute the
         length from the positions that it holds, because the number of positions may differ by one between ranks. If
         ``length`` is 0, each layer that needs it asks the other ranks with one small message.
+    ranges : tuple of (int, int)
+        The ranges (start, stop) of positions in the whole sequences that the rank's part of a context group has,
+        ascending: ``((0, length),)`` without a context group; () if unknown. A tensor group cuts these positions, one
+        range after the other, once more.
     """
 
     training: bool = False
@@ -217,11 +223,42 @@ class Run:
     length: int = 0
     count: int = 0
     epoch: int = 0
+    ranges: tuple[tuple[int, int], ...] = ()
 
     @property
     def samples(self) -> range:
         """The indices, within the global batch, of the samples of ``x``."""
         return range(self.first_sample, self.first_sample + self.count)
+
+    @property
+    def held(self) -> int:
+        """The number of positions in :attr:`ranges`; :attr:`length` if these are unknown."""
+        return sum(stop - start for start, stop in self.ranges) if self.ranges else self.length
+
+    @property
+    def described(self) -> str:
+        """The length of the whole sequences, to follow a shape in a message; "" if the rank has all of each."""
+        return "" if self.held == self.length else f" of sequences of {self.length}"
+
+    def on_whole(self, length: int) -> Run:
+        """Return a copy for whole sequences of ``length`` positions. Not collective."""
+        return replace(self, length=length, ranges=((0, length),))
+
+    def pieces(self, start: int = 0, stop: int | None = None) -> Pieces:
+        """Find the positions from ``start`` to ``stop`` of :attr:`ranges`, counted through all ranges.
+
+        ``stop=None`` stands for all. Returns two slices for each range with any of these positions: where they lie
+        among the positions asked for, and where in the whole sequences. Not collective.
+        """
+        stop, before = self.held if stop is None else stop, 0
+        found = []
+        for first, last in self.ranges or ((0, self.length),):
+            low, high = max(start, before), min(stop, before + last - first)
+            if low < high:
+                shift = first - before
+                found.append((slice(low - start, high - start), slice(low + shift, high + shift)))
+            before += last - first
+        return found
 
 
 EVALUATE = Run()

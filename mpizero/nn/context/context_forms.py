@@ -17,7 +17,7 @@ from mpizero.nn.context.context_layers import (
     Positionwise,
     cut_layer,
 )
-from mpizero.nn.context.ring import Zigzag, gather_lengths, with_zigzag
+from mpizero.nn.context.ring import Zigzag, gather_lengths, located
 from mpizero.nn.context.ring_attention import RingSelfAttention
 from mpizero.nn.layer import Layer, namespace
 from mpizero.nn.layers.activation import Activation
@@ -59,7 +59,7 @@ class PartLoss:
 
         ``prediction`` is (samples, positions of this rank, ...). Collective over the group (one small message).
         """
-        lengths = gather_lengths(prediction, self.group)
+        lengths = gather_lengths(prediction.shape, self.group)
         share = lengths[self.group.rank] / sum(lengths)
         loss_sum, weight, cache = self.loss.forward(prediction, target)
         return loss_sum * share, weight * share, (cache, share)
@@ -118,7 +118,7 @@ class ContextModel:
         ``x`` (samples, positions) is this rank's part of the sequences. Without the length the blocks would need
         messages of their own to find it. Collective over ``group`` (one small message) if ``run.length`` is 0.
         """
-        return with_zigzag(run, x, self.group)[0]
+        return located(run, x.shape, self.group)
 
     def split(self, group: Group) -> BlockModel:
         """Raise :class:`ConfigError`, because tensor and context parallelism cannot be combined. Not collective."""
@@ -129,7 +129,7 @@ class ContextModel:
 
         ``y`` (samples, positions, ...) is this rank's part. Collective over ``group``.
         """
-        lengths = gather_lengths(y, self.group)
+        lengths = gather_lengths(y.shape, self.group)
         parts = self.group.all_gather(y, 1, lengths, tag="context predictions")
         zigzag, whole = Zigzag(sum(lengths), self.group.size), namespace(y).empty_like(parts)
         start = 0

@@ -11,6 +11,7 @@ import numpy as np
 
 from mpizero.errors import DataError
 from mpizero.layout import Partition
+from mpizero.nn.layers.sequence_layer import SequenceLayer
 from mpizero.types import Array, Group, Run, ShiftRequest
 
 #: Number of queries and of keys in one tile of scores. Tiles of this size stay in the cache; larger tiles would compute
@@ -120,11 +121,29 @@ class Zigzag:
                         yield Tile(queries, visible, first, column)
 
 
-def with_zigzag(run: Run, x: Array, group: Group) -> tuple[Run, Zigzag]:
-    """Return ``run`` with the length of the whole sequences, and the :class:`Zigzag` cut of this length.
+class ContextLayer(SequenceLayer):
+    """Work on the positions of each sequence that this rank of a context group holds, by the :class:`Zigzag` cut."""
 
-    ``x`` (samples, positions, ...) is this rank's part of the sequences. Collective over ``group`` if ``run.length`` is
-    0.
+    #: The context group.
+    group: Group
+
+    def located(self, run: Run, shape: tuple[int, ...] | None) -> Run:
+        """Return ``run`` with the length of the whole sequences, and the ranges of positions that this rank holds.
+
+        As :func:`located`.
+        """
+        return located(run, shape, self.group)
+
+    def own_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of this rank's part of a sample whose whole shape is ``shape`` (length, ...)."""
+        return (Zigzag(shape[0], self.group.size).sizes[self.group.rank], *shape[1:])
+
+
+def located(run: Run, shape: tuple[int, ...] | None, group: Group) -> Run:
+    """Return ``run`` with the length of the whole sequences, and the ranges of positions that this rank holds.
+
+    ``shape`` (samples, positions, ...) is that of this rank's part of the sequences; None if ``run.length`` is known.
+    Collective over ``group`` if ``run.length`` is 0.
 
     Raises
     ------
@@ -132,29 +151,30 @@ def with_zigzag(run: Run, x: Array, group: Group) -> tuple[Run, Zigzag]:
         The numbers of positions on the ranks are not those of a zigzag cut, or the numbers of samples differ. If the
         call is collective, all ranks raise this error.
     """
-    if run.length:
-        here = Zigzag(run.length, group.size)
-        if x.ndim < 2 or x.shape[1] != here.sizes[group.rank]:
-            raise DataError(
-                f"rank {group.rank} of {group.size} holds {here.sizes[group.rank]} places of a sequence of "
-                f"{run.length}, but the input has shape {tuple(x.shape)}; cut batches with mpizero.nn.cut_batch"
-            )
-        return run, here
-    here = Zigzag(sum(gather_lengths(x, group)), group.size)
-    return replace(run, length=here.length), here
+    if not run.length and shape is not None:
+        run = replace(run, length=sum(gather_lengths(shape, group)), ranges=())
+    if not run.ranges:
+        own = Zigzag(run.length, group.size).runs(group.rank)
+        run = replace(run, ranges=tuple((part.start, part.stop) for part in own))
+    if shape is not None and (len(shape) < 2 or shape[1] != run.held):
+        raise DataError(
+            f"rank {group.rank} of {group.size} holds {run.held} places of a sequence of "
+            f"{run.length}, but the input has shape {tuple(shape)}; cut batches with mpizero.nn.cut_batch"
+        )
+    return run
 
 
-def gather_lengths(x: Array, group: Group) -> tuple[int, ...]:
+def gather_lengths(shape: tuple[int, ...], group: Group) -> tuple[int, ...]:
     """Return the number of positions on each rank.
 
-    ``x`` (samples, positions, ...) is this rank's part of the sequences. Collective over ``group``.
+    ``shape`` (samples, positions, ...) is that of this rank's part of the sequences. Collective over ``group``.
 
     Raises
     ------
     DataError
         The numbers are not those of a zigzag cut, or the numbers of samples differ. All ranks raise this error.
     """
-    own = np.array([x.shape[:2] if x.ndim >= 2 else (-1, -1)], np.int64)
+    own = np.array([shape[:2] if len(shape) >= 2 else (-1, -1)], np.int64)
     shapes = group.all_gather(own, 0, (1,) * group.size, tag="context lengths") if group.size > 1 else own
     lengths = tuple(int(length) for length in shapes[:, 1])
     if min(lengths) < 0 or len(set(shapes[:, 0].tolist())) > 1 or lengths != Zigzag(sum(lengths), group.size).sizes:

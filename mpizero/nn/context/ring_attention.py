@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from mpizero import kernels
-from mpizero.nn.context.ring import KEYS, QUERIES, Tile, Zigzag, poll_function, ring_pass, with_zigzag
+from mpizero.nn.context.ring import KEYS, QUERIES, ContextLayer, Tile, Zigzag, poll_function, ring_pass
 from mpizero.nn.layer import multiply, namespace, operand, vector
 from mpizero.nn.layers.attention import CausalSelfAttention
 from mpizero.nn.layers.dropout import SamplePart
@@ -30,7 +30,7 @@ _Parts = Iterator[tuple[slice, Tile]]
 
 
 @dataclass(frozen=True)
-class RingSelfAttention(CausalSelfAttention):
+class RingSelfAttention(ContextLayer, CausalSelfAttention):
     """Apply :class:`CausalSelfAttention`, with the same parameters, to this rank's positions of each sequence.
 
     ``group`` is the context group. The gradients of the parameters are computed from this rank's positions only; their
@@ -50,13 +50,13 @@ class RingSelfAttention(CausalSelfAttention):
         """
         if bias is not None:
             qkv += bias
-        run, zigzag = with_zigzag(run, qkv, self.group)
+        run = self.located(run, qkv.shape)
         xp, tiles = namespace(qkv), _Tiles(self, qkv, run, first_head)
         rows = (*qkv.shape[:2], self.heads)
         maxima, sums = xp.full(rows, -math.inf, qkv.dtype), xp.zeros(rows, qkv.dtype)
         mixed = xp.zeros((*qkv.shape[:2], self.dim), qkv.dtype)
         q, out = self._heads(qkv)[0], self._split(mixed)
-        for source, pair, coming in ring_pass(self.group, self._packed(qkv, zigzag), "ring keys"):
+        for source, pair, coming in ring_pass(self.group, self._packed(qkv, tiles.zigzag), "ring keys"):
             k, v = self._pair(pair)
             for some, tile in tiles.of(source, poll_function(coming)):
                 weights = tiles.product("scores", q[some, :, tile.queries], k[some, :, tile.keys].swapaxes(-1, -2))
@@ -95,15 +95,6 @@ class RingSelfAttention(CausalSelfAttention):
         if request is not None:
             dqkv[:, :, self.dim :] += request.wait()[0][:, : qkv.shape[1]]
         return dqkv
-
-    def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the operations of this rank for one sample; ``shape`` is the shape of the whole sample.
-
-        Not collective.
-        """
-        into_qkv, projection = self._layers
-        own = (Zigzag(shape[0], self.group.size).sizes[self.group.rank], *shape[1:])
-        return into_qkv.operations(own) + projection.operations(own) + self.attend_operations(shape[0])
 
     def attend_operations(self, length: int) -> Operations:
         """Count the operations of attention on this rank for one sample.

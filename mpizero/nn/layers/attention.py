@@ -32,6 +32,7 @@ from mpizero.nn.layer import (
 from mpizero.nn.layers.affine import Affine
 from mpizero.nn.layers.dropout import Dropout, SamplePart
 from mpizero.nn.layers.linear import Linear
+from mpizero.nn.layers.sequence_layer import SequenceLayer
 from mpizero.nn.layers.workspace import Workspace
 from mpizero.nn.operations import Operations
 from mpizero.types import EVALUATE, Array, Init, Params, Run
@@ -47,7 +48,7 @@ CACHE, DEVICE = 1 << 18, 1 << 28
 Part = tuple[slice, slice]
 
 
-class AttentionBase(Affine):
+class AttentionBase(Affine, SequenceLayer):
     """Compute queries, keys and values, attention, and a projection; the base class of unsplit and split attention."""
 
     @property
@@ -116,9 +117,8 @@ class AttentionBase(Affine):
 
         Not collective.
         """
-        into_qkv, projection = self._layers
-        own = self.own_heads[0].attend_operations(shape[0])
-        return into_qkv.operations(shape) + projection.operations(shape) + own
+        (into_qkv, projection), own = self._layers, self.own_shape(shape)
+        return into_qkv.operations(own) + projection.operations(own) + self.own_heads[0].attend_operations(shape[0])
 
 
 @explains

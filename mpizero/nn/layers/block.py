@@ -17,6 +17,7 @@ from mpizero.nn.layers.attention import CausalSelfAttention
 from mpizero.nn.layers.dropout import Dropout
 from mpizero.nn.layers.linear import Linear
 from mpizero.nn.layers.norm import LayerNorm
+from mpizero.nn.layers.sequence_layer import SequenceLayer
 from mpizero.nn.operations import Operations
 from mpizero.types import EVALUATE, Array, Init, Params, Run
 
@@ -122,7 +123,7 @@ class FeedForward(FeedForwardBase):
         return projection.trace(graph, f"{name}.projection", node)
 
 
-class TransformerBlockBase(Layer):
+class TransformerBlockBase(SequenceLayer):
     """Compute a pre-norm transformer block; the base class of the unsplit and the split form."""
 
     @property
@@ -212,7 +213,8 @@ class TransformerBlockBase(Layer):
 
         Not collective.
         """
-        return self._layers[1].operations(shape) + self._layers[3].operations(shape)
+        _, attention, _, feed_forward = self._layers
+        return attention.operations(shape) + feed_forward.operations(self.own_shape(shape))
 
 
 @explains

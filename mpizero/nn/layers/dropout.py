@@ -9,7 +9,7 @@ from mpizero import kernels
 from mpizero.names import explains
 from mpizero.nn.graph import Graph, NodeOutput
 from mpizero.nn.layer import Layer, namespace, require_floats, require_rate, vector
-from mpizero.types import EVALUATE, Array, Params, Run
+from mpizero.types import EVALUATE, Array, Params, Pieces, Run
 from mpizero.validation import require, whole
 
 
@@ -83,6 +83,21 @@ class Dropout(Layer):
             per_sample,
             *(window or SamplePart(0, per_sample)),
         )
+        return y
+
+    def mask_pieces(self, x: Array, run: Run, pieces: Pieces) -> Array:
+        """Return a copy of ``x`` (samples, positions, ...) with the mask applied; ``x`` must not be empty.
+
+        ``pieces`` says where the positions lie in the whole sequences, as :meth:`mpizero.types.Run.pieces` returns it.
+        The backward pass calls this function with ``dy``.
+        """
+        width = x.size // (x.shape[0] * x.shape[1])
+        parts = [SamplePart(there.start * width, (there.stop - there.start) * width) for _, there in pieces]
+        low, high = parts[0], parts[-1]
+        if len(parts) <= 2 and low.width == high.width:  # all at once, without a copy
+            return self.mask(x, run, low._replace(rows=len(parts), row_step=high.offset - low.offset))
+        masked = [self.mask(x[:, here], run, part) for (here, _), part in zip(pieces, parts, strict=True)]
+        y: Array = namespace(x).concatenate(masked, axis=1)
         return y
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:

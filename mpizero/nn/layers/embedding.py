@@ -6,14 +6,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from mpizero import kernels
 from mpizero.errors import DataError
 from mpizero.names import explains
 from mpizero.nn.graph import Graph, NodeOutput
 from mpizero.nn.layer import Layer, as_ids, namespace, require_array, require_numbers, require_positive
 from mpizero.nn.layers.dropout import Dropout
+from mpizero.nn.layers.sequence_layer import SequenceLayer
 from mpizero.nn.operations import Operations
-from mpizero.types import EVALUATE, Array, Init, ParameterSpec, Params, Run
+from mpizero.types import EVALUATE, Array, Init, ParameterSpec, Params, Pieces, Run
 
 
 @explains
@@ -64,7 +67,7 @@ class Embedding(Layer):
 
 @explains
 @dataclass(frozen=True)
-class Position(Layer):
+class Position(SequenceLayer):
     """Add row t of ``weight`` (sequence, features) to position t of every sample; the weight has no weight decay."""
 
     sequence: int
@@ -79,9 +82,9 @@ class Position(Layer):
         return (ParameterSpec("weight", (self.sequence, self.features), self.init, decay=False),)
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Return ``x`` (samples, length <= sequence, features) plus the first ``length`` rows of the weight.
+        """Return ``x`` (samples, length <= sequence, features) plus the weight's rows for its positions.
 
-        The cache is None.
+        The cache says where these positions lie in the whole sequences (:meth:`mpizero.types.Run.pieces`).
 
         Raises
         ------
@@ -89,12 +92,24 @@ class Position(Layer):
             ``x`` has another shape.
         """
         require_numbers(x, "Position")
-        if x.ndim != 3 or x.shape[1] > self.sequence or x.shape[2] != self.features:
+        run = self.located(run, x.shape)
+        if x.ndim != 3 or run.length > self.sequence or x.shape[2] != self.features:
             raise DataError(
                 f"Position: takes (samples, length <= {self.sequence}, {self.features}), the input has shape "
-                f"{tuple(x.shape)}"
+                f"{tuple(x.shape)}{run.described}"
             )
-        return x + params["weight"][: x.shape[1]], None
+        xp, weight, pieces = namespace(x), params["weight"], run.pieces()
+        y: Array = xp.array(x, np.result_type(x.dtype, weight.dtype))
+        self.add(weight, y, pieces)
+        return y, pieces
+
+    def add(self, weight: Array, x: Array, pieces: Pieces) -> None:
+        """Add the rows of ``weight`` for the positions ``pieces`` to ``x`` (samples, positions, features), in place.
+
+        Not collective.
+        """
+        for here, there in pieces:
+            x[:, here] += weight[there]
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Return ``dy`` twice: it is the gradient of ``x``, and :meth:`backward_weights` needs it."""
@@ -103,16 +118,19 @@ class Position(Layer):
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Overwrite the weight's gradient with the sum of ``dy`` over the samples.
 
-        Rows beyond the input's length get zeros.
+        Rows for positions that the input does not have get zeros.
         """
-        length = pending.shape[1]
-        namespace(pending).sum(pending, axis=0, out=grads["weight"][:length])
-        grads["weight"][length:] = 0
+        gradient, done = grads["weight"], 0
+        for here, there in cache:
+            gradient[done : there.start] = 0
+            namespace(pending).sum(pending[:, here], axis=0, out=gradient[there])
+            done = there.stop
+        gradient[done:] = 0
 
 
 @explains
 @dataclass(frozen=True)
-class TokenEmbedding(Layer):
+class TokenEmbedding(SequenceLayer):
     """Look up token ids, add position vectors and apply dropout: a language model's first block.
 
     Parameters
@@ -155,21 +173,27 @@ class TokenEmbedding(Layer):
         DataError
             An id is outside the vocabulary, a sample has more than ``sequence`` ids, or ``x`` does not have two axes.
         """
-        self.require_ids(x)
+        run = self.require_ids(x, run)
         token, position, dropout = self._layers
         vectors, ids = token.forward(params["token"], x, run)
-        vectors += params["position"]["weight"][: x.shape[1]]
+        pieces = run.pieces()
+        position.add(params["position"]["weight"], vectors, pieces)
         y, mask = dropout.forward({}, vectors, run)
-        return y, (ids, mask)
+        return y, (ids, mask, pieces)
 
-    def require_ids(self, x: Array) -> None:
-        """Raise :class:`DataError` unless ``x`` has the shape (samples, length <= sequence)."""
+    def require_ids(self, x: Array, run: Run) -> Run:
+        """Raise :class:`DataError` unless ``x`` has the shape (samples, length <= sequence).
+
+        Returns what :meth:`located` returns for ``x``. Collective where that is.
+        """
         require_array(x, "TokenEmbedding")
-        if x.ndim != 2 or x.shape[1] > self.sequence:
+        run = self.located(run, x.shape)
+        if x.ndim != 2 or run.length > self.sequence:
             raise DataError(
                 f"TokenEmbedding: takes ids of shape (samples, length <= {self.sequence}), the input has shape "
-                f"{tuple(x.shape)}; cut the input or build the model with a longer sequence"
+                f"{tuple(x.shape)}{run.described}; cut the input or build the model with a longer sequence"
             )
+        return run
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Return None, because integer ids have no gradient, and the gradient of the vectors before dropout.
@@ -182,7 +206,7 @@ class TokenEmbedding(Layer):
         """Overwrite the gradients of the token and the position table."""
         token, position, _ = self._layers
         token.backward_weights(params["token"], cache[0], pending, grads["token"])
-        position.backward_weights(params["position"], None, pending, grads["position"])
+        position.backward_weights(params["position"], cache[2], pending, grads["position"])
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return ``shape`` with ``features`` appended."""

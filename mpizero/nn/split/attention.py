@@ -19,7 +19,8 @@ class SplitAttention(AttentionBase):
     Parameters
     ----------
     whole : CausalSelfAttention
-        The unsplit layer; the group's size must divide its number of heads. Its projection is split by rows.
+        The unsplit layer; the group's size must divide its number of heads. Its projection is split by rows. If it is
+        a context-parallel form, this rank's heads attend to the keys of the whole context group.
     group : Group
         The ranks that the layer is split over.
     sequence : bool
@@ -49,6 +50,10 @@ class SplitAttention(AttentionBase):
     def features(self) -> int:
         """Number of features of the input."""
         return self.whole.dim
+
+    def own_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the part of a sample that the group works on. Not collective."""
+        return self.whole.own_shape(shape)
 
     @cached_property
     def own_heads(self) -> tuple[CausalSelfAttention, int]:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from mpizero.nn.layer import known, require_sequences
 from mpizero.nn.layers.activation import Activation
 from mpizero.nn.layers.block import FeedForward, FeedForwardBase, TransformerBlock, TransformerBlockBase
-from mpizero.nn.layers.dropout import Dropout, SamplePart
+from mpizero.nn.layers.dropout import Dropout
 from mpizero.nn.layers.norm import LayerNorm
 from mpizero.nn.layers.wrapper import Wrapper
 from mpizero.nn.regions import Gather, Split
 from mpizero.nn.split.attention import SplitAttention
 from mpizero.nn.split.linear import ColumnLinear, RowLinear
-from mpizero.nn.split.parts import complete_shared, own_range, require_length
+from mpizero.nn.split.parts import complete_shared, located, own_range
 from mpizero.types import EVALUATE, Array, Group, Params, Run
 
 
@@ -60,7 +60,7 @@ class SplitBlock(TransformerBlockBase):
     Parameters
     ----------
     whole : TransformerBlock
-        The unsplit layer.
+        The unsplit layer. If it is a context-parallel form, "the sequences" are the part of the context group's rank.
     group : Group
         The ranks that the layer is split over.
     """
@@ -93,7 +93,11 @@ class SplitBlock(TransformerBlockBase):
 
         Collective over the group.
         """
-        return super().forward(params, x, require_length(run, x, self.group))
+        return super().forward(params, x, located(run, x, self.group, self.whole))
+
+    def own_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the part of a sample that the group works on. Not collective."""
+        return self.whole.own_shape(shape)
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Overwrite the gradients of this rank's parts of parameters, and of parameters that every rank holds whole.
@@ -111,14 +115,14 @@ def dropped(dropout: Dropout, x: Array, run: Run, group: Group) -> Array:
     """
     if not dropout.drops(x, run):
         return x
-    start, stop = own_range(run.length, group)
-    return dropout.mask(x, run, SamplePart(start * x.shape[2], (stop - start) * x.shape[2]))
+    return dropout.mask_pieces(x, run, run.pieces(*own_range(run.held, group)))
 
 
 @dataclass(frozen=True)
 class SequenceParallel(Wrapper):
-    """Run a layer that works on this rank's positions of sequences, with whole inputs and outputs on every rank."""
+    """Run a split block on this rank's positions, with inputs and outputs of all positions of the group."""
 
+    layer: SplitBlock
     group: Group
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
@@ -128,7 +132,7 @@ class SequenceParallel(Wrapper):
         """
         require_sequences(x, None, "TransformerBlock")
         cut, join = Split(self.group, 1, x.shape[1]), Gather(self.group, 1, x.shape[1])
-        y, cache = self.layer.forward(params, cut.forward(x), replace(run, length=x.shape[1]))
+        y, cache = self.layer.forward(params, cut.forward(x), self.layer.whole.located(run, x.shape))
         return join.forward(y), (cut, cache, join)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -98,7 +98,7 @@ class SplitTokenEmbedding(Layer):
     Parameters
     ----------
     whole : TokenEmbedding
-        The unsplit layer.
+        The unsplit layer. If it is a context-parallel form, "all positions" are those of the context group's rank.
     group : Group
         The ranks that the layer is split over.
     sequence : bool
@@ -125,12 +125,11 @@ class SplitTokenEmbedding(Layer):
         The vectors are (samples, length, features), or (samples, positions of this rank, features) with ``sequence``.
         Collective over the group.
         """
-        self.whole.require_ids(x)
-        token, _, dropout = self._layers
+        run = self.whole.require_ids(x, run)
+        token, position, dropout = self._layers
         vectors, cache = token.forward(params["token"], x, run)
-        start, stop = own_range(x.shape[1], self.group) if self.sequence else (0, x.shape[1])
-        vectors += params["position"]["weight"][start:stop]
-        run = replace(run, length=x.shape[1])
+        own = own_range(run.held, self.group) if self.sequence else (0, run.held)
+        position.add(params["position"]["weight"], vectors, run.pieces(*own))
         return self._dropped(dropout, vectors, run), (cache, run)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
@@ -149,7 +148,7 @@ class SplitTokenEmbedding(Layer):
         ids, leave = cache[0]
         dy = leave.backward(pending)  # all places, which both tables need
         token.add_rows(ids, dy, grads["token"]["weight"])
-        position.backward_weights(params["position"], None, dy, grads["position"])
+        position.backward_weights(params["position"], cache[1].pieces(), dy, grads["position"])
 
     def _dropped(self, dropout: Dropout, x: Array, run: Run) -> Array:
         if self.sequence:

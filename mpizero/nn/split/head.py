@@ -16,7 +16,7 @@ from mpizero.nn.losses.cross_entropy import CrossEntropy
 from mpizero.nn.losses.weighted_target import times
 from mpizero.nn.regions import Gather
 from mpizero.nn.split.linear import SplitProjection
-from mpizero.nn.split.parts import complete_shared, own_range, require_length
+from mpizero.nn.split.parts import complete_shared, located, own_range
 from mpizero.types import EVALUATE, Array, Group, Params, Run
 
 
@@ -48,7 +48,7 @@ class SplitHead(LanguageHeadBase):
 
         Returns the logits and the cache. Collective over the group.
         """
-        return super().forward(params, x, require_length(run, x, self.group))
+        return super().forward(params, x, located(run, x, self.group))
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Overwrite the gradients of the norm, and of the weight's rows for this rank's vocabulary items.

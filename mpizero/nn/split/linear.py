@@ -81,7 +81,7 @@ class ColumnLinear(SplitLinearBase):
         """
         weight = params["weight"]
         x = as_rows(x, self.whole.inputs, weight.dtype, "Linear").reshape(x.shape)
-        entry: Region = Expand(self.group, 1, run.length) if self.sequence else Copy(self.group)
+        entry: Region = Expand(self.group, 1, run.held) if self.sequence else Copy(self.group)
         inputs = entry.forward(x)
         y = matmul(inputs.reshape(prod(inputs.shape[:-1]), self.whole.inputs), weight)
         return y.reshape(*inputs.shape[:-1], self.held), (x, entry)
@@ -248,7 +248,7 @@ class SplitProjection(Layer):
         """
         weight = params["weight"]
         x = as_rows(x, self.whole.features, weight.dtype, "Projection").reshape(x.shape)
-        entry: Region = Expand(self.group, 1, run.length) if self.sequence else Copy(self.group)
+        entry: Region = Expand(self.group, 1, run.held) if self.sequence else Copy(self.group)
         inputs = entry.forward(x)
         logits = matmul(inputs.reshape(prod(inputs.shape[:-1]), self.whole.features), weight.T)
         logits = logits.reshape(*inputs.shape[:-1], size_of(self.ranges))

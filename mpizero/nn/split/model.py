@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -98,7 +98,7 @@ class SplitModel:
 
         Without it the blocks would need messages to find the length. Not collective.
         """
-        return replace(run, length=x.shape[1]) if self.sequences and getattr(x, "ndim", 0) > 1 else run
+        return run.on_whole(x.shape[1]) if self.sequences and getattr(x, "ndim", 0) > 1 else run
 
     def whole_prediction(self, y: Array) -> Array:
         """Return the whole prediction; ``y`` is what the last block returned on this rank.

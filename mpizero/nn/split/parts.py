@@ -11,6 +11,7 @@ import numpy as np
 from mpizero.errors import DataError
 from mpizero.layout import Partition
 from mpizero.nn.layer import Layer, namespace
+from mpizero.nn.layers.sequence_layer import SequenceLayer
 from mpizero.nn.regions import complete
 from mpizero.types import Array, Group, ParameterSpec, Params, Part, Run
 
@@ -56,28 +57,33 @@ def _found(tree: Any, name: str) -> Array:
     return array
 
 
-def require_length(run: Run, x: Array, group: Group) -> Run:
-    """Return ``run`` with the length of the whole sequences.
+def located(run: Run, x: Array, group: Group, whole: SequenceLayer | None = None) -> Run:
+    """Return ``run`` with the length of the whole sequences, and the ranges of positions that the group has.
 
-    ``x`` (samples, positions, ...) is this rank's part of the sequences. Collective over ``group`` if ``run.length`` is
-    0.
+    ``x`` (samples, positions, ...) is this rank's part of these positions. ``whole`` is the unsplit layer; None if it
+    treats each position by itself. Collective over ``group`` if ``run.length`` is 0.
 
     Raises
     ------
     DataError
         ``x`` does not have as many positions as the shard rule gives this rank.
     """
-    length = run.length
-    if not length:
+    shape = None
+    if not run.length:
         own = namespace(x).full(1, x.shape[1], np.int64)
-        length = int(group.all_gather(own, 0, (1,) * group.size, "sequence lengths").sum())
-    start, stop = own_range(length, group)
+        shape = x.shape[0], int(group.all_gather(own, 0, (1,) * group.size, "sequence lengths").sum())
+    if whole is not None:
+        run = whole.located(run, shape)
+    elif shape is not None:
+        run = run.on_whole(shape[1])
+    start, stop = own_range(run.held, group)
     if x.shape[1] != stop - start:
+        held = f"the {run.held} of its context rank{run.described}" if run.described else f"sequences of {run.held}"
         raise DataError(
-            f"rank {group.rank} of a tensor group of {group.size} takes places {start} to {stop} of sequences of "
-            f"{length}, the input has shape {tuple(x.shape)}: give every rank its own part, by the shard rule"
+            f"rank {group.rank} of a tensor group of {group.size} takes places {start} to {stop} of {held}, the input "
+            f"has shape {tuple(x.shape)}: give every rank its own part, by the shard rule"
         )
-    return replace(run, length=length)
+    return run
 
 
 def divisors(number: int) -> Sequence[int]:

@@ -120,8 +120,7 @@ def replay_bad_step(step: BadStep | str | os.PathLike[str], model: ShardedModelB
         for at in range(0, len(grain.samples), step.micro_batch):
             part = slice(at, at + step.micro_batch)
             samples = grain.samples[part]
-            settings = {"count": len(samples), "epoch": step.epoch}
-            run = Run(True, step.seed, step.run_step, int(samples[0]), **settings)
+            run = Run(True, step.seed, step.run_step, int(samples[0]), count=len(samples), epoch=step.epoch)
             trace = _Trace(model, step.loss_scale)
             x, y = SampleTree.of(x=grain.x, y=grain.y).cut(part)
             loss, weight = trace.follow(x, y, run)
