@@ -62,6 +62,7 @@ DOORS = {
     "sklearn": {"data"},
     "torch": {"adapters"},
     "jax": {"adapters"},
+    "greenlet": {"nn"},
 }
 #: Modules that may read the process's environment.
 ENVIRONMENT = {

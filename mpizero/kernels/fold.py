@@ -17,8 +17,11 @@ def fold(operation: np.ufunc, terms: Sequence[Array] | Array, out: Array) -> Non
 
     Term i is leaf i of the tree of ``layout/tree.py``. So a group whose ranks pass sums of 2, 4, 8, ... successive
     leaves gets the bits of a group whose ranks pass the leaves themselves. Not collective. All arrays have the same
-    shape, of at least one dimension; there are at least two terms. ``out`` may be the first term.
+    shape, of at least one dimension. ``out`` may be the first term.
     """
+    if len(terms) == 1:
+        out[...] = terms[0]
+        return
     length = out.shape[0]
     step = max(1, FOLD_BLOCK * length // max(1, out.size)) if len(terms) > 2 else length
     for start in range(0, length, max(1, step)):

@@ -48,6 +48,7 @@ from mpizero.nn.sequential import Sequential
 from mpizero.nn.split import split_forms  # noqa: F401 - fills the table of split forms
 from mpizero.nn.split.linear import ColumnLinear, RowLinear
 from mpizero.nn.split.model import SplitModel, run_on, split_model, whole_prediction
+from mpizero.nn.tiles.tiled_model import tiled_model
 
 __all__ = [
     "GELU",
@@ -108,6 +109,7 @@ __all__ = [
     "poll",
     "run_on",
     "split_model",
+    "tiled_model",
     "to_torch",
     "torch_name",
     "unfrozen",

@@ -95,8 +95,8 @@ class Engine(PlacedModel):
         size, micro = self.grain_rule.grain_size, self.config.accumulate
         batch = redistribute(self.grid, x, y, size, reducer.owners, micro, asked=self.asked)
         self.compute_device.check_batch(x, y)
-        if self.grid.context.size > 1:
-            batch = in_contexts(batch, self.grid.context_group)
+        if self.partitioned.parallel_layout.context_tiles > 1:
+            batch = in_contexts(batch, self.grid, self.partitioned.cut_batch)
         self.scalars.begin(batch, self.step_number + 1)
         return batch
 

@@ -182,7 +182,7 @@ def context_model(model: BlockModel, group: Group) -> BlockModel:
     return found
 
 
-def cut_batch(x: Any, y: Any, group: Group) -> tuple[Any, Any]:
+def cut_batch(x: Any, y: Any, group: Group, tiles: int | None = None) -> tuple[Any, Any]:
     """Return copies of this rank's positions of a batch's sequences.
 
     Each sequence is cut into 2 * size chunks, where ``size`` is the number of ranks; rank r gets chunks r and 2 * size
@@ -194,6 +194,9 @@ def cut_batch(x: Any, y: Any, group: Group) -> tuple[Any, Any]:
         Inputs and targets: arrays (samples, length, ...), all of the same length, which is at least 1.
     group : Group
         The context group.
+    tiles : int, optional
+        Number of tiles, a multiple of the group's size: a rank gets the positions that each of its tiles would get in
+        a group of so many ranks, tile after tile. The default is the group's size.
 
     Returns
     -------
@@ -212,12 +215,14 @@ def cut_batch(x: Any, y: Any, group: Group) -> tuple[Any, Any]:
             "context parallelism cuts inputs and targets of (samples, length >= 1), "
             f"it was given {' and '.join(map(str, shapes))}; set context=1 for data without a sequence axis"
         )
-    if group.size == 1:
+    tiles = tiles or group.size
+    if tiles == 1:
         return x, y
-    first, second = Zigzag(shapes[0][1], group.size).runs(group.rank)
+    zigzag, hosted = Zigzag(shapes[0][1], tiles), tiles // group.size
+    own = [run for tile in range(group.rank * hosted, (group.rank + 1) * hosted) for run in zigzag.runs(tile)]
 
     def cut(a: Array) -> Array:
-        places: Array = namespace(a).concatenate([a[:, first], a[:, second]], axis=1)
+        places: Array = namespace(a).concatenate([a[:, run] for run in own], axis=1)
         return places
 
     return map_leaves(cut, x), map_leaves(cut, y)

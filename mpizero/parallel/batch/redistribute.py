@@ -21,7 +21,7 @@ from mpizero.layout import Grains
 from mpizero.layout.nodes import GROUPS
 from mpizero.parallel.batch.grain_owners import grain_part_number
 from mpizero.sampletree import SampleTree
-from mpizero.types import Array, Group
+from mpizero.types import Array
 from mpizero.validation import require, whole
 
 
@@ -275,22 +275,19 @@ def _warn(uncut: str) -> None:
     )
 
 
-def in_contexts(batch: GlobalBatch, group: Group) -> GlobalBatch:
+def in_contexts(batch: GlobalBatch, grid: ProcessGrid, cut: Callable[[Any, Any], tuple[Any, Any]]) -> GlobalBatch:
     """Cut the sequences of a batch over a context group, and return the batch with this rank's positions only.
 
-    Not collective. Each part of a grain that one rank of the group keeps counts as a grain in the returned batch;
-    :func:`grain_part_number` returns its number.
+    Not collective. ``cut`` cuts the inputs and targets of a micro-batch. Each part of a grain that one rank of the
+    group keeps counts as a grain in the returned batch; :func:`grain_part_number` returns its number.
     """
-    from mpizero.nn import cut_batch
-
-    if group.size == 1:
-        return batch
+    rank, size = grid.context.rank, grid.context.size
     grains = {}
     for grain in batch.grains.values():
-        number = grain_part_number(grain.number, group.rank, group.size)
-        parts = tuple((*cut_batch(x, y, group), first) for x, y, first in grain.micro_batches)
+        number = grain_part_number(grain.number, rank, size)
+        parts = tuple((*cut(x, y), first) for x, y, first in grain.micro_batches)
         grains[number] = Grain(number, parts, grain.stop)
-    return GlobalBatch(grains, batch.count * group.size, batch.samples)
+    return GlobalBatch(grains, batch.count * size, batch.samples)
 
 
 @lru_cache(maxsize=64)  # batches of the same sizes come again and again

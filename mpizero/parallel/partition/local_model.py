@@ -52,6 +52,10 @@ class PartitionedModel:
         The blocks of this rank's stage, split over the tensor and context group.
     split : BlockModel or BlackBoxModel
         All blocks of the model, split over the tensor and context group.
+    model : BlockModel or BlackBoxModel
+        The whole model.
+    context_group : Group or None
+        The ranks that cut the sequences; None if nothing is split.
     parallel_layout : ParallelLayout
         Sizes of the axes of parallelism, pipeline schedule and cuts.
     cuts : tuple of tuple of str
@@ -62,6 +66,8 @@ class PartitionedModel:
 
     local: Any
     split: Any
+    model: Any
+    context_group: Group | None
     parallel_layout: ParallelLayout
     cuts: tuple[tuple[str, ...], ...]
     stage: int
@@ -79,6 +85,11 @@ class PartitionedModel:
     def splits_layers(self) -> bool:
         """Tell whether layers are split over ranks, by tensor or context parallelism."""
         return self.parallel_layout.tensor * self.parallel_layout.context > 1
+
+    @property
+    def has_tiles(self) -> bool:
+        """Tell whether layers or sequences are cut into tiles, over ranks or on this one."""
+        return self.split is not self.model
 
     @property
     def is_last(self) -> bool:
@@ -151,7 +162,7 @@ class PartitionedModel:
         Collective over the context group: one message per micro-batch, instead of one per layer. The length is computed
         from the first array of ``x`` on every rank. If no layer is split, ``run`` is returned unchanged.
         """
-        return nn.run_on(self.split, leaves_of(x)[0], run) if self.splits_layers else run
+        return nn.run_on(self.split, leaves_of(x)[0], run) if self.has_tiles else run
 
     def own_loss(self, loss: Any) -> Any:
         """Return ``loss`` adapted to the output of this rank's last block. Not collective.
@@ -159,29 +170,38 @@ class PartitionedModel:
         If the scores of classes are split over a tensor group and the loss needs all of them, the returned loss first
         joins them. In a context group it takes this rank's positions. None is returned for None.
         """
-        return loss if loss is None or not self.splits_layers else self.split.loss_on_parts(loss)
+        return loss if loss is None or not self.has_tiles else self.split.loss_on_parts(loss)
 
     def own_places(self, x: Array) -> Array:
         """Return ``x`` cut to this rank's positions of the sequences; without a context group, ``x`` itself.
 
         Not collective.
         """
-        group = getattr(self.split, "group", None) if self.parallel_layout.context > 1 else None
-        return x if group is None else nn.cut_batch(x, x, group)[0]
+        own: Array = self.cut_batch(x, x)[0]
+        return own
+
+    def cut_batch(self, x: Any, y: Any) -> tuple[Any, Any]:
+        """Return inputs and targets cut to this rank's positions of the sequences; see :func:`mpizero.nn.cut_batch`.
+
+        Not collective.
+        """
+        if self.context_group is None:
+            return x, y
+        return nn.cut_batch(x, y, self.context_group, self.parallel_layout.context_tiles)
 
     def whole_scores(self, prediction: Array) -> Array:
         """Return a prediction with the scores of all classes, for this rank's positions of the sequences only.
 
         Collective over the tensor group.
         """
-        return self.whole_prediction(prediction) if self.parallel_layout.context == 1 else prediction
+        return self.whole_prediction(prediction) if self.parallel_layout.context_tiles == 1 else prediction
 
     def whole_prediction(self, prediction: Array) -> Array:
         """Join the parts of a prediction: return the scores of all classes, for all positions of the sequences.
 
         Collective over the tensor and context group.
         """
-        if not self.splits_layers:
+        if not self.has_tiles:
             return prediction
         whole: Array = self.split.whole_prediction(prediction)
         return whole
@@ -204,8 +224,9 @@ def partition_model(
         If a black box is to be split, if a layer cannot be split, or if the model cannot be cut into these stages.
     """
     sizes = {"pipeline": parallel_layout.pipeline, "tensor": parallel_layout.tensor, "context": parallel_layout.context}
-    if max(sizes.values()) == 1:
-        return PartitionedModel(model, model, parallel_layout, (tuple(blocks_of(model)),), 0)
+    tiles = parallel_layout.tensor_tiles, parallel_layout.context_tiles
+    if max(*sizes.values(), *tiles) == 1:
+        return PartitionedModel(model, model, model, None, parallel_layout, (tuple(blocks_of(model)),), 0)
     if parallel_layout.context > 1 and (averaged := averaged_names(model)):
         raise ConfigError(
             f"context={parallel_layout.context} cuts sequences, and {averaged[0]!r} is averaged over whole samples: "
@@ -219,15 +240,12 @@ def partition_model(
         )
     cuts = parallel_layout.cut(blocks_of(model), model)
     _refuse_frozen_copies(blocks_of(model), parallel_layout.chunks, cuts)
-    split: Any = model
-    if parallel_layout.tensor > 1:
-        split = nn.split_model(split, group_for(grid.tensor_group))
-    if parallel_layout.context > 1:
-        split = nn.context_model(split, group_for(grid.context_group))
+    tensor, context = group_for(grid.tensor_group), group_for(grid.context_group)
+    split = nn.tiled_model(model, tensor, context, *tiles)
     stage = grid.here.pipeline
     here = [block for c, s in enumerate(parallel_layout.chunks) if s == stage for block in cuts[c]]
     local = LocalModel({name: split.blocks[name] for name in here}, split.loss, model.dtype, model.seed)
-    return PartitionedModel(local, split, parallel_layout, cuts, stage)
+    return PartitionedModel(local, split, model, context, parallel_layout, cuts, stage)
 
 
 def _refuse_frozen_copies(specs: Specs, chunks: Sequence[int], cuts: Sequence[Sequence[str]]) -> None:

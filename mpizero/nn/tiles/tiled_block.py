@@ -1,0 +1,208 @@
+"""Run a split block for each tile of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpizero.kernels.fold import fold
+from mpizero.layout import Partition
+from mpizero.nn.context.ring import Zigzag
+from mpizero.nn.integers import layer_integers
+from mpizero.nn.layer import Layer, namespace
+from mpizero.nn.operations import Operations
+from mpizero.nn.tiles.coroutines import run_in_turns
+from mpizero.nn.tiles.tile_parameters import TileParameters
+from mpizero.sampletree import map_leaves
+from mpizero.types import EVALUATE, Array, IntegerSpec, ParameterSpec, Params, Run
+
+
+class Hosted(NamedTuple):
+    """Describe the tiles of one axis that a rank hosts: their numbers, and the number of tiles of all ranks."""
+
+    own: range
+    tiles: int
+
+
+@dataclass(frozen=True)
+class TileGrid:
+    """Number the tiles of a rank: tiles along sequences (context), and in each of these tiles of layers (tensor).
+
+    With n tensor tiles on this rank, tile ``c * n + t`` is its tensor tile t of its context tile c. Of the activations
+    between blocks a rank holds those of its context tiles, one after the other along the axis of positions; each of
+    these consists of the parts of its tensor tiles, one after the other along the axis that they are cut along.
+
+    Parameters
+    ----------
+    tensor, context : Hosted
+        The tiles of each axis.
+    """
+
+    tensor: Hosted
+    context: Hosted
+
+    @property
+    def across(self) -> int:
+        """Number of tensor tiles of this rank."""
+        return len(self.tensor.own)
+
+    @property
+    def along(self) -> int:
+        """Number of context tiles of this rank."""
+        return len(self.context.own)
+
+    def cut(self, x: Any, length: int, axis: int | None) -> list[Any]:
+        """Return each tile's part of ``x``, which the rank holds: an array, or a tree if tensor tiles do not cut it.
+
+        ``length`` is the number of positions of the whole sequences; it is not used if the rank has one context tile.
+        ``axis`` is the axis that is cut over the tensor tiles, or None if each of them holds the whole.
+        """
+        if self.along == 1:
+            return [x] * self.across if axis is None else _parts(x, axis, Partition(x.shape[axis], self.across).sizes())
+        whole = Zigzag(length, self.context.tiles).sizes
+        places = [self._places(whole[tile], axis) for tile in self.context.own]
+        found: list[Any] = []
+        for row, sizes in zip(_rows(x, [sum(sizes) for sizes in places]), places, strict=True):
+            if axis is None:
+                found += [row] * self.across
+            else:
+                found += _parts(row, axis, sizes if axis == 1 else Partition(row.shape[axis], self.across).sizes())
+        return found
+
+    def _places(self, positions: int, axis: int | None) -> tuple[int, ...]:
+        """Return how many of a context tile's positions this rank holds, for each part that they are cut into."""
+        if axis != 1:
+            return (positions,)
+        sizes = Partition(positions, self.tensor.tiles).sizes()
+        return tuple(sizes[tile] for tile in self.tensor.own)
+
+    def join(self, parts: Sequence[Any], axis: int | None) -> Any:
+        """Return what the rank holds from the parts of its tiles; the inverse of :meth:`cut`, for arrays."""
+        if parts[0] is None:
+            return None
+        xp, n = namespace(parts[0]), self.across
+        rows = [parts[start : start + n] for start in range(0, len(parts), n)]
+        held = [row[0] if axis is None else xp.concatenate(row, axis=axis) for row in rows]
+        return held[0] if len(held) == 1 else xp.concatenate(held, axis=1)
+
+
+class _Cache(NamedTuple):
+    """Hold what the backward pass of a tiled block needs: the length of the sequences, and the tiles' caches."""
+
+    length: int
+    caches: list[Any]
+
+
+@dataclass(frozen=True)
+class TiledBlock(Layer):
+    """Run the split forms of a block for all tiles of a rank, in turns.
+
+    Parameters
+    ----------
+    forms : tuple of Layer
+        The split form of the block for each tile of the rank; see :class:`TileGrid` for their order.
+    grid : TileGrid
+        Numbers of tiles.
+    entry, exit : int or None
+        The axis of the input and of the output that is cut over the tensor tiles; None if each of them has the whole.
+    """
+
+    forms: tuple[Layer, ...]
+    grid: TileGrid
+    entry: int | None
+    exit: int | None
+
+    @cached_property
+    def _parameters(self) -> TileParameters:
+        return TileParameters(tuple(form.specs() for form in self.forms[: self.grid.across]))
+
+    def specs(self) -> tuple[ParameterSpec, ...]:
+        """Describe the parameters that this rank holds: of a split one, the parts of all of its tiles."""
+        return self._parameters.specs
+
+    def integers(self) -> tuple[IntegerSpec, ...]:
+        """Describe the block's integer arrays. Not collective."""
+        return layer_integers(self.forms[0])
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Run the block forward for all tiles. Collective over the groups that the block is split over."""
+        inputs, views = self.grid.cut(x, run.length, self.entry), self._views(params)
+        found = run_in_turns([bound(f.forward, p, i, run) for f, p, i in zip(self.forms, views, inputs, strict=True)])
+        return self.grid.join([y for y, _ in found], self.exit), _Cache(run.length, [cache for _, cache in found])
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Compute the gradient of the input for all tiles. Collective over the groups."""
+        above, views = self.grid.cut(dy, cache.length, self.exit), self._views(params)
+        tiles = zip(self.forms, views, cache.caches, above, strict=True)
+        found = run_in_turns([bound(f.backward_input, p, c, d) for f, p, c, d in tiles])
+        return self.grid.join([dx for dx, _ in found], self.entry), [pending for _, pending in found]
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Overwrite the gradients; those of the context tiles are added in the tree's order. Collective."""
+        views, across = self._views(params), self.grid.across
+        held = [grads, *(_empty_like(grads) for _ in range(self.grid.along - 1))]
+        targets = [
+            self._parameters.gradients(held[number // across], number % across, first=number % across == 0)
+            for number in range(len(self.forms))
+        ]
+        tiles = zip(self.forms, views, cache.caches, pending, targets, strict=True)
+        run_in_turns([bound(f.backward_weights, p, c, w, g) for f, p, c, w, g in tiles])
+        for number, target in enumerate(targets):
+            self._parameters.collect(held[number // across], target, number % across)
+        if len(held) > 1:
+            _add_up(held)
+
+    def _views(self, params: Params) -> list[Params]:
+        views = [self._parameters.parameters(params, tile) for tile in range(self.grid.across)]
+        return views * self.grid.along
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the unsplit block's output shape for one sample of ``shape``. Not collective."""
+        return self.forms[0].output_shape(shape)
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Return the sum of the tiles' operations for one sample of ``shape``. Not collective."""
+        return sum((form.operations(shape) for form in self.forms), Operations())
+
+
+def bound(method: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+    """Return a function without arguments that calls ``method`` with the given ones."""
+    return lambda: method(*arguments)
+
+
+def _rows(x: Any, sizes: Sequence[int]) -> list[Any]:
+    """Cut all arrays of a tree along axis 1 into parts of the given sizes, as contiguous arrays."""
+    starts = list(accumulate(sizes, initial=0))
+    return [map_leaves(partial(_slice, start=a, stop=b), x) for a, b in pairwise(starts)]
+
+
+def _slice(x: Array, start: int, stop: int) -> Array:
+    part: Array = namespace(x).ascontiguousarray(x[:, start:stop])
+    return part
+
+
+def _parts(x: Array, axis: int, sizes: Sequence[int]) -> list[Array]:
+    """Cut ``x`` along ``axis`` into parts of the given sizes, as contiguous arrays."""
+    xp = namespace(x)
+    return [xp.ascontiguousarray(part) for part in xp.split(x, list(accumulate(sizes))[:-1], axis=axis)]
+
+
+def _empty_like(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {name: _empty_like(value) for name, value in tree.items()}
+    return namespace(tree).empty_like(tree)
+
+
+def _add_up(trees: Sequence[Any]) -> None:
+    """Write the sum of the arrays of all trees, in the tree's order, to those of the first."""
+    for name, value in trees[0].items():
+        below = [tree[name] for tree in trees]
+        if isinstance(value, dict):
+            _add_up(below)
+        elif value.size and value.dtype.kind in "fc":
+            fold(np.add, [array.reshape(-1) for array in below], value.reshape(-1))
