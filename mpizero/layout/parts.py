@@ -13,7 +13,7 @@ from math import prod
 from typing import NamedTuple
 
 from mpizero.errors import LayoutError
-from mpizero.types import Array, Part, Ranges
+from mpizero.types import Array, ParameterSpec, Part, Ranges
 
 
 class PartRun(NamedTuple):
@@ -52,6 +52,11 @@ class PartRows(NamedTuple):
     whole: int
     local: int
     runs: tuple[PartRun, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the part."""
+        return self.number * self.local
 
 
 def part_shape(part: Part) -> tuple[int, ...]:
@@ -101,7 +106,8 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 def part_rows(part: Part) -> PartRows:
     """Return which elements of the whole parameter belong to the part that a rank holds, in terms of rows.
 
-    A *row* is the elements that have the same indices on all axes before the axis that is split.
+    A *row* is the elements that have the same indices on all axes before the axis that is split. A part that is the
+    whole parameter is one row.
     """
     held = part_shape(part)[part.axis]
     inner = prod(part.shape[part.axis + 1 :])
@@ -109,7 +115,44 @@ def part_rows(part: Part) -> PartRows:
     runs: list[PartRun] = []
     for (start, _), before, size in zip(part.ranges, accumulate(sizes, initial=0), sizes, strict=False):
         _join(runs, PartRun(start * inner, before * inner, size * inner))
+    if held == part.shape[part.axis]:
+        size = prod(part.shape)
+        return PartRows(1, size, size, (PartRun(0, 0, size),))
     return PartRows(prod(part.shape[: part.axis]), part.shape[part.axis] * inner, held * inner, tuple(runs))
+
+
+def tile_rows(spec: ParameterSpec) -> tuple[PartRows, ...]:
+    """Return, for each tile of a parameter that a rank holds, which elements of each row of the local array it has.
+
+    In the result the local array takes the place of the whole parameter, and the tile that of the part. A parameter
+    without tiles is one tile, the whole local array.
+    """
+    part = spec.part
+    if part is None or not part.tiles:
+        return (PartRows(1, spec.size, spec.size, (PartRun(0, 0, spec.size),)),)
+    shape, found = part_shape(part), []
+    before = list(accumulate((stop - start for start, stop in part.ranges), initial=0))
+    for tile in part.tiles:
+        local = [
+            (max(low, start) - start + first, min(high, stop) - start + first)
+            for low, high in tile
+            for (start, stop), first in zip(part.ranges, before, strict=False)
+            if max(low, start) < min(high, stop)
+        ]
+        found.append(part_rows(Part(shape, part.axis, tuple(local))))
+    return tuple(found)
+
+
+def elements_within(rows: PartRows, start: int, stop: int) -> range:
+    """Return the range of a part's elements that are among elements ``start:stop`` of the whole parameter."""
+    return range(_elements_before(rows, start), _elements_before(rows, stop))
+
+
+def _elements_before(rows: PartRows, index: int) -> int:
+    if not rows.whole:
+        return 0
+    row, column = divmod(index, rows.whole)
+    return row * rows.local + sum(min(max(column - run.whole, 0), run.size) for run in rows.runs)
 
 
 def _join(runs: list[PartRun], run: PartRun) -> None:
@@ -151,10 +194,14 @@ def part_runs(part: Part, shape_local: Sequence[int], start: int, stop: int) -> 
         raise LayoutError(f"{part} has shape {shape}, the parameter is declared with {tuple(shape_local)}")
     if not 0 <= start <= stop <= prod(shape):
         raise LayoutError(f"elements {start}:{stop} do not exist in a part of shape {shape}")
-    return _runs(part_rows(part), start, stop)
+    return row_runs(part_rows(part), start, stop)
 
 
-def _runs(rows: PartRows, start: int, stop: int) -> Iterator[PartRun]:
+def row_runs(rows: PartRows, start: int, stop: int) -> Iterator[PartRun]:
+    """Cut elements ``start:stop`` of a part into the longest runs that are contiguous in the whole parameter.
+
+    ``rows`` says which elements of each row belong to the part. :func:`part_runs` does the same for a ``Part``.
+    """
     if start == stop:
         return
     last = PartRun(0, start, 0)
@@ -173,7 +220,7 @@ def _runs(rows: PartRows, start: int, stop: int) -> Iterator[PartRun]:
     yield last
 
 
-def take_rows(rows: PartRows, whole: Array, start: int, out: Array) -> None:
+def take_rows(rows: PartRows, whole: Array, start: int, out: Array, origin: int = 0) -> None:
     """Copy a range of a part's elements from an array of the whole parameter to ``out``.
 
     A *row* is the elements that have the same indices on all axes before the axis that is split.
@@ -183,23 +230,28 @@ def take_rows(rows: PartRows, whole: Array, start: int, out: Array) -> None:
     rows : PartRows
         Which elements of each row of the whole belong to the part, from :func:`part_rows`.
     whole : 1-D array
-        Consecutive complete rows of the whole parameter. They need not begin with its first row.
+        Consecutive elements of the whole parameter, at least those to copy.
     start : int
-        The first element to copy. It is an index into the part, counted from the row with which ``whole`` begins.
+        The first element to copy. It is an index into the part, counted from some row.
     out : 1-D array
         Contiguous array, which receives the ``out.size`` elements of the part from ``start`` on.
+    origin : int
+        Index in the whole parameter of the first element of ``whole``, counted from the same row as ``start``.
     """
     for low, high in _whole_rows(rows.local, start, start + out.size):
         target = out[low - start : high - start]
         if low % rows.local or high % rows.local:
-            for run in _runs(rows, low, high):
-                target[run.local - low : run.local - low + run.size] = whole[run.whole : run.whole + run.size]
+            for run in row_runs(rows, low, high):
+                source = whole[run.whole - origin : run.whole - origin + run.size]
+                target[run.local - low : run.local - low + run.size] = source
             continue
-        first, last = low // rows.local, high // rows.local
-        source = whole[first * rows.whole : last * rows.whole].reshape(last - first, rows.whole)
-        target = target.reshape(last - first, rows.local)
-        for run in rows.runs:
-            target[:, run.local : run.local + run.size] = source[:, run.whole : run.whole + run.size]
+        first, last = low // rows.local, high // rows.local - 1
+        target = target.reshape(-1, rows.local)
+        for run in rows.runs:  # of the last row, ``whole`` may lack what follows the run
+            begin, end = (row * rows.whole + run.whole - origin for row in (first, last))
+            columns = slice(run.local, run.local + run.size)
+            target[:-1, columns] = whole[begin:end].reshape(last - first, rows.whole)[:, : run.size]
+            target[-1, columns] = whole[end : end + run.size]
 
 
 def put_rows(rows: PartRows, values: Array, whole: Array) -> None:

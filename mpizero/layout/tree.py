@@ -15,7 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
+
+from mpizero.types import Array
 
 Program = tuple[int, ...]
 
@@ -83,6 +86,27 @@ def merge(held: Iterable[tuple[TreeNode, Program]], total: int) -> tuple[tuple[T
             top, sums = _climb(TreeNode(top.level + 1, top.position // 2), total), _joined(left, sums)
         stack.append((top, sums))
     return tuple(stack)
+
+
+def evaluate(program: Program, values: Sequence[float] | Array) -> float:
+    """Return the sum of numbers that a program computes; row v in it is ``values[v]``. An empty program gives 0."""
+    stack: list[float] = []
+    for v in program:
+        if v >= 0:
+            stack.append(float(values[v]))
+        elif v == -1:
+            right = stack.pop()
+            stack[-1] += right
+        else:
+            stack[-1] += float(values[-2 - v])
+    return stack[0] if stack else 0.0
+
+
+@cache
+def leaves_program(count: int) -> Program:
+    """Return the program that sums the rows 0 to ``count`` - 1 as the leaves of a tree; for no rows an empty one."""
+    whole = merge(((TreeNode(0, row), (row,)) for row in range(count)), count)
+    return whole[0][1] if whole else ()
 
 
 class FoldStep(NamedTuple):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mpizero.layout import FlatLayout, Span, Unit, cover
+from mpizero.layout.parts import elements_within, tile_rows
 from mpizero.parallel.parameters.shards import Share
 
 
@@ -63,5 +64,7 @@ class ShardSizes:
                 part = entry.span.intersect(span)
                 if part.size and entry.spec.optimized and entry.spec.tied is None:
                     start = part.start - entry.offset
-                    found += len(cover(start, start + part.size, entry.spec.size))
+                    for rows in tile_rows(entry.spec):
+                        held = elements_within(rows, start, start + part.size)
+                        found += len(cover(held.start, held.stop, rows.size))
         return found

@@ -15,6 +15,7 @@ from mpizero.comm.reduce.codecs import Codec
 from mpizero.layout import Instruction, Unit, build_schedule
 from mpizero.nn.integers import integers_of
 from mpizero.parallel.gradients.overlap import Bucket, cut_buckets
+from mpizero.parallel.optimizer.global_norm import tiles_of
 from mpizero.parallel.optimizer.tied_parameters import TieExchange
 from mpizero.parallel.parameters import publication
 from mpizero.parallel.placement import Placement
@@ -325,11 +326,11 @@ class RankTraffic:
         return squares.times(times)
 
     def _counted(self) -> int:
-        """Return for how many parameters this rank sends a sum of squares to the other ranks of its replica."""
+        """Return how many sums of squares of parameters or tiles this rank sends to the other ranks of its replica."""
         if self.grid.here.context:
             return 0
         specs = [e.spec for e in self.part.layout.parameters if e.spec.optimized and e.spec.guest is None]
-        return sum(self.grid.here.tensor == 0 or spec.part is not None for spec in specs)
+        return sum(tiles_of(spec) for spec in specs if self.grid.here.tensor == 0 or spec.part is not None)
 
     def _control(self) -> Sent:
         grid, count = self.grid, self.training.step.grains.count * self.grid.context.size

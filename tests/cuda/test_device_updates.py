@@ -18,11 +18,16 @@ if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
 import mpizero as mz
 from mpizero.errors import ConfigError, IntegrityError
 from mpizero.kernels import device as devices
+from mpizero.kernels.reference import reduction
+from mpizero.layout import cover
+from mpizero.layout.parts import tile_rows
 from mpizero.parallel.device import device_update
 from mpizero.parallel.device.device_update import DeviceUpdater
+from mpizero.parallel.optimizer import tensor_tree
 from mpizero.parallel.placement import placement
 from mpizero.planning import TrainingPlan
 from mpizero.testing import run_in_threads
+from mpizero.types import ParameterSpec, Part
 
 pytestmark = pytest.mark.usefixtures("in_turn")
 
@@ -267,3 +272,15 @@ def test_a_plan_tells_where_state_lies_to_the_byte(optimizer, memory, where):
         assert device == {kind: size for kind, size in plan.device_memory.items() if kind in device}
         assert {"optimizer state", "buffers"} <= set(device) if where is None else "optimizer state" not in device
         assert (host > 0) == (where == "cpu")
+
+
+def test_a_strided_tile_on_the_gpu_has_the_sums_of_its_copy(monkeypatch):
+    spec = ParameterSpec("w", (9, 14), part=Part((9, 14), 1, ((0, 14),), (((0, 3), (7, 10)), ((3, 7), (10, 14)))))
+    values = np.random.default_rng(3).normal(size=126).astype("float32")
+    monkeypatch.setattr(tensor_tree, "DEVICE_BLOCK", 8)
+    for rows, columns in zip(tile_rows(spec), ([0, 1, 2, 7, 8, 9], [3, 4, 5, 6, 10, 11, 12, 13]), strict=True):
+        copied, expected = values.reshape(9, 14)[:, columns].reshape(-1), np.empty(1)
+        reduction.tree_square_sums(copied, np.array([0]), np.array([copied.size]), expected)
+        tile = tensor_tree.StridedTile(rows, 0, cover(0, rows.size, rows.size))
+        held = devices.open_device(0).put(values)
+        assert tile.square_sums(held) == expected.tolist()

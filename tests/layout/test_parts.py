@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -11,8 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpizero.errors import LayoutError
-from mpizero.layout.parts import PartRun, part_rows, part_runs, part_shape, put_rows, take_rows
-from mpizero.types import Array, Part
+from mpizero.layout.parts import (
+    PartRun,
+    elements_within,
+    part_rows,
+    part_runs,
+    part_shape,
+    put_rows,
+    row_runs,
+    take_rows,
+    tile_rows,
+)
+from mpizero.types import Array, ParameterSpec, Part
 
 
 @st.composite
@@ -72,6 +83,45 @@ def test_taking_any_range_of_a_part_gives_what_numpy_selects(part: Part, data: A
     assert out.tolist() == local[start:stop].tolist()
 
 
+@given(parts(), st.data())
+def test_any_range_can_be_taken_from_no_more_than_its_elements(part: Part, data: Any) -> None:
+    local = held(part).reshape(-1)
+    start, stop = some_range(data, local.size)
+    whole, low, high = numbered(part).reshape(-1), 0, 0
+    if start < stop:
+        low, high = data.draw(st.integers(0, int(local[start]))), int(local[stop - 1]) + 1
+        assert elements_within(part_rows(part), low, high).stop == stop
+    out = np.full(stop - start, -1)
+    take_rows(part_rows(part), whole[low:high], start, out, low)
+    assert out.tolist() == local[start:stop].tolist()
+
+
+@st.composite
+def tiled(draw: Any) -> Part:
+    """Any slice whose indices belong to up to three tiles, at random."""
+    part = draw(parts())
+    kept = [i for start, stop in part.ranges for i in range(start, stop)]
+    tile_of = draw(st.lists(st.integers(0, 2), min_size=len(kept), max_size=len(kept)))
+    tiles = tuple(tuple((i, i + 1) for i, t in zip(kept, tile_of, strict=True) if t == tile) for tile in range(3))
+    return replace(part, tiles=tiles)
+
+
+@given(tiled(), st.data())
+def test_the_tiles_of_a_part_are_numpys_selections_of_the_whole(part: Part, data: Any) -> None:
+    local = held(part)
+    spec = ParameterSpec("w", local.shape, part=part)
+    start, stop = some_range(data, local.size)
+    for tile, rows in zip(part.tiles, tile_rows(spec), strict=True):
+        expected = numbered(part).take(np.array([i for i, _ in tile], np.int64), axis=part.axis).reshape(-1)
+        assert rows.size == expected.size
+        found = np.full(expected.size, -1)
+        take_rows(rows, local.reshape(-1), 0, found)
+        assert found.tolist() == expected.tolist()
+        within = elements_within(rows, start, stop)
+        inside = local.reshape(-1)[start:stop].tolist()
+        assert expected[within.start : within.stop].tolist() == [i for i in expected.tolist() if i in inside]
+
+
 @given(parts())
 def test_what_was_taken_goes_back_to_its_place_and_touches_nothing_else(part: Part) -> None:
     whole = np.full(prod(part.shape), -1)
@@ -126,6 +176,12 @@ def test_tiles_that_are_not_the_ranges_are_refused(tiles: Any, message: str) -> 
 def test_tiles_may_be_empty_and_cross_ranges() -> None:
     held = ((0, 3), (4, 6))
     assert part_shape(Part((4, 6), 1, held, (((0, 1), (5, 6)), ((1, 2), (2, 3), (4, 5)), (), ((5, 5),)))) == (4, 5)
+
+
+def test_a_parameter_without_tiles_is_one_tile() -> None:
+    for part in (None, Part((4, 6), 1, ((0, 3), (4, 6)))):
+        (rows,) = tile_rows(ParameterSpec("w", (4, 5), part=part))
+        assert list(row_runs(rows, 3, 17)) == [PartRun(3, 3, 14)]
 
 
 def test_a_declaration_that_does_not_fit_its_part_is_refused_at_once() -> None:

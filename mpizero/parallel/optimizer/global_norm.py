@@ -1,4 +1,4 @@
-"""Add sums over each parameter's elements between ranks that hold different stages and tensor slices of a model."""
+"""Add sums over each parameter's tiles, and between ranks that hold different stages and tensor slices of a model."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mpizero.comm import ProcessGrid
-from mpizero.layout import FlatLayout
+from mpizero.layout import FlatLayout, evaluate, leaves_program
+from mpizero.types import Array, ParameterSpec
 
 
 class GlobalSums:
-    """Add one value for each parameter over the ranks of a replica, so that each element of the model counts once.
+    """Add values of each parameter over the ranks of a replica, so that each element of the model counts once.
+
+    The values of a split parameter, one for each of its tiles, are added in the order of the binary tree over the
+    tile's number. So the sum does not depend on how many ranks hold the tiles.
 
     Construction and :meth:`merge` are collective over the model group, the ranks of a replica.
 
@@ -31,28 +35,33 @@ class GlobalSums:
         self.comm = grid.model
         first = grid.here.tensor == 0
         specs = [e.spec for e in layout.parameters if e.spec.optimized and e.spec.guest is None]
-        counted = [s.name for s in specs if (first or s.part is not None)] if grid.here.context == 0 else []
-        everyone: list[list[str]] = self.comm.allgather_object(counted, "parameters that count")
-        self.counted = tuple(counted)
+        counted = [s for s in specs if (first or s.part is not None)] if grid.here.context == 0 else []
+        self.counted = tuple(s.name for s in counted)
+        own = [s.name for s in counted for _ in range(tiles_of(s))]
+        everyone: list[list[str]] = self.comm.allgather_object(own, "parameters that count")
         self.counts = [len(names) for names in everyone]
         places: dict[str, list[int]] = {name: [] for name in order}
         for place, name in enumerate(name for names in everyone for name in names):
-            places[name].append(place)
+            places[name].append(place)  # ranks in the order of their tensor ranks: tiles in the order of their numbers
         self.places = places
 
-    def merge(self, sums: Mapping[str, float]) -> dict[str, float]:
+    def merge(self, sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
         """Return, for every optimized parameter of the model, the sum of the values that the ranks pass for it.
 
-        Collective over the model group. ``sums`` holds this rank's values by parameter name. The values of the tensor
-        ranks that hold slices of a parameter are added in the order of these ranks. The result is in declared order.
+        Collective over the model group. ``sums`` holds, by parameter name, this rank's value for each tile that it
+        holds. The result is in declared order.
         """
-        local = np.array([sums[name] for name in self.counted], np.float64)
+        local = np.array([value for name in self.counted for value in sums[name]], np.float64)
         every = np.empty(sum(self.counts), np.float64)
         self.comm.allgatherv(local, every, self.counts, "sums of parameters")
-        merged = {}
-        for name, places in self.places.items():
-            total = float(every[places[0]])
-            for place in places[1:]:
-                total += float(every[place])
-            merged[name] = total
-        return merged
+        return {name: over_tiles(every[places]) for name, places in self.places.items()}
+
+
+def tiles_of(spec: ParameterSpec) -> int:
+    """Return how many tiles of a parameter a rank holds: one of a parameter that is not cut into tiles."""
+    return len(spec.part.tiles) or 1 if spec.part is not None else 1
+
+
+def over_tiles(values: Sequence[float] | Array) -> float:
+    """Return the sum of one value for each tile, in the order of the binary tree over the tile's number."""
+    return evaluate(leaves_program(len(values)), values)

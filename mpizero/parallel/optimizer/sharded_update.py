@@ -10,7 +10,7 @@ import numpy as np
 
 from mpizero import kernels, optim
 from mpizero.parallel.batch.step_scalars import Divisors
-from mpizero.parallel.optimizer.global_norm import GlobalSums
+from mpizero.parallel.optimizer.global_norm import GlobalSums, over_tiles
 from mpizero.parallel.optimizer.tensor_tree import TensorTree
 from mpizero.parallel.optimizer.tied_parameters import TieExchange, home_of
 from mpizero.parallel.parameters.shards import UpdatePiece, runs_of, update_pieces
@@ -261,7 +261,9 @@ class Updater:
         Collective over all ranks. ``values`` and ``starts`` are those of :meth:`TensorTree.square_sums`.
         """
         sums = self.trees.square_sums(values, starts)
-        return sums if self._global_sums is None else self._global_sums.merge(sums)
+        if self._global_sums is not None:
+            return self._global_sums.merge(sums)
+        return {name: over_tiles(values) for name, values in sums.items()}
 
     def scale(self, reduced: Array, factor: float) -> None:
         """Multiply ``reduced`` by ``factor``, in the ranges that this rank updates. Not collective."""

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from itertools import groupby, islice
+from typing import NamedTuple
 
 import numpy as np
 
 from mpizero import kernels
 from mpizero.comm import ProcessGrid
-from mpizero.layout import FlatLayout, Span, cover, merge
+from mpizero.layout import FlatLayout, Program, Span, TreeNode, cover, evaluate, leaves_program, merge
+from mpizero.layout.parts import PartRows, elements_within, row_runs, take_rows, tile_rows
 from mpizero.parallel.parameters.shards import Share, UpdatePiece
 from mpizero.types import Array
+
+#: Elements of a tile that is not contiguous which are copied at once, a power of two: so many stay in a CPU's cache.
+HOST_BLOCK = 1 << 17
+#: The same on a GPU, where each block costs a few launches.
+DEVICE_BLOCK = 1 << 24
 
 
 class TensorTree:
     """Sum the squares of each parameter's elements in float64, in the order of a binary tree over the elements.
+
+    A parameter of which a rank holds several tiles (:class:`~mpizero.types.Part`) has one sum for each of them, over
+    the elements of the tile in its own C order: the sum that a rank with this tile alone computes.
 
     [Note: scalar sums] A rank computes the sums of the largest subtrees that lie inside its ranges. These few numbers
     are gathered from all ranks, and every rank adds them in the same order. So norms have the same bits on every
@@ -36,68 +47,141 @@ class TensorTree:
         self.grid = grid
         share = Share(layout, grid.data.rank, grid.data.size)
         self.own = [piece for piece in pieces if _inside(piece.span, share.spans[piece.entry.unit])]
-        self.names = [e.spec.name for e in layout.parameters if e.spec.optimized]
+        tiles = {e.spec.name: tile_rows(e.spec) for e in layout.parameters if e.spec.optimized}
         self.counts = [0] * grid.data.size
-        arrivals: dict[str, list[Any]] = {name: [] for name in self.names}
+        arrivals: dict[tuple[str, int], list[tuple[TreeNode, Program]]] = {
+            (name, tile): [] for name, rows in tiles.items() for tile in range(len(rows))
+        }
         place = 0
         for rank in range(grid.data.size):
-            for name, nodes in _held(Share(layout, rank, grid.data.size)):
-                arrivals[name] += [(node, (place + i,)) for i, node in enumerate(nodes)]
+            for name, tile, nodes in _held(Share(layout, rank, grid.data.size), tiles):
+                arrivals[name, tile] += [(node, (place + i,)) for i, node in enumerate(nodes)]
                 place += len(nodes)
                 self.counts[rank] += len(nodes)
-        totals = {e.spec.name: e.spec.size for e in layout.parameters}
-        self.programs = {name: merge(held, totals[name]) for name, held in arrivals.items()}
-        cuts = [self._cuts(piece) for piece in self.own] or [np.empty((2, 0), np.int64)]
-        self._cut = np.concatenate(cuts, axis=1)
-        self._cuts_of = [cut.shape[1] for cut in cuts]
+        self.programs = {
+            name: tuple(_root(arrivals[name, tile], rows.size) for tile, rows in enumerate(held))
+            for name, held in tiles.items()
+        }
+        self._plan(tiles)
 
-    @staticmethod
-    def _cuts(piece: UpdatePiece) -> Array:
-        """Return the starts (row 0) and stops (row 1), in elements of the piece, of the subtrees that make it up."""
-        entry, span = piece.entry, piece.span
-        nodes = cover(span.start - entry.offset, span.stop - entry.offset, entry.spec.size)
-        leaves = [node.leaves(entry.spec.size) for node in nodes]
-        start = span.start - entry.offset
-        return np.array([[r.start - start for r in leaves], [r.stop - start for r in leaves]], np.int64)
+    def _plan(self, tiles: Mapping[str, Sequence[PartRows]]) -> None:
+        """Plan how this rank computes its sums: of contiguous ranges of a piece in place, of others from copies."""
+        cuts: list[tuple[int, int, int, int]] = []
+        self._strided: list[tuple[int, int, StridedTile]] = []
+        place = 0
+        for number, piece in enumerate(self.own):
+            origin = piece.span.start - piece.entry.offset
+            for rows in tiles[piece.entry.spec.name]:
+                held = elements_within(rows, origin, origin + piece.size)
+                nodes = cover(held.start, held.stop, rows.size)
+                runs = list(islice(row_runs(rows, held.start, held.stop), 2))
+                if len(runs) > 1:
+                    self._strided.append((number, place, StridedTile(rows, origin, nodes)))
+                else:
+                    leaves = [node.leaves(rows.size) for node in nodes]
+                    first = runs[0].whole - runs[0].local - origin if runs else 0
+                    cuts += [(number, place + i, first + r.start, first + r.stop) for i, r in enumerate(leaves)]
+                place += len(nodes)
+        self._piece, self._place, self._first, self._stop = np.array(cuts, np.int64).reshape(-1, 4).T
 
-    def square_sums(self, values: Array, starts: Sequence[int]) -> dict[str, float]:
-        """Return, for every optimized parameter of the layout, by name, the sum of squares of its elements.
+    def square_sums(self, values: Array, starts: Sequence[int]) -> dict[str, tuple[float, ...]]:
+        """Return, for every optimized parameter of the layout, by name, the sum of squares of each tile's elements.
 
-        Collective over the data group. ``values`` holds this rank's elements; those of piece ``own[i]`` begin at index
-        ``starts[i]``.
+        A parameter without tiles has one sum. Collective over the data group. ``values`` holds this rank's elements;
+        those of piece ``own[i]`` begin at index ``starts[i]``.
         """
         local = np.empty(self.counts[self.grid.data.rank], np.float64)
-        first, stop = self._cut + np.repeat(np.array(starts, np.int64), self._cuts_of[: len(starts)])
-        kernels.backend(values).reduction.tree_square_sums(values, first, stop, local)
+        begin, found = np.array(starts, np.int64)[self._piece], np.empty(self._piece.size, np.float64)
+        square_sums = kernels.backend(values).reduction.tree_square_sums
+        square_sums(values, self._first + begin, self._stop + begin, found)
+        local[self._place] = found
+        for number, place, tile in self._strided:
+            held = values[starts[number] : starts[number] + self.own[number].size]
+            local[place : place + len(tile.nodes)] = tile.square_sums(held)
         everyone = np.empty(sum(self.counts), np.float64)
         self.grid.data.allgatherv(local, everyone, self.counts, "tensor sums")
-        return {name: _evaluate(held, everyone) for name, held in self.programs.items()}
+        return {name: tuple(evaluate(tile, everyone) for tile in held) for name, held in self.programs.items()}
+
+
+class _Block(NamedTuple):
+    """Describe elements of a tile that are copied at once, and the ranges of the copy that are summed.
+
+    ``start`` is the first element, as an index into the tile. ``starts`` and ``stops`` are the ends of the ranges,
+    counted from there; ``size`` is the number of elements.
+    """
+
+    start: int
+    size: int
+    starts: Array
+    stops: Array
+
+
+class StridedTile:
+    """Sum squares of elements of a tile that are not contiguous in the values that a rank holds.
+
+    They are copied a block at a time into a small array, which stays in the cache until it is summed.
+
+    Parameters
+    ----------
+    rows : PartRows
+        The tile's elements of the rows of the local array, from :func:`~mpizero.layout.parts.tile_rows`.
+    origin : int
+        Index in the local array of the first value that is given.
+    nodes : sequence of TreeNode
+        The subtrees to sum, of the tree over the tile's elements: consecutive ones.
+    """
+
+    def __init__(self, rows: PartRows, origin: int, nodes: Sequence[TreeNode]) -> None:
+        self.rows, self.origin, self.nodes = rows, origin, nodes
+        self._blocks = cache(self._cut)
+
+    def square_sums(self, values: Array) -> list[float]:
+        """Return the sum of squares of each subtree's elements. Not collective.
+
+        ``values`` are the elements of the local array that the rank holds, on the host or on a GPU.
+        """
+        step = HOST_BLOCK if isinstance(values, np.ndarray) else DEVICE_BLOCK
+        blocks, counts = self._blocks(step)
+        square_sums = kernels.backend(values).reduction.tree_square_sums
+        scratch = kernels.namespace(values).empty(max(block.size for block in blocks), values.dtype)
+        sums, place = np.empty(sum(counts), np.float64), 0
+        for block in blocks:
+            copied = scratch[: block.size]
+            take_rows(self.rows, values, block.start, copied, self.origin)
+            square_sums(copied, block.starts, block.stops, sums[place : place + block.starts.size])
+            place += block.starts.size
+        parts = np.split(sums, np.cumsum(counts)[:-1])
+        return [evaluate(leaves_program(part.size), part) for part in parts]
+
+    def _cut(self, step: int) -> tuple[list[_Block], list[int]]:
+        """Cut the subtrees into ranges of at most ``step`` elements, a power of two, so that each is a subtree, too.
+
+        Return the blocks, and for each subtree the number of ranges that make it up.
+        """
+        leaves = [node.leaves(self.rows.size) for node in self.nodes]
+        cuts = [[range(i, min(i + step, r.stop)) for i in range(r.start, r.stop, step)] for r in leaves]
+        blocks = []
+        for _, ranges in groupby((part for parts in cuts for part in parts), lambda part: part.start // step):
+            ends = np.array([(part.start, part.stop) for part in ranges], np.int64)
+            first = int(ends[0, 0])
+            blocks.append(_Block(first, int(ends[-1, 1]) - first, *np.ascontiguousarray((ends - first).T)))
+        return blocks, [len(parts) for parts in cuts]
 
 
 def _inside(span: Span, other: Span) -> bool:
     return other.start <= span.start and span.stop <= other.stop
 
 
-def _held(share: Share) -> list[tuple[str, tuple[Any, ...]]]:
-    held = []
+def _held(share: Share, tiles: Mapping[str, Sequence[PartRows]]) -> Iterator[tuple[str, int, tuple[TreeNode, ...]]]:
+    """Yield name, tile and subtrees of each sum that a rank computes, in the order in which it sends them."""
     for span in share.spans:
         for entry, part in share.layout.pieces(span):
             if entry.spec.optimized:
-                first, last = part.start - entry.offset, part.stop - entry.offset
-                held.append((entry.spec.name, cover(first, last, entry.spec.size)))
-    return held
+                for tile, rows in enumerate(tiles[entry.spec.name]):
+                    held = elements_within(rows, part.start - entry.offset, part.stop - entry.offset)
+                    yield entry.spec.name, tile, cover(held.start, held.stop, rows.size)
 
 
-def _evaluate(held: Sequence[tuple[Any, tuple[int, ...]]], values: Array) -> float:
-    if not held:
-        return 0.0
-    stack: list[float] = []
-    for v in held[0][1]:
-        if v >= 0:
-            stack.append(float(values[v]))
-        elif v == -1:
-            right = stack.pop()
-            stack[-1] += right
-        else:
-            stack[-1] += float(values[-2 - v])
-    return stack[0]
+def _root(held: Sequence[tuple[TreeNode, Program]], total: int) -> Program:
+    whole = merge(held, total)
+    return whole[0][1] if whole else ()

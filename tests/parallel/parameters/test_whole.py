@@ -53,7 +53,7 @@ SPLIT = {
 
 @dataclass(frozen=True)
 class Spread:
-    """A layout: its axes, its strategy, and how many chunks of blocks each stage has."""
+    """A layout: its axes, its strategy, how many chunks of blocks each stage has, and how many tiles each rank."""
 
     pipeline: int = 1
     tensor: int = 1
@@ -63,6 +63,7 @@ class Spread:
     chunks: int = 1
     private: bool = False
     minimum: int = 1
+    tiles: int = 1
 
     @property
     def axes(self) -> Axes:
@@ -88,6 +89,9 @@ SPREADS = [
     Spread(tensor=2, context=2, strategy="zero3", private=True),
     Spread(pipeline=2, tensor=2, data=2, strategy="zero3", private=True),
     Spread(pipeline=2, tensor=2, context=2, strategy="zero1"),
+    Spread(tiles=4),
+    Spread(pipeline=2, strategy="zero3", private=True, tiles=2),
+    Spread(tensor=2, data=2, strategy="zero3", private=True, tiles=2),
 ]
 
 
@@ -96,15 +100,18 @@ def gpt(dtype: str = "float32", **changes: Any) -> mz.nn.GPT:
     return mz.nn.GPT(dtype=dtype, **{**settings, **changes})
 
 
-def sliced(spec: ParameterSpec, name: str, here: Coordinates, tensor: int) -> ParameterSpec:
+def sliced(spec: ParameterSpec, name: str, here: Coordinates, spread: Spread) -> ParameterSpec:
     """What a tensor rank holds of a parameter."""
     rule = next((rule for end, rule in SPLIT.items() if name.endswith(end)), None)
-    if rule is None or tensor == 1:
+    if rule is None or spread.tensor * spread.tiles == 1:
         return spec
     axis, blocks = rule
     width = spec.shape[axis] // blocks
-    mine = Partition(width, tensor).shard(here.tensor)
-    part = Part(spec.shape, axis, tuple((b * width + mine.start, b * width + mine.stop) for b in range(blocks)))
+    shards = Partition(width, spread.tensor * spread.tiles)
+    mine = [shards.shard(here.tensor * spread.tiles + tile) for tile in range(spread.tiles)]
+    tiles = tuple(tuple((b * width + s.start, b * width + s.stop) for b in range(blocks)) for s in mine)
+    ranges = tuple((first[0], last[1]) for first, last in zip(tiles[0], tiles[-1], strict=True))
+    part = Part(spec.shape, axis, ranges, tiles if spread.tiles > 1 else ())
     return replace(spec, shape=part_shape(part), part=part)
 
 
@@ -121,7 +128,7 @@ def local_blocks(blocks: Blocks, spread: Spread, here: Coordinates) -> Blocks:
             if spec.tied is not None and not spec.tied.startswith(tuple(f"{name}." for name in mine)):
                 home = whole[spec.tied].spec
                 own = replace(home, name=spec.name, guest=home.name)
-            found[block].append(sliced(own, f"{block}.{spec.name}", here, spread.tensor))
+            found[block].append(sliced(own, f"{block}.{spec.name}", here, spread))
     return found
 
 
@@ -245,7 +252,9 @@ def test_on_mpi_ranks_too_every_slice_replica_and_copy_takes_its_part_of_a_vecto
     on_mpi(holds_what_was_set, world)
 
 
-@pytest.mark.parametrize("spread", [Spread(), Spread(data=3, strategy="ddp", private=True), Spread(context=2)])
+@pytest.mark.parametrize(
+    "spread", [Spread(), Spread(data=3, strategy="ddp", private=True), Spread(context=2), Spread(tiles=4)]
+)
 def test_a_model_that_is_not_split_sends_nothing_to_be_seen_whole(spread: Spread) -> None:
     def body(comm: Any, spread: Spread) -> None:
         engine = place(comm, gpt(), spread)

@@ -1,0 +1,185 @@
+"""Norms over tiles: one process that holds all tiles has the bits of ranks that hold one or two of them each.
+
+The slices are made by hand, and the norms are computed here once more, tile by tile, with NumPy's indexing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero.comm import ProcessGrid
+from mpizero.layout import Axes, FlatLayout, Partition
+from mpizero.layout.parts import part_shape
+from mpizero.parallel.optimizer import tensor_tree
+from mpizero.parallel.optimizer.global_norm import GlobalSums
+from mpizero.parallel.optimizer.sharded_update import Updater, UpdateScope
+from mpizero.parallel.parameters.allocator import Memory
+from mpizero.parallel.parameters.global_view import GlobalView
+from mpizero.parallel.parameters.store import ParameterStore
+from mpizero.parallel.placement import placement
+from mpizero.planning.shard_sizes import ShardSizes
+from mpizero.testing import parallel_assert, run_in_threads
+from mpizero.types import Array, ParameterSpec, Part
+
+#: Shape, axis that is split (None: held whole by all), and blocks of that axis that are split one by one. Few of the
+#: lengths divide by the number of tiles; of ``narrow`` some tiles are empty.
+TABLE: dict[str, dict[str, tuple[tuple[int, ...], int | None, int]]] = {
+    "first": {"token": ((37, 6), 0, 1), "scale": ((11,), None, 1), "narrow": ((5, 3), 1, 1)},
+    "second": {
+        "qkv": ((10, 51), 1, 3),
+        "bias": ((51,), 0, 3),
+        "kernel": ((3, 10, 4), 1, 1),
+        "expand": ((70, 230), 1, 1),
+        "shrink": ((230, 7), 0, 1),
+    },
+}
+
+
+class Way(NamedTuple):
+    """How a model of so many tiles is spread over ranks."""
+
+    tiles: int
+    tensor: int
+    data: int
+    strategy: str
+    pipeline: int = 1
+
+
+WAYS = [
+    Way(4, 1, 1, "ddp"),
+    Way(4, 1, 3, "zero1"),
+    Way(4, 2, 1, "zero2"),
+    Way(4, 2, 2, "zero3"),
+    Way(4, 4, 1, "ddp"),
+    Way(4, 4, 2, "zero3"),
+    Way(4, 2, 1, "zero1", 2),
+    Way(3, 3, 1, "zero1"),
+    Way(3, 1, 2, "zero3"),
+    Way(8, 2, 2, "zero2"),
+    Way(8, 1, 4, "zero3"),
+    Way(8, 8, 1, "zero1"),
+]
+
+
+def tile_of(shape: tuple[int, ...], axis: int, blocks: int, tile: int, tiles: int) -> tuple[tuple[int, int], ...]:
+    width = shape[axis] // blocks
+    mine = Partition(width, tiles).shard(tile)
+    return tuple((b * width + mine.start, b * width + mine.stop) for b in range(blocks))
+
+
+def spec_of(block: str, name: str, way: Way, rank: int) -> ParameterSpec:
+    shape, axis, blocks = TABLE[block][name]
+    spec = ParameterSpec(name, shape)
+    if axis is None or way.tiles == 1:
+        return spec
+    held = range(rank * way.tiles // way.tensor, (rank + 1) * way.tiles // way.tensor)
+    tiles = tuple(tile_of(shape, axis, blocks, tile, way.tiles) for tile in held)
+    ranges = tuple(sorted(span for tile in tiles for span in tile))
+    part = Part(shape, axis, ranges, tiles if len(tiles) > 1 else ())
+    return replace(spec, shape=part_shape(part), part=part)
+
+
+def selected(spec: ParameterSpec, whole: Array) -> Array:
+    if spec.part is None:
+        return whole.reshape(-1)
+    kept = [i for span in spec.part.ranges for i in range(*span)]
+    return whole.take(kept, axis=spec.part.axis).reshape(-1)
+
+
+def by_levels(values: list[float]) -> float:
+    """The sum in the order of the tree, level by level."""
+    while len(values) > 1:
+        values = [sum(values[i : i + 2]) for i in range(0, len(values), 2)]
+    return values[0] if values else 0.0
+
+
+def expected_sums(named: dict[str, Array], tiles: int) -> dict[str, float]:
+    """The sum of squares of each parameter, tile by tile."""
+    sums = {}
+    for block, names in TABLE.items():
+        for name, (_, axis, blocks) in names.items():
+            values, parts = named[f"{block}.{name}"].astype(np.float64), []
+            for tile in range(1 if axis is None else tiles):
+                part = values
+                if axis is not None:
+                    ranges = tile_of(values.shape, axis, blocks, tile, tiles)
+                    part = values.take([i for span in ranges for i in range(*span)], axis=axis)
+                parts.append(by_levels([float(v) for v in np.square(part.reshape(-1))]))
+            sums[f"{block}.{name}"] = by_levels(parts)
+    return sums
+
+
+def wholes(dtype: str, seed: int) -> dict[str, Array]:
+    rng = np.random.default_rng(seed)
+    shapes = {f"{block}.{name}": shape for block, names in TABLE.items() for name, (shape, _, _) in names.items()}
+    return {name: np.exp(rng.normal(size=shape)).astype(dtype) for name, shape in shapes.items()}
+
+
+def run(comm: Any, way: Way, dtype: str, given: dict[str, Array], grads: dict[str, Array]) -> tuple[Any, Any, bytes]:
+    """Return sums of squares and norm of the gradients, and the parameters of the whole model after a step of LAMB."""
+    row = placement(way.strategy)
+    grid = ProcessGrid.create(comm, axes=Axes(way.pipeline, way.tensor, way.data, 1))
+    blocks = dict(list(TABLE.items())[grid.here.pipeline :][: 3 - way.pipeline])
+    local = {block: [spec_of(block, name, way, grid.here.tensor) for name in names] for block, names in blocks.items()}
+    layout, memory = FlatLayout.build(local, one_unit=row.one_unit), Memory(grid.node)
+    store = ParameterStore(layout, grid, memory, row.shard_parameters, np.dtype(dtype))
+    view = GlobalView(
+        {b: [ParameterSpec(n, s[0]) for n, s in names.items()] for b, names in TABLE.items()}, store, grid
+    )
+    view.fill(np.concatenate([values.reshape(-1) for values in given.values()]))
+    names = list(given)
+    sums = GlobalSums(grid, layout, names) if grid.model.size > 1 else None
+    updater = Updater(mz.LAMB(lr=0.3), store, UpdateScope(not row.shard_optimizer, True, sums))
+    squares = ShardSizes(layout, grid.data.size).squares
+    parallel_assert(comm, [squares(rank) for rank in range(grid.data.size)] == updater.trees.counts, "planned")
+    reduced = np.concatenate([selected(e.spec, grads[e.spec.name]) for e in layout.parameters])
+    found = updater._square_sums(reduced, [piece.gradient for piece in updater.trees.own])
+    norm, _ = updater.norm(reduced)
+    updater.update(reduced, 1)
+    store.publish()
+    changed = view.vector().tobytes()
+    memory.close()
+    grid.close()
+    return found, norm, changed
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_ranks_with_one_tile_or_several_have_the_norms_and_the_step_of_one_process(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, grads = wholes(dtype, 1), wholes(dtype, 2)
+    expected = {tiles: expected_sums(grads, tiles) for tiles in (3, 4, 8)}
+    assert len({tuple(sums.values()) for sums in expected.values()}) == 3  # the number of tiles does change bits
+    steps: dict[int, bytes] = {}
+    for way, block in zip(WAYS, [1 << 16, 64, 512, 128] * 3, strict=True):
+        monkeypatch.setattr(tensor_tree, "HOST_BLOCK", block)
+        size = way.pipeline * way.tensor * way.data
+        for sums, norm, changed in run_in_threads(size, lambda comm, way=way: run(comm, way, dtype, given, grads)):
+            assert sums == expected[way.tiles], way
+            assert norm == sum(sums.values()) ** 0.5, way
+            assert changed == steps.setdefault(way.tiles, changed), way
+
+
+def test_tiles_are_added_in_the_order_of_the_tree_over_their_numbers() -> None:
+    """Sums that rounding tells apart: 1 + 2**-53 twice is not (1 + 2**-53) + 2**-53."""
+    squares = [1.0, 2.0**-53, 2.0**-53, 0.0, 0.0, 2.0**-53, 2.0**-53, 0.0]
+
+    def body(comm: Any) -> None:
+        grid = ProcessGrid.create(comm, axes=Axes(1, comm.size, 1, 1))
+        count = 8 // comm.size
+        held = range(grid.here.tensor * count, (grid.here.tensor + 1) * count)
+        tiles = tuple(((i, i + 1),) for i in held)
+        part = Part((8,), 0, ((held.start, held.stop),), tiles if count > 1 else ())
+        layout = FlatLayout.build({"block": [ParameterSpec("split", (count,), part=part)]})
+        sums = GlobalSums(grid, layout, ["block.split"])
+        found = sums.merge({"block.split": [squares[i] for i in held]})["block.split"]
+        parallel_assert(comm, found == by_levels(squares) != sum(squares))
+        grid.close()
+
+    for size in (1, 2, 4, 8):
+        run_in_threads(size, body)
