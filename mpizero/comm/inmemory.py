@@ -1,16 +1,16 @@
 """Implement the interface Communicator over threads of one process, without MPI: for notebooks, debuggers and tests.
 
 [Note: threads] Every collective is one numbered exchange. Each rank posts a copy of its data and goes on; to wait for
-the collective means to wait until all ranks have posted their data. Each rank also posts the hash of its calls, so
-different calls raise an error on every rank. A failure is stored once for the whole job (the first group and all groups
-split off from it) and wakes all waiting threads.
+the collective means to wait until all ranks have posted their data ([Note: waiting threads] in thread_job.py). Each
+rank also posts the hash of its calls, so different calls raise an error on every rank. A failure is stored once for the
+whole job (the first group and all groups split off from it). What is the same for all ranks, such as a sum, is computed
+once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from threading import Condition
 from typing import Any, Self
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.recording.call_trace import CallTrace
 from mpizero.comm.recording.mismatch import mismatch
+from mpizero.comm.thread_job import Arrival, Exchange, Mailbox, ThreadJob
 from mpizero.comm.transport import Request, SharedMemory
 from mpizero.errors import CollectiveError, PeerFailure, SharedMemoryError
 from mpizero.layout import Span
@@ -28,122 +29,74 @@ ALIGNMENT = 64
 _ADD: dict[str, np.ufunc] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
-class _Job:
-    """Hold the state that all threads of a job share: a lock, the first failure, and which threads wait or have ended.
-
-    The job is the group that :meth:`InMemoryCommunicator.group` made, with all groups split off from it. A ``member``
-    is the number of a thread in the first group.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.changed = Condition()
-        self.failure: tuple[int, BaseException] | None = None
-        self.sleeping: dict[int, Callable[[], bool]] = {}
-        self.gone: set[int] = set()
-
-    def sleep(self, member: int, ready: Callable[[], bool]) -> bool:
-        """Sleep until the shared state changes and return True; if all threads would then sleep for ever, return False.
-
-        The caller holds the lock ``changed``. ``ready`` tells whether the thread ``member``, the caller, could go on.
-        """
-        self.sleeping[member] = ready
-        alive = self.size - len(self.gone)
-        if len(self.sleeping) == alive and not any(is_ready() for is_ready in self.sleeping.values()):
-            del self.sleeping[member]
-            return False
-        self.changed.wait()
-        del self.sleeping[member]
-        return True
-
-
-class _Exchange:
-    """Hold one collective in progress: for each rank the hash of its calls and the data that it posted."""
-
-    def __init__(self, size: int) -> None:
-        self.numbers: list[int | None] = [None] * size
-        self.payloads: list[Any] = [None] * size
-        self.posted = 0
-        self.taken = 0
-
-
-class _Mailbox:
-    """Hold the messages from one sender to one receiver with one tag; the k-th receive gets the k-th message."""
-
-    def __init__(self) -> None:
-        self.messages: dict[int, Array] = {}
-        self.sent = 0
-        self.claimed = 0
-
-
 class _Group:
     """Hold the state that the threads of one communicator share: its members, its collectives and its messages."""
 
-    def __init__(self, job: _Job, members: Sequence[int]) -> None:
+    def __init__(self, job: ThreadJob, members: Sequence[int]) -> None:
         self.job = job
         self.members = tuple(members)
-        self.exchanges: dict[int, _Exchange] = {}
-        self.mail: dict[tuple[int, int, int], _Mailbox] = {}
+        self.ranks = {member: rank for rank, member in enumerate(members)}
+        self.exchanges: dict[int, Exchange] = {}
+        self.mail: dict[tuple[int, int, int], Mailbox] = {}
         self.traces: dict[int, CallTrace] = {}
 
-    def exchange(self, number: int) -> _Exchange:
-        if number not in self.exchanges:
-            self.exchanges[number] = _Exchange(len(self.members))
-        return self.exchanges[number]
+    def box(self, sender: int, receiver: int, tag: int) -> Mailbox:
+        key = (sender, receiver, tag)
+        if (box := self.mail.get(key)) is None:
+            box = self.mail[key] = Mailbox(sender)
+        return box
 
 
 class _ThreadRequest(Request):
-    """Represent a non-blocking operation that has ended when ``ready()`` is true; then ``finish`` is called once.
+    """Represent a non-blocking operation that ends with ``arrival``; then ``finish`` is called once.
 
-    ``waits_for()`` returns the ranks for whose data the operation still waits.
+    Without an ``arrival`` it has ended.
     """
 
-    __slots__ = ("_communicator", "_finish", "_operation", "_ready", "_sequence", "_tag", "_waits_for")
+    __slots__ = ("_arrival", "_communicator", "_finish", "_operation", "_sequence", "_tag")
 
-    def __init__(
-        self,
-        communicator: InMemoryCommunicator,
-        ready: Callable[[], bool],
-        finish: Callable[[], None],
-        waits_for: Callable[[], Sequence[int]],
-    ) -> None:
+    def __init__(self, communicator: InMemoryCommunicator, arrival: Arrival | None, finish: Callable[[], None]) -> None:
         trace = communicator.trace
         self._communicator = communicator
-        self._ready: Callable[[], bool] = ready
-        self._finish: Callable[[], None] | None = finish
-        self._waits_for = waits_for
+        self._arrival = arrival
+        self._finish = finish
         self._operation, self._tag, self._sequence = trace.operation, trace.tag, trace.sequence
 
     def wait(self) -> None:
         """Return when the operation has ended on this rank. Not collective; a second call returns at once."""
-        if self._finish is not None:
+        if self._arrival is not None:
             self._communicator._run(self._operation, self._tag, self._sequence, self._wait)
 
     def _wait(self) -> None:
-        job = self._communicator._group.job
-        with job.changed:
-            while not self._ready():
-                self._communicator._check_peers(self._waits_for())
-                if not job.sleep(self._communicator._member, self._ready):
-                    error = self._communicator.error(self._operation, self._tag, "all threads wait, none can go on")
-                    self._communicator.abort(error)
-                    raise error
+        arrival, communicator = self._arrival, self._communicator
+        if arrival is not None and not arrival.complete:
+            group = communicator._group
+            if not group.job.wait(arrival, communicator._member, group.ranks, communicator._check_peers):
+                error = communicator.error(self._operation, self._tag, "all threads wait, none can go on")
+                communicator.abort(error)
+                raise error
         self._end()
 
     def test(self) -> bool:
         """Make progress and tell whether the operation has ended. Not collective."""
-        if self._finish is not None:
-            with self._communicator._group.job.changed:
-                if not self._ready():
-                    self._communicator._check_peers(self._waits_for())
-                    return False
+        if self._arrival is not None:
+            if not self._arrival.complete:
+                with self._communicator._group.job.lock:  # else it may come, and its sender end, during the check
+                    if not self._arrival.complete:
+                        self._communicator._check_peers(self._arrival)
+                        return False
             self._end()
         return True
 
     def _end(self) -> None:
-        finish, self._finish = self._finish, None
-        if finish is not None:
+        arrival, self._arrival = self._arrival, None  # an exchange holds the data of all ranks
+        if arrival is not None:
+            finish, self._finish = self._finish, _nothing
             finish()
+
+
+def _nothing() -> None:
+    """Do nothing: what is left to do when a request has ended."""
 
 
 class ThreadSharedMemory(SharedMemory):
@@ -180,26 +133,18 @@ class InMemoryCommunicator(Communicator):
     def group(cls, size: int, name: str = "world") -> list[Self]:
         """Make the ``size`` communicators of a new group, one for each thread. Not collective."""
         require("size", size, whole(1, of=" of ranks"))
-        group = _Group(_Job(size), range(size))
+        group = _Group(ThreadJob(size), range(size))
         return [cls(group, rank, name) for rank in range(size)]
 
     # ------------------------------------------------------------------ failures
 
     def abort(self, error: BaseException | None = None) -> None:
         """Make every thread of the job raise PeerFailure, caused by ``error``, in its next call. Not collective."""
-        job = self._group.job
-        with job.changed:
-            if job.failure is None:
-                cause = error if error is not None else RuntimeError("abort() was called")
-                job.failure = (self._member, cause)
-            job.changed.notify_all()
+        self._group.job.fail(self._member, error if error is not None else RuntimeError("abort() was called"))
 
     def leave(self) -> None:
         """Declare that this thread makes no more calls: threads that wait for it raise PeerFailure. Not collective."""
-        job = self._group.job
-        with job.changed:
-            job.gone.add(self._member)
-            job.changed.notify_all()
+        self._group.job.leave(self._member)
 
     def traces(self) -> list[CallTrace]:
         """Return the traces of all ranks of the communicator. Not collective."""
@@ -215,15 +160,15 @@ class InMemoryCommunicator(Communicator):
         else:  # nobody waits, and a notebook goes on with what this one was split off from
             self.close()
 
-    def _check_peers(self, waits_for: Sequence[int] = ()) -> None:
-        """Raise PeerFailure if the job has failed or a rank in ``waits_for`` has ended. The caller holds the lock."""
+    def _check_peers(self, arrival: Arrival | None = None) -> None:
+        """Raise PeerFailure if the job has failed, or a rank that ``arrival`` waits for has ended."""
         job, members = self._group.job, self._group.members
         if job.failure is not None:
             rank, cause = job.failure
             raise PeerFailure(
                 f"[rank {self.rank}] the thread of rank {rank} failed: {type(cause).__name__}: {cause}"
             ) from cause
-        if gone := [r for r in waits_for if members[r] in job.gone]:
+        if job.gone and arrival is not None and (gone := [r for r in arrival.missing() if members[r] in job.gone]):
             trace = self.trace
             raise PeerFailure(
                 f"[rank {self.rank}] waits in {trace.operation} #{trace.sequence} on {self.name!r} for ranks {gone}, "
@@ -232,60 +177,48 @@ class InMemoryCommunicator(Communicator):
 
     # ------------------------------------------------------------------ exchange
 
-    def _post(self, payload: Any, finish: Callable[[list[Any]], None], describe: Array | None = None) -> Request:
+    def _post(self, payload: Any, finish: Callable[[Exchange], None], describe: Array | None = None) -> _ThreadRequest:
         trace = self.trace
         if self._closed:
             raise self.error(trace.operation, trace.tag, "the communicator is closed", describe)
-        group, number, size, called = self._group, self._posted, self.size, trace.number
-        with group.job.changed:
+        group, number = self._group, self._posted
+        with group.job.lock:
             self._check_peers()
-            exchange = group.exchange(number)
-            exchange.numbers[self.rank] = called
-            exchange.payloads[self.rank] = payload
-            exchange.posted += 1
-            if exchange.posted == size:
-                group.job.changed.notify_all()
+            if (exchange := group.exchanges.get(number)) is None:
+                exchange = group.exchanges[number] = Exchange(self.size)
+            if exchange.post(self.rank, trace.number, payload):
+                del group.exchanges[number]
+                group.job.finish(exchange)
         self._posted += 1
 
         def end() -> None:
-            if any(other != called for other in exchange.numbers):
+            if exchange.differs:
                 raise self.mismatch()
-            finish(exchange.payloads)
-            with group.job.changed:
-                exchange.taken += 1
-                if exchange.taken == size:
-                    del group.exchanges[number]
+            finish(exchange)
 
-        return _ThreadRequest(
-            self,
-            lambda: exchange.posted == size,
-            end,
-            lambda: [r for r, number in enumerate(exchange.numbers) if number is None],
-        )
+        return _ThreadRequest(self, exchange, end)
 
     def mismatch(self) -> CollectiveError:
         """Return the error that names the first collective that the ranks have called differently. Not collective."""
         records = {member: trace.records() for member, trace in self._group.traces.items()}
         return mismatch(self.name, records) or super().mismatch()
 
-    def _swap(self, payload: Any) -> list[Any]:
-        """Return the payloads of all ranks in rank order, by reference, without copies. Collective."""
+    def _swap(self, payload: Any, make: Callable[[list[Any]], Any] = tuple) -> Any:
+        """Return ``make(payloads of all ranks in rank order)``, the same object on every rank. Collective."""
         result: list[Any] = []
-        request = self._post(payload, result.extend)
-        assert isinstance(request, _ThreadRequest)
-        request._wait()
-        return result
+        self._post(payload, lambda exchange: result.append(exchange.once(make)))._wait()
+        return result[0]
 
     def _barrier(self) -> None:
-        self._swap(None)
+        self._ibarrier()._wait()
 
-    def _ibarrier(self) -> Request:
+    def _ibarrier(self) -> _ThreadRequest:
         return self._post(None, lambda _: None)
 
     def _ibroadcast(self, buffer: Array, root: int) -> Request:
-        def finish(payloads: list[Any]) -> None:
+        def finish(exchange: Exchange) -> None:
             if self.rank != root:
-                buffer.reshape(-1)[:] = payloads[root]
+                buffer.reshape(-1)[:] = exchange.payloads[root]
 
         payload = buffer.reshape(-1).copy() if self.rank == root else None
         return self._post(payload, finish, buffer)
@@ -294,22 +227,22 @@ class InMemoryCommunicator(Communicator):
         return self._iallgatherv(send, recv, [send.size] * self.size)
 
     def _iallgatherv(self, send: Array, recv: Array, counts: Sequence[int]) -> Request:
-        def finish(payloads: list[Any]) -> None:
-            np.concatenate(payloads, out=recv.reshape(-1))
+        def finish(exchange: Exchange) -> None:
+            recv.reshape(-1)[:] = exchange.once(np.concatenate)
 
         return self._post(send.reshape(-1).copy(), finish, send)
 
     def _igather_spans(self, send: Array, recv: Array, spans: Sequence[Span]) -> Request:
-        def finish(payloads: list[Any]) -> None:
-            for rank, (span, payload) in enumerate(zip(spans, payloads, strict=True)):
+        def finish(exchange: Exchange) -> None:
+            for rank, (span, payload) in enumerate(zip(spans, exchange.payloads, strict=True)):
                 if rank != self.rank:
                     recv.reshape(-1)[span.start : span.stop] = payload
 
         return self._post(send.reshape(-1).copy(), finish, send)
 
     def _ialltoallv(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Request:
-        def finish(payloads: list[Any]) -> None:
-            arrived = [blocks[self.rank] for blocks in payloads]
+        def finish(exchange: Exchange) -> None:
+            arrived = [blocks[self.rank] for blocks in exchange.payloads]
             if (lengths := [b.size for b in arrived]) != [int(c) for c in recv_counts]:
                 reason = f"expects blocks of {list(map(int, recv_counts))} elements, is sent {lengths}"
                 raise self.error("alltoallv", self.trace.tag, reason, recv)
@@ -321,13 +254,16 @@ class InMemoryCommunicator(Communicator):
     def _reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> None:
         start = int(sum(counts[: self.rank]))
         rows = self._swap(send.reshape(-1).copy())
-        _fold([row[start : start + recv.size] for row in rows], recv, "sum")
+        recv.reshape(-1)[:] = _fold([row[start : start + recv.size] for row in rows], "sum")
 
     def _iallreduce(self, buffer: Array, op: str) -> Request:
-        return self._post(buffer.reshape(-1).copy(), lambda rows: _fold(rows, buffer, op), buffer)
+        def finish(exchange: Exchange) -> None:
+            buffer.reshape(-1)[:] = exchange.once(lambda rows: _fold(rows, op))
+
+        return self._post(buffer.reshape(-1).copy(), finish, buffer)
 
     def _allgather_bytes(self, payload: bytes) -> list[bytes]:
-        return self._swap(payload)
+        return list(self._swap(payload))
 
     def _broadcast_bytes(self, payload: bytes | None, root: int) -> bytes:
         result: bytes = self._swap(payload)[root]
@@ -336,31 +272,28 @@ class InMemoryCommunicator(Communicator):
     # ------------------------------------------------------------------ point to point
 
     def _isend(self, buffer: Array, peer: int, tag: int) -> Request:
-        group = self._group
-        with group.job.changed:
+        group, message = self._group, buffer.reshape(-1).copy()
+        with group.job.lock:
             self._check_peers()
-            box = group.mail.setdefault((self.rank, peer, tag), _Mailbox())
-            box.messages[box.sent] = buffer.reshape(-1).copy()
-            box.sent += 1
-            group.job.changed.notify_all()
-        return _ThreadRequest(self, lambda: True, lambda: None, lambda: ())
+            if (receipt := group.box(self.rank, peer, tag).put(message)) is not None:
+                group.job.finish(receipt)
+        return _ThreadRequest(self, None, _nothing)
 
     def _irecv(self, buffer: Array, peer: int, tag: int) -> Request:
         group = self._group
-        with group.job.changed:
+        with group.job.lock:
             self._check_peers()
-            box = group.mail.setdefault((peer, self.rank, tag), _Mailbox())
-            ticket = box.claimed
-            box.claimed += 1
+            receipt = group.box(peer, self.rank, tag).claim()
 
         def finish() -> None:
-            message = box.messages.pop(ticket)
+            message = receipt.message
+            assert message is not None
             if message.size != buffer.size or message.dtype != buffer.dtype:
                 reason = f"the message from rank {peer} is {message.dtype}[{message.size}]"
                 raise self.error("irecv", tag, reason, buffer)
             buffer.reshape(-1)[:] = message
 
-        return _ThreadRequest(self, lambda: ticket in box.messages, finish, lambda: (peer,))
+        return _ThreadRequest(self, receipt, finish)
 
     # ------------------------------------------------------------------ groups
 
@@ -371,12 +304,14 @@ class InMemoryCommunicator(Communicator):
         return self._regroup(self.rank // (ranks_per_node or self.size), self.rank, name, shares_memory=True)
 
     def _regroup(self, color: int, key: int, name: str, shares_memory: bool) -> Communicator:
-        requests = self._swap((color, key))
-        chosen = sorted((k, r) for r, (c, k) in enumerate(requests) if c == color)
-        ranks = [r for _, r in chosen]
-        mine = _Group(self._group.job, [self._group.members[r] for r in ranks]) if ranks[0] == self.rank else None
-        group = self._swap(mine)[ranks[0]]
-        return type(self)(group, ranks.index(self.rank), name, shares_memory)
+        def regrouped(requests: list[tuple[int, int]]) -> dict[int, _Group]:
+            members: dict[int, list[int]] = {}
+            for place, (chosen, _) in sorted(enumerate(requests), key=lambda request: (request[1][1], request[0])):
+                members.setdefault(chosen, []).append(self._group.members[place])
+            return {chosen: _Group(self._group.job, those) for chosen, those in members.items()}
+
+        group: _Group = self._swap((color, key), regrouped)[color]
+        return type(self)(group, group.ranks[self._member], name, shares_memory)
 
     def _allocate_shared(self, nbytes: int) -> SharedMemory:
         whole = None
@@ -392,9 +327,9 @@ class InMemoryCommunicator(Communicator):
         return ThreadSharedMemory(buffer[offset : offset + nbytes])
 
 
-def _fold(rows: Sequence[Array], out: Array, op: str) -> None:
-    """Combine ``rows``, the arrays of all ranks, by ``op`` in rank order, and write the result to ``out``."""
-    flat = out.reshape(-1)
-    flat[:] = rows[0]
+def _fold(rows: Sequence[Array], op: str) -> Array:
+    """Combine ``rows``, the arrays of all ranks, by ``op`` in rank order, and return the result."""
+    flat = rows[0].copy()
     for row in rows[1:]:
         _ADD[op](flat, row, out=flat)
+    return flat

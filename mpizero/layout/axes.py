@@ -156,7 +156,7 @@ class Axes:
         """
         if not 0 <= rank < self.size:
             raise GridError(f"rank {rank} does not exist: {_text(self.sizes)} has ranks 0 to {self.size - 1}")
-        return Coordinates(*(rank // self.strides[axis] % size for axis, size in self.sizes.items()))
+        return Coordinates(*(rank // self.strides[axis] % getattr(self, axis) for axis in AXES))
 
     def rank_of(self, place: Coordinates) -> int:
         """Return the rank that has the given coordinates.
@@ -184,9 +184,10 @@ class Axes:
         """
         if unknown := set(axes) - set(AXES):
             raise GridError(f"unknown axis {', '.join(map(repr, sorted(unknown)))}; expected some of {', '.join(AXES)}")
-        here = self.coordinates(rank)
-        values = (range(n) if a in axes else (getattr(here, a),) for a, n in self.sizes.items())
-        return tuple(self.rank_of(Coordinates(*place)) for place in product(*values))
+        here, strides = self.coordinates(rank), self.strides
+        first = rank - sum(getattr(here, axis) * strides[axis] for axis in set(axes))
+        steps = (range(0, getattr(self, a) * strides[a], strides[a]) for a in AXES if a in axes)
+        return tuple(first + sum(moved) for moved in product(*steps))
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -104,6 +105,38 @@ def test_a_failure_in_a_split_group_ends_the_whole_job():
 def test_threads_that_all_wait_for_messages_are_freed():
     with pytest.raises(CollectiveError, match="all threads wait, none can go on"):
         run_in_threads(3, lambda comm: comm.recv(np.zeros(1), (comm.rank + 1) % 3))
+
+
+def test_threads_that_all_wait_are_freed_when_the_last_other_thread_ends():
+    def work(comm):
+        if comm.rank == 2:
+            while len(comm._group.job._waiting) < 2:
+                time.sleep(1e-3)
+        else:
+            comm.recv(np.zeros(1), 1 - comm.rank)
+
+    with pytest.raises(CollectiveError, match="all threads wait, none can go on"):
+        run_in_threads(3, work)
+
+
+def test_a_thread_sleeps_until_what_it_waits_for_has_come():
+    looks = {}
+
+    def work(comm):
+        others = comm.split(int(comm.rank > 0))
+        if comm.rank == 0:
+            comm._check_peers = lambda arrival=None: looks.setdefault(0, []).append(arrival)
+            comm.recv(np.zeros(1), comm.size - 1)
+            return
+        while not comm._group.job._waiting:  # rank 0 sleeps
+            time.sleep(1e-3)
+        for _ in range(50):
+            others.barrier()
+        if comm.rank == comm.size - 1:
+            comm.send(np.zeros(1), 0)
+
+    run_in_threads(6, work)
+    assert len(looks[0]) == 2, "once when it called recv, and once before it slept"
 
 
 def test_different_collectives_meet_in_an_error_that_names_them():

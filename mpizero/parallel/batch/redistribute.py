@@ -148,16 +148,17 @@ def _check_replicas(grid: ProcessGrid, own: _RankBatch, digests: Array) -> None:
 
     ``digests`` are the checksums of the samples of all ranks, by world rank.
     """
-    for rank in range(grid.world.size):
-        first = grid.axes.group(rank, GROUPS["model"])[0]
-        if digests[rank] != digests[first]:
-            told = grid.world.allgather_object(own.digests(), "batch")
-            what = next((path for path in told[rank] if told[rank][path] != told[first].get(path)), "batch")
-            raise DataError(
-                f"rank {rank} has another {what} than rank {first}: the ranks of one replica (they differ in "
-                "pipeline, tensor and context only) must train on the same samples; give each replica's ranks the same "
-                "batch, for example by mpizero.data.batches(source, model, ...)"
-            )
+    axes = grid.axes
+    firsts = np.arange(axes.size) // axes.strides["data"] % axes.data * axes.strides["data"]  # of each rank's replica
+    if (wrong := np.flatnonzero(digests != digests[firsts])).size:
+        rank, first = int(wrong[0]), int(firsts[wrong[0]])
+        told = grid.world.allgather_object(own.digests(), "batch")
+        what = next((path for path in told[rank] if told[rank][path] != told[first].get(path)), "batch")
+        raise DataError(
+            f"rank {rank} has another {what} than rank {first}: the ranks of one replica (they differ in "
+            "pipeline, tensor and context only) must train on the same samples; give each replica's ranks the same "
+            "batch, for example by mpizero.data.batches(source, model, ...)"
+        )
 
 
 def _refuse(comm: Communicator, own: _RankBatch) -> NoReturn:
