@@ -311,6 +311,14 @@ class ShardingConfig:
         del values["comm"], values["bad_steps"]
         return {**values, "bad_steps.limit": self.bad_steps.limit}
 
+    def with_tiles(self, tiles: Tiles) -> Self:
+        """Return a copy with other tiles that shares this one's communicators, and is closed with it. Collective."""
+        _ = self.communicator, self._grids, self.unbound  # made, before they are shared
+        twin = self.replace(tiles=tiles)
+        shared = {name: value for name, value in self.__dict__.items() if name not in {f.name for f in fields(self)}}
+        twin.__dict__.update(shared)
+        return twin
+
     def replace(self, **changes: Any) -> Self:
         """Return a copy in which the settings named in ``changes`` have the given values."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -40,7 +40,7 @@ from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.parallel.partition.local_model import averaged_names, optimized_names, partition_model
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
-from mpizero.parallel.partition.tiles import in_tiles
+from mpizero.parallel.partition.tiles import SAME, exactness, in_tiles, within_rounding
 from mpizero.parallel.placement import Placement
 from mpizero.parallel.step_rules import assigns_waves, scratch_use
 from mpizero.signatures import writes_in_place
@@ -138,6 +138,17 @@ class PlacedModel:
         layout = in_tiles(parallel_layout or ParallelLayout(), self.config.tiles, self.model)
         self.partitioned = partition_model(self.model, self.grid, layout, self.compute_device.group)
         self.layout = self._layout_of(self.partitioned.stage)
+
+    @property
+    def within_rounding(self) -> tuple[str, ...]:
+        """Why results have not the bits of one process with the same tiles; empty if they have. Not collective."""
+        return within_rounding(self.partitioned.parallel_layout, self.model, self.config.gradient_compression)
+
+    @property
+    def told_exactness(self) -> str:
+        """A text of what results are equal to, to end a line with; "" if that is one process without tiles."""
+        text = exactness(self.partitioned.parallel_layout.all_tiles, self.within_rounding)
+        return "" if text == SAME else f", {text}"
 
     def _layout_of(self, stage: int) -> FlatLayout:
         return self.partitioned.layout(

@@ -13,7 +13,7 @@ from mpizero import optim
 from mpizero.layout import Axes, Coordinates, Costs, Grains, Simulation, build_schedule, simulate
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
-from mpizero.parallel.partition.tiles import in_tiles
+from mpizero.parallel.partition.tiles import in_tiles, within_rounding
 from mpizero.parallel.placement import Placement
 from mpizero.parallel.step_rules import assigns_waves, scratch_use
 from mpizero.planning.activation_memory import StageActivations
@@ -152,6 +152,16 @@ class TrainingPlan:
     def tiled_layout(self) -> ParallelLayout:
         """The parallel layout with the tiles in which the model computes on it."""
         return in_tiles(self.parallel_layout, self.config.tiles, self.model)
+
+    @property
+    def tiles(self) -> dict[str, int]:
+        """The number of tiles in which layers compute along the axes "tensor" and "context"."""
+        return self.tiled_layout.all_tiles
+
+    @cached_property
+    def within_rounding(self) -> tuple[str, ...]:
+        """Why results have not the bits of one process with the same tiles; empty if they have."""
+        return within_rounding(self.tiled_layout, self.model, self.config.gradient_compression)
 
     @cached_property
     def places(self) -> PlannedRanks:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpizero.layout.timetable import timetable
+from mpizero.parallel.partition.tiles import exactness
 from mpizero.planning import PARTS, PURPOSES, RankPlan
 from mpizero.planning.time_floors import TimeFloors
 from mpizero.train.doctor.check_result import counted
@@ -50,7 +51,8 @@ def _head(plan: PlannedRun) -> str:
         f"{config.model.described} with {plan.parameter_count:,} {np.dtype(training.model.dtype).name} parameters, "
         f"{config.optimizer.name}; "
         f"{config.parallel.describe(training.ranks)}; {where}\n"
-        f"{training.global_batch} samples a step in {grains.described(config.train.accumulate)}"
+        f"{training.global_batch} samples a step in {grains.described(config.train.accumulate)}\n"
+        f"results: {exactness(training.tiles, training.within_rounding)}"
     )
 
 
@@ -210,6 +212,8 @@ def _figures(plan: PlannedRun) -> Iterator[tuple[str, Any]]:
     yield "parameter_count", plan.parameter_count
     yield "axes", dict(training.axes.sizes)
     yield "strategy", plan.config.parallel.strategy
+    yield "tiles", training.tiles
+    yield "within_rounding", list(training.within_rounding)
     yield "grains", {"count": training.grains.count, "samples": training.grains.size}
     yield "ranks", [_rank(rank) for rank in training.by_rank]
     nodes, windows = training.node_bytes, training.node_windows

@@ -74,32 +74,37 @@ def test_a_run_resumed_on_another_layout_equals_an_uninterrupted_one(deeper, on_
     assert [line["step"] for line in on_threads.metrics()] == [1, 2, 3, 4, 5, 6]
 
 
-def test_tensor_parallelism_computes_the_same_within_rounding_and_its_run_goes_on_elsewhere(deeper, on_threads):
-    first = on_threads.train(2, "model.layers=2", "train.steps=3", *parallel("tensor=2"))
+def test_a_run_keeps_the_tiles_of_its_checkpoint_on_groups_of_other_sizes(mpizero, on_threads):
+    """One process with tiles is what its parts on a tensor group, on stages and on a context group add up to."""
+    whole = mpizero.train(0, "model.layers=2", "checkpoint.folder=whole", *parallel("tiles.tensor=2"))
+    assert whole.status == 0, whole.err
+    assert "zero2 on 1 rank, the bits of one process with tiles={'tensor': 2};" in whole.err
+    first = on_threads.train(2, "model.layers=2", "train.steps=2", *parallel("tensor=2"))
     assert first.status == 0, first.err
-    second = on_threads.train(2, "model.layers=2", "checkpoint.every=0", *parallel("pipeline=2"), flags=["--resume"])
+    assert "tensor 2 x data 1, zero2, the bits of one process with tiles={'tensor': 2};" in first.err
+    more = ["--resume"]
+    second = on_threads.train(2, "model.layers=2", "train.steps=4", *parallel("pipeline=2"), flags=more)
     assert second.status == 0, second.err
-    alone, together = deeper[0].metrics(), on_threads.metrics()
-    for key in ("loss", "validation_loss"):
-        expected = [line[key] for line in alone if key in line]
-        assert [line[key] for line in together if key in line] == pytest.approx(expected, rel=1e-5)
+    last = on_threads.train(1, "model.layers=2", flags=more)
+    assert last.status == 0, last.err
+    assert last.result["parameters_sha256"] == whole.result["parameters_sha256"]
 
 
-def test_stages_of_split_layers_and_replicas_compute_the_same_within_rounding(deeper, on_threads):
+def test_groups_beside_stages_and_replicas_compute_the_bits_of_one_process_with_their_tiles(on_threads):
     short = ["model.layers=2", "train.steps=3", "checkpoint.every=0"]
-    outcome = on_threads.train(8, *short, *parallel("pipeline=2", "tensor=2", "data=2", "strategy=zero1"))
-    assert outcome.status == 0, outcome.err
-    for key in ("loss", "validation_loss"):
-        expected = [line[key] for line in deeper[0].metrics()[:3] if key in line]
-        assert [line[key] for line in on_threads.metrics() if key in line] == pytest.approx(expected, rel=1e-5)
-
-
-def test_context_parallelism_computes_the_same_within_rounding(deeper, on_threads):
-    short = ["model.layers=2", "train.steps=3", "checkpoint.every=0"]
-    outcome = on_threads.train(4, *short, *parallel("context=2", "strategy=zero1"))
-    assert outcome.status == 0, outcome.err
-    expected = [line["loss"] for line in deeper[0].metrics()[:3]]
-    assert [line["loss"] for line in on_threads.metrics()] == pytest.approx(expected, rel=1e-5)
+    layouts = {
+        "tensor": (8, ["pipeline=2", "tensor=2", "data=2", "strategy=zero1"]),
+        "context": (4, ["context=2", "strategy=zero1"]),
+    }
+    for axis, (ranks, sizes) in layouts.items():
+        alone = on_threads.train(1, *short, *parallel(f"tiles.{axis}=2"))
+        assert alone.status == 0, alone.err
+        expected = [(line["loss"], line.get("validation_loss")) for line in on_threads.metrics()]
+        outcome = on_threads.train(ranks, *short, *parallel(*sizes))
+        assert outcome.status == 0, outcome.err
+        assert outcome.result["parameters_sha256"] == alone.result["parameters_sha256"]
+        assert [line["loss"] for line in on_threads.metrics()] == [loss for loss, _ in expected]
+        assert on_threads.metrics()[-1]["validation_loss"] == pytest.approx(expected[-1][1], rel=1e-5)
 
 
 def test_a_multi_layer_perceptron_is_cut_into_stages(on_threads):

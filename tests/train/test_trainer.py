@@ -158,6 +158,25 @@ def test_an_interrupted_run_equals_an_uninterrupted_one_in_parameters_figures_an
     assert more[0][0].steps > whole.steps
 
 
+def test_a_run_keeps_its_tiles_on_other_sizes_and_starts_anew_without_them(tmp_path):
+    def work(comm, folder, how, steps, **parallel):
+        rng = np.random.default_rng(1)
+        x = rng.normal(size=(24, 3)).astype(np.float32)
+        settings = {"steps": steps, "global_batch": 6, "optimizer": mz.AdamW(0.1), "progress": False}
+        model, source = mz.nn.MLP(3, [9, 6], 1, task="regression"), mz.data.ArraySource(x, x[:, :1] ** 2)
+        config = mz.ShardingConfig(comm=comm)
+        with mz.Trainer(model, source, config, **settings, parallel=parallel, run=tmp_path / folder) as trainer:
+            found = getattr(trainer, how)().parameters_sha256, trainer.model.metadata().tiles["tensor"]
+            if comm.size == 1:
+                trainer.fit()
+                assert trainer.model.metadata().tiles["tensor"] == 1
+        return found
+
+    whole = run_in_threads(2, lambda comm: work(comm, "whole", "fit", 5, tensor=2))
+    run_in_threads(2, lambda comm: work(comm, "parts", "fit", 3, tensor=2))
+    assert run_in_threads(1, lambda comm: work(comm, "parts", "resume", 5)) == whole[:1]
+
+
 def test_metrics_of_one_s_own_have_the_same_bits_on_any_ranks(tmp_path):
     def figures(ranks, strategy):
         found = trained(tmp_path / f"{ranks}{strategy}", ranks, strategy=strategy, validation=0.4, validate_samples=31)

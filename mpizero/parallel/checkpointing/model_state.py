@@ -21,7 +21,8 @@ from mpizero.layout.flat import joined
 from mpizero.parallel.checkpointing import learning_rate
 from mpizero.parallel.checkpointing.grain_record import check_order, grain_record, resume_grains
 from mpizero.parallel.checkpointing.restore import ArrayReader, HeldArray, HeldPiece, fill
-from mpizero.parallel.checkpointing.saved_attribute import AXES, read_attribute
+from mpizero.parallel.checkpointing.saved_attribute import AXES, check_layout, read_attribute
+from mpizero.parallel.checkpointing.tile_record import tell_tiles, tile_record
 from mpizero.parallel.parameters.integer_state import named_integers
 from mpizero.parallel.parameters.shards import UpdatePiece
 from mpizero.parallel.partition.blocks import blocks_of
@@ -157,6 +158,7 @@ def attributes(engine: Engine) -> dict[str, Any]:
             **{axis: getattr(engine.grid.axes, axis) for axis in AXES},
         },
         "grains": grain_record(engine.grain_rule),
+        **tile_record(engine.partitioned.parallel_layout),
         **({"tied": tied} if (tied := _other_names(engine.model)) else {}),
     }
 
@@ -188,7 +190,7 @@ def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False)
     with all_ranks(engine.grid.world, "restore"):
         _check_model(engine, reader)
         if strict_layout:
-            _check_layout(attributes(engine)["layout"], saved.get("layout"))
+            check_layout(attributes(engine)["layout"], saved.get("layout"))
         if engine.updater is not None:
             (_check_optimizer if with_state else _check_no_state)(engine, reader, saved)
         if with_state:
@@ -205,22 +207,6 @@ def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False)
     if with_state:
         _take_state(engine, state, saved, reader)
     engine.step_number = saved["step_number"]
-
-
-def _check_layout(layout: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:
-    if layout != {**dict.fromkeys(AXES, 1), **(saved or {})}:
-        raise CheckpointError(
-            f"strict_layout: the checkpoint was written by {_layout_text(saved)}, this model is "
-            f"{_layout_text(layout)}; without strict_layout it can be loaded all the same"
-        )
-
-
-def _layout_text(layout: Mapping[str, Any] | None) -> str:
-    if not layout:
-        return "an unknown layout"
-    ranks, nodes = (f"{layout[what]} {what[:-1]}{'s'[: layout[what] != 1]}" for what in ("ranks", "nodes"))
-    split = ", ".join(f"{axis} {layout[axis]}" for axis in AXES if layout.get(axis, 1) != 1)
-    return f"{layout['strategy']} over {ranks} on {nodes}{f' ({split})' if split else ''}"
 
 
 def restore_state(engine: Engine, reader: ArrayReader) -> None:
@@ -313,6 +299,7 @@ def _take_state(engine: Engine, state: Mapping[str, Array], saved: Mapping[str, 
     engine.updater.step_count = saved["optimizer"]["step_count"]
     engine.updater.last_rate = learning_rate.last_of(reader.attributes)
     resume_grains(engine, saved["grains"])
+    tell_tiles(engine, saved)
     if saved.get("loss_scale") is not None and engine.loss_scale is not None:
         engine.loss_scale = replace(engine.loss_scale, **saved["loss_scale"])
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from mpizero.checkpoint.format.strict_json import is_count, is_number
 from mpizero.errors import CheckpointError
+from mpizero.parallel.checkpointing import tile_record
 from mpizero.parallel.checkpointing.grain_record import EXPECTED, is_grain_record
 from mpizero.parallel.checkpointing.restore import ArrayReader
 
@@ -30,6 +31,23 @@ def read_attribute(reader: ArrayReader) -> dict[str, Any]:
         if not sound(found[key]):
             raise CheckpointError(f"{where}: {key} is {found[key]!r:.200}: expected {expected}")
     return found
+
+
+def check_layout(layout: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:
+    """Raise :class:`CheckpointError` if a checkpoint's layout ``saved`` is not ``layout``, that of the model."""
+    if layout != {**dict.fromkeys(AXES, 1), **(saved or {})}:
+        raise CheckpointError(
+            f"strict_layout: the checkpoint was written by {_layout_text(saved)}, this model is "
+            f"{_layout_text(layout)}; without strict_layout it can be loaded all the same"
+        )
+
+
+def _layout_text(layout: Mapping[str, Any] | None) -> str:
+    if not layout:
+        return "an unknown layout"
+    ranks, nodes = (f"{layout[what]} {what[:-1]}{'s'[: layout[what] != 1]}" for what in ("ranks", "nodes"))
+    split = ", ".join(f"{axis} {layout[axis]}" for axis in AXES if layout.get(axis, 1) != 1)
+    return f"{layout['strategy']} over {ranks} on {nodes}{f' ({split})' if split else ''}"
 
 
 def _is_optimizer(value: object) -> bool:
@@ -75,5 +93,6 @@ _SAVED: Mapping[str, tuple[Callable[[object], bool], str]] = {
         "null, or strategy (text), ranks and nodes, perhaps pipeline, tensor and context (whole numbers >= 1)",
     ),
     "grains": (is_grain_record, EXPECTED),
+    "tiles": (tile_record.is_tile_record, tile_record.EXPECTED),
     "tied": (_is_tied, "null, or names of parameters, each with the name of the one whose values it shares"),
 }

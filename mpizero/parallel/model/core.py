@@ -25,9 +25,11 @@ from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.parallel.partition.description import describe_model
 from mpizero.parallel.partition.model_checks import check_model, check_own_modules
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
+from mpizero.parallel.partition.tiles import misfits
 from mpizero.parallel.placement import Placement, placement
 from mpizero.parallel.skipped_steps import BadSteps, SkippedSteps
 from mpizero.parallel.step_report import StepReport
+from mpizero.text import notice
 from mpizero.types import Array
 from mpizero.validation import require, whole
 
@@ -105,6 +107,9 @@ class ShardedCore(ABC):
         check_own_modules(self._config.communicator, self._wrapped)
         self._config.communicator.run_deferred_closes()
         self._engine = Engine(self._wrapped, self._config, self._placement, self._parallel_layout)
+        if self._config.tiles is not None and not self._is_copy and self._engine.prints_notices:
+            for reason in misfits(self._engine.partitioned.parallel_layout):
+                notice(f"{reason}, so results agree with other layouts only within rounding")
 
     def _with_room(self, step: Callable[[Engine], T]) -> T:
         """Return ``step(engine)``; if its gradients do not fit into shared memory, move the model out of it and retry.

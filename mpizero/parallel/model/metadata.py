@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from mpizero.parallel.partition.tiles import exactness
+
 if TYPE_CHECKING:
     from mpizero.layout import FlatLayout
     from mpizero.parallel.config import ShardingConfig
@@ -28,6 +30,11 @@ class ModelMetadata:
     group_sizes, group_ranks : dict of str to int
         For each of the axes "pipeline", "tensor", "data" and "context": the number of ranks along it, and this rank's
         number on it.
+    tiles : dict of str to int
+        For each of the axes "tensor" and "context": the number of tiles in which layers compute along it.
+    within_rounding : tuple of str
+        Why results agree with one process only within rounding; empty if they have the bits of one process with the
+        same tiles.
     nodes, ranks_per_node : int
         Number of groups of ranks that share memory (within this rank's data group), and number of ranks in each.
     replicated, sharded : tuple of str
@@ -64,6 +71,8 @@ class ModelMetadata:
     rank: int
     group_sizes: dict[str, int]
     group_ranks: dict[str, int]
+    tiles: dict[str, int]
+    within_rounding: tuple[str, ...]
     nodes: int
     ranks_per_node: int
     replicated: tuple[str, ...]
@@ -77,6 +86,11 @@ class ModelMetadata:
     formula_bytes: dict[str, float]
     peak_bytes: int
     bytes_sent_last_step: int
+
+    @property
+    def exactness(self) -> str:
+        """A text of what results are equal to, "the bits of one process with tiles=8", or why only within rounding."""
+        return exactness(self.tiles, self.within_rounding)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as a dictionary that JSON can hold."""
@@ -108,6 +122,8 @@ def describe(engine: Engine, config: ShardingConfig, bytes_sent: int, label: str
         rank=config.communicator.rank,
         group_sizes=dict(grid.axes.sizes),
         group_ranks=grid.here._asdict(),
+        tiles=engine.partitioned.parallel_layout.all_tiles,
+        within_rounding=engine.within_rounding,
         nodes=grid.peers.size,
         ranks_per_node=grid.node.size,
         replicated=tuple(kind for kind, sharded in flags.items() if not sharded),

@@ -77,13 +77,20 @@ class ParallelLayout:
         """Number of parts of the sequence by which layers compute, found like :attr:`tensor_tiles`."""
         return self._tiles_of("context")
 
-    def asked_tiles(self, axis: str) -> int | None:
-        """Return the number that ``tiles`` has for an axis, whether it fits the axis's size or not; None without."""
-        return self.tiles.get(axis) if isinstance(self.tiles, Mapping) else self.tiles
+    @property
+    def asked_tiles(self) -> dict[str, int]:
+        """The number of tiles that the training has of each axis, whether the axis's size fits it or not."""
+        asked = self.tiles if isinstance(self.tiles, Mapping) else dict.fromkeys(TILED_AXES, self.tiles)
+        return {axis: asked.get(axis) or getattr(self, axis) for axis in TILED_AXES}
+
+    @property
+    def all_tiles(self) -> dict[str, int]:
+        """The numbers :attr:`tensor_tiles` and :attr:`context_tiles` by axis."""
+        return {axis: self._tiles_of(axis) for axis in TILED_AXES}
 
     def _tiles_of(self, axis: str) -> int:
-        size, asked = getattr(self, axis), self.asked_tiles(axis)
-        return asked if asked is not None and fits_tiles(size, asked) else int(size)
+        size, asked = int(getattr(self, axis)), self.asked_tiles[axis]
+        return asked if fits_tiles(size, asked) else size
 
     @property
     def chunks(self) -> tuple[int, ...]:

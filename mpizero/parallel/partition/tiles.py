@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -11,6 +11,9 @@ from mpizero.errors import ConfigError
 from mpizero.parallel.partition.local_model import averaged_names
 from mpizero.parallel.partition.parallel_layout import TILED_AXES, ParallelLayout, Tiles, fits_tiles
 from mpizero.types import BlockModel, Group
+
+#: What results of most layouts are equal to.
+SAME = "the bits of one process"
 
 
 @dataclass(frozen=True)
@@ -35,24 +38,72 @@ def in_tiles(parallel_layout: ParallelLayout, tiles: Tiles, model: Any) -> Paral
     """
     if tiles is None:
         return parallel_layout
-    asked = replace(parallel_layout, tiles=tiles)
-    named, found, problems = isinstance(tiles, Mapping), dict[str, int](), list[str]()
-    for axis in TILED_AXES:
-        size, count = getattr(asked, axis), asked.asked_tiles(axis)
-        if count is None or count == 1 or not fits_tiles(size, count):
+    asked, problems = replace(parallel_layout, tiles=tiles), dict[str, str]()
+    for axis, count in asked.all_tiles.items():
+        size = getattr(asked, axis)
+        if count == size:
             continue
-        problem = _problem(model, axis) if size == 1 else ""
-        if problem and named:
-            raise ConfigError(f"tiles={tiles}: {problem}; leave tiles of the {axis} axis out")
-        if problem:
-            problems.append(problem)
-            continue
-        if axis == "tensor" and count > size:
+        if problem := _problem(model, axis) if size == 1 else "":
+            problems[axis] = problem
+        elif axis == "tensor":
             _check_parts(model, tiles, count)
-        found[axis] = count
+    if isinstance(tiles, Mapping) and problems:
+        axis, problem = next(iter(problems.items()))
+        raise ConfigError(f"tiles={tiles}: {problem}; leave tiles of the {axis} axis out")
     if len(problems) == len(TILED_AXES):
-        raise ConfigError(f"tiles={tiles}: {' and '.join(dict.fromkeys(problems))}; leave tiles out (tiles=None)")
-    return replace(asked, tiles={axis: found.get(axis, getattr(asked, axis)) for axis in TILED_AXES})
+        told = " and ".join(dict.fromkeys(problems.values()))
+        raise ConfigError(f"tiles={tiles}: {told}; leave tiles out (tiles=None)")
+    return replace(asked, tiles={axis: 1 if axis in problems else n for axis, n in asked.asked_tiles.items()})
+
+
+def misfits(parallel_layout: ParallelLayout) -> list[str]:
+    """Return a text for each axis whose size does not fit the number of tiles that the training has. Not collective."""
+    found = []
+    for axis, asked in parallel_layout.asked_tiles.items():
+        if parallel_layout.all_tiles[axis] != asked:
+            fitting = [str(size) for size in range(1, asked + 1) if fits_tiles(size, asked)]
+            sizes = f"size{'s' if len(fitting) > 1 else ''} {', '.join(fitting)}"
+            found.append(f"{axis}={getattr(parallel_layout, axis)} does not fit tiles={asked}, which fit {sizes}")
+    return found
+
+
+def within_rounding(parallel_layout: ParallelLayout, model: Any, compression: str | None = None) -> tuple[str, ...]:
+    """Return why results have not the bits of one process with the same tiles, but agree within rounding; () if not.
+
+    ``parallel_layout`` is the result of :func:`in_tiles`, ``compression`` the setting ``gradient_compression``. A layer
+    that computes other bits in groups of other sizes says why by its attribute ``within_rounding``. Not collective.
+    """
+    found = misfits(parallel_layout)
+    for axis, count in parallel_layout.all_tiles.items():
+        if count == parallel_layout.asked_tiles[axis] and not fits_tiles(1, count):
+            found.append(f"{axis}={count} is no power of two, so one process cannot compute {count} tiles")
+    if max(parallel_layout.all_tiles.values()) > 1 and isinstance(model, BlockModel):
+        for name, layer in model.blocks.items():
+            found += [f"block {name!r}: {reason}" for reason in _own_reasons(layer)]
+    if compression is not None:
+        found.append(f"gradient_compression={compression!r} rounds what ranks send")
+    return tuple(found)
+
+
+def exactness(tiles: Mapping[str, int], reasons: Sequence[str]) -> str:
+    """Say what results are equal to: :data:`SAME`, or those of one process with ``tiles``, or within rounding."""
+    if reasons:
+        return f"within rounding ({'; '.join(reasons)})"
+    return SAME if max(tiles.values()) == 1 else f"{SAME} with {shown_tiles(tiles)}"
+
+
+def shown_tiles(tiles: Mapping[str, int]) -> str:
+    """Return the setting for numbers of tiles by axis, such as "tiles=8" or "tiles={'tensor': 4}"."""
+    several = {axis: count for axis, count in tiles.items() if count > 1}
+    equal = len(set(tiles.values())) == 1
+    return f"tiles={next(iter(tiles.values()))}" if equal else f"tiles={several}"
+
+
+def _own_reasons(layer: Any) -> list[str]:
+    """Return the attributes ``within_rounding`` of a layer and of the layers in it."""
+    inside = layer.children().values() if isinstance(layer, nn.Layer) else ()
+    own = getattr(layer, "within_rounding", "")
+    return [*([str(own)] if own else []), *(reason for child in inside for reason in _own_reasons(child))]
 
 
 def _problem(model: Any, axis: str) -> str:

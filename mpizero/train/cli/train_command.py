@@ -14,6 +14,8 @@ from mpizero.train.config.builder import TrainingJob, build
 from mpizero.train.config.model_and_data import widths_of
 from mpizero.train.config.overridden import check_overridden
 from mpizero.train.config.sections import Config
+from mpizero.train.run.resume import tiles_of_checkpoint
+from mpizero.train.run.run_folder import RunFolder
 from mpizero.train.run.setup import COMMAND, RunRecord, RunSetup
 from mpizero.train.run.trainer import Trainer
 from mpizero.train.run.visit import Preempted
@@ -66,6 +68,9 @@ def train(
     config.parallel.check_ranks(comm.size)
     agree_to_start(comm, lambda: {"the configuration": config.to_dict()})
     keys = check_overridden(overridden, config.to_dict())
+    if config.parallel.tiles is None and (resume or resume_from is not None):
+        folder = RunFolder(config.checkpoint.folder).checkpoints
+        config = config.with_tiles(tiles_of_checkpoint(folder, comm, resume_from))
     context = context or JobContext(StopSignals())
     with context.signals, build(config, comm) as job:
         outcome = Trainer.of_setup(setup_of(job, keys), context).visit(resume=resume, resume_from=resume_from)

@@ -83,7 +83,7 @@ class TrainingJob:
         idle = f"; {who} {count} to {sharing - 1} have no grain and only help" if sharing > count else ""
         return (
             f"{self.name} with {self.model.parameter_count:,} parameters, "
-            f"{parallel.describe(self.comm.size)}; "
+            f"{parallel.describe(self.comm.size)}{self.model.engine.told_exactness}; "
             f"{len(self.source):,} training and {len(self.validation):,} validation samples; "
             f"{train.global_batch} a step in {grains.described(train.accumulate)}{idle}"
             f"{self.model.engine.compute_device.describe()}"

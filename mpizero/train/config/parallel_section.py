@@ -7,7 +7,7 @@ from typing import Any
 
 from mpizero.errors import ConfigError, GridError
 from mpizero.layout import SCHEDULES, Axes, chunk_stages, explicit_cuts
-from mpizero.parallel.partition.parallel_layout import ParallelLayout, Tiles, check_tiles
+from mpizero.parallel.partition.parallel_layout import ParallelLayout, Tiles, check_tiles, fits_tiles
 from mpizero.train.config.message_settings import bucket
 from mpizero.train.config.setting_checks import (
     ConfigSection,
@@ -133,6 +133,10 @@ class ParallelSection(ConfigSection):
         if heads % self.tensor:
             fit = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
             raise self.reject("tensor", f"must divide model.heads = {heads}; these do: {fit}")
+        if heads % self.parallel_layout().tensor_tiles:
+            numbers = (n for n in range(1, heads + 1) if heads % n == 0)
+            fit = ", ".join(str(n) for n in numbers if fits_tiles(self.tensor, n))
+            raise self.reject("tiles", f"of the tensor axis must divide model.heads = {heads}; these do: {fit}")
 
     def check_sequence(self, model: str) -> None:
         """Raise an error if the layout has a context group; called if the model, named ``model``, has no sequences."""
@@ -145,7 +149,7 @@ class ParallelSection(ConfigSection):
 
     def parallel_layout(self) -> ParallelLayout:
         """Return the layout as a :class:`ParallelLayout`; without a pipeline, schedule and cuts keep their defaults."""
-        sizes = {axis: getattr(self, axis) for axis in (*_SPLITTING, "data")}
+        sizes = {axis: getattr(self, axis) for axis in (*_SPLITTING, "data", "tiles")}
         if self.pipeline == 1:
             return ParallelLayout(**sizes, order=self.order)
         return ParallelLayout(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from mpizero.checkpoint import ALIGNMENT, ALIGNMENT_LIMIT
@@ -237,6 +237,12 @@ class Config:
         if self.checkpoint.best is not None and not self.train.validate_every:
             raise self.checkpoint.reject("best", "is chosen by validations: set train.validate_every > 0 with it")
         self.model.check_layout(self.parallel)
+
+    def with_tiles(self, tiles: dict[str, int] | None) -> Config:
+        """Return this configuration with ``parallel.tiles``; itself if these are the sizes of its groups, or None."""
+        if tiles is None or all(getattr(self.parallel, axis) == count for axis, count in tiles.items()):
+            return self
+        return replace(self, parallel=replace(self.parallel, tiles=tiles))
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return every setting, defaults included, as JSON values by section and key."""

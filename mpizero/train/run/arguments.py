@@ -237,9 +237,8 @@ class TrainerArguments:
             raise ConfigError("Trainer: optimizer is missing: give one, such as optimizer=mz.AdamW(1e-3)")
         check_config(ranks)
 
-    def sharded_again(self, setup: RunSetup) -> RunSetup:
-        """Close the run's model, and return the run with a new one that has the start values. Collective."""
-        config = setup.model.config
+    def sharded_again(self, setup: RunSetup, config: ShardingConfig) -> RunSetup:
+        """Close the run's model; return the run with a new one of ``config`` that has the start values. Collective."""
         setup.model.close()
         layout = parallel_section(self.strategy, self.parallel)
         return replace(setup, model=self._placed(layout, config, setup.loop))

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mpizero import checkpoint
 from mpizero.checkpoint import StepFolder
+from mpizero.checkpoint.folders import step_folders
 from mpizero.comm import Communicator
+from mpizero.comm.agreement import all_ranks
 from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError
 from mpizero.parallel.checkpointing import model_state
+from mpizero.parallel.checkpointing.saved_attribute import read_attribute
+from mpizero.parallel.checkpointing.tile_record import recorded_tiles
 from mpizero.train.config.overridden import overridable
 from mpizero.train.config.sections import changes, described_change
 from mpizero.train.run.metrics import finite
@@ -184,6 +189,27 @@ def restore(
         raise _refusal(setup, folder, passed, None)
     progress.say(f"no checkpoint in {folder.checkpoints}: starting from the beginning")
     return None
+
+
+def tiles_of_checkpoint(checkpoints: Path, comm: Communicator, step: int | None = None) -> dict[str, int] | None:
+    """Return the number of tiles of each axis that the training has which wrote a run's checkpoint.
+
+    Collective over ``comm``; only rank 0 reads. It is the newest undamaged checkpoint, or that of ``step``. None is
+    returned if there is none, or it does not say: :func:`restore` then raises the error.
+    """
+
+    def look() -> dict[str, int] | None:
+        for path in step_folders(str(checkpoints)):
+            if step in (None, checkpoint.step_of(path)):
+                with suppress(CheckpointError, OSError), checkpoint.open_checkpoint(path, "self") as reader:
+                    return recorded_tiles(read_attribute(reader))
+        return None
+
+    found = None
+    with all_ranks(comm):
+        found = look() if comm.rank == 0 else None
+    told: dict[str, int] | None = comm.broadcast_object(found, tag="tiles")
+    return told
 
 
 def _changed_code(setup: RunSetup, saved: SavedRun) -> str:

@@ -149,13 +149,14 @@ class RunSetup:
         if self.record.description:
             return self.record.description
         model, batch, ranks = self.model, self.loop.global_batch, self.comm.size
+        exactness = model.engine.told_exactness
         split = [f"{axis} {size}" for axis, size in self.layout().items() if axis in AXES and size > 1]
         where = " x ".join(split) if len(split) > 1 else f"{ranks} rank{'s' if ranks > 1 else ''}"
         held_back = f" and {len(self.validation):,} validation" if self.validation is not None else ""
         grains = Grains(batch, model.grain_size(batch)).described(model.config.accumulate)
         return (
             f"{type(model.wrapped_model).__name__} with {model.parameter_count:,} parameters, {self.strategy} on "
-            f"{where}; {len(self.source):,} training{held_back} samples; {batch} a step in {grains}"
+            f"{where}{exactness}; {len(self.source):,} training{held_back} samples; {batch} a step in {grains}"
         )
 
 

@@ -18,6 +18,7 @@ from mpizero.train.callbacks.user_metrics import Metric
 from mpizero.train.run.arguments import TrainerArguments, plain_settings
 from mpizero.train.run.loop import TrainingLoop
 from mpizero.train.run.result import TrainingResult
+from mpizero.train.run.resume import tiles_of_checkpoint
 from mpizero.train.run.run_folder import RunFolder
 from mpizero.train.run.setup import RunSetup
 from mpizero.train.run.visit import Preempted, run_visit
@@ -113,6 +114,7 @@ class Trainer:
         )
         ranks = given.ranks()
         self._given: TrainerArguments | None = None if given.is_sharded else given
+        self._config = ranks
         self._own_config = ranks if config is None and not given.is_sharded else None
         self._begin(given.setup(ranks), None)
 
@@ -124,6 +126,7 @@ class Trainer:
         """
         made = cls.__new__(cls)
         made._given = made._own_config = None
+        made._config = setup.model.config
         made._begin(setup, context)
         return made
 
@@ -177,8 +180,8 @@ class Trainer:
         check_call(self._setup.comm, "Trainer.resume" if resume else "Trainer.fit")
         if resume_from is not None:
             require("Trainer.resume: step", resume_from, whole(0))
-        if self._loop is not None and self._given is not None:
-            self._setup = self._given.sharded_again(self._setup)
+        if self._given is not None:
+            self._shard_again(self._given, resume_from, resumes=resume or resume_from is not None)
         arguments: dict[str, Any] = {"resume": resume, "resume_from": resume_from, "attach": self._attach}
         if self._context is not None:
             return run_visit(self._setup, self._context, **arguments)
@@ -186,6 +189,17 @@ class Trainer:
         with plain_settings():
             outcome = run_visit(self._setup, JobContext(signals, environment=os.environ), **arguments)
         return outcome if isinstance(outcome, Preempted) else self._unless_signalled(outcome, signals)
+
+    def _shard_again(self, given: TrainerArguments, step: int | None, *, resumes: bool) -> None:
+        """Shard the model anew if it was trained already, or if a checkpoint to resume from has other tiles."""
+        setup, config = self._setup, self._config
+        if resumes and config.tiles is None:
+            checkpoints = RunFolder(setup.checkpoints.folder).checkpoints
+            tiles = tiles_of_checkpoint(checkpoints, setup.comm, step)
+            if tiles not in (None, setup.model.engine.partitioned.parallel_layout.asked_tiles):
+                config = config.with_tiles(tiles)
+        if self._loop is not None or config.tiles != setup.model.config.tiles:
+            self._setup = given.sharded_again(setup, config)
 
     def _unless_signalled(self, result: TrainingResult, signals: StopSignals) -> TrainingResult | Preempted:
         """Return the result of a complete run, but a :class:`Preempted` if a signal came too late to stop it.
