@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from mpizero.errors import LayoutError
 
@@ -48,8 +49,13 @@ class Partition:
 
     def sizes(self) -> tuple[int, ...]:
         """Return the number of elements of each shard."""
-        return tuple(s.stop - s.start for s in self)
+        return _sizes(self)
 
     def __iter__(self) -> Iterator[slice]:
         """Iterate over the ranges of elements of all shards, in order."""
         return (self.shard(part) for part in range(self.parts))
+
+
+@lru_cache(maxsize=1024)  # split layers ask again and again
+def _sizes(partition: Partition) -> tuple[int, ...]:
+    return tuple(shard.stop - shard.start for shard in partition)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 from mpizero.errors import LayoutError
+from mpizero.layout.flat import nested
 from mpizero.nn.layer import namespace
 from mpizero.types import Array, ParameterSpec, Params
 
@@ -18,11 +20,32 @@ Ranges = tuple[tuple[int, int], ...]
 class TileViews(dict[str, Any]):
     """Hold the parameters of a tile by name, with the ``poll`` and ``gathered`` of the rank's parameters, if any."""
 
+    __slots__ = ("gathered", "poll")
+
     def __init__(self, views: Mapping[str, Any], source: Any) -> None:
         super().__init__(views)
-        for name in ("poll", "gathered"):
-            if hasattr(source, name):
-                setattr(self, name, getattr(source, name))
+        self.poll, self.gathered = getattr(source, "poll", None), getattr(source, "gathered", False)
+
+
+class _Cut(NamedTuple):
+    """Say where the tiles of a rank lie in the array of a parameter that the rank holds.
+
+    ``places`` has, for each tile, the index of each of its ranges, and ``starts`` where the range begins in the tile's
+    own array.
+    """
+
+    axis: int
+    places: tuple[tuple[tuple[slice, ...], ...], ...]
+    starts: tuple[tuple[tuple[slice, ...], ...], ...]
+
+    def of(self, array: Array, tile: int) -> Array:
+        """Return the tile's part of ``array``: a view if it is one range, else a copy."""
+        places = self.places[tile]
+        if len(places) == 1:
+            view: Array = array[places[0]]
+            return view
+        joined: Array = namespace(array).concatenate([array[place] for place in places], self.axis)
+        return joined
 
 
 @dataclass(frozen=True)
@@ -43,18 +66,17 @@ class TileParameters:
         return tuple(_union(specs) for specs in zip(*self.declared, strict=True))
 
     @cached_property
-    def _ranges(self) -> dict[str, tuple[int, tuple[Ranges, ...]]]:
-        """For each split parameter: the axis, and the ranges of each tile in the array that the rank holds."""
-        found = {}
-        for spec in self.specs:
-            if spec.part is not None:
-                ranges = spec.part.ranges
-                found[spec.name] = spec.part.axis, tuple(_local(own, ranges) for own in spec.part.tiles)
-        return found
+    def _cuts(self) -> dict[str, Any]:
+        """For each parameter its cut, or None if every tile holds it whole; nested by name as parameters are."""
+        return nested({spec.name: None if spec.part is None else _cut(spec) for spec in self.specs})
+
+    @cached_property
+    def _split(self) -> bool:
+        return any(spec.part is not None for spec in self.specs)
 
     def parameters(self, params: Params, tile: int) -> Params:
         """Return the tile's parameters, as contiguous arrays: views of ``params`` where possible, else copies."""
-        return TileViews(self._each(params, "", lambda name, array: self._taken(name, array, tile)), params)
+        return _parameters(self._cuts, params, tile) if self._split else params
 
     def gradients(self, grads: Params, tile: int, *, first: bool) -> Params:
         """Return arrays that the tile writes its gradients to.
@@ -62,57 +84,60 @@ class TileParameters:
         They are views of ``grads``, or new arrays that :meth:`collect` copies back. With ``first`` False, so are those
         of the parameters that every tile holds whole; all tiles compute the same gradients of these.
         """
-
-        def target(name: str, array: Array) -> Array:
-            if name in self._ranges:
-                return self._view(name, array, tile)
-            return array if first else namespace(array).empty_like(array)
-
-        views = self._each(grads, "", target)
+        if first and not self._split:
+            return grads
+        views = _gradients(self._cuts, grads, tile, first)
         return type(grads)(views) if isinstance(grads, dict) else views
 
     def collect(self, grads: Params, targets: Params, tile: int) -> None:
         """Copy to ``grads`` what the tile has written to arrays that are not views of ``grads``."""
+        if self._split:
+            _collect(self._cuts, grads, targets, tile)
 
-        def copied(name: str, array: Array) -> Array:
-            if len(self._tile_ranges(name, tile)) > 1:
-                values, start = _found(targets, name), 0
-                for place, size in self._slices(name, tile):
-                    axis = self._ranges[name][0]
-                    array[place] = values[(*(slice(None),) * axis, slice(start, start + size))]
-                    start += size
-            return array
 
-        self._each(grads, "", copied)
+def _parameters(cuts: Mapping[str, Any], params: Any, tile: int) -> TileViews:
+    views = TileViews(params, params)
+    for name, cut in cuts.items():
+        if type(cut) is dict:
+            views[name] = _parameters(cut, params[name], tile)
+        elif cut is not None:
+            array = cut.of(params[name], tile)
+            views[name] = array if array.flags.c_contiguous else namespace(array).ascontiguousarray(array)
+    return views
 
-    def _each(self, tree: Any, prefix: str, use: Any) -> dict[str, Any]:
-        result = {}
-        for key, value in tree.items():
-            if isinstance(value, Mapping):
-                inner = self._each(value, f"{prefix}{key}.", use)
-                result[key] = TileViews(inner, value) if hasattr(value, "poll") else inner
-            else:
-                result[key] = use(prefix + key, value)
-        return result
 
-    def _tile_ranges(self, name: str, tile: int) -> Ranges:
-        return self._ranges[name][1][tile] if name in self._ranges else ()
+def _gradients(cuts: Mapping[str, Any], grads: Any, tile: int, first: bool) -> dict[str, Any]:
+    views = dict(grads)
+    for name, cut in cuts.items():
+        array = grads[name]
+        if type(cut) is dict:
+            views[name] = _gradients(cut, array, tile, first)
+        elif cut is not None:
+            views[name] = cut.of(array, tile)
+        elif not first:
+            views[name] = namespace(array).empty_like(array)
+    return views
 
-    def _slices(self, name: str, tile: int) -> list[tuple[tuple[slice, ...], int]]:
-        axis = self._ranges[name][0]
-        return [((*(slice(None),) * axis, slice(a, b)), b - a) for a, b in self._tile_ranges(name, tile)]
 
-    def _view(self, name: str, array: Array, tile: int) -> Array:
-        """Return the tile's part of ``array``: a view if it is one range, else a copy."""
-        parts = [array[place] for place, _ in self._slices(name, tile)]
-        joined: Array = parts[0] if len(parts) == 1 else namespace(array).concatenate(parts, self._ranges[name][0])
-        return joined
+def _collect(cuts: Mapping[str, Any], grads: Any, targets: Any, tile: int) -> None:
+    for name, cut in cuts.items():
+        if type(cut) is dict:
+            _collect(cut, grads[name], targets[name], tile)
+        elif cut is not None and len(cut.places[tile]) != 1:
+            for place, start in zip(cut.places[tile], cut.starts[tile], strict=True):
+                grads[name][place] = targets[name][start]
 
-    def _taken(self, name: str, array: Array, tile: int) -> Array:
-        if name not in self._ranges:
-            return array
-        taken: Array = namespace(array).ascontiguousarray(self._view(name, array, tile))
-        return taken
+
+def _cut(spec: ParameterSpec) -> _Cut:
+    part = spec.part
+    assert part is not None
+    before, places, starts = (slice(None),) * part.axis, [], []
+    for own in part.tiles:
+        ranges = _local(own, part.ranges)
+        bounds = [0, *accumulate(stop - start for start, stop in ranges)]
+        places.append(tuple((*before, slice(start, stop)) for start, stop in ranges))
+        starts.append(tuple((*before, slice(start, stop)) for start, stop in pairwise(bounds)))
+    return _Cut(part.axis, tuple(places), tuple(starts))
 
 
 def _union(specs: Sequence[ParameterSpec]) -> ParameterSpec:
@@ -146,10 +171,3 @@ def _local(own: Ranges, held: Ranges) -> Ranges:
                 break
             before += b - a
     return tuple(found)
-
-
-def _found(tree: Any, name: str) -> Array:
-    for key in name.split("."):
-        tree = tree[key]
-    array: Array = tree
-    return array

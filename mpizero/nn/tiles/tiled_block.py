@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
@@ -83,8 +84,6 @@ class TileGrid:
 
     def join(self, parts: Sequence[Any], axis: int | None) -> Any:
         """Return what the rank holds from the parts of its tiles; the inverse of :meth:`cut`, for arrays."""
-        if parts[0] is None:
-            return None
         xp, n = namespace(parts[0]), self.across
         rows = [parts[start : start + n] for start in range(0, len(parts), n)]
         held = [row[0] if axis is None else xp.concatenate(row, axis=axis) for row in rows]
@@ -110,12 +109,17 @@ class TiledBlock(Layer):
         Numbers of tiles.
     entry, exit : int or None
         The axis of the input and of the output that is cut over the tensor tiles; None if each of them has the whole.
+    takes_parts, gives_parts : bool
+        Whether the input and the output are tuples of the tiles' parts, and not joined: the block before, or after,
+        is tiled and on this rank, too.
     """
 
     forms: tuple[Layer, ...]
     grid: TileGrid
     entry: int | None
     exit: int | None
+    takes_parts: bool = False
+    gives_parts: bool = False
 
     @cached_property
     def _parameters(self) -> TileParameters:
@@ -131,27 +135,41 @@ class TiledBlock(Layer):
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Run the block forward for all tiles. Collective over the groups that the block is split over."""
-        inputs, views = self.grid.cut(x, run.length, self.entry), self._views(params)
-        found = run_in_turns([bound(f.forward, p, i, run) for f, p, i in zip(self.forms, views, inputs, strict=True)])
-        return self.grid.join([y for y, _ in found], self.exit), _Cache(run.length, [cache for _, cache in found])
+        inputs: Any = x if self.takes_parts else self.grid.cut(x, run.length, self.entry)
+        tiles = zip(self.forms, self._views(params), inputs, strict=True)
+        found = run_in_turns([bound(form.forward, p, part, run) for form, p, part in tiles])
+        return self._output([y for y, _ in found]), _Cache(run.length, [cache for _, cache in found])
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Compute the gradient of the input for all tiles. Collective over the groups."""
-        above, views = self.grid.cut(dy, cache.length, self.exit), self._views(params)
-        tiles = zip(self.forms, views, cache.caches, above, strict=True)
-        found = run_in_turns([bound(f.backward_input, p, c, d) for f, p, c, d in tiles])
-        return self.grid.join([dx for dx, _ in found], self.entry), [pending for _, pending in found]
+        tiles = zip(self.forms, self._views(params), cache.caches, self._above(dy, cache), strict=True)
+        found = run_in_turns([bound(form.backward_input, p, c, d) for form, p, c, d in tiles])
+        return self._input_gradient([dx for dx, _ in found]), [pending for _, pending in found]
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Overwrite the gradients; those of the context tiles are added in the tree's order. Collective."""
-        views, across = self._views(params), self.grid.across
+        with self._gradients(grads) as targets:
+            tiles = zip(self.forms, self._views(params), cache.caches, pending, targets, strict=True)
+            run_in_turns([bound(form.backward_weights, p, c, w, g) for form, p, c, w, g in tiles])
+
+    def backward(self, params: Params, cache: Any, dy: Array, grads: Params) -> Array | None:
+        """Overwrite the gradients, and return the gradient of the input. Collective over the groups."""
+        with self._gradients(grads) as targets:
+            tiles = zip(self.forms, self._views(params), cache.caches, self._above(dy, cache), targets, strict=True)
+            found = run_in_turns([bound(form.backward, p, c, d, g) for form, p, c, d, g in tiles])
+        dx: Array | None = self._input_gradient(found)
+        return dx
+
+    @contextmanager
+    def _gradients(self, grads: Params) -> Iterator[list[Params]]:
+        """Give each tile arrays for its gradients, and collect these in ``grads`` at the end."""
+        across = self.grid.across
         held = [grads, *(_empty_like(grads) for _ in range(self.grid.along - 1))]
         targets = [
             self._parameters.gradients(held[number // across], number % across, first=number % across == 0)
             for number in range(len(self.forms))
         ]
-        tiles = zip(self.forms, views, cache.caches, pending, targets, strict=True)
-        run_in_turns([bound(f.backward_weights, p, c, w, g) for f, p, c, w, g in tiles])
+        yield targets
         for number, target in enumerate(targets):
             self._parameters.collect(held[number // across], target, number % across)
         if len(held) > 1:
@@ -160,6 +178,17 @@ class TiledBlock(Layer):
     def _views(self, params: Params) -> list[Params]:
         views = [self._parameters.parameters(params, tile) for tile in range(self.grid.across)]
         return views * self.grid.along
+
+    def _output(self, parts: list[Any]) -> Any:
+        return tuple(parts) if self.gives_parts else self.grid.join(parts, self.exit)
+
+    def _above(self, dy: Any, cache: _Cache) -> Any:
+        return dy if self.gives_parts else self.grid.cut(dy, cache.length, self.exit)
+
+    def _input_gradient(self, parts: list[Any]) -> Any:
+        if parts[0] is None:
+            return None
+        return tuple(parts) if self.takes_parts else self.grid.join(parts, self.entry)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the unsplit block's output shape for one sample of ``shape``. Not collective."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,9 @@ from mpizero.nn.tiles.virtual_group import VirtualRanks
 from mpizero.types import Array, BlockModel, Group, Layer, Loss, Run
 
 
-def tiled_model(model: BlockModel, tensor: Group, context: Group, tensor_tiles: int, context_tiles: int) -> BlockModel:
+def tiled_model(
+    model: BlockModel, tensor: Group, context: Group, tiles: tuple[int, int], ends: Container[str] = ()
+) -> BlockModel:
     """Split a model over a tensor and a context group, with the bits of groups of as many ranks as there are tiles.
 
     Not collective.
@@ -30,8 +33,10 @@ def tiled_model(model: BlockModel, tensor: Group, context: Group, tensor_tiles: 
         The whole model.
     tensor, context : Group
         The ranks that its layers, and that sequences are split over.
-    tensor_tiles, context_tiles : int
-        Numbers of tiles: multiples of the groups' sizes by powers of two.
+    tiles : tuple of int
+        Numbers of tiles of both groups: multiples of their sizes by powers of two.
+    ends : container of str
+        The blocks whose outputs are sent to other pipeline stages.
 
     Returns
     -------
@@ -44,6 +49,7 @@ def tiled_model(model: BlockModel, tensor: Group, context: Group, tensor_tiles: 
     ConfigError
         The model cannot be split into so many tiles.
     """
+    tensor_tiles, context_tiles = tiles
     across, along = _groups(tensor, tensor_tiles), _groups(context, context_tiles)
     if len(across) * len(along) == 1:
         return context_model(split_model(model, tensor), context)
@@ -55,7 +61,7 @@ def tiled_model(model: BlockModel, tensor: Group, context: Group, tensor_tiles: 
         for t in range(len(across))
     )
     grid = TileGrid(_hosted(tensor, tensor_tiles), _hosted(context, context_tiles))
-    return TiledModel(model, forms, grid, context)
+    return TiledModel(model, forms, grid, context, ends)
 
 
 def _groups(group: Group, tiles: int) -> Sequence[Group]:
@@ -121,12 +127,15 @@ class TiledModel:
         Numbers of tiles.
     context : Group
         The real ranks that sequences are split over.
+    ends : container of str
+        The blocks whose outputs are sent to other pipeline stages.
     """
 
     whole: BlockModel
     forms: tuple[Any, ...]
     grid: TileGrid
     context: Group
+    ends: Container[str] = ()
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -144,14 +153,17 @@ class TiledModel:
 
         A block that no axis splits is the unsplit block, which runs once.
         """
-        found: dict[str, Layer] = {}
-        entry = None
-        for name, block in self.whole.blocks.items():
-            forms = tuple(form.blocks[name] for form in self.forms)
-            leave = self._cut_axis(name)
+        names = list(self.whole.blocks)
+        leaves = [self._cut_axis(name) for name in names]
+        found: dict[str, Any] = {}
+        for name, entry, leave in zip(names, [None, *leaves], leaves, strict=False):
+            block, forms = self.whole.blocks[name], tuple(form.blocks[name] for form in self.forms)
             alone = self.grid.along == 1 and entry is leave is None and all(form is block for form in forms)
             found[name] = block if alone else TiledBlock(forms, self.grid, entry, leave)
-            entry = leave
+        for (name, block), (after, following) in pairwise(list(found.items())):
+            if isinstance(block, TiledBlock) and isinstance(following, TiledBlock) and name not in self.ends:
+                found[name] = replace(found[name], gives_parts=True)
+                found[after] = replace(following, takes_parts=True)
         return found
 
     def _cut_axis(self, block: str) -> int | None:
