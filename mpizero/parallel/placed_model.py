@@ -79,7 +79,8 @@ class PlacedModel:
         device: int | None = None,
         private: bool = False,
     ) -> None:
-        self.model, self.config, self.placement = model, config, placement
+        contexts = 1 if parallel_layout is None else parallel_layout.context
+        self.model, self.config, self.placement = model, config, placement.in_contexts(contexts)
         self._blas_threads = limit_blas_threads(config.communicator, config.threads)
         self.block_model = isinstance(model, BlockModel)
         if callable(told := getattr(model, "set_sharding_config", None)):
@@ -94,7 +95,7 @@ class PlacedModel:
         self._find_part(parallel_layout, private=private)
         self._scratch = scratch_use(config, self.grid.pipeline.size, by_block=self.block_model)
         used = {"scratch": self._scratch == "grains", "in_place": writes_in_place(model)}
-        if not fits_shared_memory(self.grid, self.layout, self.dtype.itemsize, placement, config, **used):
+        if not fits_shared_memory(self.grid, self.layout, self.dtype.itemsize, self.placement, config, **used):
             self._find_part(parallel_layout, private=True)
         try:
             self._take_memory()

@@ -181,11 +181,12 @@ class TrainingPlan:
     @cached_property
     def training(self) -> PlannedTraining:
         """The parts of the plan that are equal for all ranks."""
-        waves = assigns_waves(self.row, self.config, self.axes.data * self.axes.context)
+        row = self.row.in_contexts(self.axes.context)
+        waves = assigns_waves(row, self.config, self.axes.data * self.axes.context)
         by_block = isinstance(self.model, BlockModel)
         scratch = scratch_use(self.config, self.axes.pipeline, by_block=by_block)
         return PlannedTraining(
-            row=self.row,
+            row=row,
             config=self.config,
             optimizer=optim.averaging(self.optimizer, self.config.ema),
             step=StepBatches(self.grains, self.config.accumulate, waves, scratch),
@@ -271,7 +272,7 @@ class TrainingPlan:
             minimum = self.config.minimum_parameter_group_size
             first = next(iter(self._parts.values()), None)
             self._parts[tensor, context] = ModelPart.build(
-                self.model, grid, self.tiled_layout, sample, self.row, minimum,
+                self.model, grid, self.tiled_layout, sample, self.training.row, minimum,
                 known=None if first is None else first.even_trials(max(1, self.training.step.largest)),
             )  # fmt: skip
         if (stage, tensor, context) not in self._parts:

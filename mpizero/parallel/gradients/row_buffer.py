@@ -1,11 +1,6 @@
 """Keep gradients in rows, copies of the whole gradient vector, and sum the rows of all ranks (DDP, ZeRO-1).
 
 A rank computes a contiguous run of grains. Rows are summed at the end of a step, or during its backward pass.
-
-[Note: rows in a context group] Each rank of a context group computes a part of a grain. In the tree these parts are
-neighbours, so none of a rank's own parts are: the rank keeps a row for each of its grains until all rows are summed.
-To sum each grain over the group at once would need fewer rows, but send the sums of every grain between nodes. Waves
-do that, with the same bits: so the strategy chooses between fewer messages (DDP, ZeRO-1) and less memory (ZeRO-2, 3).
 """
 
 from __future__ import annotations

@@ -151,9 +151,9 @@ def _formula(engine: Engine) -> dict[str, float]:
     those that are not frozen, for optimizer state only those that an optimizer trains), b the bytes of an element, and
     s the number of state arrays. Let n be the ranks of the data group, and L the ranks of a node (1 if ranks share no
     memory). On each rank, parameters need P*b/n if they are sharded and P*b/L if not; gradients need P*b/n if they are
-    sharded and P*b if not; state needs s*P*b/n if it is sharded and s*P*b/L if not. Compression with error feedback
-    also keeps residuals, 2*P*b/L if state is not sharded. If state is sharded, a rank keeps no residuals for its own
-    ranges: with d peers, itself included, that makes 2*P*b/L*(1 - 1/d).
+    summed in waves and P*b if not; state needs s*P*b/n if it is sharded and s*P*b/L if not. Compression with error
+    feedback also keeps residuals, 2*P*b/L if state is not sharded. If state is sharded, a rank keeps no residuals for
+    its own ranges: with d peers, itself included, that makes 2*P*b/L*(1 - 1/d).
     """
     row, grid = engine.placement, engine.grid
     item, n, local = engine.dtype.itemsize, grid.data.size, grid.node.size
@@ -165,6 +165,6 @@ def _formula(engine: Engine) -> dict[str, float]:
         feedback["residuals"] = 2 * changed * item / local * (1 if engine.exchange.replicated else 1 - 1 / peers)
     return feedback | {
         "parameters": engine.layout.size * item / (n if row.shard_parameters else local),
-        "gradients": changed * item / (n if row.shard_gradients else 1),
+        "gradients": changed * item / (n if row.waves else 1),
         "optimizer state": slots * _optimized(engine.layout) * item / (n if row.shard_optimizer else local),
     }

@@ -11,6 +11,7 @@ import pytest
 import mpizero as mz
 from mpizero.errors import ConfigError, DataError
 from mpizero.nn import Frozen
+from mpizero.parallel.parameters.allocator import paged
 from mpizero.testing import parallel_assert, run_in_threads
 from tests.parallel.models import part
 from tests.parallel.parallel_layouts import (
@@ -183,6 +184,20 @@ def test_metadata_and_replicas_count_the_context() -> None:
 
     expected = [(p, 0, d, c) for p in range(2) for d in range(2) for c in range(2)]
     assert run_in_threads(8, body) == expected
+
+
+def test_zero_1_holds_of_gradients_what_zero_2_does_and_ddp_a_copy_for_each_grain() -> None:
+    def held(comm: Any, zero: int) -> tuple[int, int]:
+        model, _ = placed(CASES["dropout"], comm, Way(context=2, zero=zero), **MEMORIES[1])
+        with model:
+            model.train(*texts(1, 8)[0])
+            told = model.metadata()
+            assert told.zero_stage == zero
+            return told.bytes_on_rank["gradients"], paged(model.engine.layout.gradient_size * 8)
+
+    found = [run_in_threads(2, lambda comm, z=zero: held(comm, z)) for zero in (0, 1, 2)]
+    assert found[1] == found[2]
+    assert all(4 * row <= held < 5 * row for held, row in found[0])
 
 
 def test_models_and_batches_without_sequences_are_refused_on_all_ranks() -> None:
