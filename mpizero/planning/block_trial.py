@@ -87,7 +87,7 @@ class BlockTrial(NamedTuple):
     peaks : PassPeaks
         The most memory that each pass allocates while it runs.
     calls : tuple of GroupCall
-        The block's calls of its tensor or context group in the forward and backward pass.
+        The block's calls of its tensor and context group in the forward and backward pass.
     """
 
     output: TreeForm
@@ -136,21 +136,21 @@ class BlockTrials:
     Parameters
     ----------
     blocks : mapping of str to Layer
-        All blocks of the model, split over ``group``.
+        All blocks of the model, split over tensor and context group.
     loss : Loss
-        The model's loss, split over ``group``.
+        The model's loss, split over these groups.
     sample : TrialSample
         The sample that the first block is given.
-    group : RecordingGroup
-        The group that the split layers and loss call.
+    calls : list of GroupCall
+        The list to which the groups append the calls of split layers and loss.
     dtype : numpy dtype
         The dtype of the parameters.
     """
 
     def __init__(
-        self, blocks: Mapping[str, Layer], loss: Loss, sample: TrialSample, group: RecordingGroup, dtype: Any
+        self, blocks: Mapping[str, Layer], loss: Loss, sample: TrialSample, calls: list[GroupCall], dtype: Any
     ) -> None:
-        self.blocks, self.loss, self.sample, self.group, self.dtype = dict(blocks), loss, sample, group, np.dtype(dtype)
+        self.blocks, self.loss, self.sample, self.calls, self.dtype = dict(blocks), loss, sample, calls, np.dtype(dtype)
         self._tried: dict[tuple[str, TreeForm], BlockTrial] = {}
         self._warmed: set[str] = set()
         self._found: dict[int, dict[str, BlockTrial]] = {}
@@ -216,7 +216,7 @@ class BlockTrials:
 
     def _block(self, layer: Layer, x: Any) -> BlockTrial:
         params, grads = self._parameters(layer)
-        self.group.calls.clear()
+        self.calls.clear()
         with _watched() as watch, np.errstate(all="ignore"):
             y, cache = layer.forward(params, x, self.sample.run)
             forward = watch.peak()
@@ -237,10 +237,10 @@ class BlockTrials:
         held = KeptMemory(own, deferred, *(tuple(id(one) in kept for one in side) for side in (into, out)))
         sources = {id(one): place for place, one in enumerate(into)}
         passes = tuple(sources.get(id(one)) for one in out)
-        return BlockTrial(form, gradient, passes, held, peaks, tuple(self.group.calls))
+        return BlockTrial(form, gradient, passes, held, peaks, tuple(self.calls))
 
     def _loss(self, prediction: Any, y: Array) -> BlockTrial:
-        self.group.calls.clear()
+        self.calls.clear()
         with _watched() as watch, np.errstate(all="ignore"):
             _, _, cache = self.loss.forward(prediction, y)
             forward = watch.peak()
@@ -250,7 +250,7 @@ class BlockTrials:
             peaks = PassPeaks(forward, watch.peak(), 0)
         held = KeptMemory(own, 0, tuple(id(one) in kept for one in _leaf_owners(prediction)), (False,))
         number = TreeForm.of(np.float64(), "the loss")
-        return BlockTrial(number, gradient, (None,), held, peaks, tuple(self.group.calls))
+        return BlockTrial(number, gradient, (None,), held, peaks, tuple(self.calls))
 
     def _parameters(self, layer: Layer) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return a layer's parameters and gradients, nested by name.
@@ -307,7 +307,7 @@ def _leaf_owners(tree: Any) -> list[Array]:
 
 
 def _calls(few: Sequence[GroupCall], more: Sequence[GroupCall], samples: int) -> tuple[GroupCall, ...] | None:
-    if [(c.kind, c.sizes, c.itemsize) for c in few] != [(c.kind, c.sizes, c.itemsize) for c in more]:
+    if [(c.axis, c.kind, c.sizes, c.itemsize) for c in few] != [(c.axis, c.kind, c.sizes, c.itemsize) for c in more]:
         return None
     return tuple(
         b._replace(unit=_line(a.unit, b.unit, samples), outer=_line(a.outer, b.outer, samples))

@@ -196,6 +196,8 @@ class GroupCall(NamedTuple):
         For "gather" and "scatter", the product of the lengths of the axes before that axis; otherwise 1.
     itemsize : int
         Bytes of an element.
+    axis : str
+        The axis along which the group's ranks differ: "tensor" or "context".
     """
 
     kind: str
@@ -203,6 +205,7 @@ class GroupCall(NamedTuple):
     sizes: tuple[int, ...]
     outer: int
     itemsize: int
+    axis: str
 
     def sent(self, rank: int, size: int, *, in_window: bool) -> Sent:
         """Return what rank ``rank`` of a group of ``size`` ranks sends. Not collective.
@@ -286,23 +289,26 @@ class RecordingGroup:
     It implements :class:`mpizero.types.Group`. But no method is collective, and the values of returned arrays mean
     nothing.
 
-    Attributes
+    Parameters
     ----------
+    axis : str
+        The axis along which the group's ranks differ: "tensor" or "context".
+    rank, size : int
+        The rank's number in the group, and the size of the group.
     calls : list of GroupCall
-        The calls since the list was last emptied.
+        The list to which calls are appended; the groups of one rank have the same.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        self.calls: list[GroupCall] = []
+    def __init__(self, axis: str, rank: int, size: int, calls: list[GroupCall]) -> None:
+        self.axis, self.rank, self.size, self.calls = axis, rank, size, calls
 
     def __repr__(self) -> str:
         """Return a text that names the size but not the rank, because layers are compared by their texts."""
-        return f"group of {self.size}"
+        return f"{self.axis} group of {self.size}"
 
     def all_reduce(self, x: Array, tag: str = "") -> Array:
         """Record the call, and return a copy of ``x``."""
-        self.calls.append(GroupCall("reduce", x.size, (), 1, x.itemsize))
+        self.calls.append(GroupCall("reduce", x.size, (), 1, x.itemsize, self.axis))
         return np.array(x, order="C")
 
     def all_max(self, x: Array, tag: str = "") -> Array:
@@ -329,13 +335,14 @@ class RecordingGroup:
     def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> _Shifted:
         """Record the call, and return a finished request with copies of ``arrays``."""
         if by % self.size:
-            self.calls += [GroupCall("shift", x.size, (), 1, x.itemsize) for x in arrays]
+            self.calls += [GroupCall("shift", x.size, (), 1, x.itemsize, self.axis) for x in arrays]
         return _Shifted(tuple(np.array(x, order="C") for x in arrays))
 
     def _along(self, kind: str, x: Array, axis: int, sizes: Sequence[int]) -> GroupCall:
         axis %= x.ndim
         outer = prod(x.shape[:axis])
-        call = GroupCall(kind, outer * prod(x.shape[axis + 1 :]), tuple(map(int, sizes)), outer, x.itemsize)
+        unit = outer * prod(x.shape[axis + 1 :])
+        call = GroupCall(kind, unit, tuple(map(int, sizes)), outer, x.itemsize, self.axis)
         self.calls.append(call)
         return call
 

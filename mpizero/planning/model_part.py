@@ -18,7 +18,7 @@ from mpizero.parallel.partition.local_model import PartitionedModel, partition_m
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.parallel.placement import Placement
 from mpizero.planning.block_trial import FEW, BlockTrial, BlockTrials, TrialSample
-from mpizero.planning.byte_counts import GroupCall, RecordingGroup
+from mpizero.planning.byte_counts import GroupCall
 from mpizero.planning.planned_grid import PlannedGrid
 from mpizero.planning.shard_sizes import ShardSizes
 from mpizero.sampletree import SampleTree
@@ -41,8 +41,7 @@ class ModelPart:
     untried : str
         Why the trials do not tell the memory of the blocks; "" if they do.
     asked : tuple of GroupCall
-        The calls of the tensor or context group before a chunk's forward pass, in which ranks find the length of
-        sequences.
+        The calls of the context group before a chunk's forward pass, in which ranks find the length of sequences.
     shape : tuple of int
         Shape of one whole sample.
     layouts : mapping of int to FlatLayout
@@ -124,7 +123,7 @@ class ModelPart:
         return [found[name] for name in names]
 
     def calls(self, chunk: int, samples: int) -> list[GroupCall]:
-        """Return the calls of the tensor or context group for one micro-batch of ``samples`` samples on a chunk.
+        """Return the calls of the tensor and context group for one micro-batch of ``samples`` samples on a chunk.
 
         Not collective.
         """
@@ -169,7 +168,7 @@ class ModelPart:
         return total
 
     def even_trials(self, samples: int) -> BlockTrials | None:
-        """Return the trial runs if they hold for other ranks of the tensor or context group, too; else None.
+        """Return the trial runs if they hold for other ranks of the tensor and context group, too; else None.
 
         They do where no group call, with at most ``samples`` samples, cuts an array into unequal parts. Not collective.
         """
@@ -196,12 +195,11 @@ def _try_blocks(
     model = partitioned.split
     if not isinstance(model, BlockModel):
         return None, f"{type(model).__name__} is a black box: what its function allocates and computes is its own", ()
-    group = grid.context_group if grid.context.size > 1 else grid.tensor_group
     try:
         if not all(isinstance(part, np.ndarray) for part in (sample.x, sample.y)):
             raise ConfigError("blocks cannot be tried alone on samples that are trees of arrays")
-        local, asked = _local(sample, partitioned, group)
-        trials = BlockTrials(model.blocks, model.loss, local, group, model.dtype)
+        local, asked = _local(sample, partitioned, grid)
+        trials = BlockTrials(model.blocks, model.loss, local, grid.group_calls, model.dtype)
         if known is not None and known.shapes == trials.shapes:
             trials = known
         trials.of(FEW)
@@ -229,18 +227,17 @@ def _counts(layer: nn.Layer) -> bool:
 
 
 def _local(
-    sample: TrialSample, partitioned: PartitionedModel, group: RecordingGroup
+    sample: TrialSample, partitioned: PartitionedModel, grid: PlannedGrid
 ) -> tuple[TrialSample, tuple[GroupCall, ...]]:
     """Return the part of a sample that a rank's first block is given, and the group calls made before the blocks run.
 
     Not collective.
     """
     x, y, run = sample.x[:1], sample.y[:1], sample.run
-    cut = partitioned.parallel_layout.context > 1
-    if cut:
-        x, y, run = *nn.cut_batch(x, y, group), replace(run, length=x.shape[1])
-    group.calls.clear()
-    with suppress(DataError):  # a context group asks for lengths, without other ranks
-        told = partitioned.run_on(x, sample.run)
-        run = run if cut else told
-    return TrialSample(x, y, run), tuple(group.calls)
+    length = x.shape[1] if partitioned.parallel_layout.context_tiles > 1 else 0
+    x, y = partitioned.cut_batch(x, y)
+    grid.group_calls.clear()
+    with suppress(DataError):  # a context group asks for lengths, and there are no other ranks
+        partitioned.run_on(x, run)
+    asked = tuple(grid.group_calls)
+    return TrialSample(x, y, partitioned.run_on(x, replace(run, length=length))), asked

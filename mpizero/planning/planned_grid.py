@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from mpizero.layout import Axes, Coordinates
 from mpizero.layout.nodes import GROUPS, SHARING, NodeOrder, by_node, inside_nodes, node_major, uneven_counts
-from mpizero.planning.byte_counts import RecordingGroup
+from mpizero.planning.byte_counts import GroupCall, RecordingGroup
 
 
 class PlannedGroup(NamedTuple):
@@ -50,14 +50,19 @@ class PlannedGrid(NodeOrder):
     position: tuple[int, ...]
 
     @cached_property
+    def group_calls(self) -> list[GroupCall]:
+        """The calls of the tensor and the context group, in order, since the list was last emptied."""
+        return []
+
+    @cached_property
     def tensor_group(self) -> RecordingGroup:
         """An object that takes the place of the tensor group and records the calls of split layers."""
-        return RecordingGroup(self.tensor.rank, self.tensor.size)
+        return RecordingGroup("tensor", self.tensor.rank, self.tensor.size, self.group_calls)
 
     @cached_property
     def context_group(self) -> RecordingGroup:
         """An object that takes the place of the context group and records the calls of context-parallel layers."""
-        return RecordingGroup(self.context.rank, self.context.size)
+        return RecordingGroup("context", self.context.rank, self.context.size, self.group_calls)
 
 
 @dataclass(frozen=True)

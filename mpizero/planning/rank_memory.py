@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from math import lcm
 from typing import NamedTuple
 
 from mpizero.kernels.device import STAGING
@@ -57,7 +58,8 @@ class MemoryBytes(NamedTuple):
     shared : int
         Bytes of a window that ``sharers`` ranks share.
     sharers : int
-        Number of ranks that share the window.
+        Number of ranks that share the window. (For a sum of windows with different numbers it is their least common
+        multiple, and ``shared`` are the bytes of as many ranks' equal shares of all windows.)
     """
 
     private: int = 0
@@ -68,6 +70,14 @@ class MemoryBytes(NamedTuple):
     def mine(self) -> int:
         """The private bytes, and this rank's equal share of the window."""
         return self.private + self.shared // self.sharers
+
+    def __add__(self, other: object) -> MemoryBytes:
+        """Add private bytes, and this rank's shares of both windows."""
+        if not isinstance(other, MemoryBytes):
+            return NotImplemented
+        sharers = lcm(self.sharers, other.sharers)
+        shares = (sharers // each.sharers * each.shared for each in (self, other))
+        return MemoryBytes(self.private + other.private, sum(shares), sharers)
 
 
 @dataclass(frozen=True)
@@ -240,11 +250,14 @@ class RankMemory:
         )
 
     def _group_buffers(self) -> MemoryBytes:
-        """Return the memory that a tensor or context group keeps for its calls: a window, or message buffers."""
-        group = self.traffic.group
-        if group.shares_memory:
-            return MemoryBytes(0, window_bytes(self.traffic.calls, group.size), group.size)
-        rooms: Counter[str] = Counter()
-        for call in self.traffic.calls:
-            rooms |= Counter(call.rooms(group.rank, group.size))
-        return MemoryBytes(sum(rooms.values()))
+        """Return the memory that tensor and context group keep for their calls: windows, or message buffers."""
+        found = MemoryBytes()
+        for group, calls in self.traffic.calls:
+            if group.shares_memory:
+                found += MemoryBytes(0, window_bytes(calls, group.size), group.size)
+                continue
+            rooms: Counter[str] = Counter()
+            for call in calls:
+                rooms |= Counter(call.rooms(group.rank, group.size))
+            found += MemoryBytes(sum(rooms.values()))
+        return found

@@ -105,12 +105,13 @@ class TimeFloors:
         return sent.messages * self.machine.seconds(operation, sent.bytes / sent.messages, where)
 
     def _windows(self, traffic: RankTraffic) -> float:
-        """Return the seconds in which a tensor or context group copies, sums and waits at barriers in its window."""
-        group, found = traffic.group, 0.0
-        for call, times in traffic.calls.items() if group.shares_memory else ():
-            copies = call.copies(group.rank, group.size)
-            moved = sum(self.machine.pass_seconds(*each, self.ranks_per_node) for each in copies.passes)
-            found += times * (moved + copies.barriers * self.machine.seconds("barrier", 0))
+        """Return the seconds in which tensor and context group copy, sum and wait at barriers in their windows."""
+        found = 0.0
+        for group, calls in traffic.calls:
+            for call, times in calls.items() if group.shares_memory else ():
+                copies = call.copies(group.rank, group.size)
+                moved = sum(self.machine.pass_seconds(*each, self.ranks_per_node) for each in copies.passes)
+                found += times * (moved + copies.barriers * self.machine.seconds("barrier", 0))
         return found
 
     def _purpose(self, purpose: str, sent: Sent) -> float:

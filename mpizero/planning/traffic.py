@@ -253,35 +253,28 @@ class RankTraffic:
     # ------------------------------------------------------------------ inside the model
 
     def _tensor(self) -> Sent:
-        return self._sent_in(self.grid.tensor)
+        return self._sent_in("tensor")
 
     def _context(self) -> Sent:
-        return self._sent_in(self.grid.context)
+        return self._sent_in("context")
 
-    def _sent_in(self, group: PlannedGroup) -> Sent:
-        if group.size == 1:
-            return Sent()
-        once = {call: call.sent(group.rank, group.size, in_window=group.shares_memory) for call in self.calls}
-        return total_sent(once[call].times(count) for call, count in self.calls.items())
+    def _sent_in(self, axis: str) -> Sent:
+        return total_sent(
+            call.sent(group.rank, group.size, in_window=group.shares_memory).times(count)
+            for group, calls in self.calls
+            for call, count in calls.items()
+            if call.axis == axis
+        )
 
     @cached_property
-    def calls(self) -> Counter[GroupCall]:
-        """The calls of this rank's tensor or context group in a step, and how often each is made."""
-        found = Counter[GroupCall]()
-        if self.group.size > 1:
-            for samples, micro_batches in sorted(Counter(job for job in self.jobs if job).items()):
-                for chunk in self.part.partitioned.chunks:
-                    for call in self.part.calls(chunk, samples):
-                        found[call] += micro_batches
-        return found
-
-    @property
-    def group(self) -> PlannedGroup:
-        """The tensor group or the context group: the one that has more than one rank.
-
-        At most one of them has. If both have one rank, it is the context group.
-        """
-        return self.grid.tensor if self.grid.tensor.size > 1 else self.grid.context
+    def calls(self) -> tuple[tuple[PlannedGroup, Counter[GroupCall]], ...]:
+        """The tensor and the context group, if they have several ranks: calls in a step, and how often each is made."""
+        found = {axis: Counter[GroupCall]() for axis in ("tensor", "context") if getattr(self.grid, axis).size > 1}
+        for samples, micro_batches in sorted(Counter(job for job in self.jobs if job).items()) if found else ():
+            for chunk in self.part.partitioned.chunks:
+                for call in self.part.calls(chunk, samples):
+                    found[call.axis][call] += micro_batches
+        return tuple((getattr(self.grid, axis), calls) for axis, calls in found.items())
 
     def _activations(self) -> Sent:
         stages, here, found = self.part.partitioned.parallel_layout.chunks, self.part.partitioned.stage, Sent()

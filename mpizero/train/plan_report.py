@@ -59,7 +59,8 @@ def _head(plan: PlannedRun) -> str:
 class _Row(NamedTuple):
     """Hold one line of a table: the rank with the largest figures among the ranks of a stage and of some parts.
 
-    ``parts`` has the first and the last number of neighbouring tensor or context parts that have the same ``figures``.
+    ``parts`` has the first and the last number of neighbouring parts that have the same ``figures``. Parts are numbered
+    by tensor rank, then context rank.
     """
 
     stage: int
@@ -69,13 +70,13 @@ class _Row(NamedTuple):
 
 
 def _rows(plan: PlannedRun, figures: Callable[[RankPlan], Mapping[str, int]]) -> list[_Row]:
-    """Find, for each stage and each tensor or context part, the rank with the largest sum of ``figures``.
+    """Find, for each stage and each tensor and context part, the rank with the largest sum of ``figures``.
 
     Neighbouring parts of a stage with equal figures become one line of the table.
     """
     found: dict[tuple[int, int], RankPlan] = {}
     for rank in plan.training.by_rank:
-        kind = rank.here.pipeline, rank.here.tensor + rank.here.context  # one of both is always 0
+        kind = rank.here.pipeline, rank.here.tensor * plan.training.axes.context + rank.here.context
         if kind not in found or sum(figures(rank).values()) > sum(figures(found[kind]).values()):
             found[kind] = rank
     rows: list[_Row] = []
@@ -93,7 +94,8 @@ def _name(plan: PlannedRun, row: _Row) -> str:
     names = [f"stage {row.stage}"] if axes.pipeline > 1 else []
     if axes.tensor * axes.context > 1:
         several = f"{first} to {last}" if first < last else str(first)
-        names.append(f"{'tensor' if axes.tensor > 1 else 'context'} part {several}")
+        split = " x ".join(axis for axis in ("tensor", "context") if getattr(axes, axis) > 1)
+        names.append(f"{split} part {several}")
     return ", ".join(names)
 
 

@@ -147,3 +147,17 @@ def test_context_tiles_have_the_bits_of_a_context_group():
         assert_same(alone, 4, model, IDS, asked, stage=stage, context=2)
         assert_same(alone, 4, model, IDS, asked, stage=stage, context=2, pipeline=2)
         assert_same(alone, 4, model, IDS, asked, stage=stage, context=4)
+
+
+def test_tiles_of_both_axes_have_the_bits_of_both_groups():
+    model, asked = gpt(activation_checkpointing=True), {"tensor": 4, "context": 2}
+    alone = trained(None, model, IDS, asked, stage=1)
+    for ranks, layout in (
+        (1, {}),
+        (2, {"tensor": 2}),
+        (2, {"context": 2, "stage": 3}),
+        (4, {"tensor": 2, "context": 2}),
+        (4, {"tensor": 2, "pipeline": 2, "stage": 2}),
+        (8, {"tensor": 4, "context": 2, "stage": 0}),
+    ):
+        assert_same(alone, ranks, model, IDS, asked, **layout)

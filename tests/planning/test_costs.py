@@ -140,8 +140,8 @@ def counted(engine: Any, job: Job) -> tuple[Counter[str], Counter[str]]:
     messages: Counter[str] = Counter()
     for comm in (engine.grid.world, *engine.grid.communicators):
         for tag, sent in comm.counters.bytes_by_tag.items():
-            layers = "tensor" if engine.grid.tensor.size > 1 else "context"
-            purpose = layers if tag == "gather" and comm is engine.grid.tensor else TAGS.get(tag, layers)
+            layers = "tensor" if comm is engine.grid.tensor else "context"
+            purpose = layers if tag == "gather" and layers == "tensor" else TAGS.get(tag, layers)
             if tag == POINT_TO_POINT:
                 kinds = {id(engine.grid.world): "ties", id(engine.grid.pipeline): "activations"}
                 purpose = kinds.get(id(comm), "context")
@@ -222,12 +222,12 @@ def replicas(ranks: int) -> list[Job]:
 
 
 def spreads(ranks: int) -> list[Job]:
-    """Every pipeline x tensor and pipeline x context; schedules, stages of ZeRO, memories and batches in turn."""
+    """Every pipeline x tensor and pipeline x context, both by 2; schedules, ZeRO stages, memories, batches in turn."""
     found: list[Job] = []
     sizes = [s for s in (1, 2, 3, 4, 8) if ranks % s == 0]
     for pipeline in (s for s in sizes if s <= 4):
         schedules = SCHEDULES if pipeline > 1 else ("1f1b",)
-        for tensor, context in [(s, 1) for s in sizes] + [(1, s) for s in sizes if s > 1]:
+        for tensor, context in [(s, 1) for s in sizes] + [(1, s) for s in sizes if s > 1] + [(2, 2)]:
             if ranks % (pipeline * tensor * context) or pipeline * tensor * context == 1:
                 continue
             for schedule in schedules if tensor * context == 1 else (schedules[len(found) % len(schedules)],):
@@ -283,7 +283,7 @@ def test_ranks_of_a_real_job_hold_and_send_what_was_planned(world: Any) -> None:
 
 @pytest.mark.parametrize("zero", range(4))
 def test_two_by_two_by_two_holds_and_sends_what_was_planned(zero: int) -> None:
-    memory, way = MEMORIES[(zero + 1) % 3], {"pipeline": 2, "tensor": 2}
+    memory, way = MEMORIES[(zero + 1) % 3], {"pipeline": 2, "tensor": 2, "context": 1 + zero % 2}
     check_on_threads(job({"config": memory}, zero=zero, parallel_layout=way, batch=9, config={"micro_batch": 2}), 8)
 
 

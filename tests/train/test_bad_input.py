@@ -40,7 +40,6 @@ LAYOUTS = {
     "unknown schedule": (["parallel.schedule=2f2b"], CONFIG, 'parallel.schedule = "2f2b"'),
     "unknown axis": (["parallel.order=pipeline,tensor,time"], CONFIG, "parallel.order"),
     "interleaved once": (["parallel.schedule=interleaved"], CONFIG, "parallel.virtual_stages = 1"),
-    "two ways to split": (["parallel.tensor=2", "parallel.context=2"], CONFIG, "parallel.context = 2"),
     "cuts": (["parallel.pipeline=2", "parallel.cuts=[3]"], CONFIG, "parallel.cuts = [3]"),
 }
 EVERY = CASES | LAYOUTS

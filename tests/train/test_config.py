@@ -224,7 +224,6 @@ def test_a_bad_value_is_an_error_that_names_the_key_and_the_override(key, value)
             "at least 8 blocks, the model has 6",
         ),
         (["schedule=zero_bubble_v", "pipeline=4"], "pipeline = 4", "at least 8 blocks, the model has 6"),
-        (["tensor=2", "context=2"], "context = 2", "parallel.tensor = 2"),
         (["pipeline=3", "cuts=[4, 2]"], "cuts = [4, 2]", "2 ascending numbers from 1 to 5"),
         (["pipeline=2", "cuts=[6]"], "cuts = [6]", "1 ascending numbers from 1 to 5"),
     ],
@@ -249,6 +248,7 @@ def test_a_model_without_sequences_has_no_context_to_cut():
         ["pipeline=2", "cuts=[1]"],
         ["tensor=4", "order=' tensor, data,pipeline'"],
         ["context=2", "order=context,data,tensor,pipeline"],
+        ["tensor=2", "context=2"],
         ["schedule=interleaved", "virtual_stages=9"],  # no pipeline: nothing to cut
     ],
 )

@@ -93,11 +93,11 @@ def test_a_run_keeps_the_tiles_of_its_checkpoint_on_groups_of_other_sizes(mpizer
 def test_groups_beside_stages_and_replicas_compute_the_bits_of_one_process_with_their_tiles(on_threads):
     short = ["model.layers=2", "train.steps=3", "checkpoint.every=0"]
     layouts = {
-        "tensor": (8, ["pipeline=2", "tensor=2", "data=2", "strategy=zero1"]),
-        "context": (4, ["context=2", "strategy=zero1"]),
+        ("tensor",): (8, ["pipeline=2", "tensor=2", "data=2", "strategy=zero1"]),
+        ("tensor", "context"): (4, ["tensor=2", "context=2", "strategy=zero1"]),
     }
-    for axis, (ranks, sizes) in layouts.items():
-        alone = on_threads.train(1, *short, *parallel(f"tiles.{axis}=2"))
+    for axes, (ranks, sizes) in layouts.items():
+        alone = on_threads.train(1, *short, *parallel(*(f"tiles.{axis}=2" for axis in axes)))
         assert alone.status == 0, alone.err
         expected = [(line["loss"], line.get("validation_loss")) for line in on_threads.metrics()]
         outcome = on_threads.train(ranks, *short, *parallel(*sizes))
@@ -148,7 +148,6 @@ def test_a_checkpoint_of_a_split_model_writes_the_same_text_in_one_process(deepe
         (2, ["--pipeline", "3"], "--pipeline 3: does not fit this job: 2 ranks"),
         (0, ["--pipeline", "2"], "--pipeline 2: does not fit this job: 1 ranks"),
         (2, ["--strategy", "zero4"], '--strategy "zero4": must be one of'),
-        (2, ["--tensor", "2", "--context", "2"], "--context 2: must be 1 together with --tensor 2"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_told_by_the_options_names(deeper, on_threads, ranks, options, text):

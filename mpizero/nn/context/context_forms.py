@@ -34,7 +34,12 @@ from mpizero.nn.losses.cross_entropy import CrossEntropy
 from mpizero.nn.losses.element_losses import ElementLoss
 from mpizero.nn.models.mlp import Select
 from mpizero.nn.sequential import Sequential
-from mpizero.nn.split.model import SplitModel
+from mpizero.nn.split.attention import SplitAttention
+from mpizero.nn.split.block import SequenceParallel, SplitBlock, SplitFeedForward
+from mpizero.nn.split.embedding import SplitEmbedding, SplitTokenEmbedding
+from mpizero.nn.split.head import SplitCrossEntropy, SplitHead
+from mpizero.nn.split.linear import ColumnLinear, RowLinear, SplitLinear, SplitProjection
+from mpizero.nn.split.model import JoinedLoss, SplitModel, split_model, whole_prediction
 from mpizero.sampletree import leaves_of, map_leaves
 from mpizero.types import Array, BlockModel, Group, Loss, Run
 
@@ -75,8 +80,9 @@ class ContextModel:
     """Hold the context-parallel form of a model, which computes on this rank's part of each sequence.
 
     :func:`context_model` makes it. Parameters have the same names and shapes as in ``model``. The gradients, loss sum
-    and weight that a rank computes are those of its part of the sequences. Their sums over ``group`` are those of the
-    whole model.
+    and weight that a rank computes are those of its part of the sequences. Their sums over ``group`` are those of
+    ``model``, which may be split over a tensor group (:class:`mpizero.nn.SplitModel`): that group then cuts the part of
+    a context rank as it cuts whole sequences.
     """
 
     model: BlockModel
@@ -86,20 +92,27 @@ class ContextModel:
     @property
     def loss(self) -> Loss:
         """The model's loss, which takes this rank's part of the predictions and of the targets."""
-        return self.loss_on_parts(self.model.loss)
+        return self._on_places(self.model.loss)
 
     def loss_on_parts(self, loss: Loss) -> Loss:
         """Adapt a loss of whole sequences to this rank's positions; the ranks' sums and weights add up to the whole.
 
-        Not collective. Raises :class:`ConfigError` if the loss does not add up over positions.
+        If the model is split over a tensor group, the loss takes this rank's part of the predictions at these
+        positions. Not collective. Raises :class:`ConfigError` if the loss does not add up over positions.
         """
-        if isinstance(loss, CrossEntropy):
+        own = self._on_places(loss)
+        return self.model.loss_on_parts(own) if isinstance(self.model, SplitModel) else own
+
+    def _on_places(self, loss: Loss) -> Loss:
+        if isinstance(loss, CrossEntropy | SplitCrossEntropy):
             return loss
+        if isinstance(loss, JoinedLoss):
+            return replace(loss, loss=self._on_places(loss.loss))
         if isinstance(loss, ElementLoss):
             return PartLoss(loss, self.group)
         raise ConfigError(
-            f"{type(self.model).__name__}: the loss {type(loss).__name__} does not add up over parts of a sequence; "
-            "use CrossEntropy or a loss that averages over elements, such as MeanSquaredError, or set context=1"
+            f"{type(_whole(self.model)).__name__}: the loss {type(loss).__name__} does not add up over parts of a "
+            "sequence; use CrossEntropy or a loss that averages over elements, such as MeanSquaredError, or context=1"
         )
 
     @property
@@ -121,14 +134,41 @@ class ContextModel:
         return located(run, x.shape, self.group)
 
     def split(self, group: Group) -> BlockModel:
-        """Raise :class:`ConfigError`, because tensor and context parallelism cannot be combined. Not collective."""
-        raise _not_both(group, self.group)
+        """Return the context-parallel form of the model split over the tensor group ``group``. Not collective."""
+        return context_model(split_model(self.model, group), self.group)
+
+    @property
+    def cuts(self) -> Mapping[str, int]:
+        """The blocks of whose output the ranks of a tensor group hold parts, as in :class:`mpizero.nn.SplitModel`."""
+        return self.model.cuts if isinstance(self.model, SplitModel) else {}
+
+    @property
+    def outputs(self) -> int | None:
+        """Length of the prediction's last axis if tensor ranks hold parts, as in :class:`mpizero.nn.SplitModel`."""
+        return self.model.outputs if isinstance(self.model, SplitModel) else None
+
+    def held_shape(self, block: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of what this rank holds of a block's output, for one sample. Not collective.
+
+        ``shape`` (length, ...) is the shape of the whole output for one sample.
+        """
+        own = (Zigzag(shape[0], self.group.size).sizes[self.group.rank], *shape[1:])
+        return self.model.held_shape(block, own) if isinstance(self.model, SplitModel) else own
+
+    def whole_scores(self, y: Array) -> Array:
+        """Join the parts of the predictions that the ranks of a tensor group have, at this rank's positions.
+
+        ``y`` is what the last block returned on this rank. Collective over the tensor group if the model is split.
+        """
+        return whole_prediction(self.model, y)
 
     def whole_prediction(self, y: Array) -> Array:
         """Join the ranks' parts of the predictions in the order of the sequence, and return the result on every rank.
 
-        ``y`` (samples, positions, ...) is this rank's part. Collective over ``group``.
+        ``y`` (samples, positions, ...) is what the last block returned on this rank. Collective over ``group``, and
+        first over the tensor group if each of its ranks has a part of the predictions.
         """
+        y = self.whole_scores(y)
         lengths = gather_lengths(y.shape, self.group)
         parts = self.group.all_gather(y, 1, lengths, tag="context predictions")
         zigzag, whole = Zigzag(sum(lengths), self.group.size), namespace(y).empty_like(parts)
@@ -150,8 +190,9 @@ def context_model(model: BlockModel, group: Group) -> BlockModel:
     Parameters
     ----------
     model : BlockModel
-        A GPT, or a model of mpizero's layers and of layers with a method ``context``. Its loss must be a
-        :class:`CrossEntropy`, or average over elements as :class:`MeanSquaredError` does.
+        A GPT, or a model of mpizero's layers and of layers with a method ``context``, maybe split over a tensor group
+        by :func:`split_model`. Its loss must be a :class:`CrossEntropy`, or average over elements as
+        :class:`MeanSquaredError` does.
     group : Group
         The context group.
 
@@ -164,21 +205,20 @@ def context_model(model: BlockModel, group: Group) -> BlockModel:
     ------
     ConfigError
         A layer or the loss does not work on parts of sequences, or no layer (such as attention) mixes the positions of
-        a sequence, or ``model`` is already split over a tensor group.
+        a sequence.
     """
     if group.size == 1:
         return model
-    if isinstance(model, SplitModel):
-        raise _not_both(model.group, group)
     blocks = {name: _on_part(layer, group, f"block {name!r}") for name, layer in model.blocks.items()}
-    name = type(model).__name__
-    if not any(map(_attends, model.blocks.values())):
+    whole = _whole(model)
+    name = type(whole).__name__
+    if not any(map(_attends, whole.blocks.values())):
         raise ConfigError(
             f"{name} has no attention along a sequence, so there is nothing for a context group of {group.size} ranks "
             "to cut; set context=1 and use those ranks for data"
         )
     found = ContextModel(model, group, blocks)
-    found.loss_on_parts(model.loss)
+    _ = found.loss
     return found
 
 
@@ -228,13 +268,6 @@ def cut_batch(x: Any, y: Any, group: Group, tiles: int | None = None) -> tuple[A
     return map_leaves(cut, x), map_leaves(cut, y)
 
 
-def _not_both(tensor: Group, context: Group) -> ConfigError:
-    return ConfigError(
-        f"tensor parallelism over {tensor.size} ranks and context parallelism over {context.size} cannot be combined; "
-        "set tensor=1 or context=1"
-    )
-
-
 _FORMS: Mapping[type[Layer], type[Layer]] = {
     CausalSelfAttention: RingSelfAttention,
     Dropout: ContextDropout,
@@ -242,9 +275,18 @@ _FORMS: Mapping[type[Layer], type[Layer]] = {
     TokenEmbedding: ContextEmbedding,
     TransformerBlock: ContextBlock,
 }
-_WRAPPERS = (Checkpointed, Frozen, PartlyFrozen)
-_PRODUCTS = (FeedForward, LanguageHead, Linear, Projection)
-_PLACE_BY_PLACE = (Embedding, LayerNorm, RMSNorm, Select)
+_WRAPPERS = (Checkpointed, Frozen, PartlyFrozen, SequenceParallel)
+_SPLIT = (SplitAttention, SplitBlock, SplitTokenEmbedding)
+_PRODUCTS = (
+    *(ColumnLinear, FeedForward, LanguageHead, Linear, Projection, RowLinear),
+    *(SplitFeedForward, SplitHead, SplitLinear, SplitProjection),
+)
+_PLACE_BY_PLACE = (Embedding, LayerNorm, RMSNorm, Select, SplitEmbedding)
+
+
+def _whole(model: BlockModel) -> BlockModel:
+    """Return a model as it was before it was split over a tensor group."""
+    return model.whole if isinstance(model, SplitModel) else model
 
 
 def _attends(layer: Any) -> bool:
@@ -267,6 +309,8 @@ def _on_part(layer: Any, group: Group, where: str) -> Any:
         return layer.context(group)
     if form := _FORMS.get(type(layer)):
         return cut_layer(layer, form, group)
+    if isinstance(layer, _SPLIT):  # its ranks split the context rank's part as they split whole sequences
+        return replace(layer, whole=_on_part(layer.whole, group, where))
     if isinstance(layer, _WRAPPERS):
         inner = _on_part(layer.layer, group, where)
         return layer if inner is layer.layer else replace(layer, layer=inner)

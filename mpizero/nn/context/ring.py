@@ -70,6 +70,10 @@ class Zigzag:
         """Return the two ranges of positions in the whole sequence that rank ``rank`` holds, in ascending order."""
         return self._runs[rank]
 
+    def ranges(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """Return the two ranges as pairs (start, stop), as :attr:`mpizero.types.Run.ranges` has them."""
+        return tuple((run.start, run.stop) for run in self._runs[rank])
+
     @property
     def sizes(self) -> tuple[int, ...]:
         """Number of positions that each rank holds."""
@@ -154,8 +158,7 @@ def located(run: Run, shape: tuple[int, ...] | None, group: Group) -> Run:
     if not run.length and shape is not None:
         run = replace(run, length=sum(gather_lengths(shape, group)), ranges=())
     if not run.ranges:
-        own = Zigzag(run.length, group.size).runs(group.rank)
-        run = replace(run, ranges=tuple((part.start, part.stop) for part in own))
+        run = replace(run, ranges=Zigzag(run.length, group.size).ranges(group.rank))
     if shape is not None and (len(shape) < 2 or shape[1] != run.held):
         raise DataError(
             f"rank {group.rank} of {group.size} holds {run.held} places of a sequence of "

@@ -168,6 +168,15 @@ def whole_prediction(model: BlockModel, y: Array) -> Array:
     return y if join is None else join(y)
 
 
+def whole_scores(model: BlockModel, y: Array) -> Array:
+    """Return the prediction for the positions that this rank has, with the scores of all classes.
+
+    ``y`` is what the last block returned on this rank. Collective over the tensor group if ``model`` is split over one.
+    """
+    join = getattr(model, "whole_scores", None)
+    return whole_prediction(model, y) if join is None else join(y)
+
+
 def run_on(model: BlockModel, x: Array, run: Run) -> Run:
     """Return ``run`` with the length of the sequences in the input ``x``, if the model needs it; else ``run`` itself.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -75,6 +75,14 @@ class TileGrid:
                 found += _parts(row, axis, sizes if axis == 1 else Partition(row.shape[axis], self.across).sizes())
         return found
 
+    def runs(self, run: Run) -> list[Run]:
+        """Return ``run`` for each tile: with the tile's own positions, if the rank has several context tiles."""
+        if self.along == 1:
+            return [run] * self.across
+        whole = Zigzag(run.length, self.context.tiles)
+        rows = [replace(run, ranges=whole.ranges(tile)) for tile in self.context.own]
+        return [row for row in rows for _ in range(self.across)]
+
     def _places(self, positions: int, axis: int | None) -> tuple[int, ...]:
         """Return how many of a context tile's positions this rank holds, for each part that they are cut into."""
         if axis != 1:
@@ -136,8 +144,8 @@ class TiledBlock(Layer):
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Run the block forward for all tiles. Collective over the groups that the block is split over."""
         inputs: Any = x if self.takes_parts else self.grid.cut(x, run.length, self.entry)
-        tiles = zip(self.forms, self._views(params), inputs, strict=True)
-        found = run_in_turns([bound(form.forward, p, part, run) for form, p, part in tiles])
+        tiles = zip(self.forms, self._views(params), inputs, self.grid.runs(run), strict=True)
+        found = run_in_turns([bound(form.forward, p, part, r) for form, p, part, r in tiles])
         return self._output([y for y, _ in found]), _Cache(run.length, [cache for _, cache in found])
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -13,7 +13,7 @@ import numpy as np
 from mpizero.kernels.fold import fold
 from mpizero.nn.context.context_forms import context_model
 from mpizero.nn.layer import namespace
-from mpizero.nn.split.model import run_on, split_model, whole_prediction
+from mpizero.nn.split.model import run_on, split_model, whole_prediction, whole_scores
 from mpizero.nn.tiles.coroutines import run_in_turns
 from mpizero.nn.tiles.tiled_block import Hosted, TiledBlock, TileGrid, bound
 from mpizero.nn.tiles.virtual_group import VirtualRanks
@@ -205,11 +205,20 @@ class TiledModel:
 
         Collective over the groups.
         """
+        return self._joined(whole_prediction, y)[0]
+
+    def whole_scores(self, y: Array) -> Array:
+        """Return the prediction for this rank's positions, with the scores of all classes; see :func:`whole_scores`.
+
+        Collective over the tensor group.
+        """
+        scores: Array = self.grid.join(self._joined(whole_scores, y), None)
+        return scores
+
+    def _joined(self, join: Callable[[Any, Array], Array], y: Array) -> list[Array]:
         length = _whole_length(y, self.context) if self.grid.along > 1 else 0
         parts = self.grid.cut(y, length, self._prediction_axis)
-        joined = [bound(whole_prediction, form, part) for form, part in zip(self.forms, parts, strict=True)]
-        whole: list[Array] = run_in_turns(joined)
-        return whole[0]
+        return run_in_turns([bound(join, form, part) for form, part in zip(self.forms, parts, strict=True)])
 
     def held_shape(self, block: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of what this rank holds of a block's output, for one sample. Not collective.

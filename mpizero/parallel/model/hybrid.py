@@ -64,13 +64,7 @@ class ModelParallelBase(ShardedModelBase):
 
     def _plans(self) -> dict[str, Any]:
         """Return all values that must be equal on all ranks, by name; raise ConfigError for sizes that do not fit."""
-        axes = self._parallel_layout.axes(self._config.communicator.size)
-        if axes.tensor > 1 and axes.context > 1:
-            raise ConfigError(
-                f"tensor={axes.tensor} with context={axes.context}: layers can be split by features or by places "
-                "of the sequence, not by both; choose one (tensor splits the sequence of norms and dropout too)"
-            )
-        _ = self._placement, self._parallel_layout.chunks
+        _ = self._parallel_layout.axes(self._config.communicator.size), self._placement, self._parallel_layout.chunks
         plans = super()._plans()
         parallel_layout = {**self._parallel_layout.comparable(), "zero_stage": self.zero_stage}
         return {"strategy": plans.pop("strategy"), "the parallel layout": parallel_layout, **plans}

@@ -14,6 +14,7 @@ from mpizero.comm import ProcessGrid
 from mpizero.errors import ConfigError
 from mpizero.layout import FlatLayout
 from mpizero.layout.flat import joined
+from mpizero.nn.split.model import whole_scores
 from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.sampletree import leaves_of
@@ -185,7 +186,7 @@ class PartitionedModel:
 
         Not collective.
         """
-        if self.context_group is None:
+        if self.context_group is None or self.parallel_layout.context_tiles == 1:
             return x, y
         return nn.cut_batch(x, y, self.context_group, self.parallel_layout.context_tiles)
 
@@ -194,7 +195,7 @@ class PartitionedModel:
 
         Collective over the tensor group.
         """
-        return self.whole_prediction(prediction) if self.parallel_layout.context_tiles == 1 else prediction
+        return whole_scores(self.split, prediction)
 
     def whole_prediction(self, prediction: Array) -> Array:
         """Join the parts of a prediction: return the scores of all classes, for all positions of the sequences.

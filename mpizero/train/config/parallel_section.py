@@ -55,12 +55,6 @@ class ParallelSection(ConfigSection):
         """Raise :class:`SettingError` for sizes, axis orders and schedules that fit no job and no model."""
         if self.data == 0:
             raise self.reject("data", "must be -1 (all remaining ranks) or a whole number >= 1")
-        if self.tensor > 1 and self.context > 1:
-            raise self.reject(
-                "context",
-                f"must be 1 together with parallel.tensor = {self.tensor}: layers are split by features or by places "
-                "of the sequence, not by both; choose one",
-            )
         try:
             chunk_stages(self.schedule, self.pipeline, self.virtual_stages)
         except ConfigError as error:

@@ -354,7 +354,6 @@ BAD = {
     "many cuts": ({"pipeline_parallel_size": 2, "cuts": [1, 2]}, ConfigError, r"cuts"),
     "costs": ({"pipeline_parallel_size": 2, "costs": [1.0, 2.0]}, ConfigError, r"costs has 2 numbers.*8 blocks"),
     "nonsense costs": ({"pipeline_parallel_size": 2, "costs": [float("nan")] * 8}, ConfigError, r"nan"),
-    "both": ({"tensor_parallel_size": 2, "context_parallel_size": 2}, ConfigError, r"tensor=2 with context=2"),
 }
 
 

@@ -18,7 +18,7 @@ LAYOUTS = [
     (2, ("parallel.strategy=ddp", "parallel.ranks_per_node=1", "train.gradient_compression=topk:0.05")),
     (3, ("parallel.strategy=zero3", "parallel.ranks_per_node=1", "train.clip=0.5")),
     (2, ("parallel.pipeline=2", "parallel.strategy=zero1")),
-    (2, ("parallel.context=2", "parallel.share_node_memory=false", "optimizer.name=lamb")),
+    (4, ("parallel.tensor=2", "parallel.context=2", "parallel.share_node_memory=false", "optimizer.name=lamb")),
     (4, ("parallel.pipeline=2", "parallel.tensor=2", "parallel.ranks_per_node=2", "parallel.schedule=zero_bubble")),
 ]
 

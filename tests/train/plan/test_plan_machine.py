@@ -86,18 +86,18 @@ def test_tensor_groups_copy_and_wait_in_their_window(expected):
 def test_what_a_call_copies_is_what_the_window_does():
     from mpizero.planning.byte_counts import GroupCall
 
-    assert GroupCall("reduce", 10, (), 1, 4).copies(0, 4) == (
+    assert GroupCall("reduce", 10, (), 1, 4, "tensor").copies(0, 4) == (
         ((40, 40), (160, 40)),
         1,
     )  # small: everybody sums everything
     large = 4 << 18
-    assert GroupCall("reduce", 1 << 18, (), 1, 4).copies(1, 4) == (
+    assert GroupCall("reduce", 1 << 18, (), 1, 4, "tensor").copies(1, 4) == (
         ((large, large), (large, large // 4), (large, large)),
         2,
     )
-    assert GroupCall("gather", 10, (1, 2), 1, 4).copies(1, 2) == (((80, 80), (120, 120)), 1)
-    assert GroupCall("scatter", 10, (1, 2), 1, 4).copies(1, 2) == (((40, 40), (160, 80)), 1)
-    assert GroupCall("shift", 10, (), 1, 4).copies(1, 2) == ((), 0)
+    assert GroupCall("gather", 10, (1, 2), 1, 4, "tensor").copies(1, 2) == (((80, 80), (120, 120)), 1)
+    assert GroupCall("scatter", 10, (1, 2), 1, 4, "tensor").copies(1, 2) == (((40, 40), (160, 80)), 1)
+    assert GroupCall("shift", 10, (), 1, 4, "tensor").copies(1, 2) == ((), 0)
 
 
 def test_what_the_machine_file_does_not_fit_is_said(expected):

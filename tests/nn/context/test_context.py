@@ -36,7 +36,6 @@ from mpizero.nn import (
     initial_parameters,
     loss_and_gradients,
     model_operations,
-    split_model,
 )
 from mpizero.nn.context import ring as ring_module
 from mpizero.nn.context.context_layers import ContextBlock, ContextDropout, ContextPosition
@@ -367,17 +366,6 @@ def test_models_that_cannot_be_cut_are_named(model, message):
     def work(group):
         with pytest.raises(ConfigError, match=message):
             context_model(model, group)
-
-    on_ranks(2, work)
-
-
-def test_a_context_model_is_not_split_over_a_tensor_group():
-    def work(group):
-        cut = context_model(GPT(**SMALL), group)
-        with pytest.raises(ConfigError, match="over 2 ranks and context parallelism over 2 cannot be combined"):
-            split_model(cut, group)
-        with pytest.raises(ConfigError, match="cannot be combined"):
-            context_model(split_model(GPT(**{**SMALL, "heads": 2}), group), group)
 
     on_ranks(2, work)
 
