@@ -1,7 +1,8 @@
 """Measure what tiles cost on one process: a training step with tiles, over the same step without, in turns.
 
 A step is forward, backward, sums and AdamW of one batch, which is one grain. Its time is the processor's, of one
-thread, so that other programs disturb it little. ``tensor`` cuts the layers, ``context`` the sequences, ``both`` does both.
+thread, so that other programs disturb it little. ``tensor`` cuts the layers, ``context`` the sequences, and ``both``
+does both.
 """
 
 from __future__ import annotations
