@@ -143,7 +143,9 @@ class PlacedModel:
     @property
     def within_rounding(self) -> tuple[str, ...]:
         """Why results have not the bits of one process with the same tiles; empty if they have. Not collective."""
-        return within_rounding(self.partitioned.parallel_layout, self.model, self.config.gradient_compression)
+        return within_rounding(
+            self.partitioned.parallel_layout, self.model, self.config.gradient_compression, self.config.accumulate
+        )
 
     @property
     def told_exactness(self) -> str:

@@ -161,7 +161,7 @@ class TrainingPlan:
     @cached_property
     def within_rounding(self) -> tuple[str, ...]:
         """Why results have not the bits of one process with the same tiles; empty if they have."""
-        return within_rounding(self.tiled_layout, self.model, self.config.gradient_compression)
+        return within_rounding(self.tiled_layout, self.model, self.config.gradient_compression, self.config.accumulate)
 
     @cached_property
     def places(self) -> PlannedRanks:

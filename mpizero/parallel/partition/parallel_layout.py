@@ -128,6 +128,8 @@ class ParallelLayout:
         """
         names = list(blocks)
         parts = len(self.chunks)
+        if parts == 1 and self.cuts is None and self.costs is None:
+            return (tuple(names),)  # no operations need to be counted
         if self.cuts is not None:
             bounds = explicit_cuts(self.cuts, len(names), parts)
         else:

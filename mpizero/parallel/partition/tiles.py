@@ -67,11 +67,14 @@ def misfits(parallel_layout: ParallelLayout) -> list[str]:
     return found
 
 
-def within_rounding(parallel_layout: ParallelLayout, model: Any, compression: str | None = None) -> tuple[str, ...]:
+def within_rounding(
+    parallel_layout: ParallelLayout, model: Any, compression: str | None = None, accumulate: int = 1
+) -> tuple[str, ...]:
     """Return why results have not the bits of one process with the same tiles, but agree within rounding; () if not.
 
-    ``parallel_layout`` is the result of :func:`in_tiles`, ``compression`` the setting ``gradient_compression``. A layer
-    that computes other bits in groups of other sizes says why by its attribute ``within_rounding``. Not collective.
+    ``parallel_layout`` is the result of :func:`in_tiles`, ``compression`` and ``accumulate`` the settings
+    ``gradient_compression`` and ``accumulate``. A layer that computes other bits in groups of other sizes says why by
+    its attribute ``within_rounding``. Not collective.
     """
     found = misfits(parallel_layout)
     for axis, count in parallel_layout.all_tiles.items():
@@ -80,6 +83,11 @@ def within_rounding(parallel_layout: ParallelLayout, model: Any, compression: st
     if max(parallel_layout.all_tiles.values()) > 1 and isinstance(model, BlockModel):
         for name, layer in model.blocks.items():
             found += [f"block {name!r}: {reason}" for reason in _own_reasons(layer)]
+    if accumulate > 1 and parallel_layout.context_tiles > 1:
+        found.append(
+            f"accumulate={accumulate}: a rank with several tiles of the sequences adds these first, a rank with one "
+            "its micro-batches"
+        )
     if compression is not None:
         found.append(f"gradient_compression={compression!r} rounds what ranks send")
     return tuple(found)
