@@ -251,6 +251,14 @@ def spreads(ranks: int) -> list[Job]:
 # ---------------------------------------------------------------------- planned = measured
 
 
+def test_norms_over_tiles_send_what_was_planned() -> None:
+    settings = {"tiles": {"tensor": 4}, "clip": 1.0}
+    for ranks, tensor, zero in ((2, 1, 3), (4, 2, 1)):
+        layout = {"tensor": tensor}
+        tiled = Job(zero, layout, mz.LAMB(lr=1e-3), model=lambda: gpt(heads=4), config=settings)
+        check_on_threads(tiled, ranks)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_replicas_hold_and_send_what_was_planned(ranks: int) -> None:
     jobs = replicas(ranks)  # on two ranks all, elsewhere some of every strategy and every memory

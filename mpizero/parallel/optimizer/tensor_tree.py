@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from itertools import groupby, islice
+from itertools import accumulate, groupby, islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -141,22 +141,21 @@ class StridedTile:
         ``values`` are the elements of the local array that the rank holds, on the host or on a GPU.
         """
         step = HOST_BLOCK if isinstance(values, np.ndarray) else DEVICE_BLOCK
-        blocks, counts = self._blocks(step)
+        blocks, ends = self._blocks(step)
         square_sums = kernels.backend(values).reduction.tree_square_sums
         scratch = kernels.namespace(values).empty(max(block.size for block in blocks), values.dtype)
-        sums, place = np.empty(sum(counts), np.float64), 0
+        sums, place = np.empty(ends[-1], np.float64), 0
         for block in blocks:
             copied = scratch[: block.size]
             take_rows(self.rows, values, block.start, copied, self.origin)
             square_sums(copied, block.starts, block.stops, sums[place : place + block.starts.size])
             place += block.starts.size
-        parts = np.split(sums, np.cumsum(counts)[:-1])
-        return [evaluate(leaves_program(part.size), part) for part in parts]
+        return [evaluate(leaves_program(stop - start), sums[start:stop]) for start, stop in pairwise(ends)]
 
     def _cut(self, step: int) -> tuple[list[_Block], list[int]]:
         """Cut the subtrees into ranges of at most ``step`` elements, a power of two, so that each is a subtree, too.
 
-        Return the blocks, and for each subtree the number of ranges that make it up.
+        Return the blocks, and 0 and for each subtree the number of ranges up to its end.
         """
         leaves = [node.leaves(self.rows.size) for node in self.nodes]
         cuts = [[range(i, min(i + step, r.stop)) for i in range(r.start, r.stop, step)] for r in leaves]
@@ -165,7 +164,7 @@ class StridedTile:
             ends = np.array([(part.start, part.stop) for part in ranges], np.int64)
             first = int(ends[0, 0])
             blocks.append(_Block(first, int(ends[-1, 1]) - first, *np.ascontiguousarray((ends - first).T)))
-        return blocks, [len(parts) for parts in cuts]
+        return blocks, list(accumulate((len(parts) for parts in cuts), initial=0))
 
 
 def _inside(span: Span, other: Span) -> bool:
