@@ -31,6 +31,7 @@ from mpizero.parallel.parameters.global_view import GlobalView, check_holdings
 from mpizero.parallel.parameters.integer_state import IntegerState
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.parallel.partition.blocks import blocks_of
+from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.parallel.placement import placement
 from mpizero.testing import parallel_assert, run_in_threads
 from mpizero.types import Array, Init, ParameterSpec, Part
@@ -144,6 +145,9 @@ def place(comm: Any, model: Any, spread: Spread) -> Any:
     engine.prints_notices = grid.world.rank == 0
     engine.start_over = lambda: start(engine, model)
     engine.whole = GlobalView(blocks, store, grid)
+    tiles = {"tensor": spread.tensor * spread.tiles}
+    sizes = {axis: getattr(spread, axis) for axis in ("pipeline", "tensor", "context")}
+    engine.partitioned = SimpleNamespace(parallel_layout=ParallelLayout(**sizes, tiles=tiles))
     engine.updater = Updater(mz.AdamW(), store, UpdateScope(not row.shard_optimizer, in_rows=True))
     engine.placement, engine.step_number, engine.loss_scale, engine.pristine = row, 0, None, False
     engine.grain_rule, engine.config, engine.model = GrainRule(), mz.ShardingConfig(comm=comm), model
