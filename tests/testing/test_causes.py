@@ -160,7 +160,7 @@ def test_dropout_keyed_by_the_rank_is_named_in_both_types(monkeypatch, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", ["tensor=2", "context=2", "tensor=2, pipeline=2, data=2"])
+@pytest.mark.parametrize("layout", ["tensor=2, tiles=1", "context=2, tiles=1", "tensor=2, pipeline=2, data=2, tiles=1"])
 def test_layouts_that_round_are_within_rounding_of_their_type(layout, dtype):
     (_, verdict) = compared(layout, model=model(dtype), clip=0.1).verdicts
     assert verdict.finding is None
@@ -168,7 +168,7 @@ def test_layouts_that_round_are_within_rounding_of_their_type(layout, dtype):
     assert verdict.tolerance < 200 * np.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("layout", ["tensor=2, data=2", "tensor=2, pipeline=2, data=2"])
+@pytest.mark.parametrize("layout", ["tensor=2, data=2", "tensor=2, pipeline=2, data=2, tiles=1"])
 def test_noise_and_factors_of_a_rank_are_found_in_layouts_that_round(monkeypatch, layout):
     planted.unseeded_noise(monkeypatch, 1e-10)
     found = first(layout, model=model("float64"))

@@ -51,6 +51,20 @@ def test_layouts_that_are_right_have_the_same_bits(layout):
     ("layout", "dtype"),
     [("tensor=2, data=2", "float64"), ("context=2", "float32"), ("pipeline=2, tensor=2", "float32")],
 )
+def test_groups_have_the_bits_of_one_process_with_their_tiles(layout, dtype):
+    own = compared(layout, model=lambda comm: gpt(dtype=dtype, dropout=0.1), clip=0.1)
+    one, other = own.verdicts
+    axis = "context" if "context" in layout else "tensor"
+    assert (own.agrees, other.verdict) == (True, f"same bits with tiles={{'{axis}': 2}}")
+    assert other.sha256 != one.sha256
+    given = compared(layout, model=lambda comm: gpt(dtype=dtype, dropout=0.1), clip=0.1, tiles={axis: 2})
+    assert given.agrees
+    assert {verdict.sha256 for verdict in given.verdicts} == {other.sha256}
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"), [("tensor=2, data=2, tiles=1", "float64"), ("context=2, tiles=1", "float32")]
+)
 def test_layouts_that_round_stay_far_within_the_tolerance(layout, dtype):
     report = compared(layout, model=lambda comm: gpt(dtype=dtype, dropout=0.1), clip=0.1)
     assert report.agrees, report
@@ -206,7 +220,7 @@ def test_the_report_has_a_line_for_each_layout_and_raises_when_asked(monkeypatch
 
 
 def test_unknown_layouts_are_refused_with_what_is_allowed():
-    for text in ("zero9*2", "pipeline=2*3", "", "pipeline=2, pipeline=3", "tensor=2, context=2"):
+    for text in ("zero9*2", "pipeline=2*3", "", "pipeline=2, pipeline=3", "tensor=0"):
         with pytest.raises(ConfigError, match="layout"):
             compare_layouts(gpt, texts(1), [text])
 

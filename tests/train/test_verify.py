@@ -28,6 +28,7 @@ from tests.train.conftest import TINY, write_inputs
         ("pipeline=2,data=2", "zero2*4, pipeline=2, data=2, schedule=1f1b", 4),
         ("zero1*8, pipeline=2, tensor=2", "zero1*8, pipeline=2, tensor=2, data=2, schedule=1f1b", 8),
         ("strategy=ddp, context=3", "ddp*3, context=3", 3),
+        ("tensor=2,tiles=4", "zero2*2, tensor=2, tiles=4", 2),
         ("pipeline=2, schedule=interleaved, virtual_stages=2", None, 2),
         ("4, ranks_per_node=2", "zero2*4, ranks_per_node=2", 4),
     ],
@@ -64,7 +65,7 @@ def test_layouts_in_threads_agree_and_are_listed(on_threads):
     names = ["zero2*2", "zero3*3, private", "zero2*2, pipeline=2, schedule=1f1b", "zero2*2, tensor=2"]
     assert [line.split("  ")[0] for line in rest] == names
     assert all(line.endswith("same bits") for line in rest[:3])
-    assert "  within " in rest[3]
+    assert rest[3].endswith("  same bits with tiles={'tensor': 2}")
     assert "step 10/10" in outcome.err
 
 

@@ -170,4 +170,6 @@ def _local(own: Ranges, held: Ranges) -> Ranges:
                 found.append((before + start - a, before + stop - a))
                 break
             before += b - a
+        else:  # nothing, on a rank of which some or all tiles hold nothing
+            found.append((0, 0))
     return tuple(found)

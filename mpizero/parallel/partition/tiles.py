@@ -80,9 +80,8 @@ def within_rounding(
     for axis, count in parallel_layout.all_tiles.items():
         if count == parallel_layout.asked_tiles[axis] and not fits_tiles(1, count):
             found.append(f"{axis}={count} is no power of two, so one process cannot compute {count} tiles")
-    if max(parallel_layout.all_tiles.values()) > 1 and isinstance(model, BlockModel):
-        for name, layer in model.blocks.items():
-            found += [f"block {name!r}: {reason}" for reason in _own_reasons(layer)]
+    if max(parallel_layout.all_tiles.values()) > 1:
+        found += own_reasons(model)
     if accumulate > 1 and parallel_layout.context_tiles > 1:
         found.append(
             f"accumulate={accumulate}: a rank with several tiles of the sequences adds these first, a rank with one "
@@ -107,11 +106,17 @@ def shown_tiles(tiles: Mapping[str, int]) -> str:
     return f"tiles={next(iter(tiles.values()))}" if equal else f"tiles={several}"
 
 
-def _own_reasons(layer: Any) -> list[str]:
+def own_reasons(model: Any) -> list[str]:
+    """Return what layers of a model say of why their bits depend on the sizes of groups. Not collective."""
+    blocks = model.blocks if isinstance(model, BlockModel) else {}
+    return [f"block {name!r}: {reason}" for name, layer in blocks.items() for reason in _reasons(layer)]
+
+
+def _reasons(layer: Any) -> list[str]:
     """Return the attributes ``within_rounding`` of a layer and of the layers in it."""
     inside = layer.children().values() if isinstance(layer, nn.Layer) else ()
     own = getattr(layer, "within_rounding", "")
-    return [*([str(own)] if own else []), *(reason for child in inside for reason in _own_reasons(child))]
+    return [*([str(own)] if own else []), *(reason for child in inside for reason in _reasons(child))]
 
 
 def _problem(model: Any, axis: str) -> str:

@@ -16,7 +16,8 @@ def add_verify(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
         help="run one training on several layouts and name the first number that differs",
         description="Train a few steps on every layout, compare every bit with one process, and name the first step, "
         "tensor and rank that differ, and the probable cause. Without mpiexec the ranks are threads. Status 1 if a "
-        "layout differs. Tensor and context groups round differently: they are compared within a tolerance.",
+        "layout differs. Tensor and context groups are compared with one process that computes in the same tiles; "
+        "where none can (groups of 3 ranks), within a tolerance.",
         epilog="Example: python -m mpizero verify config.toml --layouts '2; zero3*4; pipeline=2, data=2; tensor=2'",
     )
     parser.add_argument("config", metavar="CONFIG.toml", help="what to train")

@@ -176,11 +176,12 @@ def learning_rate(section: OptimizerSection, steps: int) -> Any:
 def computing_settings(config: Config) -> dict[str, Any]:
     """Return the keyword arguments of :class:`ShardingConfig` that determine how a rank computes.
 
-    Not collective. They do not depend on the layout of the run over ranks.
+    Not collective. They do not depend on the sizes of the layout of the run over ranks.
     """
     placed = ("device", "optimizer_device", "direct_messages", "mixed_precision")
     names = ("micro_batch", "accumulate", "threads", "timeout", *placed)
-    return {name: getattr(config.train, name) for name in (*names, "ema")} | {"clip": config.train.clip or None}
+    own = {"clip": config.train.clip or None, "tiles": config.parallel.tiles}
+    return {name: getattr(config.train, name) for name in (*names, "ema")} | own
 
 
 def build_sharding(config: Config, comm: Communicator) -> ShardingConfig:
@@ -195,7 +196,6 @@ def build_sharding(config: Config, comm: Communicator) -> ShardingConfig:
         share_node_memory=parallel.share_node_memory,
         ranks_per_node=parallel.ranks_per_node,
         bucket_mb=parallel.bucket_mb,
-        tiles=parallel.tiles,
         check_every=train.check_every,
         **computing_settings(config),
     )

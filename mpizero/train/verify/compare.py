@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from mpizero.errors import ConfigError
 from mpizero.layout import Grains
 from mpizero.optim import SGD
 from mpizero.parallel import ShardingConfig
+from mpizero.parallel.partition.tiles import own_reasons, shown_tiles
 from mpizero.sampletree import SampleTree
 from mpizero.train.rounding import Rounding
 from mpizero.train.verify.layouts import ONE_PROCESS, Layout
@@ -35,13 +37,15 @@ class ReferenceTrace(NamedTuple):
 
     ``steps`` has the loss, the gradient norm and the hashes of all tensors for the start and for each step (loss and
     norm are None for the start). ``sha256`` is the hash of the last parameters. ``rounding`` bounds rounding errors,
-    for the training's dtype and length of sums.
+    for the training's dtype and length of sums. ``own_reasons`` tells whether layers say that their bits depend on the
+    size of groups.
     """
 
     rounding: Rounding
     steps: list[tuple[float | None, float | None, dict[Key, bytes]]]
     sha256: str
     seconds: float
+    own_reasons: bool
 
 
 def compare_layouts(
@@ -61,8 +65,8 @@ def compare_layouts(
     Collective over ``comm``. The loss, the gradient norm and a hash of every tensor are compared after every step; the
     tensors are the parameters, as each rank sees them, and the optimizer's arrays. If something differs, the training
     is run once more up to that step. Then everything that the step computes is compared, in this order: loss, gradient,
-    norm, clipped gradient, optimizer arrays, parameters. A layout with tensor or context groups agrees only within a
-    tolerance; with such a layout everything that a step computes is compared in every step.
+    norm, clipped gradient, optimizer arrays, parameters. Layouts are compared with one process that computes in the
+    same tiles. If none can, they agree only within a tolerance, and all that a step computes is compared in every step.
 
     Parameters
     ----------
@@ -82,8 +86,8 @@ def compare_layouts(
     steps : int or None
         Number of steps to compare; None for all of a sequence of batches.
     tolerance : float or None
-        Relative difference allowed for layouts with tensor or context groups. None computes it from the dtype and the
-        length of sums: 16 epsilon for every doubling of the length.
+        Relative difference allowed for layouts whose tiles no process can compute, such as groups of 3 ranks. None
+        computes it from the dtype and the length of sums: 16 epsilon for every doubling of the length.
     progress : callable or None
         ``progress(layout, step)`` is called on rank 0 after every step.
     **settings
@@ -140,11 +144,20 @@ def _compare(
         if world is not None and layout.ranks > world.size:
             raise ConfigError(f"layout {str(layout)!r} needs {layout.ranks} ranks, this job has {world.size}")
     tell: Progress = progress if progress is not None and (world is None or world.rank == 0) else _silent
-    trace = _on_first(world, lambda: record(task, tell))
-    verdicts = [Verdict("one process", 1, task.steps, trace.sha256, trace.seconds)]
-    for layout in layouts:
+    tiles = task.settings.get("tiles")
+    traces: dict[str, ReferenceTrace] = {}
+    verdicts = list[Verdict]()
+    for layout in [ONE_PROCESS, *layouts]:
+        layout = layout.in_tiles(tiles)
+        if (key := str(layout.alone.parallel.tiles)) not in traces:
+            traces[key] = _on_first(world, partial(record, task, layout.alone, tell))
+        trace = traces[key]
+        if not verdicts:
+            verdicts.append(Verdict("one process", 1, task.steps, trace.sha256, trace.seconds))
+            continue
         rounding = trace.rounding
-        if layout.rounds:
+        split = layout.ranks > layout.parallel.data
+        if layout.rounds(task.settings.get("accumulate", 1)) or (split and trace.own_reasons):
             rounding = replace(rounding, tolerance=rounding.of_sums if tolerance is None else tolerance)
         comparison = LayoutComparison(task, layout, trace, rounding, tell)
         verdicts.append(_run(comparison, world))
@@ -178,13 +191,13 @@ def _run(comparison: LayoutComparison, world: Communicator | None) -> Verdict:
     return result
 
 
-def record(task: TrainingTask, tell: Progress = _silent) -> ReferenceTrace:
-    """Train in one process, and return the figures and hashes that all layouts are compared with.
+def record(task: TrainingTask, alone: Layout = ONE_PROCESS, tell: Progress = _silent) -> ReferenceTrace:
+    """Train in one process, and return the figures and hashes that layouts with the same tiles are compared with.
 
-    Not collective. ``tell("one process", step)`` is called after each step.
+    Not collective. ``alone`` is its layout. ``tell("one process", step)`` is called after each step.
     """
     started = time.monotonic()
-    with placed(task, "self", ONE_PROCESS) as training:
+    with placed(task, "self", alone) as training:
         steps, terms = [], float(max((side for e in training.layout.parameters for side in e.spec.shape), default=1))
         for number in range(task.steps + 1):
             training.train(min(number, 1))
@@ -192,7 +205,8 @@ def record(task: TrainingTask, tell: Progress = _silent) -> ReferenceTrace:
             terms = max(terms, training.engine.scalars.samples, *(r.weight for r in [training.model.last_step] if r))
             tell("one process", number)
         rounding = Rounding(str(np.dtype(training.engine.dtype)), terms)
-        return ReferenceTrace(rounding, steps, training.model.parameters_sha256(), time.monotonic() - started)
+        sha256, reasons = training.model.parameters_sha256(), own_reasons(training.model.wrapped_model)
+        return ReferenceTrace(rounding, steps, sha256, time.monotonic() - started, bool(reasons))
 
 
 def _seen(training: ObservedTraining) -> tuple[float | None, float | None, dict[Key, bytes]]:
@@ -220,7 +234,9 @@ class LayoutComparison(NamedTuple):
         steps, sha256, largest, finding = how(comm)
         seconds = time.monotonic() - started
         name, ranks = str(self.layout), self.layout.ranks
-        return Verdict(name, ranks, steps, sha256, seconds, self.rounding.tolerance, largest, finding)
+        asked = self.layout.alone.parallel.parallel_layout().asked_tiles
+        tiles = shown_tiles(asked) if max(asked.values()) > 1 else ""
+        return Verdict(name, ranks, steps, sha256, seconds, self.rounding.tolerance, largest, finding, tiles)
 
     def _tell(self, comm: Communicator, step: int) -> None:
         if comm.rank == 0:
@@ -292,6 +308,6 @@ class LayoutComparison(NamedTuple):
 
     @contextmanager
     def _pair(self, comm: Communicator) -> Iterator[TrainingPair]:
-        alone = placed(self.task, "self", ONE_PROCESS) if comm.rank == 0 else nullcontext()
+        alone = placed(self.task, "self", self.layout.alone) if comm.rank == 0 else nullcontext()
         with placed(self.task, comm, self.layout) as training, alone as reference:
             yield TrainingPair(comm, self.layout, training, reference, self.rounding)

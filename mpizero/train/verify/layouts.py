@@ -9,9 +9,11 @@ from typing import Any
 
 from mpizero.errors import ConfigError
 from mpizero.layout import SCHEDULES, chunk_stages
+from mpizero.parallel.partition.parallel_layout import TILED_AXES, Tiles, fits_tiles
+from mpizero.parallel.partition.tiles import within_rounding
 from mpizero.train.config.parallel_section import STRATEGIES, ParallelSection
 
-_SIZES = ("pipeline", "tensor", "context", "data", "virtual_stages", "ranks_per_node")
+_SIZES = ("pipeline", "tensor", "context", "data", "tiles", "virtual_stages", "ranks_per_node")
 _KEYS = (*_SIZES, "strategy", "schedule")
 _ALLOWED = (
     f"expected a number of ranks, {', '.join(STRATEGIES)} (with *N: on N ranks), {', '.join(_KEYS)} as key=value, "
@@ -70,10 +72,22 @@ class Layout:
         """Return the number of ranks of the layout."""
         return self.parallel.pipeline * self.parallel.tensor * self.parallel.context * self.parallel.data
 
+    def in_tiles(self, tiles: Tiles) -> Layout:
+        """Return the layout with ``tiles``, unless it has its own."""
+        return self if self.parallel.tiles is not None else Layout(replace(self.parallel, tiles=tiles))
+
+    def rounds(self, accumulate: int) -> bool:
+        """Tell whether the layout's results can only be compared within rounding, whatever the model."""
+        return bool(within_rounding(self.parallel.parallel_layout(), None, accumulate=accumulate))
+
     @property
-    def rounds(self) -> bool:
-        """Tell whether the layout splits the sums inside matrix products, so that its results differ by rounding."""
-        return self.parallel.tensor * self.parallel.context > 1
+    def alone(self) -> Layout:
+        """The layout of one process with whose results this one is compared: with the same tiles, where it can."""
+        tiles = self.parallel.tiles
+        if tiles is None:
+            sizes = {axis: getattr(self.parallel, axis) for axis in TILED_AXES}
+            tiles = {axis: size for axis, size in sizes.items() if size > 1 and fits_tiles(1, size)} or None
+        return ONE_PROCESS.in_tiles(tiles)
 
     def __str__(self) -> str:
         parallel = self.parallel
@@ -89,6 +103,8 @@ class Layout:
                 words.append(f"virtual_stages={parallel.virtual_stages}")
         if parallel.ranks_per_node is not None:
             words.append(f"ranks_per_node={parallel.ranks_per_node}")
+        if isinstance(parallel.tiles, int):
+            words.append(f"tiles={parallel.tiles}")
         if not parallel.share_node_memory:
             words.append("private")
         return ", ".join([head, *words])

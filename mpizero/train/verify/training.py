@@ -333,8 +333,8 @@ def placed(task: TrainingTask, comm: Communicator | str, layout: Layout) -> Iter
     Collective over ``comm``.
     """
     parallel = layout.parallel
-    memory = {"share_node_memory": parallel.share_node_memory, "ranks_per_node": parallel.ranks_per_node}
-    with ShardingConfig(comm=comm, **{**task.settings, **memory}) as config:
+    own = {name: getattr(parallel, name) for name in ("share_node_memory", "ranks_per_node", "tiles")}
+    with ShardingConfig(comm=comm, **{**task.settings, **own}) as config:
         model = lay_out(task.make_model(config.communicator), task.make_optimizer(), parallel, config)
         with model:
             yield ObservedTraining(model, iter(task.feed(config, model.batch_group)))

@@ -94,6 +94,8 @@ class Verdict:
         The largest relative difference that was found and is within the tolerance.
     finding : Finding or None
         The first difference; None if there is none.
+    tiles : str
+        Setting of the one process that the layout is compared with, such as "tiles=8"; "" if it has no tiles.
     """
 
     layout: str
@@ -104,13 +106,15 @@ class Verdict:
     tolerance: float | None = None
     largest: float = 0.0
     finding: Finding | None = None
+    tiles: str = ""
 
     @property
     def verdict(self) -> str:
         """Return the verdict in words, such as "same bits" or "differs at step 3"."""
         if self.finding is not None:
             return f"differs at step {self.finding.step}"
-        return "same bits" if self.tolerance is None else f"within {self.largest:.0e}"
+        tiled = f" with {self.tiles}" if self.tiles else ""
+        return f"same bits{tiled}" if self.tolerance is None else f"within {self.largest:.0e}{tiled}"
 
 
 @dataclass(frozen=True)
