@@ -89,6 +89,11 @@ def test_functions_run_in_turns_and_an_error_ends_all():
         meeting.wait(0, "all_reduce")
 
 
+def test_functions_that_run_in_turns_see_the_callers_context():
+    with np.errstate(over="ignore", invalid="raise"):
+        assert run_in_turns([np.geterr, np.geterr]) == [np.geterr()] * 2
+
+
 def test_tiles_that_call_different_collectives_are_told():
     group = CommunicatorGroup(run_in_threads(1, lambda comm: comm)[0])
     first, second = VirtualRanks(group, 2).groups
@@ -97,8 +102,8 @@ def test_tiles_that_call_different_collectives_are_told():
         run_in_turns([lambda: first.all_reduce(x, "a"), lambda: second.all_reduce(x, "b")])
 
 
-def gpt(**settings):
-    return mz.nn.GPT(dim=16, layers=2, heads=4, sequence=11, vocabulary=13, dropout=0.1, **settings)
+def gpt(vocabulary=13, **settings):
+    return mz.nn.GPT(dim=16, layers=2, heads=4, sequence=11, vocabulary=vocabulary, dropout=0.1, **settings)
 
 
 IDS = np.random.default_rng(0).integers(0, 13, (2, 5, 11))
@@ -135,6 +140,13 @@ def test_tensor_tiles_have_the_bits_of_a_tensor_group(tiles, dtype):
         assert_same(alone, 2, model, batch, asked, stage=3)
         assert_same(alone, 4, model, batch, asked, tensor=2, pipeline=2, stage=2)
         assert_same(alone, 4, model, batch, asked, tensor=tiles, share_node_memory=False)
+
+
+def test_a_rank_may_have_no_items_of_a_vocabulary():
+    for vocabulary in (1, 3):
+        model, batch = gpt(vocabulary=vocabulary), IDS % vocabulary
+        alone = trained(None, model, batch, {"tensor": 4})
+        assert_same(alone, 2, model, batch, {"tensor": 4}, tensor=2)
 
 
 def test_context_tiles_have_the_bits_of_a_context_group():

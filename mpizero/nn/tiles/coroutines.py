@@ -3,13 +3,16 @@
 [Note: coroutines] A layer calls a collective in the middle of its code. To run the layer for several virtual ranks in
 one process, each call has to be left where it is and continued later. Python's generators would need ``yield`` in every
 function between; threads would need locks, and a thread switch takes longer than a small layer. So the functions run
-as coroutines of the library greenlet, which switches between stacks in less than a microsecond.
+as coroutines of the library greenlet, which switches between stacks in less than a microsecond. A coroutine
+starts without the caller's context variables, such as NumPy's error state and the dtype of products on a GPU, unless it
+is given a copy of the context.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from typing import Any, NamedTuple, TypeVar
 
 from greenlet import getcurrent, greenlet
@@ -57,7 +60,8 @@ class _Arrival(NamedTuple):
 def run_in_turns(functions: Sequence[Callable[[], R]]) -> list[R]:
     """Call the functions, each until it waits at a :class:`Meeting` and then on; return their results in order.
 
-    The order in which they run is always the same. An exception of one of them ends all.
+    The order in which they run is always the same. An exception of one of them ends all. Each sees the caller's context
+    variables; what it sets in them is not seen outside.
 
     Raises
     ------
@@ -65,6 +69,8 @@ def run_in_turns(functions: Sequence[Callable[[], R]]) -> list[R]:
         Functions wait at meetings to which others do not come any more.
     """
     coroutines = [greenlet(function) for function in functions]
+    for coroutine in coroutines:
+        coroutine.gr_context = copy_context()
     results: dict[int, Any] = {}
     came: dict[Meeting, dict[int, tuple[int, Any]]] = {}
     ready: deque[tuple[int, tuple[Any, ...]]] = deque((number, ()) for number in range(len(coroutines)))
