@@ -199,7 +199,10 @@ class PlacedModel:
         """
         if not self.partitioned.has_shared_parameters:
             return None
-        layouts = {use.stage: self._layout_of(use.stage) for uses in self.partitioned.uses.values() for use in uses}
+        stages = {use.stage for uses in self.partitioned.uses.values() for use in uses}
+        layouts = {
+            stage: self.layout if stage == self.partitioned.stage else self._layout_of(stage) for stage in stages
+        }
         return partial(TieExchange, self.grid, self.partitioned, layouts)
 
     def _make_runner(self) -> Runner:

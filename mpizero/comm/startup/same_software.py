@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from importlib import metadata
+from threading import Lock
 from typing import Any
 
 from mpizero.comm.communicator import Communicator
@@ -17,13 +18,22 @@ from mpizero.comm.startup.launch import mpi_facts
 _PACKAGES = ("mpizero", "numpy", "mpi4py", "numba", "h5py", "threadpoolctl")
 
 
-@lru_cache(maxsize=1)
+#: Held while the versions are read, so that ranks that are threads do not all read them.
+_READING = Lock()
+
+
 def versions() -> dict[str, str]:
     """Return the versions of Python, mpizero and the packages that it uses, by name.
 
     Not collective. The version of a package that is not installed is "missing"; for mpizero itself it is "from source".
     The result is cached, so the caller must not change it.
     """
+    with _READING:
+        return _read_versions()
+
+
+@lru_cache(maxsize=1)
+def _read_versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:

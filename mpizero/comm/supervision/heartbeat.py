@@ -23,7 +23,8 @@ from mpizero.comm.supervision.supervisor import Supervisor
 
 #: Seconds at one bytecode instruction after which the main thread counts as waiting.
 _STILL = 0.5
-#: Seconds between two reads of the stack of a running main thread: each costs it most of a millisecond.
+#: Seconds between two reads of the main thread's stack, each of which costs it most of a millisecond. When it stops at
+#: an instruction, its stack is read at once, and then again as often: it may have come to the same one another way.
 _LOOK = 1.0
 #: Most ranges of ranks that a slot lists for a communicator that is being made; if there are more, it lists none.
 _RANGES = 200
@@ -104,6 +105,7 @@ class Heartbeat:
         self._spot: tuple[int, int] = (0, 0)
         self._since = monotonic()
         self._place, self._looked = "", float("-inf")
+        self._looked_at: tuple[int, int] = (0, 0)
         self._writing = threading.RLock()
 
     def look(self, now: float) -> None:
@@ -137,8 +139,9 @@ class Heartbeat:
         moved = spot != self._spot
         if moved:
             self._spot, self._since = spot, now
-        if not moved or now - self._looked >= _LOOK:
+        if now - self._looked >= _LOOK or (not moved and spot != self._looked_at):
             self._place, self._looked = describe_stack(all_stacks().get(self._watched) or innermost_line(frame)), now
+            self._looked_at = (0, 0) if moved else spot
         slot: Slot = {"beat": now, "place": self._place, "still": since(self._since), "pid": os.getpid()}
         # The frame may be gone at any moment; an error here must not end the run.
         with contextlib.suppress(Exception):

@@ -13,9 +13,10 @@ from mpizero.comm.status.status_board import Slot
 from mpizero.comm.supervision.heartbeat import Heartbeat
 from mpizero.errors import CollectiveMismatch
 
-#: Seconds in a call after which a rank compares with all others; until then with four at each tick, in turn.
+#: Seconds in a call after which a rank waits. At each tick it compares with a few other ranks of its node, in turn, and
+#: with more if it waits. If it compared with all, the cost of a node would grow with the square of its ranks.
 _PATIENCE = 0.2
-_IN_TURN = 4
+_RUNNING, _WAITING = 4, 8
 #: Seconds for the others to write their calls.
 _ANSWER = 1.0
 
@@ -37,12 +38,12 @@ class MismatchWatch:
         self._register: CommunicatorRegistry = heartbeat.register
         self._end = end
         self._reported: set[str] = set()
-        self._next = 0
+        self._next = -1
 
     def look(self, slot: Slot) -> None:
         """End the job if a rank of this node has made different calls; ``slot`` is this rank's current status slot."""
         waits = any(call[5] >= _PATIENCE for call in slot["calls"])
-        if (key := self._differing(None if waits else _IN_TURN)) and (error := self._explain(key)):
+        if (key := self._differing(_WAITING if waits else _RUNNING)) and (error := self._explain(key)):
             self._end(error)
 
     def explain(self, trace: CallTrace) -> CollectiveMismatch | None:
@@ -83,12 +84,14 @@ class MismatchWatch:
     def _differing(self, limit: int | None) -> str:
         """Return the key of a communicator on which another rank of the node has made different calls; "" if none.
 
-        With ``limit`` only so many of the other ranks are compared, different ones at each call.
+        With ``limit`` only so many of the other ranks are compared, different ones at each call; the first are those
+        after this rank, so that together the ranks of a node compare with all of them in every tick.
         """
         others = [rank for rank in self._peers.ranks if rank != self._peers.rank]
         if limit is not None and len(others) > limit:
-            self._next = (self._next + limit) % len(others)
-            others = (others + others)[self._next :][:limit]
+            if self._next < 0:
+                self._next = sum(rank < self._peers.rank for rank in others)
+            others, self._next = (others[self._next :] + others)[:limit], (self._next + limit) % len(others)
         mine = {entry.key: entry.trace for entry in (*self._register.live, *self._register.closed.values())}
         for rank in others:
             slot = self._peers.read_one(rank)

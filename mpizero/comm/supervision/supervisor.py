@@ -24,15 +24,24 @@ _LATE_TICKS, _LATE = 3, 0.5
 _STOPS = 32
 
 
+#: A function that is called with ``time.monotonic()``. It returns for how many seconds it need not be called again, or
+#: None if it wants to be called at every tick.
+Listener = Callable[[float], float | None]
+
+
 class Supervisor:
     """Call listeners periodically with ``time.monotonic()``, in a daemon thread that ends with the last listener.
+
+    A listener that has nothing to look at for a while says so by its result, and costs nothing until then: a process
+    may have a watchdog for each of hundreds of ranks that are its threads.
 
     If a listener raises, a warning is printed once, and the listener is still called periodically: a failing check must
     not end the run.
     """
 
     def __init__(self) -> None:
-        self._listeners: dict[Callable[[float], None], float] = {}
+        self._listeners: dict[Listener, float] = {}
+        self._next: dict[Listener, float] = {}
         self._changing = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -41,7 +50,7 @@ class Supervisor:
 
     @property
     def tick(self) -> float:
-        """Seconds between two calls of each listener."""
+        """Seconds between two calls of each listener that has not asked for a longer pause."""
         return min(tuple(self._listeners.values()), default=TICK)
 
     @property
@@ -49,10 +58,14 @@ class Supervisor:
         """True while the thread runs; False also if it could not start, because of the user's limit of threads."""
         return self._thread is not None and self._thread.is_alive()
 
-    def add(self, listener: Callable[[float], None], tick: float = TICK) -> None:
-        """Call ``listener(now)`` from now on, at least every ``tick`` seconds, in the supervisor's thread."""
+    def add(self, listener: Listener, tick: float = TICK) -> None:
+        """Call ``listener(now)`` from now on, in the supervisor's thread: at least every ``tick`` seconds.
+
+        After a call that returned a number, that many seconds pass before the next one.
+        """
         with self._changing:
             self._listeners[listener] = tick
+            self._next.pop(listener, None)
             if not self.is_running:
                 self._stop = threading.Event()
                 thread = threading.Thread(target=self._run, args=(self._stop,), name=HEARTBEAT, daemon=True)
@@ -62,10 +75,11 @@ class Supervisor:
                 except RuntimeError as error:  # this user may have no more threads
                     self.warn_once(error)
 
-    def remove(self, listener: Callable[[float], None]) -> None:
+    def remove(self, listener: Listener) -> None:
         """Stop calling ``listener``; a second call does nothing."""
         with self._changing:
             self._listeners.pop(listener, None)
+            self._next.pop(listener, None)
             thread, last = self._thread, not self._listeners
             if last:
                 self._thread = None
@@ -98,9 +112,12 @@ class Supervisor:
             now = monotonic()
             self._note(last, now)
             last = now
-            for listener in tuple(self._listeners):
+            for listener in [one for one in tuple(self._listeners) if self._next.get(one, now) <= now]:
                 try:
-                    listener(now)
+                    pause = listener(now) or 0.0
+                    with self._changing:
+                        if listener in self._listeners:  # it may have been removed meanwhile
+                            self._next[listener] = now + pause
                 except Exception as error:
                     self.warn_once(error)
 

@@ -154,18 +154,21 @@ class Watchdog:
 
     # ------------------------------------------------------------------ in the supervisor's thread
 
-    def _look(self, now: float) -> None:
+    def _look(self, now: float) -> float | None:
+        """End the job if a call lasts too long; return the seconds in which no call of ranks in threads can do so."""
         if not self._running or self._guard.ending:
-            return
+            return None
         if self._timer is not None and now - self._restarted > min(self._timeout, self._grace, 10.0) / 4:
             self._restarted = now
             self._timer.restart(self._timeout + self._grace)
         if self._folder is not None:
             self._publish()
-        for call in calls_in_progress(self._register, lambda moment: self._guard.supervisor.since(moment, now)):
+        calls = calls_in_progress(self._register, lambda moment: self._guard.supervisor.since(moment, now))
+        for call in calls:
             if call[5] > self._timeout and not self._files_move(call, now):
                 self._end(call)
-                return
+                return None
+        return None if self._shared else self._timeout - max((call[5] for call in calls), default=0.0)
 
     def _files_move(self, call: list[Any], now: float) -> bool:
         """Tell whether a rank of the communicator of ``call`` has read or written bytes of files within the timeout.

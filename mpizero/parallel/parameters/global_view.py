@@ -10,6 +10,7 @@ whole or in shards.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -18,22 +19,30 @@ from mpizero.comm import ProcessGrid
 from mpizero.errors import LayoutError
 from mpizero.layout import FlatLayout, ParameterUse, Span, Unit
 from mpizero.layout.axes import Coordinates
+from mpizero.layout.nodes import GROUPS
 from mpizero.layout.parts import part_rows, part_runs, part_shape, put_rows, take_rows
 from mpizero.parallel.parameters.store import ParameterStore
-from mpizero.types import Array, ParameterSpec
+from mpizero.types import Array, ParameterSpec, Part, Ranges
 
 #: ``held(name)`` returns all values of a parameter of this rank's layout, as a flat array.
 Held = Callable[[str], Array]
 
 
-class DeclaredParameter(NamedTuple):
-    """Hold a parameter of the whole model (``entry``), and what a rank that provides its values holds (``spec``).
+#: A parameter that is read from a rank, as the rank tells it to others: its number among the whole model's parameters,
+#: and axis, ranges and tiles of the slice that the rank holds, or None if it holds the whole parameter. These are plain
+#: numbers, because each rank reads those of all ranks of its replica.
+Told = tuple[int, tuple[int, Ranges, tuple[Ranges, ...]] | None]
 
-    ``spec`` has the shape and the part of the parameter on that rank, see :func:`speaks_for`.
+
+class GivenParameter(NamedTuple):
+    """Hold a parameter of the whole model (``entry``), and what a rank that gives its values holds of it.
+
+    ``part`` is the slice, None if it is the whole parameter; ``size`` is its number of elements.
     """
 
     entry: ParameterUse
-    spec: ParameterSpec
+    part: Part | None
+    size: int
 
 
 def speaks_for(spec: ParameterSpec, here: Coordinates) -> bool:
@@ -82,27 +91,33 @@ class GlobalView:
             self._exchange()
 
     def _exchange(self) -> None:
-        """Exchange which parameters each rank of the model group holds. Collective over the model group."""
+        """Exchange which parameters each rank of the model group gives. Collective over the model group."""
         grid, declared = self.grid, tuple(entry.spec for entry in self.store.layout.parameters)
-        everyone = grid.model.allgather_object((tuple(grid.here), self.nodes, declared), "what ranks hold")
-        here = [Coordinates(*place) for place, _, _ in everyone]
-        held = [specs for _, _, specs in everyone]
-        check_holdings(self.layout, here, held)
-        self.nodes = max(nodes for _, nodes, _ in everyone)
-        self._pieces = [self._spoken(place, specs) for place, specs in zip(here, held, strict=True)]
+        told, problem = list[Told](), ""
+        try:
+            told = given_parameters(self.layout, grid.here, declared)
+        except LayoutError as error:
+            problem = str(error)
+        everyone = grid.model.allgather_object((told, self.nodes, problem), "what ranks hold")
+        for _, _, wrong in everyone:
+            if wrong:
+                raise LayoutError(wrong)
         # The ranks of a data group, contexts too, gather together; one of each context sends.
-        self._sends = [place.context == 0 for place in here]
+        self._sends = [
+            grid.axes.coordinates(rank).context == 0 for rank in grid.axes.group(grid.world.rank, GROUPS["model"])
+        ]
+        check_cover(self.layout, [told for (told, *_), sends in zip(everyone, self._sends, strict=True) if sends])
+        self.nodes = max(nodes for _, nodes, _ in everyone)
+        self._pieces = [self._given(told) for told, _, _ in everyone]
 
-    def _spoken(self, here: Coordinates, specs: Sequence[ParameterSpec]) -> list[list[DeclaredParameter]]:
-        """Return, for each unit of the whole model, the parameters that are read from the rank at ``here``.
-
-        ``specs`` are the parameters that this rank holds.
-        """
-        units: list[list[DeclaredParameter]] = [[] for _ in self.layout.units]
-        for spec in specs:
-            if speaks_for(spec, here):
-                entry = self.layout.by_name[spec.name]
-                units[entry.unit].append(DeclaredParameter(entry, spec))
+    def _given(self, told: Sequence[Told]) -> list[list[GivenParameter]]:
+        """Return, for each unit of the whole model, the parameters that are read from a rank, from what it has told."""
+        units: list[list[GivenParameter]] = [[] for _ in self.layout.units]
+        for number, cut in told:
+            entry = self.layout.parameters[number]
+            part = None if cut is None else Part(entry.spec.shape, *cut)
+            size = entry.spec.size if part is None else prod(part_shape(part))
+            units[entry.unit].append(GivenParameter(entry, part, size))
         return units
 
     # ------------------------------------------------------------------ reading
@@ -205,22 +220,22 @@ class GlobalView:
         if not unit.span.size:
             return
         group = self.grid.model
-        mine = [held(piece.spec.name) for piece in self._pieces[group.rank][unit.index]]
+        mine = [held(piece.entry.spec.name) for piece in self._pieces[group.rank][unit.index]]
         mine = mine if self._sends[group.rank] else []
         told = [pieces[unit.index] if sends else [] for pieces, sends in zip(self._pieces, self._sends, strict=True)]
-        counts = [sum(piece.spec.size for piece in pieces) for pieces in told]
+        counts = [sum(piece.size for piece in pieces) for pieces in told]
         message = np.empty(out.size, out.dtype)
         group.allgatherv(np.concatenate([out[:0], *mine]), message, counts, "whole parameters")
         position = 0
         for piece in (piece for pieces in told for piece in pieces):
-            values = message[position : position + piece.spec.size]
-            position += piece.spec.size
+            values = message[position : position + piece.size]
+            position += piece.size
             start = piece.entry.offset - unit.span.start
             target = out[start : start + piece.entry.spec.size]
-            if piece.spec.part is None:
+            if piece.part is None:
                 target[:] = values
             else:
-                put_rows(part_rows(piece.spec.part), values, target)
+                put_rows(part_rows(piece.part), values, target)
 
     # ------------------------------------------------------------------ writing
 
@@ -294,33 +309,43 @@ def in_whole(spec: ParameterSpec, start: int, values: Array) -> Iterator[tuple[i
         yield run.whole, values[run.local - start : run.local - start + run.size]
 
 
-def check_holdings(layout: FlatLayout, here: Sequence[Coordinates], held: Sequence[Sequence[ParameterSpec]]) -> None:
-    """Check that each element of the model is read from exactly one rank of a replica.
+def given_parameters(layout: FlatLayout, here: Coordinates, held: Sequence[ParameterSpec]) -> list[Told]:
+    """Return the parameters that are read from the rank at ``here``, as it tells them to others. Not collective.
 
-    Not collective: every rank calls it with the same arguments.
+    ``layout`` is that of the whole model, and ``held`` are the parameters that the rank holds.
 
-    Parameters
-    ----------
-    layout : FlatLayout
-        The layout of the whole model.
-    here : sequence of Coordinates
-        For each rank of the replica, its position on the axes of parallelism.
-    held : sequence of sequences of ParameterSpec
-        For each rank of the replica, the parameters that it holds.
+    Raises
+    ------
+    LayoutError
+        If the rank holds a parameter otherwise than the model declares it. The error names the parameter.
+    """
+    numbers = {entry.spec.name: number for number, entry in enumerate(layout.parameters)}
+    found: list[Told] = []
+    for spec in held:
+        _check_declared(layout, spec, f"pipeline stage {here.pipeline}, tensor rank {here.tensor}")
+        if speaks_for(spec, here):
+            part = spec.part
+            found.append((numbers[spec.name], None if part is None else (part.axis, part.ranges, part.tiles)))
+    return found
+
+
+def check_cover(layout: FlatLayout, everyone: Sequence[Sequence[Told]]) -> None:
+    """Check that each element of the model is read from exactly one rank of a replica. Not collective.
+
+    ``layout`` is that of the whole model, and ``everyone`` what each rank has told, for context 0.
 
     Raises
     ------
     LayoutError
         If an element is held by no rank, or read from several. The error names the parameter and says what is wrong.
     """
-    told: dict[str, list[ParameterSpec]] = {entry.spec.name: [] for entry in layout.parameters}
-    for place, specs in zip(here, held, strict=True):
-        for spec in specs:
-            _check_declared(layout, spec, f"pipeline stage {place.pipeline}, tensor rank {place.tensor}")
-            if place.context == 0 and speaks_for(spec, place):
-                told[spec.name].append(spec)
-    for name, specs in told.items():
-        _check_cover(layout.by_name[name].spec, specs)
+    cuts: list[list[tuple[int, Ranges] | None]] = [[] for _ in layout.parameters]
+    for told in everyone:
+        for number, cut in told:
+            cuts[number].append(None if cut is None else cut[:2])
+    for entry, found in zip(layout.parameters, cuts, strict=True):
+        if found != [None]:
+            _check_cuts(entry.spec, found)
 
 
 def _check_declared(layout: FlatLayout, spec: ParameterSpec, where: str) -> None:
@@ -338,23 +363,21 @@ def _check_declared(layout: FlatLayout, spec: ParameterSpec, where: str) -> None
             raise LayoutError(f"{where} declares {spec.name!r} with {what}={own}, {home.spec.name!r} has {whole}")
 
 
-def _check_cover(whole: ParameterSpec, specs: Sequence[ParameterSpec]) -> None:
-    parts = [spec.part for spec in specs]
-    if parts == [None]:
-        return
-    cut = [part for part in parts if part is not None]
-    if not cut or len(cut) < len(parts) or len({part.axis for part in cut}) > 1:
+def _check_cuts(whole: ParameterSpec, found: Sequence[tuple[int, Ranges] | None]) -> None:
+    cuts = [cut for cut in found if cut is not None]
+    shown = "; ".join(", ".join(f"{start}:{stop}" for start, stop in ranges) for _, ranges in cuts)
+    if not cuts or len(cuts) < len(found) or len({axis for axis, _ in cuts}) > 1:
         raise LayoutError(
             f"{whole.name!r} must be held whole, or in slices along one axis, by one pipeline stage; it is held "
-            f"{len(parts) - len(cut)} times whole and as slices {cut}"
+            f"{len(found) - len(cuts)} times whole and in {len(cuts)} slices{f' ({shown})' if shown else ''}"
         )
-    end = 0
-    for start, stop in sorted(span for part in cut for span in part.ranges if span[0] < span[1]):
+    axis, end = cuts[0][0], 0
+    for start, stop in sorted(span for _, ranges in cuts for span in ranges if span[0] < span[1]):
         if start != end:
             times = "twice" if start < end else "by nobody"
             raise LayoutError(
-                f"{whole.name!r}: index {min(start, end)} of axis {cut[0].axis} is held {times}, by slices {cut}"
+                f"{whole.name!r}: index {min(start, end)} of axis {axis} is held {times}, by slices {shown}"
             )
         end = stop
-    if end != whole.shape[cut[0].axis]:
-        raise LayoutError(f"{whole.name!r}: index {end} of axis {cut[0].axis} is held by nobody, by slices {cut}")
+    if end != whole.shape[axis]:
+        raise LayoutError(f"{whole.name!r}: index {end} of axis {axis} is held by nobody, by slices {shown}")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from mpizero.comm.recording.call_trace import CallTrace
+from mpizero.comm.recording.registry import CommunicatorRegistry
+from mpizero.comm.supervision.mismatch_watch import MismatchWatch
 from mpizero.comm.supervision.supervisor import HEARTBEAT, Supervisor
 from mpizero.comm.supervision.watchdog import Watchdog
 from mpizero.errors import CollectiveError, ConfigError, PeerFailure
@@ -144,6 +147,54 @@ def test_a_listener_that_raises_is_reported_once_and_asked_again(capfd):
     assert all(looked.acquire(timeout=20) for _ in range(3))
     supervisor.remove(look)
     assert capfd.readouterr().err.count("OSError: planted") == 1
+
+
+def test_watchdogs_of_threads_that_are_far_from_their_limit_are_not_called():
+    ticks, looks = threading.Semaphore(0), []
+
+    def rarely(now):
+        looks.append(now)
+        return 3600.0
+
+    supervisor = Supervisor()
+    supervisor.add(rarely, 0.01)
+    supervisor.add(lambda now: ticks.release(), 0.01)
+    assert all(ticks.acquire(timeout=20) for _ in range(5))
+    assert len(looks) == 1
+    supervisor.remove(rarely)
+    supervisor.add(rarely, 0.01)
+    assert all(ticks.acquire(timeout=20) for _ in range(5))
+    supervisor.stop()
+    assert len(looks) == 2, "once more, because it was added anew"
+
+    def wait(comm):
+        watchdog = Watchdog(comm, timeout=500.0)
+        watchdog.start()
+        watchdog._guard.supervisor.remove(watchdog._look)  # called below instead
+        found = watchdog._look(time.monotonic())
+        if comm.rank == 0:
+            comm.trace.entered = time.monotonic() - 200.0  # as if it were in a call
+            found = found, watchdog._look(time.monotonic())
+        watchdog.stop()
+        return found
+
+    (quiet, waiting), other = run_in_threads(2, wait)
+    assert quiet == other == 500.0
+    assert waiting == pytest.approx(300.0, abs=5.0)
+
+
+def test_the_ranks_of_a_node_share_out_whose_calls_they_compare():
+    seen = []
+    peers = [SimpleNamespace(ranks=range(3, 40), rank=rank, read_one=seen.append) for rank in range(3, 40)]
+    register = CommunicatorRegistry()
+    watches = [MismatchWatch(SimpleNamespace(peers=one, register=register), print) for one in peers]
+    for watch in watches:
+        watch.look({"calls": []})
+    assert {rank: seen.count(rank) for rank in seen} == dict.fromkeys(range(3, 40), 4)
+    seen.clear()
+    for _ in range(9):
+        watches[5].look({"calls": []})
+    assert sorted(seen) == [rank for rank in range(3, 40) if rank != 8], "in turn, each once"
 
 
 @pytest.mark.parametrize("threads", [True, False])

@@ -6,6 +6,7 @@ Stages and slices are made by hand here, from the parameter tables of a model; n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from mpizero.parallel.gradients.exchange import GradientExchange
 from mpizero.parallel.integrity import Integrity
 from mpizero.parallel.optimizer.sharded_update import Updater, UpdateScope
 from mpizero.parallel.parameters.allocator import Memory
-from mpizero.parallel.parameters.global_view import GlobalView, check_holdings
+from mpizero.parallel.parameters.global_view import GlobalView, check_cover, given_parameters
 from mpizero.parallel.parameters.integer_state import IntegerState
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.parallel.partition.blocks import blocks_of
@@ -479,9 +480,7 @@ LEFT, RIGHT = slice_of(W, (0, 3)), slice_of(W, (3, 6))
 def test_holdings_that_do_not_make_up_the_model_are_refused_by_name(
     first: list[ParameterSpec], second: list[ParameterSpec], message: str | None
 ) -> None:
-    places = [Coordinates(0, 0, 0), Coordinates(0, 1, 0)]
-    if message is None:
-        check_holdings(FlatLayout.build(ONE), places, [first, second])
-    else:
-        with pytest.raises(LayoutError, match=message):
-            check_holdings(FlatLayout.build(ONE), places, [first, second])
+    layout = FlatLayout.build(ONE)
+    with nullcontext() if message is None else pytest.raises(LayoutError, match=message):
+        told = [given_parameters(layout, Coordinates(0, place, 0), held) for place, held in enumerate((first, second))]
+        check_cover(layout, told)
