@@ -15,7 +15,6 @@ from mpizero.testing.ranks import assert_same_as_serial, parallel_assert
 from mpizero.train.verify.verdicts import Finding, Report, Verdict
 
 if TYPE_CHECKING:
-    from mpizero.testing.tiles import assert_same_tiles
     from mpizero.train.modelcheck import ModelFinding, ModelReport, check_model
     from mpizero.train.verify.compare import compare_layouts
 
@@ -27,7 +26,6 @@ __all__ = [
     "Verdict",
     "adjoint_test",
     "assert_same_as_serial",
-    "assert_same_tiles",
     "check_model",
     "compare_layouts",
     "parallel_assert",
@@ -45,10 +43,6 @@ def __getattr__(name: str) -> Any:
         from mpizero.train import modelcheck
 
         return getattr(modelcheck, name)
-    if name == "assert_same_tiles":
-        from mpizero.testing.tiles import assert_same_tiles
-
-        return assert_same_tiles
     if name == "compare_layouts":
         from mpizero.train.verify.compare import compare_layouts
 

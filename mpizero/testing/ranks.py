@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
-
-import numpy as np
 
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
+from mpizero.comm.startup.convert import communicator_of
 from mpizero.comm.startup.launch import one_process
+from mpizero.errors import ArgumentError
+from mpizero.testing.differences import first_difference
+from mpizero.types import BlockModel, Layer
 
 
 def parallel_assert(comm: Communicator, condition: object, message: str = "") -> None:
@@ -28,58 +30,80 @@ def parallel_assert(comm: Communicator, condition: object, message: str = "") ->
         raise AssertionError("; ".join(wrong))
 
 
-def assert_same_as_serial(function: Callable[[Any], Any], comm: Communicator) -> None:
-    """Assert that ``function(comm)`` returns, on every rank, the bits that it returns for a communicator of one rank.
+def assert_same_as_serial(
+    checked: Any,
+    comm: Any = None,
+    x: Any = None,
+    y: Any = None,
+    *,
+    tiles: int = 4,
+    axis: str = "tensor",
+    steps: int = 2,
+    **settings: Any,
+) -> None:
+    """Assert that a function, a model or a layer gives on several ranks the bits that it gives on one.
 
-    Collective over ``comm``. The function must return numbers, strings, arrays, or nested mappings, lists and tuples of
-    them. Arrays are compared by dtype, shape and bytes, so that NaN equals itself and 0.0 differs from -0.0.
+    Collective over ``comm``. *A function*: ``function(comm)`` returns, on every rank, what it returns for a
+    communicator of one rank: numbers, strings, arrays, or nested mappings, lists and tuples of them. Arrays are
+    compared by dtype, shape and bytes, so that NaN equals itself and 0.0 differs from -0.0.
+
+    *A model of blocks or a layer that can be split*, ``assert_same_as_serial(layer, x=x)``: first all tiles run in this
+    process; they are compared with the whole layer, within rounding, and with one another, by bits, where each has the
+    whole. Then groups of ``tiles`` ranks, half as many, and so on, train like one process that computes all tiles:
+    after each step loss, gradients and parameters have the same bits.
+
+    Parameters
+    ----------
+    checked : callable, BlockModel or Layer
+        A layer is trained behind a :class:`mpizero.nn.LayerNorm`, if ``x`` is of floats, with
+        :class:`mpizero.nn.MeanSquaredError`.
+    comm : Communicator or mpi4py communicator, optional
+        The ranks of the group. None, for models and layers only: threads of this process, in groups of all sizes.
+    x, y : array
+        Inputs and targets, the same in every step and on every rank. ``y=None`` means zeros, for a layer with a method
+        ``output_shape``.
+    tiles : int
+        Number of tiles, a power of two of at least 2.
+    axis : {"tensor", "context"}
+        What the group splits: layers (``split``), or sequences (``context``).
+    steps : int
+        Number of steps of training, with AdamW.
+    **settings
+        Settings of :class:`~mpizero.ShardingConfig`, such as ``micro_batch`` and ``clip``.
 
     Raises
     ------
     AssertionError
-        On every rank, if the bits differ on any rank. The message names these ranks and the first difference on each.
-    Exception
-        Any other error of ``function``, on the ranks that raised it.
+        On every rank, if something differs on any. The message names these ranks and the first difference on each, or
+        the layer's block, tile, parameter and line, or ranks, step and array.
+    ConfigError
+        If the model cannot be split so, or ``tiles`` or ``axis`` is wrong or does not fit ``comm``.
     RemoteError
-        On the other ranks then; names the ranks that failed and the first error.
+        On the other ranks if the function or the layer raises any other error on some; names these and the first error.
     """
-    difference = ""
-    with all_ranks(comm, "assert_same_as_serial"):
-        try:
-            difference = first_difference(function(comm), function(one_process()))
-        except AssertionError as error:
-            difference = str(error) or "false"
-    parallel_assert(comm, not difference, difference)
+    if isinstance(checked, BlockModel | Layer) and not isinstance(checked, type):
+        from mpizero.testing.split_layers import split_training
+
+        training = split_training(checked, x, y, tiles=tiles, axis=axis, steps=steps, settings=settings)
+        with nullcontext() if comm is None else communicator_of(comm) as ranks:
+            training.check(ranks)
+        return
+    _compare_results(checked, comm)
 
 
-def first_difference(found: Any, expected: Any, place: str = "result") -> str:
-    """Return a description of the first difference in bits between two nested values; "" if equal. Not collective.
-
-    ``place`` names the values in the description.
-    """
-    if isinstance(found, Mapping) and isinstance(expected, Mapping):
-        if list(found) != list(expected):
-            return f"{place} has keys {list(found)}, expected {list(expected)}"
-        pairs = [(found[key], expected[key], f"{place}[{key!r}]") for key in expected]
-    elif isinstance(found, list | tuple) and isinstance(expected, list | tuple):
-        if len(found) != len(expected):
-            return f"{place} has {len(found)} items, expected {len(expected)}"
-        pairs = [(a, b, f"{place}[{i}]") for i, (a, b) in enumerate(zip(found, expected, strict=True))]
-    else:
-        return _leaf_difference(found, expected, place)
-    return next(filter(None, (first_difference(*pair) for pair in pairs)), "")
-
-
-def _leaf_difference(found: Any, expected: Any, place: str) -> str:
-    a, b = np.asarray(found), np.asarray(expected)
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return f"{place} is {a.dtype}{list(a.shape)}, expected {b.dtype}{list(b.shape)}"
-    if a.dtype.hasobject:
-        return "" if found == expected else f"{place} is {found!r}, expected {expected!r}"
-    if a.tobytes() == b.tobytes():
-        return ""
-    rows = [np.frombuffer(v.tobytes(), np.dtype((np.void, v.itemsize))) for v in (a, b)]
-    wrong = [i for i, (p, q) in enumerate(zip(*rows, strict=True)) if p.tobytes() != q.tobytes()]
-    first = wrong[0]
-    values = f"{a.reshape(-1)[first]!r}, expected {b.reshape(-1)[first]!r}"
-    return f"{place} differs in {len(wrong)} of {a.size} elements, first at {first}: {values}"
+def _compare_results(function: Any, comm: Any) -> None:
+    told = f"assert_same_as_serial: {function!r:.80} is"
+    if isinstance(function, type):
+        raise ArgumentError(f"{told} a class: call it to make a layer or a model")
+    if not callable(function):
+        raise ArgumentError(f"{told} neither a function, a model of blocks nor a layer")
+    if comm is None:
+        raise ArgumentError(f"{told} a function of ranks, and comm is missing")
+    with communicator_of(comm) as ranks:
+        difference = ""
+        with all_ranks(ranks, "assert_same_as_serial"):
+            try:
+                difference = first_difference(function(ranks), function(one_process()))
+            except AssertionError as error:
+                difference = str(error) or "false"
+        parallel_assert(ranks, not difference, difference)
