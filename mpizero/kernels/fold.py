@@ -1,15 +1,19 @@
-"""Add arrays in the order of the binary tree, a block of elements at a time."""
+"""Add arrays in the order of the binary tree."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import numpy as np
 
+from mpizero.kernels import backend, namespace
 from mpizero.types import Array
 
 #: Elements of a block: a block of all terms is added before the next one, so it stays in the cache.
 FOLD_BLOCK = 1 << 15
+#: Kernels that add as many terms in one pass.
+_KERNELS = {2: "add_two", 4: "add_four", 8: "add_eight"}
 
 
 def fold(operation: np.ufunc, terms: Sequence[Array] | Array, out: Array) -> None:
@@ -21,9 +25,43 @@ def fold(operation: np.ufunc, terms: Sequence[Array] | Array, out: Array) -> Non
     """
     if len(terms) == 1:
         out[...] = terms[0]
-        return
+    elif operation is np.add and out.flags.c_contiguous and _has_kernel(terms):
+        _add([term.reshape(1, -1) for term in terms], 0, out.reshape(1, -1))
+    else:
+        _fold_in_blocks(operation, terms, out)
+
+
+def sum_of_range(terms: Sequence[Array], axis: int, start: int, stop: int) -> Array:
+    """Return the sum of the terms' elements from ``start`` to ``stop`` along ``axis``, as a new contiguous array.
+
+    The order is that of :func:`fold`. Not collective.
+    """
+    first = terms[0]
+    before, after = first.shape[:axis], first.shape[axis + 1 :]
+    total: Array = namespace(first).empty((*before, stop - start, *after), first.dtype)
+    if _has_kernel(terms):
+        shape, inner = (prod(before), first.shape[axis] * prod(after)), prod(after)
+        _add([term.reshape(shape) for term in terms], start * inner, total.reshape(shape[0], (stop - start) * inner))
+    else:
+        fold(np.add, [term[(*(slice(None),) * axis, slice(start, stop))] for term in terms], total)
+    return total
+
+
+def _has_kernel(terms: Sequence[Array] | Array) -> bool:
+    known = len(terms) in _KERNELS and terms[0].dtype.char in "fd"
+    return known and all(term.flags.c_contiguous for term in terms)
+
+
+def _add(terms: Sequence[Array], start: int, out: Array) -> None:
+    """Add columns of 2-D arrays, from number ``start`` on, by a kernel that reads all terms in one pass."""
+    if out.size:
+        getattr(backend(out).reduction, _KERNELS[len(terms)])(*terms, start, out)
+
+
+def _fold_in_blocks(operation: np.ufunc, terms: Sequence[Array] | Array, out: Array) -> None:
     length = out.shape[0]
-    step = max(1, FOLD_BLOCK * length // max(1, out.size)) if len(terms) > 2 else length
+    in_blocks = len(terms) > 2 and isinstance(out, np.ndarray)  # on a GPU they would only cost launches
+    step = max(1, FOLD_BLOCK * length // max(1, out.size)) if in_blocks else length
     for start in range(0, length, max(1, step)):
         _fold_block(operation, [term[start : start + step] for term in terms], out[start : start + step])
 

@@ -121,6 +121,14 @@ def test_the_first_value_that_is_not_finite_is_found(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_of_arrays_have_the_bits_of_the_cpu(dtype):
+    arrays, out = np.random.default_rng(0).standard_normal((8, 3, 7)).astype(dtype), np.zeros((3, 4), dtype)
+    for name, terms in (("add_two", 2), ("add_four", 4), ("add_eight", 8)):
+        gpu, cpu = on_both("reduction", name, *arrays[:terms], 2, out)
+        assert gpu == cpu
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_ranges_are_packed_and_unpacked(dtype):
     source, target = np.arange(12, dtype=dtype), np.zeros(12, dtype)
     starts, sizes = np.array([9, 2, 4]), np.array([3, 0, 4])

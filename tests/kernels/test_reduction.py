@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 from mpizero.kernels.cpu import reduction
+from mpizero.kernels.fold import fold, sum_of_range
 from mpizero.kernels.reference import reduction as reference
 from mpizero.layout import cover, merge
 
@@ -83,3 +85,28 @@ def test_the_first_value_that_is_not_finite_is_found(bad, dtype):
 def test_nothing_is_finite():
     assert reduction.all_finite(np.empty(0))
     assert reduction.first_nonfinite(np.empty(0, np.float32)) == -1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("terms", [1, 2, 3, 4, 5, 8, 16])
+def test_arrays_are_added_in_the_order_of_the_tree(terms, dtype):
+    arrays = np.random.default_rng(terms).standard_normal((terms, 3, 5, 4)).astype(dtype)
+    expected = node(arrays, (terms - 1).bit_length(), 0)
+    for axis, start, stop in ((0, 1, 3), (1, 0, 5), (1, 2, 3), (2, 1, 4), (2, 2, 2)):
+        part = np.take(expected, range(start, stop), axis)
+        assert_array_equal(sum_of_range(list(arrays), axis, start, stop), part)
+        assert_array_equal(sum_of_range(list(np.asfortranarray(arrays)), axis, start, stop), part)
+    first = list(arrays)
+    fold(np.add, first, first[0])
+    assert_array_equal(first[0], expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("terms", [2, 4, 8])
+def test_kernels_that_add_arrays_have_the_bits_of_the_reference(terms, dtype):
+    name = {2: "add_two", 4: "add_four", 8: "add_eight"}[terms]
+    arrays = np.random.default_rng(terms).standard_normal((terms, 3, 70)).astype(dtype)
+    found, expected = np.empty((2, 3, 66), dtype)
+    getattr(reduction, name)(*arrays, 3, found)
+    getattr(reference, name)(*arrays, 3, expected)
+    assert_array_equal(found, expected)

@@ -156,3 +156,42 @@ def first_nonfinite(x: Array) -> int:
                 if not _is_finite(part[i]):
                     return block + i
     return -1
+
+
+@kernel("void(const T[:,::1], const T[:,::1], i8, T[:,::1])")
+def add_two(a: Array, b: Array, start: int, out: Array) -> None:
+    """Write the sum of two arrays, each from column ``start`` on, to ``out``, in the order of a binary tree."""
+    for r in range(out.shape[0]):
+        to = out[r]
+        aa, bb = a[r, start : start + to.size], b[r, start : start + to.size]
+        for i in range(to.size):
+            to[i] = aa[i] + bb[i]
+
+
+@kernel("void(const T[:,::1], const T[:,::1], const T[:,::1], const T[:,::1], i8, T[:,::1])")
+def add_four(a: Array, b: Array, c: Array, d: Array, start: int, out: Array) -> None:
+    """Write the sum of four arrays, each from column ``start`` on, to ``out``, in the order of a binary tree."""
+    for r in range(out.shape[0]):
+        to = out[r]
+        aa, bb = a[r, start : start + to.size], b[r, start : start + to.size]
+        cc, dd = c[r, start : start + to.size], d[r, start : start + to.size]
+        for i in range(to.size):
+            to[i] = (aa[i] + bb[i]) + (cc[i] + dd[i])
+
+
+@kernel(
+    "void(const T[:,::1], const T[:,::1], const T[:,::1], const T[:,::1], "
+    "const T[:,::1], const T[:,::1], const T[:,::1], const T[:,::1], i8, T[:,::1])"
+)
+def add_eight(
+    a: Array, b: Array, c: Array, d: Array, e: Array, f: Array, g: Array, h: Array, start: int, out: Array
+) -> None:
+    """Write the sum of eight arrays, each from column ``start`` on, to ``out``, in the order of a binary tree."""
+    for r in range(out.shape[0]):
+        to = out[r]
+        aa, bb = a[r, start : start + to.size], b[r, start : start + to.size]
+        cc, dd = c[r, start : start + to.size], d[r, start : start + to.size]
+        ee, ff = e[r, start : start + to.size], f[r, start : start + to.size]
+        gg, hh = g[r, start : start + to.size], h[r, start : start + to.size]
+        for i in range(to.size):
+            to[i] = ((aa[i] + bb[i]) + (cc[i] + dd[i])) + ((ee[i] + ff[i]) + (gg[i] + hh[i]))

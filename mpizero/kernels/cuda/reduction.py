@@ -156,3 +156,36 @@ def first_nonfinite(x: Array) -> int:
     found = np.array([x.size], np.int64)
     _lowest_nonfinite(x, found)
     return int(found[0]) if found[0] < x.size else -1
+
+
+@kernel("void(const T[:,::1], const T[:,::1], i8, T[:,::1])")
+def add_two(a: Array, b: Array, start: int, out: Array) -> None:
+    """Write the sum of two arrays, each from column ``start`` on, to ``out``, in the order of a binary tree."""
+    columns = out.shape[1]
+    for place in range(cuda.grid(1), out.size, cuda.gridsize(1)):
+        r, i = place // columns, place % columns
+        out[r, i] = a[r, start + i] + b[r, start + i]
+
+
+@kernel("void(const T[:,::1], const T[:,::1], const T[:,::1], const T[:,::1], i8, T[:,::1])")
+def add_four(a: Array, b: Array, c: Array, d: Array, start: int, out: Array) -> None:
+    """Write the sum of four arrays, each from column ``start`` on, to ``out``, in the order of a binary tree."""
+    columns = out.shape[1]
+    for place in range(cuda.grid(1), out.size, cuda.gridsize(1)):
+        r, i = place // columns, place % columns
+        out[r, i] = (a[r, start + i] + b[r, start + i]) + (c[r, start + i] + d[r, start + i])
+
+
+@kernel(
+    "void(const T[:,::1], const T[:,::1], const T[:,::1], const T[:,::1], "
+    "const T[:,::1], const T[:,::1], const T[:,::1], const T[:,::1], i8, T[:,::1])"
+)
+def add_eight(
+    a: Array, b: Array, c: Array, d: Array, e: Array, f: Array, g: Array, h: Array, start: int, out: Array
+) -> None:
+    """Write the sum of eight arrays, each from column ``start`` on, to ``out``, in the order of a binary tree."""
+    columns = out.shape[1]
+    for place in range(cuda.grid(1), out.size, cuda.gridsize(1)):
+        r, i = place // columns, place % columns
+        j = start + i
+        out[r, i] = ((a[r, j] + b[r, j]) + (c[r, j] + d[r, j])) + ((e[r, j] + f[r, j]) + (g[r, j] + h[r, j]))

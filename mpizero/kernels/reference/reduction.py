@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from mpizero.types import Array
@@ -47,3 +49,28 @@ def first_nonfinite(x: Array) -> int:
     """Return the index of the first element of ``x`` that is infinite or NaN, or -1 if there is none."""
     found = np.flatnonzero(~np.isfinite(x))
     return int(found[0]) if found.size else -1
+
+
+def _add(terms: Sequence[Array], start: int, out: Array) -> None:
+    """Write the sum of the terms, a power of two, to ``out``: neighbours first, then neighbouring sums."""
+    sums = [term[:, start : start + out.shape[1]] for term in terms]
+    while len(sums) > 1:
+        sums = [left + right for left, right in zip(sums[::2], sums[1::2], strict=True)]
+    out[...] = sums[0]
+
+
+def add_two(a: Array, b: Array, start: int, out: Array) -> None:
+    """Write the sum of two arrays, each from column ``start`` on, to ``out``, in the order of a binary tree."""
+    _add((a, b), start, out)
+
+
+def add_four(a: Array, b: Array, c: Array, d: Array, start: int, out: Array) -> None:
+    """Write the sum of four arrays, each from column ``start`` on, to ``out``, in the order of a binary tree."""
+    _add((a, b, c, d), start, out)
+
+
+def add_eight(
+    a: Array, b: Array, c: Array, d: Array, e: Array, f: Array, g: Array, h: Array, start: int, out: Array
+) -> None:
+    """Write the sum of eight arrays, each from column ``start`` on, to ``out``, in the order of a binary tree."""
+    _add((a, b, c, d, e, f, g, h), start, out)

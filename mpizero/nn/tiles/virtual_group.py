@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpizero.errors import CollectiveError, ConfigError
-from mpizero.kernels.fold import fold
+from mpizero.kernels.fold import sum_of_range
 from mpizero.nn.layer import namespace
 from mpizero.nn.tiles.coroutines import Meeting
 from mpizero.types import Array, Group, ShiftRequest
@@ -97,7 +98,7 @@ class VirtualRanks:
     ) -> Sequence[Array]:
         terms = [x for (x,) in arrays]
         if self.real.size == 1:
-            return [self._sum([term[place] for term in terms]) for place in _places(sizes, axis, terms[0].ndim)]
+            return [sum_of_range(terms, axis, start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
         mine = self.real.reduce_scatter(self._sum(terms), axis, self._of_ranks(sizes), tag)
         first = self.real.rank * self.hosted
         xp = namespace(mine)
@@ -120,12 +121,8 @@ class VirtualRanks:
 
     def _sum(self, terms: Sequence[Array]) -> Array:
         """Return the sum of this rank's terms, in the tree's order, as a new contiguous array."""
-        total: Array = namespace(terms[0]).empty(terms[0].shape, terms[0].dtype)
-        if not total.ndim:
-            total[...] = self._sum([term.reshape(1) for term in terms])[0]
-            return total
-        fold(np.add, terms, total)
-        return total
+        total: Array = sum_of_range([term.reshape(1, -1) for term in terms], 1, 0, terms[0].size)
+        return total.reshape(terms[0].shape)
 
     def _copies(self, x: Array) -> Sequence[Array]:
         return [x, *(namespace(x).array(x) for _ in range(self.hosted - 1))]
