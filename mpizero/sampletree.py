@@ -299,6 +299,18 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value) if node is None else node.make([map_leaves(function, child) for child in node.children])
 
 
+def combine_leaves(function: Callable[[list[Any]], Any], trees: Sequence[Any]) -> Any:
+    """Apply ``function`` to the lists of leaves that lie at one place of all trees; return the tree of the results.
+
+    All trees have the structure of the first one.
+    """
+    nodes = [_node(tree) for tree in trees]
+    if nodes[0] is None:
+        return function(list(trees))
+    children = zip(*(node.children for node in nodes if node is not None), strict=True)
+    return nodes[0].make([combine_leaves(function, list(places)) for places in children])
+
+
 def count_samples(*values: Any) -> int:
     """Return the number of samples of one or two trees (``x``, ``y``); it is 1 if they cannot be cut into samples.
 

@@ -295,7 +295,10 @@ class Group(Protocol):
         """Return the elementwise maximum over the ranks as a new array."""
 
     def all_gather(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
-        """Concatenate the arrays of all ranks along ``axis``; the array of rank r has length ``sizes[r]`` there."""
+        """Concatenate the arrays of all ranks along ``axis``; the array of rank r has length ``sizes[r]`` there.
+
+        The result is only read: a rank with several tiles gives it to all of them.
+        """
 
     def reduce_scatter(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
         """Return this rank's part, of length ``sizes[rank]`` along ``axis``, of the sum over the ranks."""

@@ -34,5 +34,6 @@ def add_location(error: Exception, kind: str, name: str, method: Callable[..., A
     if isinstance(error, MpizeroError):
         error.place = ", ".join(filter(None, [place, error.place]))
     else:
-        layer = type(getattr(method, "__self__", None)).__name__
+        owner = getattr(method, "__self__", None)
+        layer = type(getattr(owner, "stands_for", owner)).__name__
         error.add_note(f"In {place or 'the model'}: {layer}.{getattr(method, '__name__', '')}")

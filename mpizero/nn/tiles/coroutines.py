@@ -11,15 +11,21 @@ is given a copy of the context.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from contextvars import copy_context
 from typing import Any, NamedTuple, TypeVar
 
 from greenlet import getcurrent, greenlet
 
 from mpizero.errors import CollectiveError
+from mpizero.frames import Line, is_users
 
 R = TypeVar("R")
+
+
+class Mismatch(Exception):
+    """Raised by the ``answer`` of a :class:`Meeting` if what its members bring does not fit together."""
 
 
 class Meeting:
@@ -41,12 +47,17 @@ class Meeting:
 
         Raises :class:`CollectiveError` if the caller does not run in :func:`run_in_turns`.
         """
-        if getcurrent().parent is None:
+        caller = getcurrent()
+        if not isinstance(caller, _Coroutine):
             raise CollectiveError(
                 f"{brought} was called for one of {self.size} tiles of this rank alone: a split layer of a rank with "
                 "several tiles runs in the tiled model only"
             )
-        return getcurrent().parent.switch(_Arrival(self, member, brought))
+        return caller.parent.switch(_Arrival(self, member, brought))
+
+
+class _Coroutine(greenlet):  # type: ignore[misc]  # no stubs
+    """Run one of the functions of :func:`run_in_turns`."""
 
 
 class _Arrival(NamedTuple):
@@ -66,9 +77,10 @@ def run_in_turns(functions: Sequence[Callable[[], R]]) -> list[R]:
     Raises
     ------
     CollectiveError
-        Functions wait at meetings to which others do not come any more.
+        Functions wait at meetings to which others do not come any more, or bring what does not fit together. The error
+        names the line of each.
     """
-    coroutines = [greenlet(function) for function in functions]
+    coroutines = [_Coroutine(function) for function in functions]
     for coroutine in coroutines:
         coroutine.gr_context = copy_context()
     results: dict[int, Any] = {}
@@ -84,14 +96,37 @@ def run_in_turns(functions: Sequence[Callable[[], R]]) -> list[R]:
             there = came.setdefault(arrival.meeting, {})
             there[arrival.member] = number, arrival.brought
             if len(there) == arrival.meeting.size:
-                members = [there[member] for member in sorted(came.pop(arrival.meeting))]
+                members = [there[member] for member in sorted(there)]
                 answers = arrival.meeting.answer([brought for _, brought in members])
+                del came[arrival.meeting]
                 ready.extend((waiting, (answer,)) for (waiting, _), answer in zip(members, answers, strict=True))
         if came:
-            waiting = "; ".join(f"tile {m} calls {b}" for there in came.values() for m, (_, b) in there.items())
-            raise CollectiveError(f"the tiles of this rank called different collectives: {waiting}; others have ended")
+            raise CollectiveError(f"{_different(came, coroutines)}; others have ended")
+    except Mismatch:
+        raise CollectiveError(_different(came, coroutines)) from None
     finally:
         for coroutine in coroutines:
             if coroutine and not coroutine.dead:
-                coroutine.throw()
+                with suppress(Exception):  # of a function's ``finally``, which would hide the error that ends all
+                    coroutine.throw()
     return [results[number] for number in range(len(coroutines))]
+
+
+def _different(came: Mapping[Meeting, Mapping[int, tuple[int, Any]]], coroutines: Sequence[greenlet]) -> str:
+    """Say what the waiting coroutines have called, and where."""
+    calls = (
+        f"tile {member} {brought}{_place(coroutines[number])}"
+        for there in came.values()
+        for member, (number, brought) in sorted(there.items())
+    )
+    return f"the tiles of this rank called different collectives: {'; '.join(calls)}"
+
+
+def _place(coroutine: greenlet) -> str:
+    """Return where the user's code waits in a coroutine, as " at file:line in function", or ""."""
+    frame = coroutine.gr_frame
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            return f" at {Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)}"
+        frame = frame.f_back
+    return ""

@@ -81,13 +81,11 @@ class TileParameters:
     def gradients(self, grads: Params, tile: int, *, first: bool) -> Params:
         """Return arrays that the tile writes its gradients to.
 
-        They are views of ``grads``, or new arrays that :meth:`collect` copies back. With ``first`` False, so are those
-        of the parameters that every tile holds whole; all tiles compute the same gradients of these.
+        They are views of ``grads``, or copies, from which :meth:`collect` copies back. With ``first`` False, those of
+        the parameters that every tile holds whole are new arrays, as all tiles compute the same gradients of these; so
+        are integer arrays, which hold the old values.
         """
-        if first and not self._split:
-            return grads
-        views = _gradients(self._cuts, grads, tile, first)
-        return type(grads)(views) if isinstance(grads, dict) else views
+        return _like(grads, _gradients(self._cuts, grads, tile, first)) if self._split or not first else grads
 
     def collect(self, grads: Params, targets: Params, tile: int) -> None:
         """Copy to ``grads`` what the tile has written to arrays that are not views of ``grads``."""
@@ -108,15 +106,44 @@ def _parameters(cuts: Mapping[str, Any], params: Any, tile: int) -> TileViews:
 
 def _gradients(cuts: Mapping[str, Any], grads: Any, tile: int, first: bool) -> dict[str, Any]:
     views = dict(grads)
-    for name, cut in cuts.items():
-        array = grads[name]
-        if type(cut) is dict:
-            views[name] = _gradients(cut, array, tile, first)
+    for name, array in grads.items():
+        cut = cuts.get(name)
+        if isinstance(array, Mapping):
+            views[name] = _gradients(cut or {}, array, tile, first)
         elif cut is not None:
             views[name] = cut.of(array, tile)
         elif not first:
-            views[name] = namespace(array).empty_like(array)
+            views[name] = array.copy() if array.dtype.kind in "iub" else namespace(array).empty_like(array)
     return views
+
+
+def copied(grads: Any) -> Any:
+    """Return copies of gradients: of what they hold, too, by which it is found that a layer does not write them."""
+    if isinstance(grads, Mapping):
+        return _like(grads, {name: copied(value) for name, value in grads.items()})
+    return grads.copy()
+
+
+def _like(grads: Any, views: dict[str, Any]) -> Params:
+    return type(grads)(views) if isinstance(grads, dict) else views
+
+
+def require_equal_integers(targets: Sequence[Any], path: str = "") -> None:
+    """Raise :class:`LayoutError` if tiles have written different new values to an integer array.
+
+    ``targets`` are what the tiles wrote their gradients to; ``path`` precedes the names of their arrays.
+    """
+    for name, value in targets[0].items():
+        if isinstance(value, Mapping):
+            require_equal_integers([target[name] for target in targets], f"{path}{name}.")
+        elif value.dtype.kind in "iub":
+            for tile, target in enumerate(targets):
+                if (target[name] != value).any():
+                    raise LayoutError(
+                        f"the new value of integer array {path + name!r} differs between tiles: {value.tolist()} on "
+                        f"the first tile of this rank, {target[name].tolist()} on tile {tile} after it; it must follow "
+                        "from the value that each is given, not from the tile"
+                    )
 
 
 def _collect(cuts: Mapping[str, Any], grads: Any, targets: Any, tile: int) -> None:

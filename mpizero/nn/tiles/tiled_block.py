@@ -18,8 +18,8 @@ from mpizero.nn.integers import layer_integers
 from mpizero.nn.layer import Layer, namespace
 from mpizero.nn.operations import Operations
 from mpizero.nn.tiles.coroutines import run_in_turns
-from mpizero.nn.tiles.tile_parameters import TileParameters
-from mpizero.sampletree import map_leaves
+from mpizero.nn.tiles.tile_parameters import TileParameters, copied, require_equal_integers
+from mpizero.sampletree import combine_leaves, map_leaves
 from mpizero.types import EVALUATE, Array, IntegerSpec, ParameterSpec, Params, Run
 
 
@@ -91,11 +91,10 @@ class TileGrid:
         return tuple(sizes[tile] for tile in self.tensor.own)
 
     def join(self, parts: Sequence[Any], axis: int | None) -> Any:
-        """Return what the rank holds from the parts of its tiles; the inverse of :meth:`cut`, for arrays."""
-        xp, n = namespace(parts[0]), self.across
-        rows = [parts[start : start + n] for start in range(0, len(parts), n)]
-        held = [row[0] if axis is None else xp.concatenate(row, axis=axis) for row in rows]
-        return held[0] if len(held) == 1 else xp.concatenate(held, axis=1)
+        """Return what the rank holds from the parts of its tiles; the inverse of :meth:`cut`."""
+        rows = [parts[start : start + self.across] for start in range(0, len(parts), self.across)]
+        held = [row[0] if axis is None else _joined(row, axis) for row in rows]
+        return held[0] if len(held) == 1 else combine_leaves(partial(_joined, axis=1), held)
 
 
 class _Cache(NamedTuple):
@@ -137,9 +136,18 @@ class TiledBlock(Layer):
         """Describe the parameters that this rank holds: of a split one, the parts of all of its tiles."""
         return self._parameters.specs
 
+    @property
+    def stands_for(self) -> Layer:
+        """The layer that errors name: the split form of the first tile."""
+        return self.forms[0]
+
     def integers(self) -> tuple[IntegerSpec, ...]:
         """Describe the block's integer arrays. Not collective."""
         return layer_integers(self.forms[0])
+
+    @cached_property
+    def _has_integers(self) -> bool:
+        return bool(self.integers())
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Run the block forward for all tiles. Collective over the groups that the block is split over."""
@@ -172,12 +180,14 @@ class TiledBlock(Layer):
     def _gradients(self, grads: Params) -> Iterator[list[Params]]:
         """Give each tile arrays for its gradients, and collect these in ``grads`` at the end."""
         across = self.grid.across
-        held = [grads, *(_empty_like(grads) for _ in range(self.grid.along - 1))]
+        held = [grads, *(copied(grads) for _ in range(self.grid.along - 1))]
         targets = [
             self._parameters.gradients(held[number // across], number % across, first=number % across == 0)
             for number in range(len(self.forms))
         ]
         yield targets
+        if self._has_integers:
+            require_equal_integers(targets)
         for number, target in enumerate(targets):
             self._parameters.collect(held[number // across], target, number % across)
         if len(held) > 1:
@@ -229,10 +239,9 @@ def _parts(x: Array, axis: int, sizes: Sequence[int]) -> list[Array]:
     return [xp.ascontiguousarray(part) for part in xp.split(x, list(accumulate(sizes))[:-1], axis=axis)]
 
 
-def _empty_like(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {name: _empty_like(value) for name, value in tree.items()}
-    return namespace(tree).empty_like(tree)
+def _joined(parts: Sequence[Array], axis: int) -> Array:
+    whole: Array = namespace(parts[0]).concatenate(parts, axis=axis)
+    return whole
 
 
 def _add_up(trees: Sequence[Any]) -> None:

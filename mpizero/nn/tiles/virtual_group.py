@@ -18,7 +18,7 @@ import numpy as np
 from mpizero.errors import CollectiveError, ConfigError
 from mpizero.kernels.fold import sum_of_range
 from mpizero.nn.layer import namespace
-from mpizero.nn.tiles.coroutines import Meeting
+from mpizero.nn.tiles.coroutines import Meeting, Mismatch
 from mpizero.types import Array, Group, ShiftRequest
 
 
@@ -28,6 +28,12 @@ class _Call(NamedTuple):
     kind: str
     settings: tuple[Any, ...]
     arrays: tuple[Array, ...]
+
+    @property
+    def comparable(self) -> tuple[Any, ...]:
+        """The settings and types that are equal in the calls of all tiles; gathers and shifts may differ in length."""
+        sums = self.kind not in ("all_gather", "shift")
+        return self.kind, self.settings, [(x.dtype, x.shape if sums else x.ndim) for x in self.arrays]
 
     def __str__(self) -> str:
         shapes = ", ".join(f"{x.dtype} {x.shape}" for x in self.arrays)
@@ -70,8 +76,8 @@ class VirtualRanks:
     def _answer(self, calls: Sequence[_Call]) -> Sequence[Any]:
         """Compute a collective for the tiles of this rank; collective over the real group."""
         first = calls[0]
-        if any(call[:2] != first[:2] for call in calls):
-            raise CollectiveError(f"the tiles of this rank called different collectives: {'; '.join(map(str, calls))}")
+        if any(call.comparable != first.comparable for call in calls[1:]):
+            raise Mismatch
         found: Sequence[Any] = getattr(self, f"_{first.kind}")([call.arrays for call in calls], *first.settings)
         return found
 
@@ -168,28 +174,54 @@ class VirtualGroup:
 
     def all_reduce(self, x: Array, tag: str = "") -> Array:
         """Return the sum of the tiles' arrays as a new array. Collective."""
+        self._require("all_reduce", x, tag)
         total: Array = self._wait("all_reduce", (x,), tag)
         return total
 
     def all_max(self, x: Array, tag: str = "") -> Array:
         """Return the elementwise maximum of the tiles' arrays as a new array. Collective."""
+        self._require("all_max", x, tag)
         largest: Array = self._wait("all_max", (x,), tag)
         return largest
 
     def all_gather(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
         """Return the arrays of all tiles, concatenated along ``axis``, as a read-only array. Collective."""
-        whole: Array = self._wait("all_gather", (x,), axis % x.ndim, tuple(sizes), tag)
+        axis = self._along("all_gather", x, axis, sizes, tag)
+        if x.shape[axis] != sizes[self.rank]:
+            raise self._error("all_gather", x, tag, f"sizes[{self.rank}] is {sizes[self.rank]} along axis {axis}")
+        whole: Array = self._wait("all_gather", (x,), axis, tuple(sizes), tag)
         return whole
 
     def reduce_scatter(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
         """Return this tile's part of the sum of the tiles' arrays along ``axis``, as a new array. Collective."""
-        part: Array = self._wait("reduce_scatter", (x,), axis % x.ndim, tuple(sizes), tag)
+        self._require("reduce_scatter", x, tag)
+        axis = self._along("reduce_scatter", x, axis, sizes, tag)
+        if x.shape[axis] != sum(sizes):
+            raise self._error("reduce_scatter", x, tag, f"sizes {sizes} do not add up to its length along axis {axis}")
+        part: Array = self._wait("reduce_scatter", (x,), axis, tuple(sizes), tag)
         return part
 
     def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> ShiftRequest:
         """Start to send ``arrays`` to tile + ``by``, and to receive as many from tile - ``by``. Collective."""
         request: ShiftRequest = self._wait("shift", tuple(arrays), by, tag)
         return request
+
+    # The checks of a real group, which need not come together for them: the error names the caller's line.
+
+    def _require(self, kind: str, x: Array, tag: str) -> None:
+        if x.dtype.char not in "fd":
+            raise self._error(kind, x, tag, "expected float32 or float64")
+
+    def _along(self, kind: str, x: Array, axis: int, sizes: Sequence[int], tag: str) -> int:
+        """Check ``axis`` and ``sizes``; return the axis counted from the front."""
+        if not -x.ndim <= axis < x.ndim:
+            raise self._error(kind, x, tag, f"axis {axis} does not exist")
+        if len(sizes) != self.size or min(sizes) < 0:
+            raise self._error(kind, x, tag, f"sizes {sizes} are not one length >= 0 for each of {self.size} tiles")
+        return axis % x.ndim
+
+    def _error(self, kind: str, x: Array, tag: str, reason: str) -> CollectiveError:
+        return CollectiveError(f"tile {self.rank}: {_Call(kind, (tag,), (x,))}: {reason}")
 
     def _wait(self, kind: str, arrays: tuple[Array, ...], *settings: Any) -> Any:
         return self.meeting.wait(self.member, _Call(kind, settings, arrays))

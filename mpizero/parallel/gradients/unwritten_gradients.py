@@ -189,6 +189,7 @@ def _what(left: int, size: int) -> str:
 
 def _owner(layer: Any, name: str) -> tuple[Any, str]:
     """Return the innermost layer that has the parameter ``name`` of ``layer``, and the parameter's name in it."""
+    layer = getattr(layer, "stands_for", layer)
     while True:
         children = layer.children() if hasattr(layer, "children") else {}
         child = next((child for child in children if name.startswith(f"{child}.")), None)
