@@ -225,6 +225,11 @@ def test_unknown_layouts_are_refused_with_what_is_allowed():
             compare_layouts(gpt, texts(1), [text])
 
 
+def test_a_layout_that_the_model_cannot_have_is_named():
+    with pytest.raises(ConfigError, match=r"layout 'zero2\*5, tensor=5': heads=\d cannot be split evenly"):
+        compare_layouts(gpt, texts(1), ["tensor=5"])
+
+
 def test_progress_is_told_after_every_step():
     told = []
     compare_layouts(function(), lines(2), ["2"], progress=lambda layout, step: told.append((layout, step)))

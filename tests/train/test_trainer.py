@@ -511,6 +511,16 @@ def test_the_example_ends_early_and_is_complete_when_resumed(tmp_path, monkeypat
         assert "300 steps, best 0.0750" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("axis", ["tensor", "context"])
+def test_the_example_of_tiles_has_one_hash_on_one_rank_and_on_two(axis, monkeypatch, capsys):
+    program = Path(__file__).resolve().parents[2] / "examples" / "training" / "tiles.py"
+    monkeypatch.setattr(sys, "argv", ["tiles.py", "--tiles", "2", "--steps", "1", "--axis", axis])
+    runpy.run_path(str(program), run_name="__main__")
+    one, two = (line.removeprefix(f"{axis} ") for line in capsys.readouterr().out.splitlines())
+    assert one[1:] == two[1:]
+    assert one.endswith(f"the bits of one process with tiles={{'{axis}': 2}}")
+
+
 def test_ranks_that_want_different_runs_are_told(tmp_path):
     def work(comm):
         with pytest.raises(

@@ -61,9 +61,8 @@ def misfits(parallel_layout: ParallelLayout) -> list[str]:
     found = []
     for axis, asked in parallel_layout.asked_tiles.items():
         if parallel_layout.all_tiles[axis] != asked:
-            fitting = [str(size) for size in range(1, asked + 1) if fits_tiles(size, asked)]
-            sizes = f"size{'s' if len(fitting) > 1 else ''} {', '.join(fitting)}"
-            found.append(f"{axis}={getattr(parallel_layout, axis)} does not fit tiles={asked}, which fit {sizes}")
+            fitting = ", ".join(f"{axis}={size}" for size in range(1, asked + 1) if fits_tiles(size, asked))
+            found.append(f"{axis}={getattr(parallel_layout, axis)} cannot compute {asked} tiles, only {fitting} can")
     return found
 
 

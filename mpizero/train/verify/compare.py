@@ -150,18 +150,31 @@ def _compare(
     for layout in [ONE_PROCESS, *layouts]:
         layout = layout.in_tiles(tiles)
         if (key := str(layout.alone.parallel.tiles)) not in traces:
-            traces[key] = _on_first(world, partial(record, task, layout.alone, tell))
+            with _named(layout):
+                traces[key] = _on_first(world, partial(record, task, layout.alone, tell))
         trace = traces[key]
         if not verdicts:
             verdicts.append(Verdict("one process", 1, task.steps, trace.sha256, trace.seconds))
             continue
         rounding = trace.rounding
-        split = layout.ranks > layout.parallel.data
+        split = layout.parallel.tensor * layout.parallel.context > 1
         if layout.rounds(task.settings.get("accumulate", 1)) or (split and trace.own_reasons):
             rounding = replace(rounding, tolerance=rounding.of_sums if tolerance is None else tolerance)
         comparison = LayoutComparison(task, layout, trace, rounding, tell)
-        verdicts.append(_run(comparison, world))
+        with _named(layout):
+            verdicts.append(_run(comparison, world))
     return Report(tuple(verdicts))
+
+
+@contextmanager
+def _named(layout: Layout) -> Iterator[None]:
+    """Name the layout in a :class:`ConfigError` of its training, unless it is one process without tiles."""
+    try:
+        yield
+    except ConfigError as error:
+        if layout == ONE_PROCESS:
+            raise
+        raise ConfigError(f"layout {str(layout)!r}: {error}") from error
 
 
 def _silent(layout: str, step: int) -> None:

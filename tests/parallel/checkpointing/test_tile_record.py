@@ -56,8 +56,14 @@ def test_sizes_that_do_not_fit_say_so_once_and_the_checkpoint_keeps_what_the_tra
     model = mlp(hidden=(9, 6), features=8, task="regression", outputs=8)
     found, *_, told = on(3, None, 0, 8, model, tensor=3)
     err = capfd.readouterr().err
-    assert err.count("tensor=3 does not fit tiles=8, which fit sizes 1, 2, 4, 8, so results agree") == 1
-    assert found.exactness == "within rounding (tensor=3 does not fit tiles=8, which fit sizes 1, 2, 4, 8)"
+    assert (
+        err.count("tensor=3 cannot compute 8 tiles, only tensor=1, tensor=2, tensor=4, tensor=8 can, so results agree")
+        == 1
+    )
+    assert (
+        found.exactness
+        == "within rounding (tensor=3 cannot compute 8 tiles, only tensor=1, tensor=2, tensor=4, tensor=8 can)"
+    )
     assert (found.tiles, told["tiles"]) == ({"tensor": 3, "context": 1}, {"tensor": 8, "context": 1})
     found, *_ = on(3, None, 0, None, model, tensor=3)
     assert found.within_rounding == ("tensor=3 is no power of two, so one process cannot compute 3 tiles",)
