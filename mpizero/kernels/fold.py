@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from math import prod
 
 import numpy as np
@@ -31,20 +32,24 @@ def fold(operation: np.ufunc, terms: Sequence[Array] | Array, out: Array) -> Non
         _fold_in_blocks(operation, terms, out)
 
 
-def sum_of_range(terms: Sequence[Array], axis: int, start: int, stop: int) -> Array:
-    """Return the sum of the terms' elements from ``start`` to ``stop`` along ``axis``, as a new contiguous array.
+def sums_of_parts(terms: Sequence[Array], axis: int, sizes: Sequence[int]) -> list[Array]:
+    """Return the sum of the terms in parts of the given sizes along ``axis``, each as a new contiguous array.
 
     The order is that of :func:`fold`. Not collective.
     """
     first = terms[0]
     before, after = first.shape[:axis], first.shape[axis + 1 :]
-    total: Array = namespace(first).empty((*before, stop - start, *after), first.dtype)
+    parts = [namespace(first).empty((*before, size, *after), first.dtype) for size in sizes]
+    bounds = pairwise(accumulate(sizes, initial=0))
     if _has_kernel(terms):
-        shape, inner = (prod(before), first.shape[axis] * prod(after)), prod(after)
-        _add([term.reshape(shape) for term in terms], start * inner, total.reshape(shape[0], (stop - start) * inner))
+        rows, inner = prod(before), prod(after)
+        matrices = [term.reshape(rows, first.shape[axis] * inner) for term in terms]
+        for part, (start, stop) in zip(parts, bounds, strict=True):
+            _add(matrices, start * inner, part.reshape(rows, (stop - start) * inner))
     else:
-        fold(np.add, [term[(*(slice(None),) * axis, slice(start, stop))] for term in terms], total)
-    return total
+        for part, (start, stop) in zip(parts, bounds, strict=True):
+            fold(np.add, [term[(*(slice(None),) * axis, slice(start, stop))] for term in terms], part)
+    return parts
 
 
 def _has_kernel(terms: Sequence[Array] | Array) -> bool:

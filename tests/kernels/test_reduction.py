@@ -5,7 +5,7 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from mpizero.kernels.cpu import reduction
-from mpizero.kernels.fold import fold, sum_of_range
+from mpizero.kernels.fold import fold, sums_of_parts
 from mpizero.kernels.reference import reduction as reference
 from mpizero.layout import cover, merge
 
@@ -92,10 +92,11 @@ def test_nothing_is_finite():
 def test_arrays_are_added_in_the_order_of_the_tree(terms, dtype):
     arrays = np.random.default_rng(terms).standard_normal((terms, 3, 5, 4)).astype(dtype)
     expected = node(arrays, (terms - 1).bit_length(), 0)
-    for axis, start, stop in ((0, 1, 3), (1, 0, 5), (1, 2, 3), (2, 1, 4), (2, 2, 2)):
-        part = np.take(expected, range(start, stop), axis)
-        assert_array_equal(sum_of_range(list(arrays), axis, start, stop), part)
-        assert_array_equal(sum_of_range(list(np.asfortranarray(arrays)), axis, start, stop), part)
+    for axis, sizes in ((0, (1, 2)), (1, (5,)), (1, (2, 1, 2)), (2, (1, 0, 3))):
+        parts = np.split(expected, np.cumsum(sizes)[:-1], axis)
+        for given in (arrays, np.asfortranarray(arrays)):
+            for part, found in zip(parts, sums_of_parts(list(given), axis, sizes), strict=True):
+                assert_array_equal(found, part)
     first = list(arrays)
     fold(np.add, first, first[0])
     assert_array_equal(first[0], expected)

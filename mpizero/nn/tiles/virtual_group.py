@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpizero.errors import CollectiveError, ConfigError
-from mpizero.kernels.fold import sum_of_range
+from mpizero.kernels.fold import sums_of_parts
 from mpizero.nn.layer import namespace
 from mpizero.nn.tiles.coroutines import Meeting, Mismatch
 from mpizero.types import Array, Group, ShiftRequest
@@ -104,7 +103,7 @@ class VirtualRanks:
     ) -> Sequence[Array]:
         terms = [x for (x,) in arrays]
         if self.real.size == 1:
-            return [sum_of_range(terms, axis, start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
+            return sums_of_parts(terms, axis, sizes)
         mine = self.real.reduce_scatter(self._sum(terms), axis, self._of_ranks(sizes), tag)
         first = self.real.rank * self.hosted
         xp = namespace(mine)
@@ -127,7 +126,7 @@ class VirtualRanks:
 
     def _sum(self, terms: Sequence[Array]) -> Array:
         """Return the sum of this rank's terms, in the tree's order, as a new contiguous array."""
-        total: Array = sum_of_range([term.reshape(1, -1) for term in terms], 1, 0, terms[0].size)
+        (total,) = sums_of_parts([term.reshape(1, -1) for term in terms], 1, (terms[0].size,))
         return total.reshape(terms[0].shape)
 
     def _copies(self, x: Array) -> Sequence[Array]:

@@ -58,7 +58,7 @@ class GradientDict(dict[str, Any]):
     argument, owner = "grads", "this layer"
 
     def __init__(self, views: Mapping[str, Any]) -> None:
-        super().__init__({name: GradientDict(v) if isinstance(v, Mapping) else v for name, v in views.items()})
+        super().__init__({name: GradientDict(v) if isinstance(v, dict) else v for name, v in views.items()})
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Raise ``LayoutError`` if ``value`` is not the view with that name.
