@@ -62,7 +62,8 @@ def misfits(parallel_layout: ParallelLayout) -> list[str]:
     for axis, asked in parallel_layout.asked_tiles.items():
         if parallel_layout.all_tiles[axis] != asked:
             fitting = ", ".join(f"{axis}={size}" for size in range(1, asked + 1) if fits_tiles(size, asked))
-            found.append(f"{axis}={getattr(parallel_layout, axis)} cannot compute {asked} tile{'s'[: asked > 1]}, only {fitting} can")
+            tiles = "1 tile" if asked == 1 else f"{asked} tiles"
+            found.append(f"{axis}={getattr(parallel_layout, axis)} cannot compute {tiles}, only {fitting} can")
     return found
 
 
