@@ -230,9 +230,14 @@ class Integrity:
             rng = _place(plan.ranges[copies[0][0]][copies[0][1]])
             lines.append(f"{rng} {_minority(values, hosts)}")
         more = f"; and {len(lines) - MAX_NAMED} ranges more" if len(lines) > MAX_NAMED else ""
+        split = (
+            ". If a layer of your own is split over the tensor group, see first whether its ranks compute different "
+            "gradients of it: mpizero.testing.assert_same_as_serial"
+        )
         return (
             f"state in memory is damaged: {'; '.join(lines[:MAX_NAMED])}{more}; nothing was saved since it was found. "
             "Resume from the last checkpoint; if it happens on the same host again, take that one out of service"
+            f"{split if self.grid.tensor.size > 1 and not damaged else ''}"
         )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpizero as mz
-from mpizero.errors import ArgumentError, ConfigError
+from mpizero.errors import ArgumentError, ConfigError, IntegrityError
 from mpizero.testing import assert_same_as_serial, run_in_threads
 from mpizero.types import EVALUATE, Init, ParameterSpec, Part
 from tests.parallel.models import gpt, mlp, points, tokens
@@ -96,6 +96,23 @@ def test_a_wrong_split_layer_is_found_and_named(fault, told):
     text = re.sub(r"test_same_as_serial\.py:\d+", "{}", str(error.value))
     assert told in text
     assert ("block 'layer' in 4 tiles" in text) == (fault != "bits")
+
+
+def test_ranks_that_compute_different_gradients_of_a_whole_parameter_are_found_by_check_every():
+    class Net:
+        dtype, seed, loss, blocks = np.dtype("f4"), 0, mz.nn.MeanSquaredError(), {"pair": Pair("bias by rank")}
+
+    def train(comm):
+        told = r"'pair.b'.* differs between ranks 0.*assert_same_as_serial"
+        with (
+            mz.ShardingConfig(comm=comm, check_every=1) as config,
+            mz.TensorParallelModel(Net(), config, optimizer=mz.SGD(lr=0.1)) as model,
+        ):
+            model.train(X, X)
+            with pytest.raises(IntegrityError, match=told):
+                model.train(X, X)
+
+    run_in_threads(2, train)
 
 
 @pytest.mark.parametrize(
