@@ -144,7 +144,7 @@ class PlacedModel:
     def within_rounding(self) -> tuple[str, ...]:
         """Why results have not the bits of one process with the same tiles; empty if they have. Not collective."""
         return within_rounding(
-            self.partitioned.parallel_layout, self.model, self.config.gradient_compression, self.config.accumulate
+            self.partitioned.parallel_layout, self.model, self.exchange.compression, self.config.accumulate
         )
 
     @property

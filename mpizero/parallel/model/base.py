@@ -210,4 +210,4 @@ class ShardedModelBase(ManualGradients):
         The bytes are those of this rank: stored, and sent in the last step.
         """
         sent = self.last_step.bytes_sent if self.last_step is not None else 0
-        return describe(self.engine, self._config, sent, self.label)
+        return describe(self.engine, self._config, sent, self.label, self._mean_every)

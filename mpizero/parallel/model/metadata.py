@@ -35,6 +35,8 @@ class ModelMetadata:
     within_rounding : tuple of str
         Why results agree with one process only within rounding; empty if they have the bits of one process with the
         same tiles.
+    averaged_every : int
+        Number of steps between two averages if each rank trains a copy of its own (:class:`LocalSGDOptimizer`); else 0.
     nodes, ranks_per_node : int
         Number of groups of ranks that share memory (within this rank's data group), and number of ranks in each.
     replicated, sharded : tuple of str
@@ -73,6 +75,7 @@ class ModelMetadata:
     group_ranks: dict[str, int]
     tiles: dict[str, int]
     within_rounding: tuple[str, ...]
+    averaged_every: int
     nodes: int
     ranks_per_node: int
     replicated: tuple[str, ...]
@@ -90,6 +93,8 @@ class ModelMetadata:
     @property
     def exactness(self) -> str:
         """A text of what results are equal to, "the bits of one process with tiles=8", or why only within rounding."""
+        if self.averaged_every and self.is_distributed:
+            return f"no other number of ranks ({self.world_size} copies are averaged every {self.averaged_every} steps)"
         return exactness(self.tiles, self.within_rounding)
 
     def as_dict(self) -> dict[str, Any]:
@@ -97,12 +102,14 @@ class ModelMetadata:
         return asdict(self)
 
 
-def describe(engine: Engine, config: ShardingConfig, bytes_sent: int, label: str | None = None) -> ModelMetadata:
+def describe(
+    engine: Engine, config: ShardingConfig, bytes_sent: int, label: str | None = None, averaged_every: int = 0
+) -> ModelMetadata:
     """Collect the metadata of a model from its engine. Not collective.
 
     ``config`` is the configuration of the model; with local SGD, ``engine.config`` has only one rank. ``bytes_sent`` is
     the number of bytes that this rank sent in the last step. ``label`` is the strategy's name in the metadata; None
-    takes the name in the placement table.
+    takes the name in the placement table. ``averaged_every`` is the field of the result.
     """
     row, grid, memory = engine.placement, engine.grid, engine.memory
     flags = {
@@ -124,6 +131,7 @@ def describe(engine: Engine, config: ShardingConfig, bytes_sent: int, label: str
         group_ranks=grid.here._asdict(),
         tiles=engine.partitioned.parallel_layout.all_tiles,
         within_rounding=engine.within_rounding,
+        averaged_every=averaged_every,
         nodes=grid.peers.size,
         ranks_per_node=grid.node.size,
         replicated=tuple(kind for kind, sharded in flags.items() if not sharded),

@@ -41,11 +41,9 @@ def in_tiles(parallel_layout: ParallelLayout, tiles: Tiles, model: Any) -> Paral
     asked, problems = replace(parallel_layout, tiles=tiles), dict[str, str]()
     for axis, count in asked.all_tiles.items():
         size = getattr(asked, axis)
-        if count == size:
-            continue
-        if problem := _problem(model, axis) if size == 1 else "":
+        if problem := _problem(model, axis) if size == 1 and asked.asked_tiles[axis] > 1 else "":
             problems[axis] = problem
-        elif axis == "tensor":
+        elif axis == "tensor" and count != size:
             _check_parts(model, tiles, count)
     if isinstance(tiles, Mapping) and problems:
         axis, problem = next(iter(problems.items()))

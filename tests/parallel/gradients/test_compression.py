@@ -253,9 +253,12 @@ def test_the_optimizer_compresses_what_its_model_sends_until_another_is_bound(st
                 reference.train(*mine(comm, step, 12))
             same = model.parameters_sha256() == reference.parameters_sha256()
             fewer = model.last_step.bytes_sent == reference.last_step.bytes_sent < before
+            rounds = "gradient_compression='topk:0.1' rounds what ranks send"
+            assert model.metadata().within_rounding == reference.metadata().within_rounding == (rounds,)
             plain.set_model(model)
             model.train(*mine(comm, 0, 12))
             freed = model.metadata().bytes_on_rank.get("residuals", 0) == 0
+            assert model.metadata().exactness == "the bits of one process"
             return same and fewer and freed and model.last_step.bytes_sent == before
 
     assert all(run_in_threads(3, run))

@@ -304,6 +304,8 @@ def test_local_training_is_saved_as_the_mean_and_goes_on_undisturbed() -> None:
             data, state = model.serialize(), bound.serialize()
             np.testing.assert_array_equal(model.get_parameters(), alone)
             assert model.metadata().world_size == 3
+            told = "no other number of ranks (3 copies are averaged every 100 steps)"
+            assert model.metadata().exactness == told
             loss, weight, right = model.evaluate(*batch)
             with model.clone() as clone, model.deep_copy() as deep:
                 np.testing.assert_array_equal(clone.get_parameters(), alone)

@@ -36,6 +36,7 @@ def test_tiles_that_fit_are_the_size_times_a_power_of_two(size):
         (MLP, {}, 4, (4, 1)),
         (MLP, {"tensor": 3}, 3, (3, 1)),
         (MLP, {"tensor": 3}, 8, (3, 1)),
+        (MLP, {}, 3, (1, 1)),
         (BLACK_BOX, {}, 1, (1, 1)),
     ],
 )
@@ -49,6 +50,8 @@ def test_a_number_for_both_axes_holds_for_those_that_the_model_has(model, sizes,
     [
         (GPT, 8, r"tiles=8 computes .* of 8 ranks .*heads=4 .*\(1, 2, 4\)"),
         (MLP, {"context": 2}, "no attention along a sequence.*leave tiles of the context axis out"),
+        (MLP, {"context": 3}, "no attention along a sequence.*leave tiles of the context axis out"),
+        (BLACK_BOX, 3, r"tiles=3: FunctionModel is a black box"),
         (BLACK_BOX, 4, r"tiles=4: FunctionModel is a black box, .*leave tiles out \(tiles=None\)"),
     ],
 )
