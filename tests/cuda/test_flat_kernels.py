@@ -129,6 +129,20 @@ def test_sums_of_arrays_have_the_bits_of_the_cpu(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_columns_are_split_and_joined(dtype):
+    matrix, parts, ranges = np.arange(15, dtype=dtype).reshape(3, 5), np.zeros(17, dtype), columns_in_parts()
+    gpu, cpu = on_both("copy", "split_columns", matrix, ranges, parts)
+    assert gpu == cpu
+    gpu, cpu = on_both("copy", "join_columns", np.arange(17, dtype=dtype), ranges, matrix)
+    assert gpu == cpu
+
+
+def columns_in_parts():
+    """Columns 0, 3 and 4 of a matrix with three rows go to a matrix at 8, and columns 1 and 2 to one at 0."""
+    return np.array([[0, 1, 8, 3], [1, 2, 0, 2], [3, 2, 9, 3]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_ranges_are_packed_and_unpacked(dtype):
     source, target = np.arange(12, dtype=dtype), np.zeros(12, dtype)
     starts, sizes = np.array([9, 2, 4]), np.array([3, 0, 4])

@@ -89,3 +89,18 @@ def test_scale_multiplies_in_the_arrays_own_precision(dtype):
     copy.scale(got, factor)
     reference.scale(want, factor)
     assert np.array_equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_columns_are_split_and_joined(dtype):
+    matrix = np.arange(15, dtype=dtype).reshape(3, 5)
+    ranges = np.array(
+        [[0, 1, 8, 3], [1, 2, 0, 2], [3, 2, 9, 3]]
+    )  # columns 0, 3, 4 to a matrix at 8, 1 and 2 to one at 0
+    for module in (copy, reference):
+        parts, joined = np.zeros(17, dtype), np.zeros_like(matrix)
+        module.split_columns(matrix, ranges, parts)
+        assert np.array_equal(parts[8:].reshape(3, 3), matrix[:, [0, 3, 4]])
+        assert np.array_equal(parts[:6].reshape(3, 2), matrix[:, [1, 2]])
+        module.join_columns(parts, ranges, joined)
+        assert np.array_equal(joined, matrix)

@@ -40,6 +40,32 @@ def unpack(source: Array, starts: Array, sizes: Array, target: Array) -> None:
         place += sizes[k]
 
 
+@kernel("void(const T[:,::1], const i8[:,::1], T[::1])")
+def split_columns(matrix: Array, ranges: Array, parts: Array) -> None:
+    """Copy ranges of columns of ``matrix`` to matrices with fewer columns, which lie one after the other in ``parts``.
+
+    Row k of ``ranges`` is (start, size, place, width): the columns from ``start`` on, as many as ``size``, are columns
+    of a matrix of ``width`` columns; its element in the first row and the first of these columns is ``parts[place]``.
+    """
+    for r in range(matrix.shape[0]):
+        for k in range(ranges.shape[0]):
+            start, size, place = ranges[k, 0], ranges[k, 1], ranges[k, 2] + r * ranges[k, 3]
+            columns, part = matrix[r, start : start + size], parts[place : place + size]
+            for i in range(part.size):
+                part[i] = columns[i]
+
+
+@kernel("void(const T[::1], const i8[:,::1], T[:,::1])")
+def join_columns(parts: Array, ranges: Array, matrix: Array) -> None:
+    """Copy what :func:`split_columns` has written to ``parts`` back to ``matrix``."""
+    for r in range(matrix.shape[0]):
+        for k in range(ranges.shape[0]):
+            start, size, place = ranges[k, 0], ranges[k, 1], ranges[k, 2] + r * ranges[k, 3]
+            columns, part = matrix[r, start : start + size], parts[place : place + size]
+            for i in range(part.size):
+                columns[i] = part[i]
+
+
 @kernel("void(const f4[::1], u2[::1])")
 def to_bfloat16(x: Array, out: Array) -> None:
     """Round ``x`` to bfloat16, to nearest even, and write the bits to ``out``; NaN stays NaN."""

@@ -30,6 +30,26 @@ def unpack(source: Array, starts: Array, sizes: Array, target: Array) -> None:
     target[index] = source[: index.size]
 
 
+def split_columns(matrix: Array, ranges: Array, parts: Array) -> None:
+    """Copy ranges of columns of ``matrix`` to matrices with fewer columns, which lie one after the other in ``parts``.
+
+    Row k of ``ranges`` is (start, size, place, width): the columns from ``start`` on, as many as ``size``, are columns
+    of a matrix of ``width`` columns; its element in the first row and the first of these columns is ``parts[place]``.
+    """
+    rows = np.arange(matrix.shape[0])[:, None]
+    for start, size, place, width in ranges.tolist():
+        columns = place + rows * width + np.arange(size)
+        parts[columns] = matrix[:, start : start + size]
+
+
+def join_columns(parts: Array, ranges: Array, matrix: Array) -> None:
+    """Copy what :func:`split_columns` has written to ``parts`` back to ``matrix``."""
+    rows = np.arange(matrix.shape[0])[:, None]
+    for start, size, place, width in ranges.tolist():
+        columns = place + rows * width + np.arange(size)
+        matrix[:, start : start + size] = parts[columns]
+
+
 def to_bfloat16(x: Array, out: Array) -> None:
     """Round ``x`` to bfloat16, to nearest even, and write the bits to ``out``; NaN stays NaN."""
     below = x.view(np.uint32) >> np.uint32(16)

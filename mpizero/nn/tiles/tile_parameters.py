@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
+from math import prod
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from mpizero import kernels
 from mpizero.errors import LayoutError
 from mpizero.layout.flat import nested
 from mpizero.nn.layer import namespace
-from mpizero.types import Array, ParameterSpec, Params
+from mpizero.types import Array, ParameterSpec, Params, as_reals
 
 #: Half-open ranges of indices along the axis of a parameter that is split.
 Ranges = tuple[tuple[int, int], ...]
@@ -28,24 +32,77 @@ class TileViews(dict[str, Any]):
 
 
 class _Cut(NamedTuple):
-    """Say where the tiles of a rank lie in the array of a parameter that the rank holds.
+    """Say where the tiles of a rank lie in the array of a parameter that the rank holds, seen as a matrix.
 
-    ``places`` has, for each tile, the index of each of its ranges, and ``starts`` where the range begins in the tile's
-    own array.
+    Each tile has ranges of the matrix's columns; its rows are the axes before the one that is split.
+
+    Attributes
+    ----------
+    rows, columns : int
+        Shape of the matrix.
+    in_one : bool
+        Whether the part of each tile is one range.
+    firsts : tuple
+        For each tile, the index of its first range in the array.
+    shapes : tuple of tuple of int
+        Shape of each tile's part.
+    places : tuple of int
+        Where the tiles' parts begin in one array that holds all of them, and at the end the size of that array.
+    ranges : ndarray
+        What the kernels ``split_columns`` and ``join_columns`` take.
     """
 
-    axis: int
-    places: tuple[tuple[tuple[slice, ...], ...], ...]
-    starts: tuple[tuple[tuple[slice, ...], ...], ...]
+    rows: int
+    columns: int
+    in_one: bool
+    firsts: tuple[tuple[slice, ...], ...]
+    shapes: tuple[tuple[int, ...], ...]
+    places: tuple[int, ...]
+    ranges: Any
 
-    def of(self, array: Array, tile: int) -> Array:
-        """Return the tile's part of ``array``: a view if it is one range, else a copy."""
-        places = self.places[tile]
-        if len(places) == 1:
-            view: Array = array[places[0]]
-            return view
-        joined: Array = namespace(array).concatenate([array[place] for place in places], self.axis)
-        return joined
+    def arrays(self, array: Array) -> list[Array]:
+        """Return the tiles' parts of ``array`` as contiguous arrays: views if possible, else copies."""
+        return self.views(array) if self.in_one and self.rows == 1 else self.parts(self.copied(array))
+
+    def views(self, array: Array) -> list[Array]:
+        """Return the first range of each tile in ``array``, as views."""
+        return [array[index] for index in self.firsts]
+
+    def copied(self, array: Array) -> Array:
+        """Return an array with copies of the tiles' parts of ``array``, one after the other."""
+        xp = namespace(array)
+        found: Array = xp.empty(self.places[-1], array.dtype)
+        if array.size:
+            matrix, ranges, parts = self._as_reals(xp.ascontiguousarray(array), found)
+            kernels.backend(array).copy.split_columns(matrix, ranges, parts)
+        return found
+
+    def parts(self, copied: Array) -> list[Array]:
+        """Return the tiles' parts as views of an array that :meth:`copied` has returned."""
+        found = zip(self.places[:-1], self.shapes, strict=True)
+        return [copied[place : place + prod(shape)].reshape(shape) for place, shape in found]
+
+    def write_back(self, copied: Array, array: Array) -> None:
+        """Copy the tiles' parts from an array that :meth:`copied` has returned to ``array``."""
+        whole = namespace(array).ascontiguousarray(array)
+        if array.size:
+            matrix, ranges, parts = self._as_reals(whole, copied)
+            kernels.backend(array).copy.join_columns(parts, ranges, matrix)
+        if whole is not array:
+            array[...] = whole
+
+    def _as_reals(self, whole: Array, copied: Array) -> tuple[Array, Any, Array]:
+        """Return the matrix, its ranges and the parts; of complex numbers, those of their real and imaginary parts."""
+        size = 2 if whole.dtype.kind == "c" else 1
+        return as_reals(whole).reshape(self.rows, size * self.columns), size * self.ranges, as_reals(copied)
+
+
+class _Copied(NamedTuple):
+    """Hold copies of the tiles' parts of a gradient: by which cut, the copies, and the gradient."""
+
+    cut: _Cut
+    parts: Array
+    array: Array
 
 
 @dataclass(frozen=True)
@@ -74,54 +131,74 @@ class TileParameters:
     def _split(self) -> bool:
         return any(spec.part is not None for spec in self.specs)
 
-    def parameters(self, params: Params, tile: int) -> Params:
-        """Return the tile's parameters, as contiguous arrays: views of ``params`` where possible, else copies."""
-        return _parameters(self._cuts, params, tile) if self._split else params
+    def parameters(self, params: Params) -> list[Params]:
+        """Return each tile's parameters, as contiguous arrays: views of ``params`` where possible, else copies."""
+        tiles = len(self.declared)
+        return [*_parameters(self._cuts, params, tiles)] if self._split else [params] * tiles
 
-    def gradients(self, grads: Params, tile: int, *, first: bool) -> Params:
-        """Return arrays that the tile writes its gradients to.
+    def gradients(self, grads: Params) -> tuple[list[Params], list[_Copied]]:
+        """Return arrays that each tile writes its gradients to, and what :meth:`collect` needs.
 
-        They are views of ``grads``, or copies, from which :meth:`collect` copies back. With ``first`` False, those of
-        the parameters that every tile holds whole are new arrays, as all tiles compute the same gradients of these; so
-        are integer arrays, which hold the old values.
+        They are views of ``grads``, or copies, from which :meth:`collect` copies back. From the second tile on, those
+        of the parameters that every tile holds whole are new arrays, as all tiles compute the same gradients of these;
+        so are integer arrays, which hold the old values.
         """
-        return _like(grads, _gradients(self._cuts, grads, tile, first)) if self._split or not first else grads
+        tiles = len(self.declared)
+        copies: list[_Copied] = []
+        if tiles == 1 and not self._split:
+            return [grads], copies
+        return [_like(grads, views) for views in _gradients(self._cuts, grads, tiles, copies)], copies
 
-    def collect(self, grads: Params, targets: Params, tile: int) -> None:
-        """Copy to ``grads`` what the tile has written to arrays that are not views of ``grads``."""
-        if self._split:
-            _collect(self._cuts, grads, targets, tile)
+    def collect(self, copies: Sequence[_Copied]) -> None:
+        """Copy to the gradients what tiles have written to copies."""
+        for cut, parts, array in copies:
+            cut.write_back(parts, array)
 
 
-def _parameters(cuts: Mapping[str, Any], params: Any, tile: int) -> TileViews:
-    views = TileViews(params, params)
+def _parameters(cuts: Mapping[str, Any], params: Any, tiles: int) -> list[TileViews]:
+    views = [TileViews(params, params) for _ in range(tiles)]
     for name, cut in cuts.items():
-        if type(cut) is dict:
-            views[name] = _parameters(cut, params[name], tile)
-        elif cut is not None:
-            array = cut.of(params[name], tile)
-            views[name] = array if array.flags.c_contiguous else namespace(array).ascontiguousarray(array)
+        if cut is not None:
+            array = params[name]
+            parts: list[Any] = _parameters(cut, array, tiles) if type(cut) is dict else cut.arrays(array)
+            for tile, part in enumerate(parts):
+                views[tile][name] = part
     return views
 
 
-def _gradients(cuts: Mapping[str, Any], grads: Any, tile: int, first: bool) -> dict[str, Any]:
-    views = dict(grads)
+def _gradients(cuts: Mapping[str, Any], grads: Any, tiles: int, copies: list[_Copied]) -> list[dict[str, Any]]:
+    views = [dict(grads) for _ in range(tiles)]
     for name, array in grads.items():
         cut = cuts.get(name)
-        if isinstance(array, Mapping):
-            views[name] = _gradients(cut or {}, array, tile, first)
-        elif cut is not None:
-            views[name] = cut.of(array, tile)
-        elif not first:
-            views[name] = array.copy() if array.dtype.kind in "iub" else namespace(array).empty_like(array)
+        if isinstance(array, dict):
+            parts: list[Any] = _gradients(cut or {}, array, tiles, copies)
+        elif cut is None:
+            parts = [array, *(_own(array) for _ in range(tiles - 1))]
+        elif cut.in_one:
+            parts = cut.views(array)
+        else:
+            copies.append(_Copied(cut, cut.copied(array), array))
+            parts = cut.parts(copies[-1].parts)
+        for tile, part in enumerate(parts):
+            views[tile][name] = part
     return views
+
+
+def _own(array: Array) -> Array:
+    """Return a new array for a tile's gradient, or for the new value of an integer array, which starts as the old."""
+    found: Array = array.copy() if array.dtype.kind in "iub" else namespace(array).empty_like(array)
+    return found
 
 
 def copied(grads: Any) -> Any:
-    """Return copies of gradients: of what they hold, too, by which it is found that a layer does not write them."""
+    """Return new arrays for gradients, which hold what these hold wherever that may be a mark.
+
+    By marks, which are NaN, it is found that a layer does not write a gradient. Copying all would cost a pass.
+    """
     if isinstance(grads, Mapping):
         return _like(grads, {name: copied(value) for name, value in grads.items()})
-    return grads.copy()
+    plain = isinstance(grads, np.ndarray) and grads.dtype.kind in "fc" and grads.size
+    return np.empty_like(grads) if plain and not np.isnan(grads.flat[0]) else grads.copy()
 
 
 def _like(grads: Any, views: dict[str, Any]) -> Params:
@@ -146,25 +223,31 @@ def require_equal_integers(targets: Sequence[Any], path: str = "") -> None:
                     )
 
 
-def _collect(cuts: Mapping[str, Any], grads: Any, targets: Any, tile: int) -> None:
-    for name, cut in cuts.items():
-        if type(cut) is dict:
-            _collect(cut, grads[name], targets[name], tile)
-        elif cut is not None and len(cut.places[tile]) != 1:
-            for place, start in zip(cut.places[tile], cut.starts[tile], strict=True):
-                grads[name][place] = targets[name][start]
-
-
 def _cut(spec: ParameterSpec) -> _Cut:
     part = spec.part
     assert part is not None
-    before, places, starts = (slice(None),) * part.axis, [], []
+    before, after = spec.shape[: part.axis], spec.shape[part.axis + 1 :]
+    rows, inner = prod(before), prod(after)
+    firsts, shapes, places, ranges = [], [], [0], []
     for own in part.tiles:
-        ranges = _local(own, part.ranges)
-        bounds = [0, *accumulate(stop - start for start, stop in ranges)]
-        places.append(tuple((*before, slice(start, stop)) for start, stop in ranges))
-        starts.append(tuple((*before, slice(start, stop)) for start, stop in pairwise(bounds)))
-    return _Cut(part.axis, tuple(places), tuple(starts))
+        local = _local(own, part.ranges) or ((0, 0),)
+        width = sum(stop - start for start, stop in local)
+        starts = accumulate((stop - start for start, stop in local), initial=0)
+        ranges += [
+            (start * inner, (stop - start) * inner, places[-1] + first * inner, width * inner)
+            for (start, stop), first in zip(local, starts, strict=False)
+        ]
+        firsts.append((*(slice(None),) * part.axis, slice(*local[0])))
+        shapes.append((*before, width, *after))
+        places.append(places[-1] + _aligned(rows * width * inner))
+    in_one = all(len(own) == 1 for own in part.tiles)
+    columns = spec.shape[part.axis] * inner
+    return _Cut(rows, columns, in_one, tuple(firsts), tuple(shapes), tuple(places), np.array(sorted(ranges)))
+
+
+def _aligned(size: int) -> int:
+    """Return the next multiple of 16 numbers, so that every tile's part begins as the first does in a cache line."""
+    return -size // 16 * -16
 
 
 def _union(specs: Sequence[ParameterSpec]) -> ParameterSpec:

@@ -179,23 +179,19 @@ class TiledBlock(Layer):
     @contextmanager
     def _gradients(self, grads: Params) -> Iterator[list[Params]]:
         """Give each tile arrays for its gradients, and collect these in ``grads`` at the end."""
-        across = self.grid.across
         held = [grads, *(copied(grads) for _ in range(self.grid.along - 1))]
-        targets = [
-            self._parameters.gradients(held[number // across], number % across, first=number % across == 0)
-            for number in range(len(self.forms))
-        ]
+        found = [self._parameters.gradients(one) for one in held]
+        targets = [target for row, _ in found for target in row]
         yield targets
         if self._has_integers:
             require_equal_integers(targets)
-        for number, target in enumerate(targets):
-            self._parameters.collect(held[number // across], target, number % across)
+        for _, copies in found:
+            self._parameters.collect(copies)
         if len(held) > 1:
             _add_up(held)
 
     def _views(self, params: Params) -> list[Params]:
-        views = [self._parameters.parameters(params, tile) for tile in range(self.grid.across)]
-        return views * self.grid.along
+        return self._parameters.parameters(params) * self.grid.along
 
     def _output(self, parts: list[Any]) -> Any:
         return tuple(parts) if self.gives_parts else self.grid.join(parts, self.exit)
