@@ -1,61 +1,62 @@
-"""Show that stages, schedules and replicas change no bit, and by how much tensor and context groups change losses.
+"""Show that stages, tensor and context groups, schedules and replicas change no bit.
 
-Trains a GPT of 16 blocks and an MLP of 16 blocks
+Trains GPTs, MLPs and a user's own model
 
-* on every factorization pipeline x data of 2, 4, 6 and 8 ranks, with every schedule and every ZeRO stage. Shared
-  memory, private memory and simulated nodes alternate from training to training. All trainings of a case must end with
-  the SHA-256 (of all parameters) that one process gets. The numbers of micro-batches are not multiples of the number of
-  stages;
-* with tensor or context groups, alone and together with stages and replicas. Each training is done twice. Every loss
-  must agree with that of one process within 1e-5 (float32) or 1e-12 (float64), relative to it, and the second training
-  must repeat the bits of the first.
+* *in stages*: on every factorization pipeline x data of 2, 4, 6 and 8 ranks, with every schedule and every ZeRO stage.
+  The numbers of micro-batches are not multiples of the number of stages;
+* *in tiles*: on every factorization pipeline x tensor x context x data of these numbers in which tensor and context
+  are powers of two, each with half of the cases, with 8 tiles of the axis that is split, or several of both. Schedules
+  and ZeRO stages alternate;
+* *within rounding*: with tensor groups of 3 ranks, and with a layer that says it cannot keep its bits. Each training
+  is done twice, must repeat its bits, and must agree with one process within 1e-5 (float32) or 1e-12 (float64).
 
-For each number of ranks one job is started, which runs its trainings one after the other. With ``--covering`` a few
-trainings run in which every pair of case, number of ranks, factorization, schedule, ZeRO stage and kind of memory that
-occurs at all occurs once.
+Shared memory, private memory and simulated nodes alternate from training to training. All trainings of a case must
+end with the SHA-256 (of all parameters, and of the losses of all steps) that one process with the same tiles gets, and
+their ``metadata()`` must say so. For each number of ranks one job is started, which runs its trainings one after the
+other. With ``--covering`` a few trainings run in which every pair of values that occurs at all occurs once.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+from itertools import product
 from typing import Any
 
 import numpy as np
 from matrix.jobs import MEMORIES, Matrix, Row, arguments, run, worker
+from matrix.models import MODELS, batches
 
 import mpizero as mz
 from mpizero.layout import SCHEDULES, chunk_stages
 
 VIRTUAL = {name: 2 if name == "interleaved" else 1 for name in SCHEDULES}
-#: The largest relative difference of a loss that is allowed, by dtype.
+#: The largest relative difference of a loss that is allowed where results agree within rounding, by dtype.
 BOUNDS = {"float32": 1e-5, "float64": 1e-12}
-BLOCKS = 16
+POWERS = (1, 2, 4, 8)
+#: How trainings are cut, as the options name it.
+KINDS = ("stages", "tiles", "rounding")
 
 
 @dataclass(frozen=True)
 class Case:
-    """Describe one training: a global batch of ``batch`` samples, in grains of ``grain`` samples."""
+    """Describe one training: ``batch`` samples in grains of ``grain``, of a model of ``matrix.models``."""
 
     name: str
+    model: str
     batch: int
     grain: int
-    model: str = "gpt"
     optimizer: str = "adamw"
     clip: float | None = None
     dtype: str = "float32"
 
     def wrapped(self) -> Any:
-        """Return the model of this case: a GPT or an MLP of 16 blocks."""
-        if self.model == "mlp":
-            widths = [7, 9, 8] * (BLOCKS // 3)
-            return mz.nn.MLP(features=7, hidden=widths, outputs=4, activation="tanh", dtype=self.dtype, seed=3)
-        return mz.nn.GPT(
-            dim=16, layers=BLOCKS - 2, heads=4, sequence=8, vocabulary=29, dropout=0.1, tied=True, dtype=self.dtype
-        )
+        """Return the model of this case."""
+        return MODELS[self.model](self.dtype)
 
     def update(self) -> Any:
         """Return the optimizer of this case."""
@@ -63,40 +64,50 @@ class Case:
             self.optimizer
         ]
 
-    def batches(self, steps: int, rank: int, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the part of replica ``rank`` in each of ``steps`` global batches; parts may have different sizes.
-
-        ``size`` is the number of replicas.
-        """
-        rng = np.random.default_rng(7)
-        mine = slice(rank * self.batch // size, (rank + 1) * self.batch // size)
-        for _ in range(steps):
-            if self.model == "mlp":
-                x = rng.normal(size=(self.batch, 7))
-                yield x[mine], (np.abs(x[mine, 0]) + x[mine, 1] > 0.5).astype(np.int64)
-            else:
-                text = np.cumsum(rng.integers(1, 4, (self.batch, 9)), axis=1) % 29  # something to learn
-                yield text[mine, :-1], text[mine, 1:]
+    @property
+    def has_sequences(self) -> bool:
+        """Tell whether samples are sequences, which a context group can cut."""
+        return "MLP" not in self.model
 
 
-EXACT = (
-    Case("GPT, 7 grains, the last short", 13, 2),
-    Case("GPT, 11 grains, clipping, LAMB", 11, 1, optimizer="lamb", clip=0.5),
-    Case("MLP, 9 grains, momentum", 35, 4, model="mlp", optimizer="sgd"),
+@cache
+def blocks_of(model: str) -> int:
+    """Return the number of a model's blocks."""
+    return len(MODELS[model]("float32").blocks)
+
+
+F64 = {"dtype": "float64"}
+IN_STAGES = (
+    Case("GPT, 7 grains, the last short", "deep GPT", 13, 2),
+    Case("GPT, 11 grains, clipping, LAMB", "deep GPT", 11, 1, "lamb", 0.5),
+    Case("MLP, 9 grains, momentum", "deep MLP", 35, 4, "sgd"),
+)
+#: A factorization takes those with an even number, or the others: two models of each dtype.
+IN_TILES = (
+    Case("tied GPT, clipping", "GPT", 5, 2, clip=0.5),
+    Case("untied GPT, clipping, LAMB", "untied GPT", 5, 2, "lamb", 0.5),
+    Case("own model, LAMB", "own", 5, 2, "lamb"),
+    Case("MLP, clipping", "MLP", 17, 4, clip=0.5),
+    Case("untied GPT, clipping, float64", "untied GPT", 5, 2, clip=0.5, **F64),
+    Case("tied GPT, LAMB, float64", "GPT", 4, 1, "lamb", **F64),
+    Case("MLP, LAMB, float64", "MLP", 17, 4, "lamb", **F64),
+    Case("own model, clipping, float64", "own", 5, 2, clip=0.5, **F64),
 )
 ROUNDED = (
-    Case("GPT float32", 8, 2),
-    Case("GPT float64, clipping, LAMB", 8, 2, dtype="float64", clip=0.5, optimizer="lamb"),
-    Case("MLP float32", 16, 4, model="mlp"),
-    Case("MLP float64", 16, 4, model="mlp", dtype="float64"),
+    Case("GPT of 24 heads", "GPT, 24 heads", 5, 2),
+    Case("MLP", "MLP", 17, 4, "lamb", 0.5),
+    Case("MLP, float64", "MLP", 17, 4, "lamb", 0.5, **F64),
+    Case("a layer that says so", "own, talking", 5, 2, clip=0.5),
+    Case("a layer that says so, float64", "own, talking", 5, 2, "lamb", **F64),
 )
 
 
 @dataclass(frozen=True)
 class Way:
-    """Describe how a training is distributed: sizes of the axes, ZeRO stage, schedule and kind of memory.
+    """Describe how a training is distributed: sizes of the axes, ZeRO stage, schedule, kind of memory, and tiles.
 
-    All ranks that ``pipeline``, ``tensor`` and ``context`` do not use are for replicas.
+    All ranks that ``pipeline``, ``tensor`` and ``context`` do not use are for replicas. ``tiles`` are those of the
+    tensor and of the context axis.
     """
 
     pipeline: int = 1
@@ -105,69 +116,113 @@ class Way:
     zero: int = 0
     schedule: str = "1f1b"
     memory: str = "shared"
+    tiles: tuple[int, int] = (1, 1)
 
     def __str__(self) -> str:
         axes = ((n, getattr(self, n)) for n in ("pipeline", "tensor", "context"))
         split = ", ".join(f"{name} {size}" for name, size in axes if size > 1)
-        return f"{split or 'replicas'}, {self.schedule}, ZeRO-{self.zero}, {self.memory}"
+        return f"{split or 'replicas'}, {self.schedule}, ZeRO-{self.zero}, {self.memory}, {shown(self.tiles)}"
 
 
-#: A case, how it is distributed, and whether it agrees with one process only within rounding.
-Training = tuple[Case, Way, bool]
+def shown(tiles: tuple[int, int]) -> str:
+    """Return numbers of tiles as a text."""
+    return "whole layers" if tiles == (1, 1) else f"{tiles[0]} x {tiles[1]} tiles"
 
 
-def exact_trainings(size: int) -> Iterator[Training]:
-    """Yield the trainings on ``size`` ranks that must have the bits of one process: those without split layers."""
+#: How it is cut, a case, and how it is distributed.
+Training = tuple[str, Case, Way]
+
+
+def schedules(stages: int, blocks: int) -> list[str]:
+    """Return the schedules that have a block for every chunk."""
+    if stages == 1:
+        return ["1f1b"]
+    return [name for name in SCHEDULES if len(chunk_stages(name, stages, VIRTUAL[name])) <= blocks]
+
+
+def in_stages(size: int) -> Iterator[Training]:
+    """Yield the trainings on ``size`` ranks of whole layers: pipelines and replicas."""
     number = 0
     for stages in (s for s in range(2, size + 1) if size % s == 0):
-        for schedule in SCHEDULES:
-            if len(chunk_stages(schedule, stages, VIRTUAL[schedule])) > BLOCKS:
-                continue
+        for schedule in schedules(stages, 16):
             for zero in range(4):
-                for case in EXACT:
+                for case in IN_STAGES:
                     number += 1
                     memory = tuple(MEMORIES)[(number + zero) % len(MEMORIES)]
-                    yield case, Way(stages, zero=zero, schedule=schedule, memory=memory), False
+                    yield "stages", case, Way(stages, zero=zero, schedule=schedule, memory=memory)
 
 
-def rounded_trainings(size: int) -> Iterator[Training]:
-    """Yield the trainings on ``size`` ranks that agree with one process within rounding: tensor or context groups."""
-    shapes = [
-        (stages, tensor, context)
-        for stages in (1, 2, 4)
-        for tensor in (1, 2, 4)
-        for context in (1, 2, 4)
-        if size % (stages * tensor * context) == 0 and 1 in (tensor, context) and tensor * context > 1
-    ]
+def tiles_of(case: Case, tensor: int, context: int, number: int) -> tuple[int, int]:
+    """Return the numbers of tiles of a training: 8 of the axis that is split; 8 of both for one case, else 4.
+
+    Where nothing is split, ``number`` chooses.
+    """
+    if not case.has_sequences:
+        return 8, 1
+    if tensor == context == 1:
+        return ((8, 1), (1, 8), (2, 2))[number % 3]
+    if tensor > 1 < context:
+        return (8, 8) if case is IN_TILES[0] else (4, 4)
+    return (8, 1) if tensor > 1 else (1, 8)
+
+
+def in_tiles(size: int) -> Iterator[Training]:
+    """Yield the trainings on ``size`` ranks in tiles: on every factorization, those of half of the cases that fit."""
+    every = product(range(1, size + 1), POWERS, POWERS)
+    shapes = [(p, t, c) for p, t, c in every if size % (p * t * c) == 0]
     for number, (stages, tensor, context) in enumerate(shapes):
-        for place, case in enumerate(ROUNDED):
-            schedule = SCHEDULES[(number + place) % len(SCHEDULES)] if stages > 1 else "1f1b"
-            memory = tuple(MEMORIES)[(number + place) % len(MEMORIES)]
-            if case.model == "gpt" or context == 1:
-                yield case, Way(stages, tensor, context, (number + place) % 4, schedule, memory), True
+        for place, case in enumerate(IN_TILES[number % 2 :: 2]):
+            if stages > blocks_of(case.model) or (context > 1 and not case.has_sequences):
+                continue
+            fitting = schedules(stages, blocks_of(case.model))
+            memory = tuple(MEMORIES)[(number // 2 + place) % len(MEMORIES)]
+            used = {"schedule": fitting[(number + place) % len(fitting)], "memory": memory}
+            tiles = tiles_of(case, tensor, context, number // 2 + place)
+            yield "tiles", case, Way(stages, tensor, context, (number + place) % 4, **used, tiles=tiles)
+
+
+def within_rounding(size: int) -> Iterator[Training]:
+    """Yield the trainings on ``size`` ranks that agree with one process within rounding."""
+    for place, case in enumerate(ROUNDED):
+        talks = "talking" in case.model
+        shapes = ((1, 2, 1), (1, 1, 2), (1, 2, 2)) if talks else ((1, 3, 1), (2, 3, 1), (1, 3, 2))
+        for number, (stages, tensor, context) in enumerate(shapes):
+            if size % (stages * tensor * context) == 0 and size < 8 and (case.has_sequences or context == 1):
+                memory = tuple(MEMORIES)[(number + place) % len(MEMORIES)]
+                tiles = (8, 1) if context == 1 else (8, 2)
+                way = Way(stages, tensor, context, (number + place) % 4, memory=memory, tiles=tiles)
+                yield "rounding", case, way
+
+
+def trainings(size: int, kinds: Sequence[str] = KINDS) -> list[Training]:
+    """Return the trainings of some kinds on ``size`` ranks."""
+    every = (*in_stages(size), *in_tiles(size), *within_rounding(size))
+    return [training for training in every if training[0] in kinds]
 
 
 def values(training: Training) -> tuple[Any, ...]:
     """Return the values that a training combines."""
-    case, way, rounds = training
-    return rounds, case.name, (way.pipeline, way.tensor, way.context), way.zero, way.schedule, way.memory
+    kind, case, way = training
+    return kind, case.name, way.pipeline, way.tensor, way.context, way.zero, way.schedule, way.memory, way.tiles
 
 
 def train(training: Training, comm: Any, args: argparse.Namespace) -> Row:
     """Train, twice if the result agrees only within rounding. Collective over ``comm``.
 
-    The keys of the row are "case", "way" (text), "sha256", "losses", "repeats" (whether the second training had the
-    same bits) and "rounds" (whether the training agrees only within rounding).
+    The keys of the row are "kind", "case", "way" (text), "tiles", "sha256" (of the parameters and the losses),
+    "losses", "repeats" (whether the second training had the same bits) and "says" (what ``metadata()`` says of them).
     """
-    case, way, rounds = training
-    found = [_train(case, comm, way, args.steps) for _ in range(1 + rounds)]
-    row = {"case": case.name, "way": str(way), "sha256": found[0][0], "losses": found[0][1]}
-    return row | {"repeats": found[0] == found[-1], "rounds": rounds}
+    kind, case, way = training
+    found = [_train(case, comm, way, args.steps) for _ in range(1 + (kind == "rounding"))]
+    row = {"kind": kind, "case": case.name, "way": str(way), "tiles": way.tiles}
+    return row | found[0] | {"repeats": found[0] == found[-1]}
 
 
-def _train(case: Case, comm: Any, way: Way, steps: int) -> tuple[str, list[float]]:
-    """Train one case, distributed as ``way`` says; return the SHA-256 of the parameters, and the loss of each step."""
-    with mz.ShardingConfig(comm=comm, micro_batch=case.grain, clip=case.clip, **MEMORIES[way.memory]) as config:
+def _train(case: Case, comm: Any, way: Way, steps: int) -> Row:
+    """Train one case, distributed as ``way`` says; return what must be that of one process. Collective."""
+    tiles = dict(zip(("tensor", "context"), way.tiles, strict=True)) if way.tiles != (1, 1) else None
+    settings = {"micro_batch": case.grain, "clip": case.clip, "tiles": tiles, **MEMORIES[way.memory]}
+    with mz.ShardingConfig(comm=comm, **settings) as config:
         model = mz.HybridShardedModel(
             case.wrapped(),
             config,
@@ -180,100 +235,88 @@ def _train(case: Case, comm: Any, way: Way, steps: int) -> tuple[str, list[float
             optimizer=case.update(),
         )
         with model:
-            batches = case.batches(steps, model.batch_group.rank, model.batch_group.size)
-            losses = [model.train(x, y) for x, y in batches]
-            return model.parameters_sha256(), losses
+            own = batches(case.model, case.batch, steps, model.batch_group.rank, model.batch_group.size)
+            losses = [model.train(x, y) for x, y in own]
+            digest = sha256(model.parameters_sha256().encode() + np.array(losses).tobytes()).hexdigest()
+            return {"sha256": digest, "losses": losses, "says": model.metadata().exactness}
 
 
-MATRIX = Matrix(__file__, lambda size: [*exact_trainings(size), *rounded_trainings(size)], values, train)
+def matrix(kinds: Sequence[str] = KINDS) -> Matrix:
+    """Return the matrix of the trainings of some kinds."""
+    only = ("--only", ",".join(kinds))
+    return Matrix(__file__, lambda size: trainings(size, kinds), values, train, only)
 
 
-def alone(cases: Sequence[Case], steps: int) -> dict[str, Row]:
-    """Train all cases in one process; return by the case's name a row with its "sha256" and "losses"."""
-    found = {}
-    for case in cases:
-        with mz.ShardingConfig(comm="self", micro_batch=case.grain, clip=case.clip) as config:
-            model = mz.distribute(case.wrapped(), case.update(), strategy="ddp", config=config)
-            with model:
-                losses = [model.train(x, y) for x, y in case.batches(steps, 0, 1)]
-                found[case.name] = {"sha256": model.parameters_sha256(), "losses": losses}
-    return found
+MATRIX = matrix()
 
 
-def differs(row: Row, expected: dict[str, Row]) -> bool:
-    """Tell whether parameters or losses of a training differ in a bit from those of one process (``expected``)."""
-    wanted = expected[row["case"]]
-    return (row["sha256"], row["losses"]) != (wanted["sha256"], wanted["losses"])
+@cache
+def alone(name: str, tiles: tuple[int, int], steps: int) -> Row:
+    """Train a case in one process with so many tiles; return a row. Not collective."""
+    (case,) = {case for case in IN_STAGES + IN_TILES + ROUNDED if case.name == name}
+    return _train(case, "self", Way(tiles=tiles), steps)
 
 
-def announce(rows: Sequence[Row], expected: dict[str, Row], seconds: float) -> None:
-    """Print one line about a job that has ended: how many of its trainings are right, and its ``seconds``."""
-    exact = [row for row in rows if not row["rounds"]]
-    equal = sum(not differs(row, expected) for row in exact)
-    repeated = sum(row["repeats"] for row in rows if row["rounds"])
-    print(
-        f"{rows[0]['where']}: {equal} of {len(exact)} have the bits of one process; {repeated} of "
-        f"{len(rows) - len(exact)} that round repeat their bits; {seconds:.1f} s",
-        flush=True,
-    )
+def problem(row: Row, steps: int) -> str:
+    """Return what is wrong with a training; "" if nothing is."""
+    expected = alone(row["case"], tuple(row["tiles"]), steps)
+    rounds = row["kind"] == "rounding"
+    if row["says"].startswith("within rounding") != rounds:
+        return f"metadata() says: {row['says']}"
+    if not rounds:
+        return "" if (row["sha256"], row["losses"]) == (expected["sha256"], expected["losses"]) else row["sha256"]
+    if not row["repeats"]:
+        return "other bits when repeated"
+    (case,) = {case for case in ROUNDED if case.name == row["case"]}
+    difference = largest_difference(row, steps)
+    return "" if difference <= BOUNDS[case.dtype] else f"losses differ by {difference:.1e}"
 
 
-def report_exact(rows: Sequence[Row], expected: dict[str, Row]) -> bool:
-    """Print a line for each case, and for each training that differs from one process; tell if none differs."""
-    print(f"\n{'pipeline x data':32s} {'runs':>5s} {'equal':>5s}  sha256 of one process")
-    equal = True
-    for case in EXACT:
-        mine, wanted = [row for row in rows if row["case"] == case.name], expected[case.name]
-        wrong = [row for row in mine if differs(row, expected)]
-        print(f"{case.name:32s} {len(mine):5d} {len(mine) - len(wrong):5d}  {wanted['sha256']}")
-        for row in wrong:
-            print(f"    {row['where']}, {row['way']}: {row['sha256']}")
-        equal = equal and not wrong
-    return equal
+def largest_difference(row: Row, steps: int) -> float:
+    """Return the largest difference of a loss from that of one process, relative to it."""
+    wanted = np.array(alone(row["case"], tuple(row["tiles"]), steps)["losses"])
+    return float(np.max(np.abs(row["losses"] - wanted) / np.abs(wanted)))
 
 
-def report_rounded(rows: Sequence[Row], expected: dict[str, Row]) -> bool:
-    """Print the largest relative difference of a loss for each case, and every training that is wrong.
-
-    A training is wrong if a difference exceeds the bound, or if the second training has other bits. Tell whether none
-    is wrong.
-    """
-    print(f"\n{'tensor or context > 1':32s} {'runs':>5s} {'largest':>8s} {'bound':>6s}  where")
-    good = True
-    for case in ROUNDED:
-        mine, bound = [row for row in rows if row["case"] == case.name], BOUNDS[case.dtype]
-        wanted = np.array(expected[case.name]["losses"])
-        differences = [float(np.max(np.abs(row["losses"] - wanted) / np.abs(wanted))) for row in mine]
-        largest, worst = max(zip(differences, mine, strict=True), key=lambda pair: pair[0], default=(0.0, None))
-        place = "" if worst is None else f"{worst['where']}, {worst['way']}"
-        print(f"{case.name:32s} {len(mine):5d} {largest:8.1e} {bound:6.0e}  {place}")
-        for row, difference in zip(mine, differences, strict=True):
-            if not difference <= bound or not row["repeats"]:
-                good = False
-                told = "" if row["repeats"] else ", other bits when repeated"
-                print(f"    {row['where']}, {row['way']}: {difference:.1e}{told}")
-    return good
+def report(rows: Sequence[Row], steps: int) -> int:
+    """Print a line for each case and number of tiles, and for each training that is wrong; return how many are."""
+    wrong = 0
+    print(f"\n{'':7s} {'case':32s} {'tiles':12s} {'runs':>5s} {'right':>5s}  sha256 of one process, largest difference")
+    for kind, name, tiles in dict.fromkeys((row["kind"], row["case"], tuple(row["tiles"])) for row in rows):
+        mine = [row for row in rows if (row["kind"], row["case"], tuple(row["tiles"])) == (kind, name, tiles)]
+        bad = [(row, told) for row in mine if (told := problem(row, steps))]
+        told = alone(name, tiles, steps)["sha256"]
+        if kind == "rounding":
+            told = f"{max(largest_difference(row, steps) for row in mine):.1e}"
+        print(f"{kind:8s} {name:32s} {shown(tiles):12s} {len(mine):5d} {len(mine) - len(bad):5d}  {told}")
+        for row, text in bad:
+            print(f"    {row['where']}, {row['way']}: {text}")
+        wrong += len(bad)
+    return wrong
 
 
 def main() -> None:
     """Run all jobs, and compare their results with one process; exit with status 1 if some are wrong."""
-    args = arguments(__doc__, "2,4,6,8", "").parse_args()
+    parser = arguments(__doc__, "2,4,6,8", "")
+    parser.add_argument("--only", default=",".join(KINDS), help="kinds of trainings (default: %(default)s)")
+    args = parser.parse_args()
+    chosen = matrix([kind for kind in KINDS if kind in args.only.split(",")])
     if args.worker:
-        worker(MATRIX, args)
+        worker(chosen, args)
         return
 
-    expected = alone(EXACT + ROUNDED, args.steps)
     rows: list[Row] = []
-    for found, seconds in run(MATRIX, args):
-        announce(found, expected, seconds)
+    for found, seconds in run(chosen, args):
+        bad = [f"{row['case']}, {row['way']}: {told}" for row in found if (told := problem(row, args.steps))]
+        print(f"{found[0]['where']}: {len(found) - len(bad)} of {len(found)} are right; {seconds:.1f} s", flush=True)
+        print("".join(f"    {line}\n" for line in bad), end="", flush=True)
         rows += found
-    exact = report_exact([row for row in rows if not row["rounds"]], expected)
-    rounded = report_rounded([row for row in rows if row["rounds"]], expected)
-    counts = collections.Counter(row["rounds"] for row in rows)
-    told = f"{counts[False]} exact trainings, {counts[True]} pairs that round, of {args.steps} steps"
-    if not (exact and rounded):
-        sys.exit(f"\n{told}: there are differences")
-    print(f"\n{told}: all as they must be")
+    wrong = report(rows, args.steps)
+    counts = {kind: sum(row["kind"] == kind for row in rows) for kind in KINDS}
+    told = f"{counts['stages']} trainings in stages, {counts['tiles']} in tiles, {counts['rounding']} pairs that round"
+    if wrong:
+        sys.exit(f"\n{told}, of {args.steps} steps: {wrong} are wrong")
+    print(f"\n{told}, of {args.steps} steps: all as they must be")
 
 
 if __name__ == "__main__":

@@ -61,7 +61,14 @@ class Matrix:
         """Run the trainings with the numbers ``chosen``, all for None, on the ranks of ``comm``; return their rows."""
         trainings = self.trainings(comm.size)
         numbers = range(len(trainings)) if chosen is None else chosen
-        return [self.run(trainings[number], comm, args) | {"where": where} for number in numbers]
+        rows = []
+        for done, number in enumerate(numbers, 1):
+            started = time.monotonic()
+            rows.append(self.run(trainings[number], comm, args) | {"where": where})
+            if args.progress and comm.rank == 0:
+                told = f"{time.monotonic() - started:.1f} s, {json.dumps(rows[-1])}"
+                print(f"{done} of {len(numbers)}: {told}", flush=True)
+        return rows
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,7 @@ def arguments(description: str, ranks: str, threads: str) -> argparse.ArgumentPa
     parser.add_argument(
         "--covering", action="store_true", help="only so many trainings that every pair of values occurs"
     )
+    parser.add_argument("--progress", action="store_true", help="print the row of each training when it has ended")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds one launch may take")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser
@@ -152,6 +160,7 @@ def job(matrix: Matrix, args: argparse.Namespace, place: Place, chosen: Sequence
         (Path(folder) / "chosen.json").write_text(json.dumps(chosen), encoding="utf-8")
         output = Path(folder) / "rows.json"
         options = ["--steps", str(args.steps), "--worker", folder, *matrix.more, *more]
+        options += ["--progress"] * args.progress
         command = [place.mpiexec, "-n", str(place.ranks), *shlex.split(place.python), matrix.script, *options]
         done = subprocess.run(
             command, env=environment, timeout=args.timeout, stderr=subprocess.PIPE, text=True, check=False

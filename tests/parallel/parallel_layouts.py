@@ -108,6 +108,11 @@ def trained_alone(case: Case) -> Trained:
         return steps(model, case)
 
 
+def trained_in_tiles(case: Case, tensor: int = 1, context: int = 1) -> Trained:
+    """Train in one process that computes so many tiles: what groups of these sizes are compared with, bit by bit."""
+    return trained(case, None, tiles={"tensor": tensor, "context": context})
+
+
 def of_first(comm: Any, make: Callable[[], Any]) -> Any:
     """What rank 0 makes, on all ranks: one process trains once, and has the processors meanwhile. Collective."""
     made = make() if comm.rank == 0 else None

@@ -1,4 +1,4 @@
-"""Stages, tensor parts and replicas together: the bits depend on the tensor size alone, and on nothing else."""
+"""Stages, tensor parts and replicas together: the bits depend on the number of tiles alone, and on nothing else."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from tests.parallel.parallel_layouts import (
     texts,
     trained,
     trained_alone,
+    trained_in_tiles,
 )
 from tests.parallel.partition.test_tensor_parallel import same_within_rounding
 
@@ -54,10 +55,9 @@ def serial(name: str) -> Trained:
 
 
 @cache
-def split_only(name: str) -> Trained:
-    """The training on two tensor ranks and nothing else, which is that of one process within rounding."""
-    found, other = run_in_threads(2, lambda comm: trained(CASES[name], comm, Way(tensor=2)))
-    assert found == other
+def in_two_tiles(name: str) -> Trained:
+    """The training in two tiles of one process, which is that of whole layers within rounding."""
+    found = trained_in_tiles(CASES[name], 2)
     assert same_within_rounding(found, serial(name), 1e-5 if name == "float32" else 1e-12), (found, serial(name))
     return found
 
@@ -76,7 +76,7 @@ def test_stages_and_replicas_beside_split_layers_change_no_bit(name: str) -> Non
     number = list(CASES).index(name)
     way, memory = hybrids(number + 5 * (number % 2)), MEMORIES[number % 3]
     for found in run_in_threads((4, 8)[number % 2], lambda comm: trained(CASES[name], comm, way, **memory)):
-        assert found == split_only(name), (way, memory)
+        assert found == in_two_tiles(name), (way, memory)
 
 
 @pytest.mark.parametrize("zero", range(4))
@@ -84,7 +84,7 @@ def test_every_schedule_and_every_zero_stage_on_2_x_2_x_2_has_the_same_bits(zero
     for schedule in SCHEDULES[zero::4]:  # pipelines without split layers have each with each
         way, memory = Way(2, 2, zero=zero, schedule=schedule), MEMORIES[zero // 2]
         found = run_in_threads(8, lambda comm, w=way, m=memory: trained(CASES["LAMB, clipping"], comm, w, **m))
-        assert set(map(str, found)) == {str(split_only("LAMB, clipping"))}, way
+        assert set(map(str, found)) == {str(in_two_tiles("LAMB, clipping"))}, way
 
 
 @pytest.mark.mpi(min_size=4)
@@ -93,7 +93,7 @@ def test_over_mpi_too_stages_and_replicas_beside_split_layers_change_no_bit(worl
     for number, name in enumerate(names):
         way, memory = hybrids(number + world.size // 4), MEMORIES[number % 3]
         if world.size % 4 == 0:
-            expected = of_first(world, lambda name=name: split_only(name))
+            expected = of_first(world, lambda name=name: in_two_tiles(name))
             found = trained(CASES[name], world, way, **memory)
             parallel_assert(world, found == expected, f"{name}, {way}, {memory}")
 
@@ -104,16 +104,16 @@ def test_over_mpi_too_stages_and_replicas_beside_split_layers_change_no_bit(worl
 def test_tied_tables_cut_apart_between_stages_and_split_within_them_change_no_bit(more: dict[str, Any]) -> None:
     way = Way(2, 2, zero=1 if more == {"cuts": [1]} else 3, more=more)
     found = run_in_threads(8, lambda comm: trained(CASES["LAMB, clipping"], comm, way, **MEMORIES[1]))
-    assert set(map(str, found)) == {str(split_only("LAMB, clipping"))}, way
+    assert set(map(str, found)) == {str(in_two_tiles("LAMB, clipping"))}, way
 
 
 def test_four_tensor_ranks_beside_two_stages() -> None:
     """Parts by the shard rule: three of the widths are not divisible by four."""
     case = CASES["MLP"]
-    expected = run_in_threads(4, lambda comm: trained(case, comm, Way(tensor=4)))
+    expected = trained_in_tiles(case, 4)
     found = run_in_threads(8, lambda comm: trained(case, comm, Way(2, 4, zero=1, schedule="zero_bubble")))
-    assert set(map(str, expected + found)) == {str(expected[0])}
-    assert same_within_rounding(expected[0], serial("MLP"))
+    assert set(map(str, found)) == {str(expected)}
+    assert same_within_rounding(expected, serial("MLP"))
 
 
 # ---------------------------------------------------------------------- sums over all ranks
