@@ -358,7 +358,8 @@ part_exactness() {
 }
 
 part_hybrid() {
-    timeout -k 10 1200 "$PY" scripts/exactness_hybrid.py --covering --steps 4 --mpiexec "$VENV/bin/mpiexec"
+    timeout -k 10 1200 "$PY" scripts/exactness_hybrid.py --covering --steps 4 --ranks 4,8 --threads 2,6 \
+        --mpiexec "$VENV/bin/mpiexec"
 }
 
 part_torture() {

@@ -21,7 +21,7 @@ OWN = Matrix("", lambda size: own_models.trainings(own_models.MODELS, size), own
 #: Each script's matrix, and the numbers of ranks under the first MPI, under the second, and as threads.
 MATRICES = {
     "exactness": (exactness.MATRIX, "1,2,3,4,8", "1,2,3,4,8", "1,3,4"),
-    "exactness_hybrid": (exactness_hybrid.MATRIX, "2,4,6,8", "2,4,6,8", ""),
+    "exactness_hybrid": (exactness_hybrid.MATRIX, "4,8", "4,8", "2,6"),
     "own_models": (OWN, "1,2,3,4,8", "1,2,3,4,8", "1,3"),
 }
 
