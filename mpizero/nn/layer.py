@@ -112,9 +112,10 @@ class Layer(ABC):
         The split layer takes and returns whole activations, the same on every rank. Its forward and backward passes are
         collective over the group. Its parameters have the same names as those of this layer, and
         :attr:`ParameterSpec.part` says which part of each this rank holds. If every rank holds a parameter whole
-        (``part`` is None), its gradient is the same on every rank when ``backward_weights`` returns. The default makes
-        the form that :data:`SPLIT_FORMS` has for the layer's class. It returns the layer itself if the table has no
-        form for it, or if the group has one rank.
+        (``part`` is None), its gradient is the same on every rank when ``backward_weights`` returns. Ranks exchange
+        arrays by the methods of ``group`` alone (``docs/split_layers.md``). The default makes the form that
+        :data:`SPLIT_FORMS` has for the layer's class. It returns the layer itself if the table has no form for it, or
+        if the group has one rank.
 
         Raises
         ------

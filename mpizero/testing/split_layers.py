@@ -23,7 +23,7 @@ _SIZES = [2**k for k in range(1, 11)]
 
 
 @dataclass(frozen=True)
-class _OneLayer:
+class OneLayer:
     """Hold a layer as a model, behind a norm whose gradient shows the gradient of the layer's input."""
 
     blocks: Mapping[str, Any]
@@ -122,4 +122,4 @@ def _whole(model: Any, x: Any, y: Any) -> tuple[Any, tuple[Any, Any]]:
             raise ArgumentError(f"assert_same_as_serial: {type(model).__name__} has no output_shape: give y") from None
         y = np.zeros((len(values), *shape), dtype)
     before = {"norm": nn.LayerNorm(values.shape[-1])} if values.dtype.kind == "f" else {}
-    return _OneLayer({**before, "layer": model}, dtype), (x, y)
+    return OneLayer({**before, "layer": model}, dtype), (x, y)

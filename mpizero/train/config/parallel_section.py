@@ -33,8 +33,8 @@ class ParallelSection(ConfigSection):
     """Hold the layout of a run over ranks.
 
     ``pipeline``, ``tensor``, ``data`` and ``context`` are the sizes of the axes of the process grid; ``data = -1``
-    takes all remaining ranks. All layouts with ``tensor = 1`` and ``context = 1`` train to the same bits. ``tiles`` is
-    described with :class:`~mpizero.parallel.config.ShardingConfig`, to which it is handed on.
+    takes all remaining ranks. All layouts that compute in the same tiles train to the same bits. ``tiles`` is described
+    with :class:`~mpizero.parallel.config.ShardingConfig`, to which it is handed on.
     """
 
     strategy: str = setting("zero2", choice(*STRATEGIES))
@@ -130,7 +130,7 @@ class ParallelSection(ConfigSection):
         if heads % self.parallel_layout().tensor_tiles:
             numbers = (n for n in range(1, heads + 1) if heads % n == 0)
             fit = ", ".join(str(n) for n in numbers if fits_tiles(self.tensor, n))
-            raise self.reject("tiles", f"of the tensor axis must divide model.heads = {heads}; these do: {fit}")
+            raise self.reject("tiles", f"its number for the tensor axis must divide model.heads = {heads}; {fit} do")
 
     def check_sequence(self, model: str) -> None:
         """Raise an error if the layout has a context group; called if the model, named ``model``, has no sequences."""

@@ -1,9 +1,9 @@
 """Compare one layout with one process step by step, and explain the first difference.
 
-[Note: following] Layouts with tensor or context groups add in another order than one process, and an optimizer such as
-Adam amplifies the rounding differences from step to step. For these layouts the one process takes over the layout's
-parameters and optimizer arrays before every step, and updates them with the layout's gradient. So rounding differences
-do not accumulate.
+[Note: following] Some layouts with tensor or context groups add in another order than any process can, such as groups
+of 3 ranks, and an optimizer such as Adam amplifies the rounding differences from step to step. For these layouts the
+one process takes over the layout's parameters and optimizer arrays before every step, and updates them with the
+layout's gradient. So rounding differences do not accumulate.
 """
 
 from __future__ import annotations
