@@ -27,7 +27,7 @@ usage: scripts/test.sh [--quick] [--only PART]... [--help]
              models of PyTorch, JAX, C, Fortran and Numba on layouts in which every pair occurs: the same bits
   openmpi    tests with MPI on 4 ranks of the system's Open MPI with parallel HDF5; of MPICH where that is left out
   exactness  trainings in which every pair of MPI, number of ranks, strategy and kind of memory occurs: the same bits
-  hybrid     the same for pipeline x data, schedule and ZeRO stage: the same bits; split layers within rounding
+  hybrid     the same for pipeline x tensor x context x data, schedule and ZeRO stage: the same bits in equal tiles
   torture    saves killed, refused, damaged, on full disks: a sample of scripts/torture.py
   slurm      the batch scripts under a real Slurm on this machine: signal, requeue, time limit
 
