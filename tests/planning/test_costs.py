@@ -474,6 +474,19 @@ def test_the_most_that_a_step_takes_is_planned_within_5_percent(world: Any, sile
         parallel_assert(world, abs(found - wanted) <= bound, f"{way}: {found} traced, {wanted} planned")
 
 
+def test_the_most_that_tiles_of_sequences_take_is_planned(silence: None) -> None:
+    """Each tile has gradients of a block of its own, but only while those of the block's weights are computed."""
+    each = Job(
+        1, batch=32, data=lambda count, batch: texts(count, batch, vocabulary=128, length=64),
+        config={"micro_batch": 16, "tiles": {"context": 4}},
+        model=lambda: larger_gpt(dim=128, heads=4, sequence=64, vocabulary=128, activation_checkpointing=True),
+    )  # fmt: skip
+    plan = planned(each, 1).by_rank[0].memory
+    wanted = sum(plan[part].mine for part in PARTS[PARTS.index("activations") :] if part in plan)
+    found = min(run_in_threads(1, lambda comm: traced(each, comm))[0] for _ in range(2))
+    assert abs(found - wanted) <= 0.05 * wanted, (found, wanted)
+
+
 def traced(job: Job, comm: Communicator) -> int:
     """The most bytes that a step after the first has taken, besides what was held before."""
     found: list[int] = []

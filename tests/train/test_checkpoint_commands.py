@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import mpizero as mz
 from mpizero import checkpoint
 from mpizero.errors import ExitStatus, MpizeroError
 
@@ -118,6 +119,9 @@ def test_one_checkpoint_tells_what_it_is(tool, trained):
     assert all(
         re.search(line, text) for line in (r"step +6\n", r"samples +36\n", r"model .*dim 16", r"layout .*ZeRO-2")
     )
+    with mz.ShardingConfig(comm="self", tiles=2) as config, mz.DDPModel(mz.nn.MLP(3, (4,), 2), config) as model:
+        model.save_model("tiled")
+    assert re.search(r"layout .*tensor 1\n +tiles +context 1, tensor 2\n", tool("checkpoint", "inspect", "tiled").out)
 
 
 def test_statistics_and_patterns(tool):

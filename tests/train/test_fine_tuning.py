@@ -113,7 +113,7 @@ def test_another_learning_rate_is_taken_when_asked_for_and_recorded(home, recwar
             "train.global_batch: cannot change in a run.* model.start",
         ),
         (["--resume", "--override", "optimizer.lrr=1"], r"optimizer.lrr: unknown key \(did you mean 'lr'\?\)"),
-        (["--resume", "--override", "train.steps=9"], "train.steps: changes nothing of the result"),
+        (["--resume", "--override", "train.steps=9"], "train.steps: a resumed run takes it without this option"),
         (["--resume", "--override", "optimizer"], "must have the form section.key=value"),
         (["--set", 'model.start_include=["x"]'], "model.start_include = .*needs model.start"),
         (["--set", "model.start=first", "--set", "model.start_rename=3"], "model.start_rename = 3: must be a table"),

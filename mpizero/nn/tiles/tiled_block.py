@@ -158,23 +158,42 @@ class TiledBlock(Layer):
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Compute the gradient of the input for all tiles. Collective over the groups."""
-        tiles = zip(self.forms, self._views(params), cache.caches, self._above(dy, cache), strict=True)
-        found = run_in_turns([bound(form.backward_input, p, c, d) for form, p, c, d in tiles])
-        return self._input_gradient([dx for dx, _ in found]), [pending for _, pending in found]
+        return self._inputs(self._views(params), cache, dy)
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Overwrite the gradients; those of the context tiles are added in the tree's order. Collective."""
-        with self._gradients(grads) as targets:
-            tiles = zip(self.forms, self._views(params), cache.caches, pending, targets, strict=True)
-            run_in_turns([bound(form.backward_weights, p, c, w, g) for form, p, c, w, g in tiles])
+        self._weights(self._views(params), cache, pending, grads)
 
     def backward(self, params: Params, cache: Any, dy: Array, grads: Params) -> Array | None:
         """Overwrite the gradients, and return the gradient of the input. Collective over the groups."""
+        views = self._views(params)
+        if self._has_halves:
+            dx, pending = self._inputs(views, cache, dy)
+            self._weights(views, cache, pending, grads)
+            return dx
         with self._gradients(grads) as targets:
-            tiles = zip(self.forms, self._views(params), cache.caches, self._above(dy, cache), targets, strict=True)
+            tiles = zip(self.forms, views, cache.caches, self._above(dy, cache), targets, strict=True)
             found = run_in_turns([bound(form.backward, p, c, d, g) for form, p, c, d, g in tiles])
-        dx: Array | None = self._input_gradient(found)
-        return dx
+        gradient: Array | None = self._input_gradient(found)
+        return gradient
+
+    @cached_property
+    def _has_halves(self) -> bool:
+        """Tell whether the halves of a backward pass run one after the other: context tiles need less memory then.
+
+        Each has gradients of its own, which are there in the second half only.
+        """
+        return self.grid.along > 1 and all(hasattr(form, "backward_input") for form in self.forms)
+
+    def _inputs(self, views: list[Params], cache: _Cache, dy: Array) -> tuple[Array | None, Any]:
+        tiles = zip(self.forms, views, cache.caches, self._above(dy, cache), strict=True)
+        found = run_in_turns([bound(form.backward_input, p, c, d) for form, p, c, d in tiles])
+        return self._input_gradient([dx for dx, _ in found]), [pending for _, pending in found]
+
+    def _weights(self, views: list[Params], cache: _Cache, pending: Any, grads: Params) -> None:
+        with self._gradients(grads) as targets:
+            tiles = zip(self.forms, views, cache.caches, pending, targets, strict=True)
+            run_in_turns([bound(form.backward_weights, p, c, w, g) for form, p, c, w, g in tiles])
 
     @contextmanager
     def _gradients(self, grads: Params) -> Iterator[list[Params]]:

@@ -63,6 +63,7 @@ def summary(attributes: Mapping[str, Any]) -> dict[str, Any]:
         "seed": training.get("seed"),
         "optimizer": own.get("optimizer"),
         "layout": own.get("layout"),
+        "tiles": own.get("tiles"),
         "versions": training.get("versions", own.get("versions")),
         "configuration": configuration or None,
     }
@@ -112,7 +113,7 @@ def description(found: Mapping[str, Any]) -> str:
     """Format the result of :func:`describe` as text for people."""
     known = [("written", f"{_date(found['written'])}, {age(time.time() - found['written'])}")]
     known += [(name, str(found[name])) for name in ("step", "loss", "samples", "seed") if found[name] is not None]
-    known += [(name, _words(found[name])) for name in ("optimizer", "layout", "versions") if found[name]]
+    known += [(name, _words(found[name])) for name in ("optimizer", "layout", "tiles", "versions") if found[name]]
     known += [(name, _words(settings)) for name, settings in (found["configuration"] or {}).items()]
     others = {"training", "mpizero", BFLOAT16}
     known += [(name, _value(value)) for name, value in found["attributes"].items() if name not in others]

@@ -52,6 +52,6 @@ def check_overridden(keys: Sequence[str], config: Mapping[str, Mapping[str, Any]
                 "from this one's parameters if you like: model.start"
             )
         if key in FREE_KEYS or key.partition(".")[0] in FREE_SECTIONS:
-            raise ConfigError(f"--override {key}: changes nothing of the result; it can be set without this option")
+            raise ConfigError(f"--override {key}: a resumed run takes it without this option, from its file or --set")
     ends = [LENGTH] if any(key.startswith("optimizer.schedule") for key in keys) else []
     return (*keys, *ends)
