@@ -57,6 +57,7 @@ def trained(device, comm=None, *, place=mz.DDPModel, optimizer=None, batch=None,
         "minimum_parameter_group_size",
         "share_node_memory",
         "mixed_precision",
+        "tiles",
     }
     config = {key: settings.pop(key) for key in config_keys & set(settings)}
     x, y = ids() if batch is None else batch
@@ -130,10 +131,13 @@ def test_a_pipeline_of_gpus_has_the_bits_of_one(schedule, zero):
 
 
 @pytest.mark.parametrize("axis", ["tensor", "context"])
-def test_layers_split_over_gpus_give_what_one_does(axis):
+def test_layers_split_over_gpus_give_what_one_does_and_the_bits_of_as_many_tiles(axis):
     alone, layout = trained("cpu", steps=1), {f"{axis}_parallel_size": 2}
+    tiled = trained("cuda", steps=1, tiles={axis: 2})
     for found in run_in_threads(2, lambda comm: trained("cuda", comm, place=mz.HybridShardedModel, steps=1, **layout)):
         close(found, alone, 5e-5)
+        assert found[0] == tiled[0]
+        assert found[1].tobytes() == tiled[1].tobytes()
 
 
 @pytest.mark.parametrize("axis", ["tensor", "context"])
