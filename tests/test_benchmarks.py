@@ -1,9 +1,10 @@
-"""The parts that the benchmarks under scripts/benchmarks/ are built of: rounds, teams of processes, ratios."""
+"""The parts that the benchmarks under scripts/benchmarks/ are built of, and the programs under scripts/examples/."""
 
 from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -141,3 +142,24 @@ def test_what_is_missing_or_unknown_is_named_before_anything_runs(script, option
     )
     assert done.returncode != 0
     assert re.search(expected, done.stderr), done.stderr
+
+
+def test_the_example_of_512_ranks_compares_a_smaller_grid_with_one_process(monkeypatch, capsys):
+    program = runpy.run_path(str(FOLDER.parent / "examples" / "grid_512.py"))
+    options = "--pipeline 2 --tensor 2 --data 2 --steps 2 --batch 4 --dim 16 --blocks 2 --heads 2 --sequence 4"
+    monkeypatch.setattr(sys, "argv", ["grid_512.py", *options.split(), "--zero", "2"])
+    program["main"]()
+    told = capsys.readouterr().out
+    assert re.search(r"^8 threads, 2 stages x 2 parts x 2 replicas, ZeRO-2: .* MB\n", told)
+    assert re.search(r"\nthe same bits: sha256 [0-9a-f]{64}\n$", told)
+
+    scope = program["main"].__globals__
+    train = scope["train"]
+
+    def wrong_alone(comm, args, **sizes):
+        losses, digest = train(comm, args, **sizes)
+        return losses, "0" if comm == "self" else digest
+
+    monkeypatch.setitem(scope, "train", wrong_alone)
+    with pytest.raises(SystemExit, match="not the same: .* the sha256 [0-9a-f]{64} on the grid, 0 alone"):
+        program["main"]()

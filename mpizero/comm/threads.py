@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from mpizero.comm.inmemory import InMemoryCommunicator
-from mpizero.errors import ArgumentError, PeerFailure
+from mpizero.errors import ArgumentError, PeerFailure, StateError
 
 T = TypeVar("T")
 
@@ -18,6 +18,11 @@ def run_in_threads(size: int, function: Callable[[InMemoryCommunicator], T]) -> 
     When a thread raises, all other threads raise PeerFailure in their present or next call of ``comm``. This function
     then raises the first error that is not a PeerFailure. It also raises if a thread ends while others wait for it, or
     if all threads wait. So the threads cannot wait for one another for ever.
+
+    Raises
+    ------
+    StateError
+        If the system does not start that many threads.
     """
     if not callable(function):
         raise ArgumentError(f"run_in_threads: function must be one of a communicator, got {function!r}")
@@ -35,9 +40,9 @@ def run_in_threads(size: int, function: Callable[[InMemoryCommunicator], T]) -> 
             comm.leave()
 
     threads = [threading.Thread(target=work, args=(c,), name=f"rank {c.rank}", daemon=True) for c in communicators]
-    for thread in threads:
-        thread.start()
     try:
+        for number, thread in enumerate(threads):
+            _start(thread, number, size)
         for thread in threads:
             thread.join()
     except BaseException as error:  # Ctrl-C reaches the main thread alone
@@ -46,3 +51,14 @@ def run_in_threads(size: int, function: Callable[[InMemoryCommunicator], T]) -> 
     if errors:
         raise next((e for e in errors if not isinstance(e, PeerFailure)), errors[0])
     return [results[rank] for rank in range(size)]
+
+
+def _start(thread: threading.Thread, started: int, size: int) -> None:
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise StateError(
+            f"run_in_threads: only {started} of {size} threads have started ({error}): allow this user more processes "
+            "and threads (ulimit -u; in a container its pids limit), give each thread a smaller stack (ulimit -s), or "
+            "use fewer ranks"
+        ) from error

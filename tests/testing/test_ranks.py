@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from mpizero.errors import RemoteError
+from mpizero.errors import RemoteError, StateError
 from mpizero.testing import assert_same_as_serial, parallel_assert, run_in_threads
 from mpizero.testing.differences import first_difference
 
@@ -30,6 +30,24 @@ def test_the_first_real_error_comes_back_with_its_traceback():
     with pytest.raises(OSError, match="disk full") as caught:
         run_in_threads(3, work)
     assert caught.traceback[-1].name == "work"
+
+
+def test_threads_that_wait_for_one_that_cannot_be_started_end(monkeypatch):
+    start = threading.Thread.start
+
+    def refused(thread):
+        if thread.name == "rank 2":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(StateError, match=r"only 2 of 4 threads have started .*ulimit -u"):
+        run_in_threads(4, lambda comm: comm.barrier())
+    monkeypatch.undo()
+    for thread in threading.enumerate():
+        if thread.name.startswith("rank "):
+            thread.join(20)
+            assert not thread.is_alive()
 
 
 def test_exits_of_a_thread_are_errors_too():
