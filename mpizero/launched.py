@@ -71,6 +71,11 @@ def launched_place(environment: Mapping[str, str]) -> int:
     return _first(environment, BY_NODE, launched_rank(environment))
 
 
+def ranks_of_node(environment: Mapping[str, str]) -> int:
+    """Return the number of processes of this node up to this one; 1 if the launcher does not tell its place."""
+    return _first(environment, BY_NODE, 0) + 1
+
+
 def is_several(environment: Mapping[str, str]) -> bool:
     """Tell whether this process is one of several ranks of a job.
 

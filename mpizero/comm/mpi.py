@@ -15,7 +15,7 @@ from mpizero.comm.checks import TAG_LIMIT
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.recording.call_trace import Signature
 from mpizero.comm.recording.mismatch import first_mismatch
-from mpizero.comm.requests import MpiReceive, MpiRequest
+from mpizero.comm.requests import OPERATIONS, TYPES, MpiReceive, MpiRequest, Waiting, spec
 from mpizero.comm.shared import MpiSharedMemory, free_space
 from mpizero.comm.supervision import guard
 from mpizero.comm.supervision.arrival import PATIENCE
@@ -41,23 +41,8 @@ GATHER_DIRECTLY = 1 << 18
 WAITS_FASTER = MPI.get_vendor()[0] == "Open MPI"
 _HEADER = 8
 
-_INTEGERS = {
-    ("i", 1): MPI.INT8_T, ("i", 2): MPI.INT16_T, ("i", 4): MPI.INT32_T, ("i", 8): MPI.INT64_T,
-    ("u", 1): MPI.UINT8_T, ("u", 2): MPI.UINT16_T, ("u", 4): MPI.UINT32_T, ("u", 8): MPI.UINT64_T,
-}  # fmt: skip
-#: float16 has no MPI type and travels as 16-bit integers.
-_TYPES: dict[str, MPI.Datatype] = {
-    "?": MPI.UINT8_T, "e": MPI.UINT16_T, "f": MPI.FLOAT, "d": MPI.DOUBLE,
-    "F": MPI.C_FLOAT_COMPLEX, "D": MPI.C_DOUBLE_COMPLEX,
-    **{c: _INTEGERS[np.dtype(c).kind, np.dtype(c).itemsize] for c in "bBhHiIlLqQ"},
-}  # fmt: skip
-_OPERATIONS: dict[str, MPI.Op] = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 #: An array, the length of each rank's block in it, and where each begins.
 _Blocks = tuple[Array, Sequence[int], Sequence[int]]
-
-
-def _spec(array: Array) -> list[Any]:
-    return [array, array.size, _TYPES[array.dtype.char]]
 
 
 def _starts(counts: Sequence[int]) -> list[int]:
@@ -93,12 +78,15 @@ class MpiCommunicator(Communicator):
             # 4.1.4 writes wrong HDF5 data; a split does not. User messages never mix with messages of a split.
             own = comm.Split(0, comm.Get_rank())
             own.Set_errhandler(MPI.ERRORS_RETURN)
-            holder.verifies |= bool(own.allreduce(holder.verifies, MPI.MAX))  # on one rank is on all
+            figures = np.array([holder.verifies, holder.ranks_per_core])
+            own.Allreduce(MPI.IN_PLACE, spec(figures), MPI.MAX)  # what is so on one rank is so on all
+            holder.verifies, waiting = bool(figures[0]), Waiting(float(figures[1]))
             members = connect(own)
-        self._adopt(own, limit, members, guest=guest)
+        self._adopt(own, limit, waiting, members, guest=guest)
 
-    def _adopt(self, own: MPI.Comm, limit: int, members: tuple[int, ...], *, guest: bool) -> None:
+    def _adopt(self, own: MPI.Comm, limit: int, waiting: Waiting, members: tuple[int, ...], *, guest: bool) -> None:
         self._comm = cast("MPI.Intracomm", own)
+        self._waiting = waiting
         self._limit, self._guest = limit, guest
         self._verifier: CallVerifier | None = None
         if guard.current().verifies and self.size > 1:
@@ -108,7 +96,7 @@ class MpiCommunicator(Communicator):
         made = type(self).__new__(type(self))
         Communicator.__init__(made, own.Get_rank(), own.Get_size(), name, shares_memory)
         members = guard.current().register_split(made.trace, own, guest=self._guest)
-        made._adopt(own, self._limit, members, guest=self._guest)
+        made._adopt(own, self._limit, self._waiting, members, guest=self._guest)
         return made
 
     @property
@@ -161,46 +149,51 @@ class MpiCommunicator(Communicator):
         found = None if mismatch_watch is None or point_to_point else mismatch_watch.explain(self.trace)
         return found or self.error(operation, tag, reason, array)
 
+    def _request(self, requests: list[MPI.Request], buffers: object) -> Request:
+        return MpiRequest(self, self._waiting, requests, buffers)
+
     # ------------------------------------------------------------------ collectives
 
     def _barrier(self) -> None:
-        self._comm.Barrier()
+        self._waiting.call(self._comm.Barrier, self._comm.Ibarrier)
 
     def _ibarrier(self) -> Request:
-        return MpiRequest(self, [self._comm.Ibarrier()], None)
+        return self._request([self._comm.Ibarrier()], None)
 
     # Blocking calls are native: 20 to 30 % faster than their non-blocking twins for small messages (MPICH, 2-8 ranks).
 
     def _broadcast(self, buffer: Array, root: int) -> None:
         for piece in self._pieces(buffer):
-            self._comm.Bcast(_spec(piece), root)
+            self._waiting.call(self._comm.Bcast, self._comm.Ibcast, spec(piece), root)
 
     def _ibroadcast(self, buffer: Array, root: int) -> Request:
-        return MpiRequest(self, [self._comm.Ibcast(_spec(p), root) for p in self._pieces(buffer)], buffer)
+        return self._request([self._comm.Ibcast(spec(p), root) for p in self._pieces(buffer)], buffer)
 
     def _allgather(self, send: Array, recv: Array) -> None:
         if recv.nbytes > self._limit:
             self._exchange(*self._to_all(send, recv, [send.size] * self.size))
         else:
-            self._comm.Allgather(_spec(send), [recv, send.size, _TYPES[recv.dtype.char]])
+            block = [recv, send.size, TYPES[recv.dtype.char]]
+            self._waiting.call(self._comm.Allgather, self._comm.Iallgather, spec(send), block)
 
     def _iallgather(self, send: Array, recv: Array) -> Request:
         if recv.nbytes > self._limit:
             return self._start(*self._to_all(send, recv, [send.size] * self.size))
-        request = self._comm.Iallgather(_spec(send), [recv, send.size, _TYPES[recv.dtype.char]])
-        return MpiRequest(self, [request], (send, recv))
+        request = self._comm.Iallgather(spec(send), [recv, send.size, TYPES[recv.dtype.char]])
+        return self._request([request], (send, recv))
 
     def _allgatherv(self, send: Array, recv: Array, counts: Sequence[int]) -> None:
         if recv.nbytes >= min(GATHER_DIRECTLY, self._limit):
             self._exchange(*self._to_all(send, recv, counts))
         else:
-            self._comm.Allgatherv(_spec(send), [recv, counts, None, _TYPES[recv.dtype.char]])
+            blocks = [recv, counts, None, TYPES[recv.dtype.char]]
+            self._waiting.call(self._comm.Allgatherv, self._comm.Iallgatherv, spec(send), blocks)
 
     def _iallgatherv(self, send: Array, recv: Array, counts: Sequence[int]) -> Request:
         if recv.nbytes >= min(GATHER_DIRECTLY, self._limit):
             return self._start(*self._to_all(send, recv, counts))
-        request = self._comm.Iallgatherv(_spec(send), [recv, counts, None, _TYPES[recv.dtype.char]])
-        return MpiRequest(self, [request], (send, recv))
+        request = self._comm.Iallgatherv(spec(send), [recv, counts, None, TYPES[recv.dtype.char]])
+        return self._request([request], (send, recv))
 
     def _igather_spans(self, send: Array, recv: Array, spans: Sequence[Span]) -> Request:
         counts = [0 if rank == self.rank else span.size for rank, span in enumerate(spans)]
@@ -221,29 +214,32 @@ class MpiCommunicator(Communicator):
         return self._start((send, send_counts, starts), (recv, recv_counts, others))
 
     def _reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> None:
+        self._waiting.meet(self._comm)
         if send.nbytes <= self._limit:
-            self._comm.Reduce_scatter(_spec(send), _spec(recv), counts, MPI.SUM)
+            self._comm.Reduce_scatter(spec(send), spec(recv), counts, MPI.SUM)
             return
         flat, own, start = send.reshape(-1), list(self._pieces(recv)), 0
         for root, count in enumerate(counts):
             for i, piece in enumerate(self._pieces(flat[start : start + count])):
-                self._comm.Reduce(_spec(piece), _spec(own[i]) if root == self.rank else None, MPI.SUM, root)
+                self._comm.Reduce(spec(piece), spec(own[i]) if root == self.rank else None, MPI.SUM, root)
             start += count
 
     def _allreduce(self, buffer: Array, op: str) -> None:
+        self._waiting.meet(self._comm)
         for piece in self._pieces(buffer):
-            self._comm.Allreduce(MPI.IN_PLACE, _spec(piece), _OPERATIONS[op])
+            self._comm.Allreduce(MPI.IN_PLACE, spec(piece), OPERATIONS[op])
 
     def _iallreduce(self, buffer: Array, op: str) -> Request:
-        operation = _OPERATIONS[op]
+        operation = OPERATIONS[op]
         pieces = self._pieces(buffer)
-        return MpiRequest(self, [self._comm.Iallreduce(MPI.IN_PLACE, _spec(p), operation) for p in pieces], buffer)
+        return self._request([self._comm.Iallreduce(MPI.IN_PLACE, spec(p), operation) for p in pieces], buffer)
 
     def _allgather_bytes(self, payload: bytes) -> list[bytes]:
         room = OBJECT_SLOT - _HEADER
         slot = (len(payload).to_bytes(_HEADER, "little") + payload[:room]).ljust(OBJECT_SLOT, b"\0")
         table = bytearray(OBJECT_SLOT * self.size)
-        self._comm.Allgather([slot, OBJECT_SLOT, MPI.BYTE], [table, OBJECT_SLOT, MPI.BYTE])
+        blocks = [slot, OBJECT_SLOT, MPI.BYTE], [table, OBJECT_SLOT, MPI.BYTE]
+        self._waiting.call(self._comm.Allgather, self._comm.Iallgather, *blocks)
         slots = [bytes(table[i : i + OBJECT_SLOT]) for i in range(0, len(table), OBJECT_SLOT)]
         lengths = [int.from_bytes(s[:_HEADER], "little") for s in slots]
         heads = [s[_HEADER : _HEADER + n] for s, n in zip(slots, lengths, strict=True)]
@@ -261,7 +257,7 @@ class MpiCommunicator(Communicator):
         if payload is not None:
             slot[:_HEADER] = len(payload).to_bytes(_HEADER, "little")
             slot[_HEADER : _HEADER + len(payload[:room])] = payload[:room]
-        self._comm.Bcast([slot, OBJECT_SLOT, MPI.BYTE], root)
+        self._waiting.call(self._comm.Bcast, self._comm.Ibcast, [slot, OBJECT_SLOT, MPI.BYTE], root)
         length = int.from_bytes(slot[:_HEADER], "little")
         head = bytes(slot[_HEADER : _HEADER + length])
         if length <= room:
@@ -273,17 +269,21 @@ class MpiCommunicator(Communicator):
     # ------------------------------------------------------------------ point to point
 
     def _isend(self, buffer: Array, peer: int, tag: int) -> Request:
-        return MpiRequest(self, [self._comm.Isend(_spec(p), peer, tag) for p in self._pieces(buffer)], buffer)
+        return self._request([self._comm.Isend(spec(p), peer, tag) for p in self._pieces(buffer)], buffer)
 
     def _irecv(self, buffer: Array, peer: int, tag: int) -> Request:
-        return MpiReceive(self, [self._comm.Irecv(_spec(p), peer, tag) for p in self._pieces(buffer)], buffer)
+        return MpiReceive(
+            self, self._waiting, [self._comm.Irecv(spec(p), peer, tag) for p in self._pieces(buffer)], buffer
+        )
 
     # ------------------------------------------------------------------ groups
 
     def _split(self, color: int, key: int, name: str) -> Communicator:
+        self._waiting.meet(self._comm)
         return self._of(self._comm.Split(color, key), name, shares_memory=self.shares_memory)
 
     def _split_node(self, ranks_per_node: int | None, name: str) -> Communicator:
+        self._waiting.meet(self._comm)
         node = self._comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
         if ranks_per_node is not None:
             whole, place = node, node.Get_rank()
@@ -292,7 +292,7 @@ class MpiCommunicator(Communicator):
         return self._of(node, name, shares_memory=True)
 
     def _allocate_shared(self, nbytes: int) -> SharedMemory:
-        return MpiSharedMemory(self._comm, nbytes, self.name)
+        return MpiSharedMemory(self._comm, nbytes, self.name, self._waiting)
 
     def shared_space(self) -> int | None:
         """Return the free bytes of /dev/shm, where most MPI libraries put windows; None if unknown. Not collective."""
@@ -348,11 +348,12 @@ class MpiCommunicator(Communicator):
         return (send, [send.size] * self.size, [0] * self.size), (recv, counts, _starts(counts))
 
     def _start(self, send: _Blocks, recv: _Blocks) -> Request:
-        return MpiRequest(self, self._blocks(self._comm.Ialltoallw, send, recv), (send, recv))
+        return self._request(self._blocks(self._comm.Ialltoallw, send, recv), (send, recv))
 
     def _exchange(self, send: _Blocks, recv: _Blocks) -> None:
-        for request in self._blocks(self._comm.Ialltoallw if WAITS_FASTER else self._comm.Alltoallw, send, recv):
-            request.Wait()
+        started = WAITS_FASTER or self._waiting.asleep
+        for request in self._blocks(self._comm.Ialltoallw if started else self._comm.Alltoallw, send, recv):
+            self._waiting.end(request)
 
     def _blocks(self, exchange: Callable[..., Any], send: _Blocks, recv: _Blocks) -> list[MPI.Request]:
         """Call ``exchange``, an Alltoallw or Ialltoallw, on blocks of any length; return the requests to wait for.
@@ -383,13 +384,13 @@ class MpiCommunicator(Communicator):
         for peer, (count, begin) in enumerate(zip(counts, starts, strict=True)):
             stop = begin + count
             pieces = (flat[i : min(i + length, stop)] for i in range(begin + length, stop, length))
-            requests += [start(_spec(piece), peer, _PIECES) for piece in pieces]
+            requests += [start(spec(piece), peer, _PIECES) for piece in pieces]
         return requests
 
     def _plan(
         self, array: Array, counts: Sequence[int], starts: Sequence[int], derived: list[MPI.Datatype]
     ) -> list[Any]:
-        base, width, length = _TYPES[array.dtype.char], array.itemsize, self._length(array)
+        base, width, length = TYPES[array.dtype.char], array.itemsize, self._length(array)
         if array.nbytes <= self._limit:
             return [array, (counts, [s * width for s in starts]), [base] * self.size]
         types = []

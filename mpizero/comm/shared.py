@@ -14,6 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpizero.comm.leftovers import SHARED_FOLDER, taken_by_leftovers
+from mpizero.comm.requests import Waiting
 from mpizero.comm.transport import SharedMemory
 from mpizero.errors import SharedMemoryError
 from mpizero.types import Array
@@ -110,11 +111,13 @@ class MpiSharedMemory(SharedMemory):
         On all ranks, if there is not enough memory; nothing stays allocated then.
     """
 
-    def __init__(self, comm: MPI.Intracomm, nbytes: int, name: str) -> None:
+    def __init__(self, comm: MPI.Intracomm, nbytes: int, name: str, waiting: Waiting) -> None:
         rank = comm.Get_rank()
         self._window, self.buffer = MPI.WIN_NULL, np.empty(0, np.uint8)
+        waiting.meet(comm)
         _agree_on_size(comm, nbytes, name)
         with _one_at_a_time(rank == 0):
+            waiting.meet(comm)  # until the first rank has the lock
             self._check(comm, free_space() if rank == 0 else None, nbytes, name)
             self._window = self._allocate(comm, nbytes, name)
             memory, _ = self._window.Shared_query(0)
@@ -126,6 +129,7 @@ class MpiSharedMemory(SharedMemory):
             part = -(-nbytes // comm.Get_size() // 4096) * 4096
             self._window.Lock_all(MPI.MODE_NOCHECK)
             failure = _take(self.buffer[rank * part : (rank + 1) * part])
+            waiting.meet(comm)
             taken = np.array(failure is None, np.int32)
             comm.Allreduce(MPI.IN_PLACE, [taken, 1, MPI.INT32_T], MPI.MIN)
         if not taken:
@@ -136,7 +140,7 @@ class MpiSharedMemory(SharedMemory):
                 raise SharedMemoryError(f"a window of {nbytes} bytes for {name!r} failed: {reasons[0]}")
             self._check(comm, 0 if rank == 0 else None, nbytes, name)
         self._window.Sync()
-        comm.Barrier()
+        waiting.call(comm.Barrier, comm.Ibarrier)
         self._window.Sync()
 
     @staticmethod

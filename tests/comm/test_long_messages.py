@@ -93,7 +93,10 @@ def everything(comm):
     return [value, other, *outs, total, least], (objects, told)
 
 
-def test_pieces_bring_what_whole_messages_bring(pair):
+@pytest.mark.parametrize("asleep", [False, True])
+def test_pieces_bring_what_whole_messages_bring_and_sleep_what_polling_brings(pair, asleep):
+    cut, whole = pair
+    cut._waiting, whole._waiting = type(cut._waiting)(1 + asleep), type(cut._waiting)(2 - asleep)
     for (arrays, objects), (expected, others) in [tuple(map(everything, pair))]:
         for array, wanted in zip(arrays, expected, strict=True):
             assert_array_equal(array, wanted)
@@ -102,7 +105,9 @@ def test_pieces_bring_what_whole_messages_bring(pair):
 
 def test_no_operation_gives_mpi_a_longer_message_than_the_limit(pair):
     cut, _ = pair
-    everything(cut)
+    for asleep in (False, True):
+        cut._waiting = type(cut._waiting)(1 + asleep)
+        everything(cut)
     long = {name: size for name, size in cut._comm.longest.items() if size > LIMIT}
     if cut.size > 1:
         assert set(cut._comm.longest) >= {"Bcast", "Ibcast", "Isend", "Irecv", "Ialltoallw", "Allreduce", "Iallreduce"}

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from mpizero.errors import ExitStatus
-from mpizero.launched import Launch
+from mpizero.launched import Launch, ranks_of_node
 from mpizero.testing import run_in_threads
 from mpizero.train.doctor import launch_checks, machine_facts
 from mpizero.train.doctor.examination import check_gpu
@@ -58,6 +58,11 @@ def looked_at(check, ranks, environment, threads=1):
 
 def hydra(rank, size=4, **more):
     return {"PMI_SIZE": str(size), "PMI_RANK": str(rank), **more}
+
+
+def test_the_launcher_tells_how_many_ranks_of_a_node_come_before_this_one():
+    assert ranks_of_node({"MPI_LOCALRANKID": "3", "SLURM_LOCALID": "0", "PMI_RANK": "7"}) == 4
+    assert ranks_of_node({"PMI_RANK": "70", "PMI_SIZE": "80"}) == 1, "its node may have few of these ranks"
 
 
 @pytest.mark.parametrize(

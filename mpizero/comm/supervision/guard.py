@@ -37,7 +37,7 @@ from mpizero.errors import (
     ConfigError,
     ExitStatus,
 )
-from mpizero.launched import RANK_PROCESS, Launch, is_rank, is_several, job_name, launched_rank, mark
+from mpizero.launched import RANK_PROCESS, Launch, is_rank, is_several, job_name, launched_rank, mark, ranks_of_node
 from mpizero.names import nearest
 
 #: Environment variable and its values: "collectives" compares every collective before it starts; "gradients" checks in
@@ -59,6 +59,8 @@ class Guard(JobExit):
         super().__init__(launched=is_several(os.environ))
         self.debug = frozenset(filter(None, map(str.strip, os.environ.get(DEBUG, "").split(","))))
         self.verifies = "collectives" in self.debug
+        #: The ranks of this node up to this one, for each core: [Note: shared cores] in requests.py.
+        self.ranks_per_core = ranks_of_node(os.environ) / (os.cpu_count() or 1)
         self._c_exit_hook: CExitHook | None = None
         self._imported = self._keeps = self.shows_stacks = False
         #: The supervised communicators by trace, with their world ranks; () for those split off another one.
