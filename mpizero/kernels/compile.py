@@ -77,7 +77,7 @@ class Kernel:
         self.signature = signature
         self._scratch = scratch
         self._calls: dict[str, Callable[..., Any]] = {}
-        self._loaded: list[Any] = []  # owners of the machine code behind `_calls`
+        self._code: list[Any] = []  # owners of the machine code behind `_calls`
         self._latest: Callable[..., Any] = _refuse
         parameters = list(inspect.signature(python).parameters.values())
         if names:
@@ -104,12 +104,21 @@ class Kernel:
     def _choose(self, args: tuple[Any, ...]) -> Any:
         """Run the machine code for the arguments' dtype, after compiling or loading it; return the kernel's result."""
         char = self._check(args)
+        self.load(char)
+        self._latest = self._calls[char]
+        return self._latest(*args)
+
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        """NumPy's characters ("f" or "d") of the dtypes for which the kernel has been compiled or loaded."""
+        return tuple(self._calls)
+
+    def load(self, char: str) -> None:
+        """Compile the kernel for the dtype of NumPy's character "f" or "d", or load its code, if not done yet."""
         with _COMPILER:
             if char not in self._calls:
                 dtype = _DTYPES[char]
                 self._calls[char] = self._interpreted(dtype) if cache.interpreted() else self._load(dtype)
-        self._latest = self._calls[char]
-        return self._latest(*args)
 
     def _check(self, args: tuple[Any, ...]) -> str:
         """Return NumPy's character ("f" or "d") of the dtype that ``T`` stands for in a call with these arguments.
@@ -159,8 +168,8 @@ class Kernel:
             code = cache.load_or_build(path, lambda: self._build(dtype))
         else:
             code = self._build(dtype)
-        self._loaded.append(native.Native(self.name, code, entry))
-        call: Callable[..., Any] = self._loaded[-1].call
+        self._code.append(native.Native(self.name, code, entry))
+        call: Callable[..., Any] = self._code[-1].call
         return call
 
     def _build(self, dtype: str) -> bytes:
