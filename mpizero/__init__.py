@@ -26,11 +26,13 @@ if TYPE_CHECKING:
     from mpizero.comm import InMemoryCommunicator as InMemoryCommunicator
     from mpizero.comm import ProcessGrid as ProcessGrid
     from mpizero.optim import LAMB as LAMB
+    from mpizero.optim import LBFGS as LBFGS
     from mpizero.optim import SGD as SGD
     from mpizero.optim import Adam as Adam
     from mpizero.optim import AdamW as AdamW
     from mpizero.optim import DynamicLossScale as DynamicLossScale
     from mpizero.optim import Lion as Lion
+    from mpizero.optim import NonlinearCG as NonlinearCG
     from mpizero.optim import ParameterGroup as ParameterGroup
     from mpizero.optim import RMSprop as RMSprop
     from mpizero.parallel import BadSteps as BadSteps
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from mpizero.parallel import HybridShardedModel as HybridShardedModel
     from mpizero.parallel import HybridShardedOptimizer as HybridShardedOptimizer
     from mpizero.parallel import LocalSGDOptimizer as LocalSGDOptimizer
+    from mpizero.parallel import MinimizeResult as MinimizeResult
     from mpizero.parallel import ModelMetadata as ModelMetadata
     from mpizero.parallel import OptimizationOptions as OptimizationOptions
     from mpizero.parallel import OptimizationResult as OptimizationResult
@@ -62,6 +65,7 @@ if TYPE_CHECKING:
     from mpizero.parallel import distribute as distribute
     from mpizero.parallel import dump_bad_step as dump_bad_step
     from mpizero.parallel import measured_costs as measured_costs
+    from mpizero.parallel import minimize as minimize
     from mpizero.parallel import replay_bad_step as replay_bad_step
     from mpizero.train.callbacks.callback import Callback as Callback
     from mpizero.train.callbacks.tensorboard import TensorBoard as TensorBoard
@@ -85,7 +89,18 @@ _MODULES = (
 _NAMES = {
     "mpizero.adapters": ("FunctionModel",),
     "mpizero.comm": ("InMemoryCommunicator", "ProcessGrid"),
-    "mpizero.optim": ("LAMB", "SGD", "Adam", "AdamW", "DynamicLossScale", "Lion", "ParameterGroup", "RMSprop"),
+    "mpizero.optim": (
+        "LAMB",
+        "LBFGS",
+        "SGD",
+        "Adam",
+        "AdamW",
+        "DynamicLossScale",
+        "Lion",
+        "NonlinearCG",
+        "ParameterGroup",
+        "RMSprop",
+    ),
     "mpizero.parallel": (
         "BadSteps",
         "DDPModel",
@@ -98,6 +113,7 @@ _NAMES = {
         "HybridShardedModel",
         "HybridShardedOptimizer",
         "LocalSGDOptimizer",
+        "MinimizeResult",
         "ModelMetadata",
         "OptimizationOptions",
         "OptimizationResult",
@@ -116,6 +132,7 @@ _NAMES = {
         "distribute",
         "dump_bad_step",
         "measured_costs",
+        "minimize",
         "replay_bad_step",
     ),
     "mpizero.train.callbacks.callback": ("Callback",),

@@ -11,10 +11,14 @@ from mpizero.optim.flat_optimizer import FlatOptimizer, ParameterGroup, RowSum
 from mpizero.optim.optimizers import LAMB, SGD, Adam, AdamW, Lion, RMSprop
 from mpizero.optim.scaling import DynamicLossScale, LossScaleState, clip_factor
 from mpizero.optim.schedules import Schedule, constant, cosine, linear
+from mpizero.optim.vectors.conjugate_gradient import NonlinearCG
+from mpizero.optim.vectors.lbfgs import LBFGS
+from mpizero.optim.vectors.method import VectorMethod
 
 __all__ = [
     "EMA",
     "LAMB",
+    "LBFGS",
     "SGD",
     "Adam",
     "AdamW",
@@ -24,10 +28,12 @@ __all__ = [
     "FlatOptimizer",
     "Lion",
     "LossScaleState",
+    "NonlinearCG",
     "ParameterGroup",
     "RMSprop",
     "RowSum",
     "Schedule",
+    "VectorMethod",
     "adapt",
     "averaging",
     "clip_factor",

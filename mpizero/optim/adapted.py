@@ -13,6 +13,7 @@ from mpizero import kernels
 from mpizero.errors import ArgumentError
 from mpizero.names import check_slots
 from mpizero.optim.flat_optimizer import FlatOptimizer, RowSum, rate_at
+from mpizero.optim.vectors.method import VectorMethod
 from mpizero.types import Array, Dtype, ParameterSpec
 
 _PROBE = 48
@@ -35,6 +36,7 @@ class AdaptedOptimizer:
     """
 
     needs_tensor_norms = False
+    needs_vectors = False
     elementwise_kernel = False
 
     def __init__(self, optimizer: Any) -> None:
@@ -168,7 +170,7 @@ def adapt(optimizer: Any) -> Any:
 
 
 def _adapted(optimizer: Any) -> Any:
-    if isinstance(optimizer, (FlatOptimizer, AdaptedOptimizer)):
+    if isinstance(optimizer, (FlatOptimizer, AdaptedOptimizer, VectorMethod)):
         return optimizer
     if isinstance(optimizer, type):
         raise ArgumentError(f"expected an optimizer, got the class {optimizer.__name__}: call it to make one")

@@ -126,6 +126,8 @@ class FlatOptimizer:
 
     #: True if the update needs the norm of each tensor: then ``direction`` and ``apply_direction`` replace ``apply``.
     needs_tensor_norms: ClassVar[bool] = False
+    #: True if a step needs dot products of whole vectors (:class:`mpizero.optim.VectorMethod`).
+    needs_vectors: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
@@ -170,7 +172,7 @@ class FlatOptimizer:
         matches = (i for i, group in enumerate(self.groups) if group.matches(spec.name))
         return 2 * next(matches, len(self.groups)) + int(spec.decay)
 
-    def check_groups(self, names: Sequence[str]) -> None:
+    def check_names(self, names: Sequence[str]) -> None:
         """Check that the pattern of every group matches at least one parameter of a model.
 
         Raises

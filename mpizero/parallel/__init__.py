@@ -15,6 +15,7 @@ from mpizero.parallel.model.hybrid import (
 )
 from mpizero.parallel.model.manual_gradients import Gradients
 from mpizero.parallel.model.metadata import ModelMetadata
+from mpizero.parallel.model.minimize import MinimizeResult, minimize
 from mpizero.parallel.model.optimizers import ShardedOptimizer
 from mpizero.parallel.model.strategies import (
     DDPModel,
@@ -47,6 +48,7 @@ __all__ = [
     "HybridShardedModel",
     "HybridShardedOptimizer",
     "LocalSGDOptimizer",
+    "MinimizeResult",
     "ModelMetadata",
     "NonFinite",
     "OptimizationOptions",
@@ -68,6 +70,7 @@ __all__ = [
     "dump_bad_step",
     "measure_blocks",
     "measured_costs",
+    "minimize",
     "read_bad_step",
     "replay_bad_step",
 ]

@@ -120,7 +120,9 @@ class Engine(PlacedModel):
         self.exchange.finish(self.current_loss_scale() / scale, updated=not problems)
         if not problems:
             self.integers.commit()
-        if problems:
+        if problems and updater.retry():
+            self.store.publish(exchange=self.placement.shard_optimizer, later=True)
+        elif problems:
             self.memory.barrier("skipped")
         self.step_number += 1
         self.integrity.after_step(self.step_number)
@@ -157,7 +159,7 @@ class Engine(PlacedModel):
         if not fuses_update(updater.optimizer, norm=self._needs_norm, ties=ties, peers=peers, waves=waves):
             with self.timeline.span("reduction"):
                 reduced = self._reduced(self.reducer, divisors)
-            return self.apply(reduced)
+            return self.apply(reduced, totals.mean)
         operands = self.reducer.operands()
         with self.timeline.span("optimizer"):
             updater.update_fused(operands.rows, operands.program, divisors, operands.out, self.config.threads)
@@ -185,11 +187,11 @@ class Engine(PlacedModel):
         updater.add_uses(reduced)
         return reduced
 
-    def apply(self, reduced: Array) -> Outcome:
+    def apply(self, reduced: Array, loss: float) -> Outcome:
         """Clip the averaged gradient, update the parameters from it and publish them.
 
-        Return the norm (None if nothing needed it) and the non-finite values. If the norm is infinite or NaN, the
-        parameters do not change.
+        ``loss`` is the mean loss, whose gradient it is. Return the norm (None if nothing needed it) and the non-finite
+        values. If the norm is infinite or NaN, the parameters do not change.
         """
         updater, norm = self._bound(), None
         with self.timeline.span("optimizer"):
@@ -201,7 +203,7 @@ class Engine(PlacedModel):
                 factor = optim.clip_factor(norm, self.config.clip)
                 if factor != 1.0:
                     updater.scale(reduced, factor)
-            updater.update(reduced, self.config.threads)
+            updater.update(reduced, self.config.threads, loss)
         self.store.publish(exchange=self.placement.shard_optimizer, later=True)
         return norm, ()
 
@@ -254,11 +256,25 @@ class Engine(PlacedModel):
         self.scalars.agree_on_rate(self._bound().ask_rate)  # it may have changed since the gradient was agreed on
         reduced = reduce()
         self.memory.barrier("step")  # ranks that still read parameters read the old ones
-        return self._finish(totals, sent, lambda: self.apply(self._bound().where_used(reduced)))
+        return self._finish(totals, sent, lambda: self.apply(self._bound().where_used(reduced), totals.mean))
 
     def pieces(self) -> tuple[UpdatePiece, ...]:
         """Return the contiguous ranges of optimized parameters that this rank owns by the shard rule."""
         return tuple(self._bound().trees.own)
+
+    def place_iterate(self) -> None:
+        """Set the parameters to the last iterate of the method of whole vectors, after an evaluation."""
+        self._place(iterate=True)
+
+    def place_trial(self) -> None:
+        """Set the parameters to those at which the method of whole vectors wants the next evaluation."""
+        self._place(iterate=False)
+
+    def _place(self, *, iterate: bool) -> None:
+        self.store.wait()
+        self.memory.barrier("place")  # ranks that still read parameters read the old ones
+        self._bound().place(iterate=iterate)
+        self.store.publish(exchange=self.placement.shard_optimizer)
 
     # ------------------------------------------------------------------ evaluation
 

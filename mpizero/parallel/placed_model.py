@@ -32,6 +32,7 @@ from mpizero.parallel.message_progress import MessageProgress
 from mpizero.parallel.optimizer.global_norm import GlobalSums
 from mpizero.parallel.optimizer.sharded_update import Updater, UpdateScope
 from mpizero.parallel.optimizer.tied_parameters import TieExchange
+from mpizero.parallel.optimizer.vector_update import check_vector_method
 from mpizero.parallel.parameters.allocator import Memory
 from mpizero.parallel.parameters.global_view import GlobalView
 from mpizero.parallel.parameters.integer_state import IntegerState
@@ -232,6 +233,8 @@ class PlacedModel:
             self.exchange.compress(self.config.gradient_compression)
             scope = UpdateScope(self.exchange.replicated, not self.reducer.waves, self.global_sums, self.ties)
             averaging = optim.averaging(optimizer, self.config.ema)
+            if averaging.needs_vectors:
+                check_vector_method(optimizer, self.config, scaled=loss_scale is not None)
             self.updater = self.compute_device.updater(averaging, self.store, scope)
         self.integrity.watch(self.updater)
         self.grain_rule = self.config.grain_rule(self.model)

@@ -283,4 +283,4 @@ def test_a_strided_tile_on_the_gpu_has_the_sums_of_its_copy(monkeypatch):
         reduction.tree_square_sums(copied, np.array([0]), np.array([copied.size]), expected)
         tile = tensor_tree.StridedTile(rows, 0, cover(0, rows.size, rows.size))
         held = devices.open_device(0).put(values)
-        assert tile.square_sums(held) == expected.tolist()
+        assert tile.sums([held]) == expected.tolist()

@@ -18,6 +18,7 @@ _lion = formulas.lion
 _lamb_direction = formulas.lamb_direction
 _lamb_apply = formulas.lamb_apply
 _ema = formulas.ema
+_add_scaled = formulas.add_scaled
 
 
 @kernel("void(T[::1], const T[::1], const T[::1], i8, i8)")
@@ -138,3 +139,12 @@ def ema(w: Array, average: Array, rate1: Array, start: int, stop: int) -> None:
     w, average = w[start:stop], average[start:stop]
     for i in range(w.size):
         average[i] = _ema(average[i], w[i], rate)
+
+
+@kernel("void(T[::1], const T[::1], const T[::1], i8, i8)")
+def add_scaled(y: Array, x: Array, factor1: Array, start: int, stop: int) -> None:
+    """Add ``factor1[0] * x`` to ``y``, for the elements ``start`` to ``stop - 1``."""
+    factor = factor1[0]
+    y, x = y[start:stop], x[start:stop]
+    for i in range(y.size):
+        y[i] = _add_scaled(y[i], x[i], factor)

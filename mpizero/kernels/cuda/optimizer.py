@@ -18,6 +18,7 @@ _lion = formulas.lion
 _lamb_direction = formulas.lamb_direction
 _lamb_apply = formulas.lamb_apply
 _ema = formulas.ema
+_add_scaled = formulas.add_scaled
 
 
 @kernel("void(T[::1], const T[::1], const T[::1], i8, i8)")
@@ -121,3 +122,11 @@ def ema(w: Array, average: Array, rate1: Array, start: int, stop: int) -> None:
     rate = rate1[0]
     for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
         average[i] = _ema(average[i], w[i], rate)
+
+
+@kernel("void(T[::1], const T[::1], const T[::1], i8, i8)")
+def add_scaled(y: Array, x: Array, factor1: Array, start: int, stop: int) -> None:
+    """Add ``factor1[0] * x`` to ``y``, for the elements ``start`` to ``stop - 1``."""
+    factor = factor1[0]
+    for i in range(start + cuda.grid(1), stop, cuda.gridsize(1)):
+        y[i] = _add_scaled(y[i], x[i], factor)

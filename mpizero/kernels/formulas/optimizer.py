@@ -155,3 +155,8 @@ def lamb_apply(w: Scalar, u: Scalar, rate: Scalar) -> Scalar:
 def ema(average: Scalar, w: Scalar, rate: Scalar) -> Scalar:
     """Return the average of a weight's past values, moved towards the weight ``w`` by ``rate`` times their distance."""
     return average + rate * (w - average)
+
+
+def add_scaled(y: Scalar, x: Scalar, factor: Scalar) -> Scalar:
+    """Return ``y`` plus ``factor`` times ``x``."""
+    return y + factor * x

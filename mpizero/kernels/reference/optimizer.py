@@ -104,3 +104,8 @@ def lamb_apply(w: Array, u: Array, hyper: Array, start: int, stop: int) -> None:
 def ema(w: Array, average: Array, rate1: Array, start: int, stop: int) -> None:
     """Add ``rate1[0] * (w - average)`` to ``average``, for the elements ``start`` to ``stop - 1``."""
     average[start:stop] += rate1[0] * (w[start:stop] - average[start:stop])
+
+
+def add_scaled(y: Array, x: Array, factor1: Array, start: int, stop: int) -> None:
+    """Add ``factor1[0] * x`` to ``y``, for the elements ``start`` to ``stop - 1``."""
+    y[start:stop] += factor1[0] * x[start:stop]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -146,6 +147,7 @@ def attributes(engine: Engine) -> dict[str, Any]:
             "name": optimizer_name(updater.optimizer),
             "slots": list(updater.state),
             "step_count": updater.step_count,
+            **updater.saved_progress(),
         },
         "step_number": engine.step_number,
         "loss_scale": None
@@ -255,6 +257,8 @@ def _check_optimizer(engine: Engine, reader: ArrayReader, saved: Mapping[str, An
         raise CheckpointError(
             f"the checkpoint holds the state of {optimizer['name']:.80}, the bound optimizer is {name}: {_REMEDY}"
         )
+    if ("progress" in optimizer) != bool(updater.saved_progress()):
+        raise CheckpointError(f"the checkpoint's attribute mpizero.optimizer does not tell the progress of {name}")
     own, slots = set(updater.state) - {optim.EMA}, set(optimizer["slots"]) - {optim.EMA}
     held = {path.split("/")[1] for path in _state_paths(reader)} - {optim.EMA} | slots
     if other := sorted((held - own) | (own - slots)):
@@ -295,6 +299,7 @@ def _take_state(engine: Engine, state: Mapping[str, Array], saved: Mapping[str, 
     if _begins_average(engine, saved):
         engine.updater.begin_average(state)
     engine.updater.take_state(state)
+    engine.updater.take_progress(saved["optimizer"].get("progress"))
     engine.integrity.forget()
     engine.updater.step_count = saved["optimizer"]["step_count"]
     engine.updater.last_rate = learning_rate.last_of(reader.attributes)
@@ -348,6 +353,7 @@ def copy_state(source: Engine, target: Engine) -> None:
         for slot, values in source.updater.host_state().items():
             state[slot][:] = values
         target.updater.take_state(state)
+        target.updater.take_progress(deepcopy(source.updater.saved_progress().get("progress")))
         target.updater.step_count, target.updater.last_rate = source.updater.step_count, source.updater.last_rate
         target.integrity.forget()
     target.loss_scale, target.step_number = source.loss_scale, source.step_number

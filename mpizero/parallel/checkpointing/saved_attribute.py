@@ -7,6 +7,7 @@ from typing import Any
 
 from mpizero.checkpoint.format.strict_json import is_count, is_number
 from mpizero.errors import CheckpointError
+from mpizero.optim.vectors.method import is_progress
 from mpizero.parallel.checkpointing import tile_record
 from mpizero.parallel.checkpointing.grain_record import EXPECTED, is_grain_record
 from mpizero.parallel.checkpointing.restore import ArrayReader
@@ -53,7 +54,8 @@ def _layout_text(layout: Mapping[str, Any] | None) -> str:
 def _is_optimizer(value: object) -> bool:
     return value is None or (
         isinstance(value, dict)
-        and value.keys() == {"name", "slots", "step_count"}
+        and {"name", "slots", "step_count"} <= value.keys() <= {"name", "slots", "step_count", "progress"}
+        and ("progress" not in value or is_progress(value["progress"]))
         and isinstance(value["name"], str)
         and isinstance(value["slots"], list)
         and all(isinstance(slot, str) for slot in value["slots"])
@@ -85,7 +87,10 @@ def _is_tied(value: object) -> bool:
 
 #: Keys of the attribute ``mpizero``, each with a check of its value, and what errors say is expected.
 _SAVED: Mapping[str, tuple[Callable[[object], bool], str]] = {
-    "optimizer": (_is_optimizer, "null, or name (text), slots (list of texts) and step_count (whole number >= 0)"),
+    "optimizer": (
+        _is_optimizer,
+        "null, or name (text), slots (list of texts), step_count (whole number >= 0) and perhaps progress",
+    ),
     "step_number": (is_count, "a whole number >= 0"),
     "loss_scale": (_is_scale, "null, or scale (finite number > 0) and good_steps (whole number >= 0)"),
     "layout": (

@@ -114,12 +114,12 @@ class DeviceUpdater(Updater):
         super().update_fused(rows, self._placed(program), placed, out, _ONE_THREAD)
         self.device_parameters.updated(on_host=False)
 
-    def update(self, reduced: Array, threads: int) -> None:
+    def update(self, reduced: Array, threads: int, loss: float) -> None:
         """Update this rank's ranges of the parameters from ``reduced``, the averaged gradients on the GPU.
 
         Collective over all ranks for optimizers that need norms.
         """
-        super().update(reduced, _ONE_THREAD)
+        super().update(reduced, _ONE_THREAD, loss)
         self.device_parameters.updated(on_host=False)
 
     def where_used(self, reduced: Array) -> Array:
@@ -190,7 +190,7 @@ class StagedUpdater(DeviceUpdater):
         fills: dict[UpdateRun | UpdatePiece, Fill] = {run: partial(tree, run.gradient) for run in self.plain_runs}
         self._update(fills | {piece: partial(tied, piece) for piece in self.tied})
 
-    def update(self, reduced: Array, threads: int) -> None:
+    def update(self, reduced: Array, threads: int, loss: float) -> None:
         """Update this rank's ranges of the parameters from ``reduced``, the averaged gradients on the host.
 
         Collective over all ranks for optimizers that need norms.

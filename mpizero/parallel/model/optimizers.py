@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from copy import copy
+from copy import copy, deepcopy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -17,6 +17,7 @@ from mpizero.comm.calls import agree_on_call, check_call, collective, recorded
 from mpizero.comm.equality import agree_arrays, agree_equal
 from mpizero.errors import ArgumentError, ConfigError, LayoutError, StateError
 from mpizero.names import explains
+from mpizero.optim.vectors.method import is_progress
 from mpizero.parallel.checkpointing import model_state
 from mpizero.parallel.checkpointing.restore import opened_alike
 from mpizero.parallel.config import ShardingConfig
@@ -110,8 +111,8 @@ class ShardedOptimizer:
         _check_sharded(model)
         plans, optimizer = self.comparable(model), self.wrapped_optimizer
         specs = [entry.spec for entry in model.layout.parameters if not entry.spec.averaged]
-        if isinstance(optimizer, optim.FlatOptimizer):
-            optimizer.check_groups([spec.name for spec in specs])
+        if isinstance(optimizer, optim.FlatOptimizer | optim.VectorMethod):
+            optimizer.check_names([spec.name for spec in specs])
         groups = {optimizer.group_of(spec) for spec in specs}
         return plans | {
             "the optimizer's state": optimizer.slots,
@@ -290,7 +291,8 @@ class ShardedOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer state of the whole model, the same on every rank. Collective.
 
-        Its keys are "step_count" and "state"; ``state[slot][name]`` is an array in the shape of parameter ``name``.
+        Its keys are "step_count" and "state"; ``state[slot][name]`` is an array in the shape of parameter ``name``. A
+        method of whole vectors adds "progress", its scalars.
         """
         updater, engine = self._updater, self.model.engine
         slots: dict[str, dict[str, Array]] = {}
@@ -301,7 +303,7 @@ class ShardedOptimizer:
                 for e in engine.whole.layout.parameters
                 if e.spec.optimized
             }
-        return {"step_count": updater.step_count, "state": slots}
+        return {"step_count": updater.step_count, "state": slots, **updater.saved_progress()}
 
     @recorded
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -323,7 +325,9 @@ class ShardedOptimizer:
             if set(slots) != set(updater.state):
                 mine = sorted(updater.optimizer.slots)
                 raise LayoutError(f"state has slots {sorted(slots)}, the optimizer's are {mine}")
-            found = {"the step count": int(state["step_count"])}
+            if bool(updater.saved_progress()) != is_progress(state.get("progress")):
+                raise LayoutError("state has no progress of a method of whole vectors, or one that is not needed")
+            found = {"the step count": int(state["step_count"]), "the progress": state.get("progress")}
             for slot, arrays in sorted(slots.items()):
                 for spec in (entry.spec for entry in whole.layout.parameters if entry.spec.optimized):
                     if spec.name not in arrays or np.shape(arrays[spec.name]) != spec.shape:
@@ -342,6 +346,7 @@ class ShardedOptimizer:
                 start = piece.span.start - piece.entry.offset
                 take(piece.entry.spec, flat, start, held[slot][piece.state : piece.state + piece.size])
         updater.take_state(held)
+        updater.take_progress(deepcopy(state.get("progress")))
         self.model.engine.integrity.forget()
         updater.step_count, updater.last_rate = int(state["step_count"]), None
 

@@ -105,6 +105,16 @@ class Updater:
     def take_state(self, host: Mapping[str, Array]) -> None:
         """Set the optimizer state from arrays of :meth:`host_state` that the caller has filled. Not collective."""
 
+    def place(self, *, iterate: bool) -> None:
+        """Set the parameters to the last iterate of a method of whole vectors, or to its next trial: nothing here."""
+
+    def saved_progress(self) -> dict[str, Any]:
+        """Return what a method of whole vectors saves besides its vectors and the step count: nothing here."""
+        return {}
+
+    def take_progress(self, saved: Any) -> None:
+        """Go on with what :meth:`saved_progress` has returned: nothing here. Not collective."""
+
     def reset(self) -> None:
         """Set the optimizer state and the step count to zero, as before the first step. Not collective."""
         for array in self.state.values():
@@ -260,7 +270,13 @@ class Updater:
 
         Collective over all ranks. ``values`` and ``starts`` are those of :meth:`TensorTree.square_sums`.
         """
-        sums = self.trees.square_sums(values, starts)
+        return self.over_ranks(self.trees.square_sums(values, starts))
+
+    def over_ranks(self, sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
+        """Return, for every optimized parameter of the model, the sum of its tiles' values, given those of this rank.
+
+        Collective over the ranks of a replica.
+        """
         if self._global_sums is not None:
             return self._global_sums.merge(sums)
         return {name: over_tiles(values) for name, values in sums.items()}
@@ -271,10 +287,11 @@ class Updater:
             part = reduced[run.gradient : run.gradient + run.size]
             np.multiply(part, self.dtype.type(factor), out=part)
 
-    def update(self, reduced: Array, threads: int) -> None:
+    def update(self, reduced: Array, threads: int, loss: float) -> None:
         """Update this rank's ranges of the parameters from the reduced gradient.
 
-        Collective over all ranks for optimizers that need norms, else not collective.
+        Collective over all ranks for optimizers that need norms, else not collective. ``loss`` is the mean loss at the
+        parameters; methods of whole vectors need it.
         """
         if self.watch is not None:
             self.watch(kernels.to_host(reduced))
@@ -294,6 +311,10 @@ class Updater:
                 )
         self._take_averages(self._parameters(), reduced)
         self._made()
+
+    def retry(self) -> bool:
+        """Take notice of a loss or gradient that is not finite; tell whether the parameters were changed: not here."""
+        return False
 
     def _apply_directions(self, directions: Array, hypers: dict[int, Array]) -> None:
         """Apply LAMB's update directions, each scaled by a ratio of two norms (You et al. 2020, algorithm 2).

@@ -1,4 +1,4 @@
-"""Sum the squares of the elements of each parameter, for norms that do not depend on the layout."""
+"""Sum squares and products of the elements of each parameter, for norms and dot products that no layout changes."""
 
 from __future__ import annotations
 
@@ -90,14 +90,21 @@ class TensorTree:
         A parameter without tiles has one sum. Collective over the data group. ``values`` holds this rank's elements;
         those of piece ``own[i]`` begin at index ``starts[i]``.
         """
+        return self._sums((values,), starts)
+
+    def dots(self, x: Array, y: Array, starts: Sequence[int]) -> dict[str, tuple[float, ...]]:
+        """Return the dot products of each tile's elements in two arrays, like :meth:`square_sums` of one."""
+        return self._sums((x, y), starts)
+
+    def _sums(self, arrays: tuple[Array, ...], starts: Sequence[int]) -> dict[str, tuple[float, ...]]:
+        """Return the sums of squares of one array, or the dot products of two. Collective over the data group."""
         local = np.empty(self.counts[self.grid.data.rank], np.float64)
         begin, found = np.array(starts, np.int64)[self._piece], np.empty(self._piece.size, np.float64)
-        square_sums = kernels.backend(values).reduction.tree_square_sums
-        square_sums(values, self._first + begin, self._stop + begin, found)
+        _tree_sums(arrays, self._first + begin, self._stop + begin, found)
         local[self._place] = found
         for number, place, tile in self._strided:
-            held = values[starts[number] : starts[number] + self.own[number].size]
-            local[place : place + len(tile.nodes)] = tile.square_sums(held)
+            held = [array[starts[number] : starts[number] + self.own[number].size] for array in arrays]
+            local[place : place + len(tile.nodes)] = tile.sums(held)
         everyone = np.empty(sum(self.counts), np.float64)
         self.grid.data.allgatherv(local, everyone, self.counts, "tensor sums")
         return {name: tuple(evaluate(tile, everyone) for tile in held) for name, held in self.programs.items()}
@@ -117,7 +124,7 @@ class _Block(NamedTuple):
 
 
 class StridedTile:
-    """Sum squares of elements of a tile that are not contiguous in the values that a rank holds.
+    """Sum squares or products of elements of a tile that are not contiguous in the values that a rank holds.
 
     They are copied a block at a time into a small array, which stays in the cache until it is summed.
 
@@ -135,20 +142,21 @@ class StridedTile:
         self.rows, self.origin, self.nodes = rows, origin, nodes
         self._blocks = cache(self._cut)
 
-    def square_sums(self, values: Array) -> list[float]:
-        """Return the sum of squares of each subtree's elements. Not collective.
+    def sums(self, arrays: Sequence[Array]) -> list[float]:
+        """Return the sum of squares of each subtree's elements in one array, or their dot product in two.
 
-        ``values`` are the elements of the local array that the rank holds, on the host or on a GPU.
+        Not collective. The arrays hold the elements of the local array that the rank holds, on the host or on a GPU.
         """
-        step = HOST_BLOCK if isinstance(values, np.ndarray) else DEVICE_BLOCK
+        step = HOST_BLOCK if isinstance(arrays[0], np.ndarray) else DEVICE_BLOCK
         blocks, ends = self._blocks(step)
-        square_sums = kernels.backend(values).reduction.tree_square_sums
-        scratch = kernels.namespace(values).empty(max(block.size for block in blocks), values.dtype)
+        size = max(block.size for block in blocks)
+        copies = [kernels.namespace(array).empty(size, array.dtype) for array in arrays]
         sums, place = np.empty(ends[-1], np.float64), 0
         for block in blocks:
-            copied = scratch[: block.size]
-            take_rows(self.rows, values, block.start, copied, self.origin)
-            square_sums(copied, block.starts, block.stops, sums[place : place + block.starts.size])
+            taken = tuple(copied[: block.size] for copied in copies)
+            for array, copied in zip(arrays, taken, strict=True):
+                take_rows(self.rows, array, block.start, copied, self.origin)
+            _tree_sums(taken, block.starts, block.stops, sums[place : place + block.starts.size])
             place += block.starts.size
         return [evaluate(leaves_program(stop - start), sums[start:stop]) for start, stop in pairwise(ends)]
 
@@ -165,6 +173,12 @@ class StridedTile:
             first = int(ends[0, 0])
             blocks.append(_Block(first, int(ends[-1, 1]) - first, *np.ascontiguousarray((ends - first).T)))
         return blocks, list(accumulate((len(parts) for parts in cuts), initial=0))
+
+
+def _tree_sums(arrays: tuple[Array, ...], starts: Array, stops: Array, out: Array) -> None:
+    """Write the sums of squares of ranges of one array, or the dot products of two, to ``out``. Not collective."""
+    reduction = kernels.backend(arrays[0]).reduction
+    (reduction.tree_square_sums if len(arrays) == 1 else reduction.tree_dots)(*arrays, starts, stops, out)
 
 
 def _inside(span: Span, other: Span) -> bool:

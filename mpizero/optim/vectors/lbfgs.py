@@ -1,0 +1,96 @@
+"""Implement L-BFGS with bounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mpizero.optim.vectors.bounds import Bounds
+from mpizero.optim.vectors.method import DIRECTION, GRADIENT, POINT, Progress, VectorMethod
+from mpizero.optim.vectors.space import TRIAL, VectorSpace
+from mpizero.validation import require, whole
+
+#: A pair whose curvature is below this part of the largest that it could have is not used.
+_LEAST_CURVATURE = 2.2e-16
+
+
+@dataclass(frozen=True, kw_only=True)
+class LBFGS(VectorMethod):
+    """Implement L-BFGS (Liu & Nocedal 1989; Nocedal & Wright 2006, algorithm 7.5) with a strong Wolfe line search.
+
+    Each step is one evaluation: give ``train`` all samples, the same ones in every step. The parameters after a step
+    are those of the next trial; :func:`mpizero.minimize` makes steps until the method has converged, and leaves the
+    model at the last iterate.
+
+    With bounds, elements that a scaled gradient step takes to a bound go there, and are left out of the quasi-Newton
+    step of the others (as in Bertsekas 1982, "Projected Newton methods for optimization problems with simple
+    constraints"). Where the whole step leaves the bounds it is projected, and the line search runs on the way to its
+    end, so every trial is within the bounds.
+
+    Attributes
+    ----------
+    history : int
+        Number of pairs of differences that are kept, each two vectors as long as the parameters.
+    bounds : pair, dict of str to pair, or None
+        Lower and upper bound of all parameters, or pairs by the names of parameters or patterns of names. A bound is a
+        number, an array of the parameter's shape, or None. Start values beyond a bound are moved to it.
+    """
+
+    history: int = 10
+    bounds: Any = None
+
+    def __post_init__(self) -> None:
+        """Raise :class:`~mpizero.errors.ConfigError` if a setting is out of range."""
+        super().__post_init__()
+        owner = type(self).__name__
+        require(f"{owner}: history", self.history, whole(1))
+        object.__setattr__(self, "bounds", Bounds.parse(self.bounds, owner))
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Names of the state arrays: those of every method, and the differences of parameters and of gradients."""
+        pairs = (f"{kind}_difference_{i}" for i in range(self.history) for kind in ("parameter", "gradient"))
+        return (*super().slots, *pairs)
+
+    def _learn(self, space: VectorSpace, progress: Progress) -> None:
+        numbers = progress.numbers
+        made = int(numbers.get("made", [0.0])[0])
+        s, y = _pair(made % self.history)
+        space.parameters(s)
+        space.add(-1.0, POINT, s)
+        space.copy(TRIAL, y)
+        space.add(-1.0, GRADIENT, y)
+        curvature, square = space.dot(s, y), space.dot(y, y)
+        steepness = -space.dot(GRADIENT, s)
+        if curvature <= _LEAST_CURVATURE * steepness or square == 0.0:
+            return
+        rho = numbers.setdefault("rho", [0.0] * self.history)
+        rho[made % self.history] = 1.0 / curvature
+        numbers["made"], numbers["gamma"] = [made + 1.0], [curvature / square]
+
+    def _choose(self, space: VectorSpace, progress: Progress) -> float:
+        """Set ``DIRECTION`` to minus the inverse Hessian's approximation times the gradient, by the two loops."""
+        numbers = progress.numbers
+        numbers.pop("steepest", None)
+        gamma = numbers.get("gamma", [1.0])[0]
+        made = int(numbers.get("made", [0.0])[0])
+        newest_first = [place % self.history for place in range(made - 1, max(-1, made - 1 - self.history), -1)]
+        space.copy(GRADIENT, DIRECTION)
+        space.drop_fixed(GRADIENT, gamma, DIRECTION)
+        rho, alphas = numbers.get("rho", []), {}
+        for place in newest_first:
+            s, y = _pair(place)
+            alphas[place] = rho[place] * space.dot(s, DIRECTION)
+            space.add(-alphas[place], y, DIRECTION)
+            space.drop_fixed(GRADIENT, gamma, DIRECTION)
+        space.scale(-gamma, DIRECTION)
+        for place in reversed(newest_first):
+            s, y = _pair(place)
+            space.add(-alphas[place] - rho[place] * space.dot(y, DIRECTION), s, DIRECTION)
+            space.drop_fixed(GRADIENT, gamma, DIRECTION)
+        space.go_to_bounds(GRADIENT, gamma, DIRECTION)
+        return 1.0
+
+
+def _pair(place: int) -> tuple[str, str]:
+    return f"parameter_difference_{place}", f"gradient_difference_{place}"

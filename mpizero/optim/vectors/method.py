@@ -1,0 +1,279 @@
+"""Define the base class of methods that look at the whole vector of parameters, and the progress of such a method."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar, Literal, Self, get_args
+
+import numpy as np
+
+from mpizero.optim.vectors.bounds import Bounds
+from mpizero.optim.vectors.line_search import LineSearch, Point
+from mpizero.optim.vectors.space import TRIAL, VectorSpace
+from mpizero.types import Array, Dtype, ParameterSpec
+from mpizero.validation import number, require, whole
+
+#: State arrays of every method: the parameters of the last iterate, their gradient, and the direction of the search.
+POINT, GRADIENT, DIRECTION = "point", "gradient", "direction"
+
+#: The longest step of a line search; the natural one is 1.
+_LONGEST = 1e10
+#: Losses closer than so many units of rounding are taken as equal.
+_ROUNDING = 4.0
+Stage = Literal["first", "search", "product", "done"]
+
+
+@dataclass
+class Progress:
+    """Hold what a method knows besides its vectors; the same on all ranks.
+
+    Attributes
+    ----------
+    stage : str
+        What the next evaluation is for: "first" is that of the start values, "search" one of the line search, and
+        "product" one for a product with the Hessian. "done" if no further evaluation is wanted.
+    iterations, evaluations : int
+        How many there have been.
+    loss, norm : float
+        Loss and largest magnitude of the gradient at the last iterate.
+    converged : bool
+        Whether the method has ended because it has converged.
+    message : str
+        Why the method has ended.
+    search : LineSearch or None
+        The line search, once there is a direction.
+    numbers : dict of str to list of float
+        Further scalars of a method.
+    """
+
+    stage: Stage = "first"
+    iterations: int = 0
+    evaluations: int = 0
+    loss: float = 0.0
+    norm: float = 0.0
+    converged: bool = False
+    message: str = ""
+    search: LineSearch | None = None
+    numbers: dict[str, list[float]] = field(default_factory=dict)
+
+    def saved(self) -> dict[str, Any]:
+        """Return the progress as values for JSON, which keep every bit."""
+        return asdict(self)
+
+    @classmethod
+    def restored(cls, saved: Any) -> Self:
+        """Return the progress that :meth:`saved` returned.
+
+        Raises
+        ------
+        ValueError
+            If ``saved`` is anything else.
+        """
+        made = cls(**_fields(cls, saved))
+        if made.stage not in get_args(Stage):
+            raise ValueError(f"stage is {made.stage!r:.80}")
+        if made.search is not None:
+            made.search = LineSearch.restored(_fields(LineSearch, made.search))
+        if not all(isinstance(value, float) for values in made.numbers.values() for value in values):
+            raise ValueError("numbers are not numbers")
+        return made
+
+    def end(self, message: str, *, converged: bool) -> None:
+        """Want no further evaluation."""
+        self.stage, self.message, self.converged = "done", message, converged
+
+
+def is_progress(value: object) -> bool:
+    """Tell whether a value is one that :meth:`Progress.saved` may return."""
+    try:
+        Progress.restored(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _fields(kind: type, saved: Any) -> dict[str, Any]:
+    """Return the values of a dataclass's fields, after checking their types: a file may hold any JSON."""
+    expected = {f.name: getattr(kind(), f.name) for f in fields(kind)}
+    if not isinstance(saved, Mapping) or saved.keys() != expected.keys():
+        raise ValueError(f"{saved!r:.80} has not the entries {', '.join(expected)}")
+    for name, value in saved.items():
+        kinds = (type(expected[name]), list) if isinstance(expected[name], tuple) else type(expected[name])
+        if expected[name] is not None and not isinstance(value, kinds):
+            raise ValueError(f"{name} is {value!r:.80}")
+    return dict(saved)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VectorMethod(ABC):
+    """Minimize a function of all parameters together; a step is one evaluation of the function and its gradient.
+
+    Every step must be given the same samples, all of them. It ends with the parameters at which the next evaluation is
+    wanted: those of a trial, until a trial is good enough to become the next iterate.
+
+    Attributes
+    ----------
+    gtol : float
+        The method has converged if no element of the gradient has a larger magnitude (of the projected gradient, if
+        there are bounds).
+    ftol : float
+        It has also converged if an iteration lowers the loss by no more than this part of it (or of 1, if it is
+        smaller). With 0 it has if an iteration lowers neither the loss nor the gradient.
+    most_trials : int
+        Evaluations of one line search.
+    """
+
+    gtol: float = 1e-5
+    ftol: float = 0.0
+    most_trials: int = 20
+
+    #: Part of the interface of optimizers: such a method updates no flat arrays by itself.
+    needs_tensor_norms: ClassVar[bool] = False
+    elementwise_kernel: ClassVar[bool] = False
+    needs_vectors: ClassVar[bool] = True
+    #: Constants of the Wolfe conditions.
+    decrease: ClassVar[float] = 1e-3
+    curvature: ClassVar[float] = 0.9
+
+    @property
+    def bounds(self) -> Bounds | None:
+        """The bounds of the parameters; None if there are none."""
+        return None
+
+    def check_names(self, names: Sequence[str]) -> None:
+        """Raise :class:`~mpizero.errors.ConfigError` if bounds are for parameters that a model does not have."""
+        if self.bounds is not None:
+            self.bounds.check_names(names, type(self).__name__)
+
+    def __post_init__(self) -> None:
+        """Raise :class:`~mpizero.errors.ConfigError` if a setting is out of range."""
+        owner = type(self).__name__
+        require(f"{owner}: gtol", self.gtol, number())
+        require(f"{owner}: ftol", self.ftol, number())
+        require(f"{owner}: most_trials", self.most_trials, whole(1))
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Names of the state arrays, which are as long as the parameters."""
+        return (POINT, GRADIENT, DIRECTION, TRIAL)
+
+    def group_of(self, spec: ParameterSpec) -> int:
+        """Return 0, because all parameters are in the same group."""
+        return 0
+
+    def hyper(self, step: int, group: int, dtype: Dtype, lr: float | None = None) -> Array:
+        """Return no scalars: the update needs those of :class:`Progress`."""
+        return np.zeros(0, dtype)
+
+    # ------------------------------------------------------------------ one evaluation
+
+    def advance(self, space: VectorSpace, progress: Progress, loss: float) -> None:
+        """Take the loss at the parameters, whose gradient is in ``TRIAL``; set the parameters to the next ones.
+
+        Collective over the ranks of ``space``.
+        """
+        progress.evaluations += 1
+        if progress.stage == "first" and not space.enter_bounds():
+            self._begin(space, progress, loss)
+        elif progress.stage == "search":
+            self._search(space, progress, loss)
+
+    def reject(self, space: VectorSpace, progress: Progress) -> bool:
+        """Take notice that loss or gradient are infinite or NaN; tell whether another trial can be made. Collective."""
+        if progress.search is None or progress.stage == "done":
+            return False
+        progress.evaluations += 1
+        self._search(space, progress, math.inf)
+        return True
+
+    def place(self, space: VectorSpace, progress: Progress, *, iterate: bool) -> None:
+        """Set the parameters to the last iterate, or to those of the next evaluation. Not collective."""
+        if progress.search is not None:
+            ended = iterate or progress.stage == "done"
+            space.move(POINT, 0.0 if ended else progress.search.step, DIRECTION)
+
+    def _begin(self, space: VectorSpace, progress: Progress, loss: float) -> None:
+        self._arrive(space, progress, loss)
+        if progress.norm <= self.gtol:
+            progress.end(f"the gradient's largest element is at most gtol={self.gtol:g}", converged=True)
+            return
+        self._descend(space, progress)
+
+    def _search(self, space: VectorSpace, progress: Progress, loss: float) -> None:
+        search = progress.search
+        assert search is not None
+        slope = space.dot(TRIAL, DIRECTION) if math.isfinite(loss) else math.inf
+        outcome = search.tell(loss, slope)
+        if outcome == "searching":
+            space.move(POINT, search.step, DIRECTION)
+        elif outcome == "stuck":
+            self._restart(space, progress)
+        else:
+            self._accept(space, progress, loss)
+
+    def _accept(self, space: VectorSpace, progress: Progress, loss: float) -> None:
+        """Make the last trial the next iterate, and go on from there unless the method has converged."""
+        before, norm = progress.loss, progress.norm
+        progress.iterations += 1
+        self._learn(space, progress)
+        self._arrive(space, progress, loss)
+        if progress.norm <= self.gtol:
+            progress.end(f"the gradient's largest element is at most gtol={self.gtol:g}", converged=True)
+        elif self.ftol > 0.0 and before - loss <= self.ftol * max(abs(before), abs(loss), 1.0):
+            progress.end(f"the loss has fallen by no more than ftol={self.ftol:g} of it", converged=True)
+        elif before - loss <= 0.0 and progress.norm >= norm:
+            progress.end("loss and gradient do not fall any more: they are as small as rounding allows", converged=True)
+        else:
+            self._start_search(space, progress, self._choose(space, progress))
+
+    def _arrive(self, space: VectorSpace, progress: Progress, loss: float) -> None:
+        space.parameters(POINT)
+        space.copy(TRIAL, GRADIENT)
+        progress.loss, progress.norm = loss, space.largest_projected(GRADIENT)
+
+    def _restart(self, space: VectorSpace, progress: Progress) -> None:
+        """Go on along the negative gradient from the last iterate; end if that was the direction already."""
+        if progress.numbers.get("steepest") == [1.0]:
+            space.move(POINT, 0.0, DIRECTION)
+            progress.end(
+                "no step along the negative gradient lowers the loss: it is as small as rounding allows, or the "
+                "gradient is wrong (mpizero.testing.check_model finds that)",
+                converged=False,
+            )
+            return
+        self._descend(space, progress)
+
+    def _descend(self, space: VectorSpace, progress: Progress) -> None:
+        """Begin a search along the negative gradient, without what was learned."""
+        progress.numbers = {"steepest": [1.0]}
+        space.copy(GRADIENT, DIRECTION)
+        space.scale(-1.0, DIRECTION)
+        self._start_search(space, progress, 1.0 / math.sqrt(space.dot(GRADIENT, GRADIENT)))
+
+    def _start_search(self, space: VectorSpace, progress: Progress, step: float) -> None:
+        """Begin a search along ``DIRECTION`` with its first step; with bounds, of the way to where that step ends."""
+        if space.bounded:
+            space.clip(POINT, step, DIRECTION)
+            step = 1.0
+        slope = space.dot(GRADIENT, DIRECTION)
+        if slope >= 0.0:
+            self._restart(space, progress)
+            return
+        longest = min(_LONGEST, space.longest_step(POINT, DIRECTION))
+        search = LineSearch(Point(0.0, progress.loss, slope), step, self.decrease, self.curvature, longest)
+        search.most, search.rounding = self.most_trials, _ROUNDING * space.precision * abs(progress.loss)
+        progress.stage, progress.search = "search", search
+        space.move(POINT, step, DIRECTION)
+
+    # ------------------------------------------------------------------ what methods define
+
+    @abstractmethod
+    def _learn(self, space: VectorSpace, progress: Progress) -> None:
+        """Learn from the way from ``POINT`` to the parameters, and from ``GRADIENT`` to ``TRIAL``. Collective."""
+
+    @abstractmethod
+    def _choose(self, space: VectorSpace, progress: Progress) -> float:
+        """Set ``DIRECTION`` from ``GRADIENT``, and return the first step along it. Collective."""

@@ -1,0 +1,219 @@
+"""Minimize the mean loss over all samples by a method of whole vectors: the function ``mpizero.minimize``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpizero import optim
+from mpizero.comm.agreement import all_ranks
+from mpizero.comm.calls import agree_on_call
+from mpizero.comm.equality import agree_equal
+from mpizero.data import ArraySource
+from mpizero.errors import ArgumentError, ConfigError
+from mpizero.layout import Grains
+from mpizero.names import explains, nearest
+from mpizero.optim.vectors.method import Progress
+from mpizero.parallel.model.base import ShardedModelBase
+from mpizero.parallel.model.core import ShardedCore
+from mpizero.parallel.optimizer.vector_update import VectorUpdater
+from mpizero.types import Array
+from mpizero.validation import require, whole
+
+METHODS: Mapping[str, type[optim.VectorMethod]] = {"l-bfgs": optim.LBFGS, "cg": optim.NonlinearCG}
+#: Options of :func:`minimize` itself; the others are the settings of the method.
+_LIMITS = {"maxiter": 15_000, "maxfun": 15_000}
+
+
+@dataclass(frozen=True)
+class MinimizeResult:
+    """Hold the result of :func:`minimize`; its attributes have the names of SciPy's ``OptimizeResult``.
+
+    Attributes
+    ----------
+    fun : float
+        The mean loss at the result.
+    norm : float
+        The largest magnitude of the elements of its gradient; of the projected gradient, if there are bounds.
+    nit, nfev : int
+        Numbers of iterations, and of evaluations of loss and gradient.
+    success : bool
+        Whether the method has converged.
+    message : str
+        Why it has ended.
+    model : ShardedModelBase
+        The model, whose parameters are the result.
+    """
+
+    fun: float
+    norm: float
+    nit: int
+    nfev: int
+    success: bool
+    message: str
+    model: ShardedModelBase = field(repr=False, compare=False)
+
+    @property
+    def x(self) -> Array:
+        """The parameters of the whole model as a 1-D array in declared order; collective if they are sharded."""
+        return self.model.get_parameters()
+
+
+@explains
+def minimize(
+    model: ShardedModelBase,
+    data: Any = None,
+    *,
+    method: str | optim.VectorMethod = "l-bfgs",
+    bounds: Any = None,
+    callback: Callable[[MinimizeResult], object] | None = None,
+    options: Mapping[str, Any] | None = None,
+    resume: str | Path | None = None,
+) -> MinimizeResult:
+    """Minimize a model's mean loss over all samples by a method that looks at the whole vector of parameters.
+
+    Collective over the model's ranks. The model's parameters are the start, and the result afterwards. Vectors are
+    sharded like the state of any optimizer, and all sums have one order: iterates have the same bits on any number of
+    ranks, with every strategy.
+
+    Parameters
+    ----------
+    model : ShardedModelBase
+        The placed model; its optimizer is replaced by the method.
+    data : (x, y) arrays, the same on every rank, or a data source, or None
+        All samples. Each rank reads its part once. None is one sample, for functions that ignore their batch.
+    method : {"l-bfgs", "cg"} or VectorMethod
+        :class:`~mpizero.optim.LBFGS` or :class:`~mpizero.optim.NonlinearCG`, or one with its settings.
+    bounds : pair, dict of str to pair, or None
+        As in :class:`~mpizero.optim.LBFGS`; only for it.
+    callback : callable or None
+        Called on all ranks after every iteration with a :class:`MinimizeResult`, when the model's parameters are those
+        of the next trial. The minimization ends if it raises StopIteration, on any rank.
+    options : dict or None
+        "maxiter" and "maxfun", the most iterations and evaluations (15,000 each), and settings of the method, such as
+        "history", "gtol" and "ftol".
+    resume : path or None
+        A checkpoint that ``model.save_model`` has written, in a callback for example: the minimization goes on from
+        there, with the bits of one that was not interrupted.
+
+    Returns
+    -------
+    MinimizeResult
+        What is known at the end.
+
+    Raises
+    ------
+    ConfigError
+        If the method or an option is unknown, a bound does not fit, or ranks differ in them.
+    NonFiniteError
+        If the loss or its gradient at the start values is infinite or NaN.
+    """
+    if not isinstance(model, ShardedCore):
+        raise ArgumentError(
+            f"minimize takes a placed model, such as ZeRO1Model(model, config); got {type(model).__name__}"
+        )
+    comm = model.config.communicator
+    with all_ranks(comm):
+        limits, chosen = _settings(method, bounds, dict(options or {}))
+        source = _as_source(data)
+    agree_equal(comm, lambda: {"maxiter and maxfun": limits, "the number of samples": len(source)}, "minimize")
+    model.optimizer_class(chosen, model.config).set_model(model)
+    if resume is not None:
+        model.load_model(resume)
+    x, y = _own_samples(model, source)
+    return _Minimization(model, x, y, callback).run(**limits)
+
+
+class _Minimization:
+    """Evaluate until the method has converged; methods are collective over the model's ranks."""
+
+    def __init__(self, model: ShardedModelBase, x: Any, y: Any, callback: Callable[[MinimizeResult], object] | None):
+        self._model, self._x, self._y, self._callback = model, x, y, callback
+        updater = model.engine.updater
+        assert isinstance(updater, VectorUpdater)
+        self._updater = updater
+
+    @property
+    def _progress(self) -> Progress:
+        return self._updater.progress
+
+    def run(self, maxiter: int, maxfun: int) -> MinimizeResult:
+        """Return the result; the model's parameters are those of the last iterate then."""
+        self._model.engine.place_trial()
+        message = ""
+        while self._progress.stage != "done" and not message:
+            before = self._progress.iterations
+            self._model.train(self._x, self._y)
+            if self._progress.iterations > before and self._told_to_stop():
+                message = "the callback has raised StopIteration"
+            elif self._progress.iterations >= maxiter:
+                message = f"maxiter={maxiter} iterations have been made"
+            elif self._progress.evaluations >= maxfun:
+                message = f"maxfun={maxfun} evaluations have been made"
+        self._model.engine.place_iterate()
+        return self._result(self._progress.message or message)
+
+    def _told_to_stop(self) -> bool:
+        """Call the callback while the model is at the last iterate; tell whether it has raised StopIteration."""
+        if self._callback is None:
+            return False
+        stop, comm = False, self._model.config.communicator
+        self._model.engine.place_iterate()
+        try:
+            self._callback(self._result(self._progress.message))
+        except StopIteration:
+            stop = True
+        self._model.engine.place_trial()
+        return bool(agree_on_call(comm, (stop,))[:, 0].any())
+
+    def _result(self, message: str) -> MinimizeResult:
+        found = self._progress
+        return MinimizeResult(
+            found.loss, found.norm, found.iterations, found.evaluations, found.converged, message, self._model
+        )
+
+
+def _settings(method: Any, bounds: Any, options: dict[str, Any]) -> tuple[dict[str, int], optim.VectorMethod]:
+    """Return the limits of the minimization, and the method with its settings. Not collective."""
+    limits = {
+        name: require(f"minimize: options[{name!r}]", options.pop(name, most), whole(1))
+        for name, most in _LIMITS.items()
+    }
+    if isinstance(method, optim.VectorMethod):
+        if options or bounds is not None:
+            given = next(iter(options), "bounds")
+            raise ConfigError(f"minimize: {given} is a setting of the method: give it to {type(method).__name__}")
+        return limits, method
+    if method not in METHODS:
+        raise ConfigError(f"minimize: method={method!r:.80}{nearest(method, METHODS)}: expected {', '.join(METHODS)}")
+    kind = METHODS[method]
+    known = {f.name for f in fields(kind)}
+    if unknown := sorted(options.keys() - known):
+        raise ConfigError(
+            f"minimize: options[{unknown[0]!r}] is unknown{nearest(unknown[0], known)}: {method!r} has "
+            f"{', '.join(sorted(known - {'bounds'}))}, maxiter, maxfun"
+        )
+    if bounds is not None:
+        if "bounds" not in known:
+            raise ConfigError(f"minimize: method={method!r} has no bounds; 'l-bfgs' has")
+        options["bounds"] = bounds
+    return limits, kind(**options)
+
+
+def _as_source(data: Any) -> Any:
+    if data is None:
+        return ArraySource(np.zeros((1, 1)), np.zeros((1, 1)))
+    return ArraySource(*data) if isinstance(data, tuple) else data
+
+
+def _own_samples(model: ShardedModelBase, source: Any) -> tuple[Any, Any]:
+    """Read this rank's part of all samples. Collective."""
+    group = model.batch_group
+    part = Grains(len(source), model.grain_size(len(source))).samples_of(group.rank, group.size)
+    with all_ranks(model.config.communicator):
+        x, y = source.samples(np.arange(part.start, part.stop))
+    return x, y

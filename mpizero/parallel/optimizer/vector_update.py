@@ -1,0 +1,93 @@
+"""Run a method of whole vectors on the ranges of the parameters that a rank updates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpizero.errors import ConfigError
+from mpizero.optim.vectors.method import Progress
+from mpizero.optim.vectors.space import TRIAL
+from mpizero.parallel.config import ShardingConfig
+from mpizero.parallel.optimizer.sharded_update import Updater
+from mpizero.parallel.optimizer.sharded_vectors import ShardedVectors
+from mpizero.types import Array
+
+
+class VectorUpdater(Updater):
+    """Run a method of whole vectors: a step takes one evaluation, and sets the parameters to the next ones to evaluate.
+
+    The parameters have the meaning of :class:`Updater`'s.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.progress = Progress()
+        self.vectors = ShardedVectors(self, self.optimizer.bounds)
+
+    # ------------------------------------------------------------------ one step
+
+    def update(self, reduced: Array, threads: int, loss: float) -> None:
+        """Take the loss and its reduced gradient at the parameters, and set the parameters to the next ones.
+
+        Collective over all ranks.
+        """
+        self.vectors.threads = threads
+        for run in self.runs:
+            np.copyto(self.state[TRIAL][run.state : run.state + run.size], reduced[run.gradient :][: run.size])
+        self.optimizer.advance(self.vectors, self.progress, loss)
+        self._take_averages(self._parameters(), reduced)
+        self._made()
+
+    def retry(self) -> bool:
+        """Take notice that the loss or its gradient is infinite or NaN; tell whether the parameters were changed.
+
+        Collective over all ranks.
+        """
+        return bool(self.optimizer.reject(self.vectors, self.progress))
+
+    def place(self, *, iterate: bool) -> None:
+        """Set the parameters to the last iterate, or to those that the method wants to be evaluated next.
+
+        Not collective. Before the first evaluation both are the start values, which stay as they are.
+        """
+        self.optimizer.place(self.vectors, self.progress, iterate=iterate)
+
+    def saved_progress(self) -> dict[str, Any]:
+        """Return the progress of the method as values for JSON, under its name in checkpoints. Not collective."""
+        return {"progress": self.progress.saved()}
+
+    def take_progress(self, saved: Any) -> None:
+        """Go on with the progress that :meth:`saved_progress` has returned under "progress". Not collective."""
+        self.progress = Progress.restored(saved)
+
+    def reset(self) -> None:
+        """Set state, step count and progress to those before the first step. Not collective."""
+        super().reset()
+        self.progress = Progress()
+
+
+def check_vector_method(optimizer: Any, config: ShardingConfig, *, scaled: bool) -> None:
+    """Check that a training can use a method of whole vectors, whose line searches need the exact loss and gradient.
+
+    ``scaled`` tells whether there is a loss scale.
+
+    Raises
+    ------
+    ConfigError
+        If a setting does not go together with the method. The message names it.
+    """
+    name = type(optimizer).__name__
+    clash = {
+        f"clip={config.clip}": config.clip is not None,
+        f"ema={config.ema}": config.ema is not None,
+        f"gradient_compression={config.gradient_compression!r}": config.gradient_compression is not None,
+        f"device={config.device!r}": config.device != "cpu",
+        "a loss scale": scaled,
+    }
+    for setting, given in clash.items():
+        if given:
+            raise ConfigError(
+                f"{name} needs the loss and its exact gradient, in the memory of the host: leave out {setting}"
+            )
