@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from mpizero.optim import AdamW as AdamW
     from mpizero.optim import DynamicLossScale as DynamicLossScale
     from mpizero.optim import Lion as Lion
+    from mpizero.optim import NewtonCG as NewtonCG
     from mpizero.optim import NonlinearCG as NonlinearCG
     from mpizero.optim import ParameterGroup as ParameterGroup
     from mpizero.optim import RMSprop as RMSprop
@@ -97,6 +98,7 @@ _NAMES = {
         "AdamW",
         "DynamicLossScale",
         "Lion",
+        "NewtonCG",
         "NonlinearCG",
         "ParameterGroup",
         "RMSprop",

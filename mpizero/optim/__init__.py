@@ -14,6 +14,7 @@ from mpizero.optim.schedules import Schedule, constant, cosine, linear
 from mpizero.optim.vectors.conjugate_gradient import NonlinearCG
 from mpizero.optim.vectors.lbfgs import LBFGS
 from mpizero.optim.vectors.method import VectorMethod
+from mpizero.optim.vectors.newton_cg import NewtonCG
 
 __all__ = [
     "EMA",
@@ -28,6 +29,7 @@ __all__ = [
     "FlatOptimizer",
     "Lion",
     "LossScaleState",
+    "NewtonCG",
     "NonlinearCG",
     "ParameterGroup",
     "RMSprop",

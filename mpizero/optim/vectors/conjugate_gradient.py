@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mpizero.optim.vectors.method import DIRECTION, GRADIENT, Progress, VectorMethod
+from mpizero.optim.vectors.method import DIRECTION, GRADIENT, Progress
+from mpizero.optim.vectors.searching import SearchingMethod
 from mpizero.optim.vectors.space import TRIAL, VectorSpace
 
 #: A direction descends if its slope is below minus this part of the gradient's square.
@@ -13,7 +14,7 @@ _DESCENT = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class NonlinearCG(VectorMethod):
+class NonlinearCG(SearchingMethod):
     """Implement conjugate gradients of Polak and Ribière with nonnegative factors (Nocedal & Wright 2006, section 5.2).
 
     Each step is one evaluation, as with :class:`LBFGS`, and needs all samples; it keeps four vectors, whatever the

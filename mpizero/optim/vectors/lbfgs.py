@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpizero.optim.vectors.bounds import Bounds
-from mpizero.optim.vectors.method import DIRECTION, GRADIENT, POINT, Progress, VectorMethod
+from mpizero.optim.vectors.method import DIRECTION, GRADIENT, POINT, Progress
+from mpizero.optim.vectors.searching import SearchingMethod
 from mpizero.optim.vectors.space import TRIAL, VectorSpace
 from mpizero.validation import require, whole
 
@@ -15,7 +16,7 @@ _LEAST_CURVATURE = 2.2e-16
 
 
 @dataclass(frozen=True, kw_only=True)
-class LBFGS(VectorMethod):
+class LBFGS(SearchingMethod):
     """Implement L-BFGS (Liu & Nocedal 1989; Nocedal & Wright 2006, algorithm 7.5) with a strong Wolfe line search.
 
     Each step is one evaluation: give ``train`` all samples, the same ones in every step. The parameters after a step

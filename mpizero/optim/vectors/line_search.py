@@ -58,7 +58,7 @@ class LineSearch:
     most : int
         The number of evaluations after which the search gives up.
     rounding : float
-        How much a value may be above the start's by rounding.
+        Values that differ by no more than this differ by rounding only.
     best : Point
         The end of the interval at which the function is smallest.
     other : Point
@@ -121,7 +121,8 @@ class LineSearch:
         here, line = Point(self.step, value, slope), self.decrease * self.start.slope
         enough = value <= self.start.value + self.step * line
         flat = abs(slope) <= self.curvature * abs(self.start.slope)
-        equal = value <= self.start.value + self.rounding and slope <= (2.0 * self.decrease - 1.0) * self.start.slope
+        equal = abs(value - self.start.value) <= self.rounding
+        equal &= slope <= (2.0 * self.decrease - 1.0) * self.start.slope
         if flat and (enough or equal):
             return "found"
         if enough and slope <= line and self.step >= self.longest:

@@ -11,18 +11,14 @@ from typing import Any, ClassVar, Literal, Self, get_args
 import numpy as np
 
 from mpizero.optim.vectors.bounds import Bounds
-from mpizero.optim.vectors.line_search import LineSearch, Point
+from mpizero.optim.vectors.line_search import LineSearch
 from mpizero.optim.vectors.space import TRIAL, VectorSpace
 from mpizero.types import Array, Dtype, ParameterSpec
-from mpizero.validation import number, require, whole
+from mpizero.validation import number, require
 
 #: State arrays of every method: the parameters of the last iterate, their gradient, and the direction of the search.
 POINT, GRADIENT, DIRECTION = "point", "gradient", "direction"
 
-#: The longest step of a line search; the natural one is 1.
-_LONGEST = 1e10
-#: Losses closer than so many units of rounding are taken as equal.
-_ROUNDING = 4.0
 Stage = Literal["first", "search", "product", "done"]
 
 
@@ -43,8 +39,10 @@ class Progress:
         Whether the method has ended because it has converged.
     message : str
         Why the method has ended.
+    along, step : str and float
+        The next evaluation is at ``POINT`` plus ``step`` times the vector of this name; "" at first.
     search : LineSearch or None
-        The line search, once there is a direction.
+        The state of the line search, of methods that have one.
     numbers : dict of str to list of float
         Further scalars of a method.
     """
@@ -56,6 +54,8 @@ class Progress:
     norm: float = 0.0
     converged: bool = False
     message: str = ""
+    along: str = ""
+    step: float = 0.0
     search: LineSearch | None = None
     numbers: dict[str, list[float]] = field(default_factory=dict)
 
@@ -122,21 +122,15 @@ class VectorMethod(ABC):
     ftol : float
         It has also converged if an iteration lowers the loss by no more than this part of it (or of 1, if it is
         smaller). With 0 it has if an iteration lowers neither the loss nor the gradient.
-    most_trials : int
-        Evaluations of one line search.
     """
 
     gtol: float = 1e-5
     ftol: float = 0.0
-    most_trials: int = 20
 
     #: Part of the interface of optimizers: such a method updates no flat arrays by itself.
     needs_tensor_norms: ClassVar[bool] = False
     elementwise_kernel: ClassVar[bool] = False
     needs_vectors: ClassVar[bool] = True
-    #: Constants of the Wolfe conditions.
-    decrease: ClassVar[float] = 1e-3
-    curvature: ClassVar[float] = 0.9
 
     @property
     def bounds(self) -> Bounds | None:
@@ -153,7 +147,6 @@ class VectorMethod(ABC):
         owner = type(self).__name__
         require(f"{owner}: gtol", self.gtol, number())
         require(f"{owner}: ftol", self.ftol, number())
-        require(f"{owner}: most_trials", self.most_trials, whole(1))
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -175,105 +168,74 @@ class VectorMethod(ABC):
 
         Collective over the ranks of ``space``.
         """
+        if progress.stage == "done":
+            return
         progress.evaluations += 1
-        if progress.stage == "first" and not space.enter_bounds():
-            self._begin(space, progress, loss)
-        elif progress.stage == "search":
-            self._search(space, progress, loss)
+        if progress.stage != "first":
+            self._take(space, progress, loss)
+        elif not space.enter_bounds():
+            self._arrive(space, progress, loss)
+            if not self._is_flat(progress):
+                self._go_on(space, progress)
 
     def reject(self, space: VectorSpace, progress: Progress) -> bool:
         """Take notice that loss or gradient are infinite or NaN; tell whether another trial can be made. Collective."""
-        if progress.search is None or progress.stage == "done":
+        if progress.stage in ("first", "done"):
             return False
         progress.evaluations += 1
-        self._search(space, progress, math.inf)
+        self._take(space, progress, math.inf)
         return True
 
     def place(self, space: VectorSpace, progress: Progress, *, iterate: bool) -> None:
         """Set the parameters to the last iterate, or to those of the next evaluation. Not collective."""
-        if progress.search is not None:
-            ended = iterate or progress.stage == "done"
-            space.move(POINT, 0.0 if ended else progress.search.step, DIRECTION)
+        if progress.along:
+            space.move(POINT, 0.0 if iterate or progress.stage == "done" else progress.step, progress.along)
 
-    def _begin(self, space: VectorSpace, progress: Progress, loss: float) -> None:
-        self._arrive(space, progress, loss)
-        if progress.norm <= self.gtol:
-            progress.end(f"the gradient's largest element is at most gtol={self.gtol:g}", converged=True)
-            return
-        self._descend(space, progress)
-
-    def _search(self, space: VectorSpace, progress: Progress, loss: float) -> None:
-        search = progress.search
-        assert search is not None
-        slope = space.dot(TRIAL, DIRECTION) if math.isfinite(loss) else math.inf
-        outcome = search.tell(loss, slope)
-        if outcome == "searching":
-            space.move(POINT, search.step, DIRECTION)
-        elif outcome == "stuck":
-            self._restart(space, progress)
-        else:
-            self._accept(space, progress, loss)
+    @staticmethod
+    def _want(space: VectorSpace, progress: Progress, stage: Stage, step: float, along: str) -> None:
+        """Set the parameters to ``POINT`` plus ``step`` times the vector ``along``, to be evaluated next."""
+        progress.stage, progress.step, progress.along = stage, step, along
+        space.move(POINT, step, along)
 
     def _accept(self, space: VectorSpace, progress: Progress, loss: float) -> None:
-        """Make the last trial the next iterate, and go on from there unless the method has converged."""
+        """Make the last trial the next iterate, and go on from there unless the method has converged. Collective."""
         before, norm = progress.loss, progress.norm
         progress.iterations += 1
-        self._learn(space, progress)
         self._arrive(space, progress, loss)
-        if progress.norm <= self.gtol:
-            progress.end(f"the gradient's largest element is at most gtol={self.gtol:g}", converged=True)
-        elif self.ftol > 0.0 and before - loss <= self.ftol * max(abs(before), abs(loss), 1.0):
+        if self._is_flat(progress):
+            return
+        if self.ftol > 0.0 and before - loss <= self.ftol * max(abs(before), abs(loss), 1.0):
             progress.end(f"the loss has fallen by no more than ftol={self.ftol:g} of it", converged=True)
         elif before - loss <= 0.0 and progress.norm >= norm:
             progress.end("loss and gradient do not fall any more: they are as small as rounding allows", converged=True)
         else:
-            self._start_search(space, progress, self._choose(space, progress))
+            self._go_on(space, progress)
 
     def _arrive(self, space: VectorSpace, progress: Progress, loss: float) -> None:
         space.parameters(POINT)
         space.copy(TRIAL, GRADIENT)
         progress.loss, progress.norm = loss, space.largest_projected(GRADIENT)
 
-    def _restart(self, space: VectorSpace, progress: Progress) -> None:
-        """Go on along the negative gradient from the last iterate; end if that was the direction already."""
-        if progress.numbers.get("steepest") == [1.0]:
-            space.move(POINT, 0.0, DIRECTION)
-            progress.end(
-                "no step along the negative gradient lowers the loss: it is as small as rounding allows, or the "
-                "gradient is wrong (mpizero.testing.check_model finds that)",
-                converged=False,
-            )
-            return
-        self._descend(space, progress)
+    def _is_flat(self, progress: Progress) -> bool:
+        if progress.norm <= self.gtol:
+            progress.end(f"the gradient's largest element is at most gtol={self.gtol:g}", converged=True)
+        return progress.stage == "done"
 
-    def _descend(self, space: VectorSpace, progress: Progress) -> None:
-        """Begin a search along the negative gradient, without what was learned."""
-        progress.numbers = {"steepest": [1.0]}
-        space.copy(GRADIENT, DIRECTION)
-        space.scale(-1.0, DIRECTION)
-        self._start_search(space, progress, 1.0 / math.sqrt(space.dot(GRADIENT, GRADIENT)))
-
-    def _start_search(self, space: VectorSpace, progress: Progress, step: float) -> None:
-        """Begin a search along ``DIRECTION`` with its first step; with bounds, of the way to where that step ends."""
-        if space.bounded:
-            space.clip(POINT, step, DIRECTION)
-            step = 1.0
-        slope = space.dot(GRADIENT, DIRECTION)
-        if slope >= 0.0:
-            self._restart(space, progress)
-            return
-        longest = min(_LONGEST, space.longest_step(POINT, DIRECTION))
-        search = LineSearch(Point(0.0, progress.loss, slope), step, self.decrease, self.curvature, longest)
-        search.most, search.rounding = self.most_trials, _ROUNDING * space.precision * abs(progress.loss)
-        progress.stage, progress.search = "search", search
-        space.move(POINT, step, DIRECTION)
+    def _give_up(self, space: VectorSpace, progress: Progress) -> None:
+        """End at the last iterate, because nothing lowers the loss."""
+        space.move(POINT, 0.0, DIRECTION)
+        progress.end(
+            "no step along the negative gradient lowers the loss: it is as small as rounding allows, or the gradient "
+            "is wrong (mpizero.testing.check_model finds that)",
+            converged=False,
+        )
 
     # ------------------------------------------------------------------ what methods define
 
     @abstractmethod
-    def _learn(self, space: VectorSpace, progress: Progress) -> None:
-        """Learn from the way from ``POINT`` to the parameters, and from ``GRADIENT`` to ``TRIAL``. Collective."""
+    def _go_on(self, space: VectorSpace, progress: Progress) -> None:
+        """Want an evaluation, at an iterate that has just been reached. Collective."""
 
     @abstractmethod
-    def _choose(self, space: VectorSpace, progress: Progress) -> float:
-        """Set ``DIRECTION`` from ``GRADIENT``, and return the first step along it. Collective."""
+    def _take(self, space: VectorSpace, progress: Progress, loss: float) -> None:
+        """Take the evaluation that was wanted; the loss is infinite if there was none. Collective."""

@@ -24,7 +24,11 @@ from mpizero.parallel.optimizer.vector_update import VectorUpdater
 from mpizero.types import Array
 from mpizero.validation import require, whole
 
-METHODS: Mapping[str, type[optim.VectorMethod]] = {"l-bfgs": optim.LBFGS, "cg": optim.NonlinearCG}
+METHODS: Mapping[str, type[optim.VectorMethod]] = {
+    "l-bfgs": optim.LBFGS,
+    "cg": optim.NonlinearCG,
+    "newton-cg": optim.NewtonCG,
+}
 #: Options of :func:`minimize` itself; the others are the settings of the method.
 _LIMITS = {"maxiter": 15_000, "maxfun": 15_000}
 
@@ -86,8 +90,9 @@ def minimize(
         The placed model; its optimizer is replaced by the method.
     data : (x, y) arrays, the same on every rank, or a data source, or None
         All samples. Each rank reads its part once. None is one sample, for functions that ignore their batch.
-    method : {"l-bfgs", "cg"} or VectorMethod
-        :class:`~mpizero.optim.LBFGS` or :class:`~mpizero.optim.NonlinearCG`, or one with its settings.
+    method : {"l-bfgs", "cg", "newton-cg"} or VectorMethod
+        :class:`~mpizero.optim.LBFGS`, :class:`~mpizero.optim.NonlinearCG` or :class:`~mpizero.optim.NewtonCG`, or one
+        of them with its settings.
     bounds : pair, dict of str to pair, or None
         As in :class:`~mpizero.optim.LBFGS`; only for it.
     callback : callable or None
