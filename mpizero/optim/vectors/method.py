@@ -19,6 +19,8 @@ from mpizero.validation import number, require
 #: State arrays of every method: the parameters of the last iterate, their gradient, and the direction of the search.
 POINT, GRADIENT, DIRECTION = "point", "gradient", "direction"
 
+#: So many iterations that lower neither the loss nor the gradient end a method.
+_STALLS = 5
 Stage = Literal["first", "search", "product", "done"]
 
 
@@ -35,6 +37,8 @@ class Progress:
         How many there have been.
     loss, norm : float
         Loss and largest magnitude of the gradient at the last iterate.
+    least_norm, stalls : float and int
+        The smallest such magnitude so far, and how many of the last iterates have lowered neither it nor the loss.
     converged : bool
         Whether the method has ended because it has converged.
     message : str
@@ -52,6 +56,8 @@ class Progress:
     evaluations: int = 0
     loss: float = 0.0
     norm: float = 0.0
+    least_norm: float = 0.0
+    stalls: int = 0
     converged: bool = False
     message: str = ""
     along: str = ""
@@ -121,7 +127,7 @@ class VectorMethod(ABC):
         there are bounds).
     ftol : float
         It has also converged if an iteration lowers the loss by no more than this part of it (or of 1, if it is
-        smaller). With 0 it has if an iteration lowers neither the loss nor the gradient.
+        smaller). With 0 it has only if several iterations lower neither the loss nor the gradient.
     """
 
     gtol: float = 1e-5
@@ -175,6 +181,7 @@ class VectorMethod(ABC):
             self._take(space, progress, loss)
         elif not space.enter_bounds():
             self._arrive(space, progress, loss)
+            progress.least_norm = progress.norm
             if not self._is_flat(progress):
                 self._go_on(space, progress)
 
@@ -199,14 +206,16 @@ class VectorMethod(ABC):
 
     def _accept(self, space: VectorSpace, progress: Progress, loss: float) -> None:
         """Make the last trial the next iterate, and go on from there unless the method has converged. Collective."""
-        before, norm = progress.loss, progress.norm
+        before = progress.loss
         progress.iterations += 1
         self._arrive(space, progress, loss)
+        progress.stalls = 0 if loss < before or progress.norm < progress.least_norm else progress.stalls + 1
+        progress.least_norm = min(progress.least_norm, progress.norm)
         if self._is_flat(progress):
             return
         if self.ftol > 0.0 and before - loss <= self.ftol * max(abs(before), abs(loss), 1.0):
             progress.end(f"the loss has fallen by no more than ftol={self.ftol:g} of it", converged=True)
-        elif before - loss <= 0.0 and progress.norm >= norm:
+        elif progress.stalls >= _STALLS:
             progress.end("loss and gradient do not fall any more: they are as small as rounding allows", converged=True)
         else:
             self._go_on(space, progress)

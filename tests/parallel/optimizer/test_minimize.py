@@ -1,0 +1,292 @@
+"""Methods of whole vectors: iterates have the same bits on every layout, and minima are those of independent solvers."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero.errors import ConfigError, LayoutError, NonFiniteError
+from mpizero.testing import run_in_threads
+from tests.parallel.models import MEMORIES, STRATEGIES, mlp
+
+METHODS = ("l-bfgs", "cg", "newton-cg")
+EVERY = [(s, m) for s in STRATEGIES for m in MEMORIES]
+
+
+def rosenbrock(parameters, batch):
+    """Two parameters are one vector: its elements at even and at odd places."""
+    x = np.empty(17)
+    x[::2], x[1::2] = parameters["even"], parameters["odd"]
+    a, b = x[1:] - x[:-1] ** 2, 1.0 - x[:-1]
+    slope = np.zeros(17)
+    slope[1:] += 200.0 * a
+    slope[:-1] -= 400.0 * x[:-1] * a + 2.0 * b
+    return float((100.0 * a**2 + b**2).sum()), {"even": slope[::2].copy(), "odd": slope[1::2].copy()}, 1.0
+
+
+def curved(**changes: Any) -> mz.FunctionModel:
+    start = {"even": np.full(9, -1.2), "odd": np.full(8, 1.0)} | changes
+    return mz.FunctionModel({name: np.array(values) for name, values in start.items()}, rosenbrock)
+
+
+RNG = np.random.default_rng(3)
+MATRIX = RNG.normal(size=(40, 6)) * np.logspace(0, -1, 6)
+TARGETS = RNG.normal(size=40)
+
+
+def squares(parameters, batch):
+    """Least squares: half a squared residual a sample."""
+    a, t = batch
+    residual = a @ parameters["w"] - t
+    return 0.5 * float((residual**2).sum()), {"w": a.T @ residual}, float(len(a))
+
+
+def linear() -> mz.FunctionModel:
+    return mz.FunctionModel({"w": np.zeros(6)}, squares)
+
+
+def minimized(comm, model, data=None, strategy="zero1", then=lambda placed, found: None, settings=None, **choice):
+    """Return the result, the hash of the parameters, and what ``then`` returns of model and result."""
+    with (
+        mz.ShardingConfig(comm=comm, **{"minimum_parameter_group_size": 1, "micro_batch": 3} | (settings or {})) as c,
+        mz.distribute(model, None, strategy=strategy, config=c) as placed,
+    ):
+        found = mz.minimize(placed, data, **choice)
+        told = (found.fun, found.norm, found.nit, found.nfev, found.success, found.message)
+        return told, placed.parameters_sha256(), found.x, then(placed, found)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_iterates_have_the_bits_of_one_process_on_every_layout(method):
+    data, options = (MATRIX, TARGETS), {"maxiter": 6, "maxfun": 12}
+    alone = {
+        make: minimized("self", make(), given, method=method, options=options)[:2]
+        for make, given in ((curved, None), (linear, data))
+    }
+    for size, places in ((2, EVERY[::2]), (3, EVERY[1::2]), (4, EVERY[::5])):
+        for (strategy, memory), (make, given) in zip(places, itertools.cycle([(curved, None), (linear, data)])):
+            everyone = run_in_threads(
+                size,
+                lambda comm, s=strategy, m=memory, k=make, g=given: minimized(
+                    comm, k(), g, s, settings=m, method=method, options=options
+                )[:2],
+            )
+            assert all(rank == alone[make] for rank in everyone), (size, strategy, memory)
+
+
+@pytest.mark.mpi
+def test_iterates_have_the_bits_of_one_process_over_mpi(world):
+    for number, method in enumerate(METHODS):
+        strategy, memory = EVERY[(world.size + 5 * number) % len(EVERY)]
+        choice = {"method": method, "options": {"maxiter": 4, "maxfun": 8}}
+        alone = minimized("self", curved(), **choice)
+        assert minimized(world, curved(), None, strategy, settings=memory, **choice)[:2] == alone[:2]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_minimum_is_found(method):
+    told, _, x, _ = minimized("self", curved(), method=method, options={"gtol": 1e-9})
+    assert told[4], told
+    np.testing.assert_allclose(x, 1.0, rtol=0, atol=1e-8)
+    told, _, x, _ = minimized("self", linear(), (MATRIX, TARGETS), method=method, options={"gtol": 1e-12})
+    expected = np.linalg.lstsq(MATRIX, TARGETS, rcond=None)[0]
+    np.testing.assert_allclose(x, expected, rtol=1e-7)
+    assert told[0] == pytest.approx(0.5 * np.mean((MATRIX @ expected - TARGETS) ** 2), rel=1e-12)
+
+
+def best_in_box(lower, upper):
+    """The minimizer of the least squares in a box: of all that fix some elements at bounds, the one that is feasible."""
+    best = (np.inf, None)
+    for sides in itertools.product((None, lower, upper), repeat=6):
+        fixed = np.array([side is not None for side in sides])
+        x = np.array([0.0 if side is None else side for side in sides])
+        x[~fixed] = np.linalg.lstsq(MATRIX[:, ~fixed], TARGETS - MATRIX[:, fixed] @ x[fixed], rcond=None)[0]
+        if ((x >= lower) & (x <= upper)).all():
+            best = min(best, (float(((MATRIX @ x - TARGETS) ** 2).sum()), tuple(x)))
+    return np.array(best[1])
+
+
+def test_with_bounds_the_minimum_in_the_box_is_found_and_no_trial_leaves_it():
+    seen = []
+
+    def watched(parameters, batch):
+        seen.append((parameters["w"].min(), parameters["w"].max()))
+        return squares(parameters, batch)
+
+    model = mz.FunctionModel({"w": np.full(6, 9.0)}, watched)  # outside: it starts at the bound
+    bounds = (-0.05, 0.1)
+    told, digest, x, _ = minimized("self", model, (MATRIX, TARGETS), bounds=bounds, options={"gtol": 1e-12})
+    expected = best_in_box(*bounds)
+    assert ((expected == bounds[0]) | (expected == bounds[1])).any(), "no bound is active: the test shows nothing"
+    np.testing.assert_allclose(x, expected, rtol=0, atol=1e-9)
+    assert told[4]
+    assert seen[0] == (9.0, 9.0)
+    assert all(low >= bounds[0] and high <= bounds[1] for low, high in seen[len(TARGETS) // 3 + 1 :])
+    for strategy, memory in EVERY[::3]:
+        arrays = {"w": (np.full(6, -0.05), [0.1] * 6)}
+        everyone = run_in_threads(
+            3,
+            lambda comm, s=strategy, m=memory: minimized(
+                comm,
+                mz.FunctionModel({"w": np.full(6, 9.0)}, squares),
+                (MATRIX, TARGETS),
+                s,
+                settings=m,
+                bounds=arrays,
+                options={"gtol": 1e-12},
+            )[1],
+        )
+        assert set(everyone) == {digest}
+
+
+def test_one_sided_bounds_of_one_parameter_leave_the_others_free():
+    told, _, x, _ = minimized("self", curved(), bounds={"ev*": (None, 0.5)}, options={"gtol": 1e-8})
+    even, odd = x[:9], x[9:]
+    assert told[4]
+    assert even.max() == 0.5
+    assert odd.max() > 0.5 or odd.min() < 0.5
+
+
+def trained(comm, model, steps, optimizer, layout=None, **settings):
+    config = mz.ShardingConfig(comm=comm, micro_batch=3, **settings)
+    x, y = RNG_BATCH
+    kind = {"optimizer": optimizer, **(layout or {})}
+    with config, mz.HybridShardedModel(model, config, **kind) as placed:
+        group = placed.batch_group
+        share = np.array_split(np.arange(len(x)), group.size)[group.rank]
+        return [placed.train(x[share], y[share]) for _ in range(steps)], placed.parameters_sha256()
+
+
+RNG_BATCH = np.random.default_rng(5).normal(size=(14, 6)).astype(np.float32), np.arange(14) % 3
+
+
+@pytest.mark.parametrize("optimizer", [mz.LBFGS(history=3), mz.NonlinearCG(), mz.NewtonCG()], ids=METHODS)
+def test_as_the_optimizer_of_a_model_it_lowers_the_loss_and_keeps_its_bits_in_stages_and_tiles(optimizer):
+    losses, digest = trained("self", mlp(), 12, optimizer)
+    assert min(losses) < 0.9 * losses[0]
+    for layout in ({"pipeline_parallel_size": 3, "zero_stage": 2}, {"pipeline_parallel_size": 1, "zero_stage": 3}):
+        everyone = run_in_threads(3, lambda comm, la=layout: trained(comm, mlp(), 12, optimizer, la))
+        assert all(rank == (losses, digest) for rank in everyone)
+    tiled = trained("self", mlp(), 6, optimizer, tiles={"tensor": 2})
+    everyone = run_in_threads(2, lambda comm: trained(comm, mlp(), 6, optimizer, {"tensor_parallel_size": 2}))
+    assert all(rank == tiled for rank in everyone)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("stop", [1, 4])
+def test_a_minimization_goes_on_from_a_checkpoint_on_other_ranks_with_the_same_bits(method, stop, tmp_path):
+    options = {"maxiter": 12}
+    whole = minimized("self", curved(), method=method, options=options)[:2]
+
+    def save(found):
+        if found.nit == stop:
+            found.model.save_model(tmp_path / "saved")
+            raise StopIteration
+
+    first = run_in_threads(
+        3, lambda comm: minimized(comm, curved(), None, "zero3", method=method, options=options, callback=save)[0]
+    )
+    assert {told[2] for told in first} == {stop}
+    assert first[0][5] == "the callback has raised StopIteration"
+    resumed = run_in_threads(
+        2,
+        lambda comm: minimized(
+            comm, curved(), None, "ddp", method=method, options=options, resume=tmp_path / "saved"
+        )[:2],
+    )
+    assert all(rank == whole for rank in resumed)
+
+
+def test_state_that_is_returned_and_loaded_goes_on_with_the_same_bits():
+    x, y = RNG_BATCH
+
+    def train(steps, state=None, values=None):
+        with mz.ShardingConfig(comm="self", micro_batch=3) as config:
+            with mz.ZeRO1Model(mlp(), config, optimizer=mz.LBFGS(history=2)) as model:
+                if state is not None:
+                    model.set_parameters(values)
+                    model.optimizer.load_state_dict(state)
+                losses = [model.train(x, y) for _ in range(steps)]
+                return losses, model.optimizer.state_dict(), model.get_parameters()
+
+    whole, half = train(9), train(4)
+    rest = train(5, *half[1:])
+    assert half[0] + rest[0] == whole[0]
+    np.testing.assert_array_equal(rest[2], whole[2])
+    with pytest.raises(LayoutError, match="progress"):
+        train(1, {**half[1], "progress": {"stage": "lost"}}, half[2])
+
+
+def test_the_callback_sees_iterates_and_changes_no_bit():
+    losses = []
+
+    def look(found):
+        value = rosenbrock(dict(zip(("even", "odd"), np.split(found.x, [9]), strict=True)), None)[0]
+        losses.append((found.nit, found.fun, value))
+
+    options = {"maxiter": 9}
+    watched = minimized("self", curved(), callback=look, options=options)[:2]
+    assert watched == minimized("self", curved(), options=options)[:2]
+    assert [nit for nit, _, _ in losses] == list(range(1, 10))
+    assert all(told == found for _, told, found in losses)
+    falls = [told for _, told, _ in losses]
+    assert falls == sorted(falls, reverse=True)
+
+
+def test_a_trial_at_which_the_loss_is_not_finite_is_shortened():
+    def barrier(parameters, batch):
+        x = parameters["x"]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return float((x - np.log(x)).sum() * 1e3), {"x": 1e3 * (1.0 - 1.0 / x)}, 1.0
+
+    for method in METHODS:
+        model = mz.FunctionModel({"x": np.array([1e-3, 30.0])}, barrier)
+        settings = {"bad_steps": mz.BadSteps(warn=False, limit=20)}
+        told, _, x, _ = minimized("self", model, method=method, options={"gtol": 1e-6}, settings=settings)
+        np.testing.assert_allclose(x, 1.0, atol=1e-8)
+
+
+def test_start_values_without_a_loss_end_it():
+    model = mz.FunctionModel({"x": np.array([-1.0])}, lambda p, b: (float("nan"), {"x": p["x"] * 0.0}, 1.0))
+    with pytest.raises(NonFiniteError):
+        minimized("self", model, settings={"bad_steps": mz.BadSteps(warn=False)})
+
+
+def test_state_takes_twice_the_history_and_four_vectors():
+    def held(placed, found):
+        return placed.engine.memory.kinds()["optimizer state"]
+
+    for size in (1, 2, 4):
+        for bytes_held in run_in_threads(
+            size,
+            lambda comm: minimized(
+                comm, mlp(), (RNG_BATCH[0], RNG_BATCH[1]), "zero2", held, method=mz.LBFGS(history=5)
+            )[3],
+        ):
+            assert bytes_held == pytest.approx((2 * 5 + 4) * 4 * 107 / size, abs=(2 * 5 + 4) * 4 * 7)
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ({"method": "lbfgs"}, "method='lbfgs' .did you mean 'l-bfgs'"),
+        ({"options": {"histroy": 3}}, "histroy.*did you mean 'history'"),
+        ({"options": {"history": 0}}, "LBFGS: history"),
+        ({"options": {"maxiter": 0}}, "maxiter"),
+        ({"method": "cg", "bounds": (0, 1)}, "'cg' has no bounds"),
+        ({"method": mz.LBFGS(), "bounds": (0, 1)}, "bounds is a setting of the method"),
+        ({"bounds": (1, 0)}, "lower bound is above"),
+        ({"bounds": 3}, "expected a pair"),
+        ({"bounds": {"evn": (0, 1)}}, "evn.*even"),
+        ({"bounds": {"even": (np.zeros(4), None)}}, r"shape \(4,\), the parameter \(9,\)"),
+        ({"settings": {"clip": 1.0}}, "leave out clip=1.0"),
+        ({"settings": {"ema": 0.9}}, "leave out ema=0.9"),
+    ],
+)
+def test_what_does_not_fit_is_named(choice, expected):
+    with pytest.raises(ConfigError, match=expected):
+        minimized("self", curved(), **choice)
