@@ -4,6 +4,7 @@ from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.diagnostics.bad_steps import BadStep, dump_bad_step, read_bad_step
 from mpizero.parallel.diagnostics.replay import Replay, replay_bad_step
 from mpizero.parallel.execution.evaluation import Evaluation
+from mpizero.parallel.minimization.minimize import MinimizeResult, minimize
 from mpizero.parallel.model.base import ShardedModelBase
 from mpizero.parallel.model.communication_optimizers import GradientCompressionOptimizer, LocalSGDOptimizer
 from mpizero.parallel.model.fit import OptimizationOptions, OptimizationResult
@@ -15,7 +16,6 @@ from mpizero.parallel.model.hybrid import (
 )
 from mpizero.parallel.model.manual_gradients import Gradients
 from mpizero.parallel.model.metadata import ModelMetadata
-from mpizero.parallel.model.minimize import MinimizeResult, minimize
 from mpizero.parallel.model.optimizers import ShardedOptimizer
 from mpizero.parallel.model.strategies import (
     DDPModel,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mpizero.optim.vectors.method import DIRECTION, GRADIENT, Progress
+from mpizero.optim.vectors.method import DIRECTION, GRADIENT, MethodProgress
 from mpizero.optim.vectors.searching import SearchingMethod
 from mpizero.optim.vectors.space import TRIAL, VectorSpace
 
@@ -24,7 +24,7 @@ class NonlinearCG(SearchingMethod):
     decrease: ClassVar[float] = 1e-4
     curvature: ClassVar[float] = 0.4
 
-    def _learn(self, space: VectorSpace, progress: Progress) -> None:
+    def _learn(self, space: VectorSpace, progress: MethodProgress) -> None:
         old, new, mixed = (space.dot(a, b) for a, b in ((GRADIENT, GRADIENT), (TRIAL, TRIAL), (TRIAL, GRADIENT)))
         search = progress.search
         assert search is not None
@@ -34,7 +34,7 @@ class NonlinearCG(SearchingMethod):
             "fallen": [search.step * search.start.slope],
         }
 
-    def _choose(self, space: VectorSpace, progress: Progress) -> float:
+    def _choose(self, space: VectorSpace, progress: MethodProgress) -> float:
         numbers = progress.numbers
         (factor,), (square,), (fallen,) = (numbers[name] for name in ("factor", "square", "fallen"))
         space.scale(factor, DIRECTION)

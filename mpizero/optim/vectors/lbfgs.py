@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpizero.optim.vectors.bounds import Bounds
-from mpizero.optim.vectors.method import DIRECTION, GRADIENT, POINT, Progress
+from mpizero.optim.vectors.method import DIRECTION, GRADIENT, POINT, MethodProgress
 from mpizero.optim.vectors.searching import SearchingMethod
 from mpizero.optim.vectors.space import TRIAL, VectorSpace
 from mpizero.validation import require, whole
@@ -53,7 +53,7 @@ class LBFGS(SearchingMethod):
         pairs = (f"{kind}_difference_{i}" for i in range(self.history) for kind in ("parameter", "gradient"))
         return (*super().slots, *pairs)
 
-    def _learn(self, space: VectorSpace, progress: Progress) -> None:
+    def _learn(self, space: VectorSpace, progress: MethodProgress) -> None:
         numbers = progress.numbers
         made = int(numbers.get("made", [0.0])[0])
         s, y = _pair(made % self.history)
@@ -69,7 +69,7 @@ class LBFGS(SearchingMethod):
         rho[made % self.history] = 1.0 / curvature
         numbers["made"], numbers["gamma"] = [made + 1.0], [curvature / square]
 
-    def _choose(self, space: VectorSpace, progress: Progress) -> float:
+    def _choose(self, space: VectorSpace, progress: MethodProgress) -> float:
         """Set ``DIRECTION`` to minus the inverse Hessian's approximation times the gradient, by the two loops."""
         numbers = progress.numbers
         numbers.pop("steepest", None)

@@ -25,7 +25,7 @@ Stage = Literal["first", "search", "product", "done"]
 
 
 @dataclass
-class Progress:
+class MethodProgress:
     """Hold what a method knows besides its vectors; the same on all ranks.
 
     Attributes
@@ -93,9 +93,9 @@ class Progress:
 
 
 def is_progress(value: object) -> bool:
-    """Tell whether a value is one that :meth:`Progress.saved` may return."""
+    """Tell whether a value is one that :meth:`MethodProgress.saved` may return."""
     try:
-        Progress.restored(value)
+        MethodProgress.restored(value)
     except (TypeError, ValueError):
         return False
     return True
@@ -164,12 +164,12 @@ class VectorMethod(ABC):
         return 0
 
     def hyper(self, step: int, group: int, dtype: Dtype, lr: float | None = None) -> Array:
-        """Return no scalars: the update needs those of :class:`Progress`."""
+        """Return no scalars: the update needs those of :class:`MethodProgress`."""
         return np.zeros(0, dtype)
 
     # ------------------------------------------------------------------ one evaluation
 
-    def advance(self, space: VectorSpace, progress: Progress, loss: float) -> None:
+    def advance(self, space: VectorSpace, progress: MethodProgress, loss: float) -> None:
         """Take the loss at the parameters, whose gradient is in ``TRIAL``; set the parameters to the next ones.
 
         Collective over the ranks of ``space``.
@@ -185,7 +185,7 @@ class VectorMethod(ABC):
             if not self._is_flat(progress):
                 self._go_on(space, progress)
 
-    def reject(self, space: VectorSpace, progress: Progress) -> bool:
+    def reject(self, space: VectorSpace, progress: MethodProgress) -> bool:
         """Take notice that loss or gradient are infinite or NaN; tell whether another trial can be made. Collective."""
         if progress.stage in ("first", "done"):
             return False
@@ -193,18 +193,18 @@ class VectorMethod(ABC):
         self._take(space, progress, math.inf)
         return True
 
-    def place(self, space: VectorSpace, progress: Progress, *, iterate: bool) -> None:
+    def place(self, space: VectorSpace, progress: MethodProgress, *, iterate: bool) -> None:
         """Set the parameters to the last iterate, or to those of the next evaluation. Not collective."""
         if progress.along:
             space.move(POINT, 0.0 if iterate or progress.stage == "done" else progress.step, progress.along)
 
     @staticmethod
-    def _want(space: VectorSpace, progress: Progress, stage: Stage, step: float, along: str) -> None:
+    def _want(space: VectorSpace, progress: MethodProgress, stage: Stage, step: float, along: str) -> None:
         """Set the parameters to ``POINT`` plus ``step`` times the vector ``along``, to be evaluated next."""
         progress.stage, progress.step, progress.along = stage, step, along
         space.move(POINT, step, along)
 
-    def _accept(self, space: VectorSpace, progress: Progress, loss: float) -> None:
+    def _accept(self, space: VectorSpace, progress: MethodProgress, loss: float) -> None:
         """Make the last trial the next iterate, and go on from there unless the method has converged. Collective."""
         before = progress.loss
         progress.iterations += 1
@@ -220,17 +220,17 @@ class VectorMethod(ABC):
         else:
             self._go_on(space, progress)
 
-    def _arrive(self, space: VectorSpace, progress: Progress, loss: float) -> None:
+    def _arrive(self, space: VectorSpace, progress: MethodProgress, loss: float) -> None:
         space.parameters(POINT)
         space.copy(TRIAL, GRADIENT)
         progress.loss, progress.norm = loss, space.largest_projected(GRADIENT)
 
-    def _is_flat(self, progress: Progress) -> bool:
+    def _is_flat(self, progress: MethodProgress) -> bool:
         if progress.norm <= self.gtol:
             progress.end(f"the gradient's largest element is at most gtol={self.gtol:g}", converged=True)
         return progress.stage == "done"
 
-    def _give_up(self, space: VectorSpace, progress: Progress) -> None:
+    def _give_up(self, space: VectorSpace, progress: MethodProgress) -> None:
         """End at the last iterate, because nothing lowers the loss."""
         space.move(POINT, 0.0, DIRECTION)
         progress.end(
@@ -242,9 +242,9 @@ class VectorMethod(ABC):
     # ------------------------------------------------------------------ what methods define
 
     @abstractmethod
-    def _go_on(self, space: VectorSpace, progress: Progress) -> None:
+    def _go_on(self, space: VectorSpace, progress: MethodProgress) -> None:
         """Want an evaluation, at an iterate that has just been reached. Collective."""
 
     @abstractmethod
-    def _take(self, space: VectorSpace, progress: Progress, loss: float) -> None:
+    def _take(self, space: VectorSpace, progress: MethodProgress, loss: float) -> None:
         """Take the evaluation that was wanted; the loss is infinite if there was none. Collective."""

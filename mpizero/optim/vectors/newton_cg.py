@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mpizero.optim.vectors.method import DIRECTION, GRADIENT, POINT, Progress, VectorMethod
+from mpizero.optim.vectors.method import DIRECTION, GRADIENT, POINT, MethodProgress, VectorMethod
 from mpizero.optim.vectors.space import TRIAL, VectorSpace
 from mpizero.validation import positive, require
 
@@ -45,7 +45,7 @@ class NewtonCG(VectorMethod):
         """Names of the state arrays: those of every method, and two of the conjugate gradients."""
         return (*super().slots, RESIDUAL, CONJUGATE)
 
-    def _go_on(self, space: VectorSpace, progress: Progress) -> None:
+    def _go_on(self, space: VectorSpace, progress: MethodProgress) -> None:
         """Begin the conjugate gradients at the middle of the region, and want their first product."""
         square = space.dot(GRADIENT, GRADIENT)
         norm = math.sqrt(square)
@@ -66,11 +66,11 @@ class NewtonCG(VectorMethod):
         }
         self._want_product(space, progress)
 
-    def _want_product(self, space: VectorSpace, progress: Progress) -> None:
+    def _want_product(self, space: VectorSpace, progress: MethodProgress) -> None:
         length = math.sqrt(space.dot(CONJUGATE, CONJUGATE))
         self._want(space, progress, "product", progress.numbers["scale"][0] / length, CONJUGATE)
 
-    def _take(self, space: VectorSpace, progress: Progress, loss: float) -> None:
+    def _take(self, space: VectorSpace, progress: MethodProgress, loss: float) -> None:
         if progress.stage == "product":
             self._take_product(space, progress, loss)
         else:
@@ -78,7 +78,7 @@ class NewtonCG(VectorMethod):
 
     # ------------------------------------------------------------------ the model inside the region
 
-    def _take_product(self, space: VectorSpace, progress: Progress, loss: float) -> None:
+    def _take_product(self, space: VectorSpace, progress: MethodProgress, loss: float) -> None:
         """Take a product with the Hessian; then want another one, or a trial of the model's minimizer.
 
         Without a product (the loss is not finite there) the step ends where it is; the first one goes to the edge.
@@ -106,19 +106,19 @@ class NewtonCG(VectorMethod):
         space.add(-1.0, RESIDUAL, CONJUGATE)
         self._want_product(space, progress)
 
-    def _edge(self, space: VectorSpace, progress: Progress) -> float:
+    def _edge(self, space: VectorSpace, progress: MethodProgress) -> float:
         """Return the step along ``CONJUGATE`` from ``DIRECTION`` to the edge of the region."""
         a, b = space.dot(CONJUGATE, CONJUGATE), space.dot(DIRECTION, CONJUGATE)
         c = space.dot(DIRECTION, DIRECTION) - progress.numbers["radius"][0] ** 2
         root = math.sqrt(max(0.0, b * b - a * c))
         return (root - b) / a if b <= 0.0 else -c / (b + root)
 
-    def _to_edge(self, space: VectorSpace, progress: Progress) -> None:
+    def _to_edge(self, space: VectorSpace, progress: MethodProgress) -> None:
         space.add(self._edge(space, progress), CONJUGATE, DIRECTION)
 
     # ------------------------------------------------------------------ a trial of the step
 
-    def _take_trial(self, space: VectorSpace, progress: Progress, loss: float) -> None:
+    def _take_trial(self, space: VectorSpace, progress: MethodProgress, loss: float) -> None:
         """Accept the step or stay, and choose the next radius."""
         numbers = progress.numbers
         length = math.sqrt(space.dot(DIRECTION, DIRECTION))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mpizero.optim.vectors.line_search import LineSearch, Point
-from mpizero.optim.vectors.method import DIRECTION, GRADIENT, POINT, Progress, VectorMethod
+from mpizero.optim.vectors.method import DIRECTION, GRADIENT, POINT, MethodProgress, VectorMethod
 from mpizero.optim.vectors.space import TRIAL, VectorSpace
 from mpizero.validation import require, whole
 
@@ -39,13 +39,13 @@ class SearchingMethod(VectorMethod):
         super().__post_init__()
         require(f"{type(self).__name__}: most_trials", self.most_trials, whole(1))
 
-    def _go_on(self, space: VectorSpace, progress: Progress) -> None:
+    def _go_on(self, space: VectorSpace, progress: MethodProgress) -> None:
         if progress.numbers:
             self._search_along(space, progress, self._choose(space, progress))
         else:
             self._descend(space, progress)
 
-    def _take(self, space: VectorSpace, progress: Progress, loss: float) -> None:
+    def _take(self, space: VectorSpace, progress: MethodProgress, loss: float) -> None:
         search = progress.search
         assert search is not None
         outcome = search.tell(loss, space.dot(TRIAL, DIRECTION) if math.isfinite(loss) else math.inf)
@@ -57,21 +57,21 @@ class SearchingMethod(VectorMethod):
             self._learn(space, progress)
             self._accept(space, progress, loss)
 
-    def _restart(self, space: VectorSpace, progress: Progress) -> None:
+    def _restart(self, space: VectorSpace, progress: MethodProgress) -> None:
         """Go on along the negative gradient from the last iterate; end if that was the direction already."""
         if progress.numbers.get("steepest") == [1.0]:
             self._give_up(space, progress)
         else:
             self._descend(space, progress)
 
-    def _descend(self, space: VectorSpace, progress: Progress) -> None:
+    def _descend(self, space: VectorSpace, progress: MethodProgress) -> None:
         """Begin a search along the negative gradient, without what was learned."""
         progress.numbers = {"steepest": [1.0]}
         space.copy(GRADIENT, DIRECTION)
         space.scale(-1.0, DIRECTION)
         self._search_along(space, progress, 1.0 / math.sqrt(space.dot(GRADIENT, GRADIENT)))
 
-    def _search_along(self, space: VectorSpace, progress: Progress, step: float) -> None:
+    def _search_along(self, space: VectorSpace, progress: MethodProgress, step: float) -> None:
         """Begin a search along ``DIRECTION`` with its first step; with bounds, of the way to where that step ends."""
         if space.bounded:
             space.clip(POINT, step, DIRECTION)
@@ -89,9 +89,9 @@ class SearchingMethod(VectorMethod):
     # ------------------------------------------------------------------ what methods define
 
     @abstractmethod
-    def _learn(self, space: VectorSpace, progress: Progress) -> None:
+    def _learn(self, space: VectorSpace, progress: MethodProgress) -> None:
         """Learn from the way from ``POINT`` to the parameters, and from ``GRADIENT`` to ``TRIAL``. Collective."""
 
     @abstractmethod
-    def _choose(self, space: VectorSpace, progress: Progress) -> float:
+    def _choose(self, space: VectorSpace, progress: MethodProgress) -> float:
         """Set ``DIRECTION`` from ``GRADIENT``, and return the first step along it. Collective."""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpizero.errors import ConfigError
-from mpizero.optim.vectors.method import Progress
+from mpizero.optim.vectors.method import MethodProgress
 from mpizero.optim.vectors.space import TRIAL
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.optimizer.sharded_update import Updater
@@ -23,7 +23,7 @@ class VectorUpdater(Updater):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.progress = Progress()
+        self.progress = MethodProgress()
         self.vectors = ShardedVectors(self, self.optimizer.bounds)
 
     # ------------------------------------------------------------------ one step
@@ -60,12 +60,12 @@ class VectorUpdater(Updater):
 
     def take_progress(self, saved: Any) -> None:
         """Go on with the progress that :meth:`saved_progress` has returned under "progress". Not collective."""
-        self.progress = Progress.restored(saved)
+        self.progress = MethodProgress.restored(saved)
 
     def reset(self) -> None:
         """Set state, step count and progress to those before the first step. Not collective."""
         super().reset()
-        self.progress = Progress()
+        self.progress = MethodProgress()
 
 
 def check_vector_method(optimizer: Any, config: ShardingConfig, *, scaled: bool) -> None:

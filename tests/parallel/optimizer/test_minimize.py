@@ -1,4 +1,4 @@
-"""Methods of whole vectors: iterates have the same bits on every layout, and minima are those of independent solvers."""
+"""Methods of whole vectors: iterates with the same bits on every layout, minima those of independent solvers."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_the_minimum_is_found(method):
 
 
 def best_in_box(lower, upper):
-    """The minimizer of the least squares in a box: of all that fix some elements at bounds, the one that is feasible."""
+    """The minimizer of the least squares in a box, by trying which elements are at which bound."""
     best = (np.inf, None)
     for sides in itertools.product((None, lower, upper), repeat=6):
         fixed = np.array([side is not None for side in sides])
@@ -126,8 +126,8 @@ def test_with_bounds_the_minimum_in_the_box_is_found_and_no_trial_leaves_it():
     assert told[4]
     assert seen[0] == (9.0, 9.0)
     assert all(low >= bounds[0] and high <= bounds[1] for low, high in seen[len(TARGETS) // 3 + 1 :])
+    arrays = {"w": (np.full(6, -0.05), [0.1] * 6)}
     for strategy, memory in EVERY[::3]:
-        arrays = {"w": (np.full(6, -0.05), [0.1] * 6)}
         everyone = run_in_threads(
             3,
             lambda comm, s=strategy, m=memory: minimized(
@@ -194,9 +194,9 @@ def test_a_minimization_goes_on_from_a_checkpoint_on_other_ranks_with_the_same_b
     assert first[0][5] == "the callback has raised StopIteration"
     resumed = run_in_threads(
         2,
-        lambda comm: minimized(
-            comm, curved(), None, "ddp", method=method, options=options, resume=tmp_path / "saved"
-        )[:2],
+        lambda comm: minimized(comm, curved(), None, "ddp", method=method, options=options, resume=tmp_path / "saved")[
+            :2
+        ],
     )
     assert all(rank == whole for rank in resumed)
 
@@ -205,13 +205,15 @@ def test_state_that_is_returned_and_loaded_goes_on_with_the_same_bits():
     x, y = RNG_BATCH
 
     def train(steps, state=None, values=None):
-        with mz.ShardingConfig(comm="self", micro_batch=3) as config:
-            with mz.ZeRO1Model(mlp(), config, optimizer=mz.LBFGS(history=2)) as model:
-                if state is not None:
-                    model.set_parameters(values)
-                    model.optimizer.load_state_dict(state)
-                losses = [model.train(x, y) for _ in range(steps)]
-                return losses, model.optimizer.state_dict(), model.get_parameters()
+        with (
+            mz.ShardingConfig(comm="self", micro_batch=3) as config,
+            mz.ZeRO1Model(mlp(), config, optimizer=mz.LBFGS(history=2)) as model,
+        ):
+            if state is not None:
+                model.set_parameters(values)
+                model.optimizer.load_state_dict(state)
+            losses = [model.train(x, y) for _ in range(steps)]
+            return losses, model.optimizer.state_dict(), model.get_parameters()
 
     whole, half = train(9), train(4)
     rest = train(5, *half[1:])

@@ -17,7 +17,7 @@ from mpizero.data import ArraySource
 from mpizero.errors import ArgumentError, ConfigError
 from mpizero.layout import Grains
 from mpizero.names import explains, nearest
-from mpizero.optim.vectors.method import Progress
+from mpizero.optim.vectors.method import MethodProgress
 from mpizero.parallel.model.base import ShardedModelBase
 from mpizero.parallel.model.core import ShardedCore
 from mpizero.parallel.optimizer.vector_update import VectorUpdater
@@ -81,8 +81,7 @@ def minimize(
     """Minimize a model's mean loss over all samples by a method that looks at the whole vector of parameters.
 
     Collective over the model's ranks. The model's parameters are the start, and the result afterwards. Vectors are
-    sharded like the state of any optimizer, and all sums have one order: iterates have the same bits on any number of
-    ranks, with every strategy.
+    sharded like the state of any optimizer; iterates have the same bits on any number of ranks, with every strategy.
 
     Parameters
     ----------
@@ -104,11 +103,6 @@ def minimize(
     resume : path or None
         A checkpoint that ``model.save_model`` has written, in a callback for example: the minimization goes on from
         there, with the bits of one that was not interrupted.
-
-    Returns
-    -------
-    MinimizeResult
-        What is known at the end.
 
     Raises
     ------
@@ -143,7 +137,7 @@ class _Minimization:
         self._updater = updater
 
     @property
-    def _progress(self) -> Progress:
+    def _progress(self) -> MethodProgress:
         return self._updater.progress
 
     def run(self, maxiter: int, maxfun: int) -> MinimizeResult:

@@ -1,0 +1,1 @@
+"""Minimize by methods of whole vectors: the loop, and its result."""
