@@ -55,6 +55,10 @@ class FunctionModel:
         calls this function, or ``loss_and_grad`` if ``loss`` is None. The function may have a parameter ``run``, too.
     predict : callable or None
         ``predict(parameters, x)`` returns predictions. Its arguments are read-only, too.
+    product : callable or None
+        ``product(parameters, (x, y), direction) -> (products, weight)``: the product of the Hessian of the sum of
+        losses, or of an approximation such as Gauss and Newton's, with a direction; both by name, like gradients. The
+        weight is that of ``loss_and_grad``. :func:`mpizero.minimize` uses it in "newton-cg" and "gauss-newton".
     frozen : collection of str
         Names of the parameters that are not trained.
     averaged : collection of str
@@ -91,6 +95,7 @@ class FunctionModel:
         *,
         loss: Callable[..., tuple[float, float]] | None = None,
         predict: Callable[[Mapping[str, Array], Any], Any] | None = None,
+        product: Callable[..., tuple[Mapping[str, Array], float]] | None = None,
         frozen: Collection[str] = (),
         averaged: Collection[str] = (),
         integers: Mapping[str, Array] | None = None,
@@ -137,6 +142,11 @@ class FunctionModel:
             self.loss, self.has_loss = loss, True
         if predict is not None:
             self.predict = predict
+        if product is not None:
+            if not callable(product):
+                raise ConfigError(f"product must be a function, got {product!r}")
+            takes_run(product, "product", "parameters", "batch", "direction")
+            self.product = product
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a deep copy of the model; ``deepcopy`` alone cannot copy the ``MappingProxyType`` it contains."""

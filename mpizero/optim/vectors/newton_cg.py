@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mpizero.optim.vectors.method import DIRECTION, GRADIENT, POINT, MethodProgress, VectorMethod
 from mpizero.optim.vectors.space import TRIAL, VectorSpace
-from mpizero.validation import positive, require
+from mpizero.validation import flag, positive, require
 
 #: The state arrays of the inner conjugate gradients: the model's gradient at ``DIRECTION``, and their own direction.
 RESIDUAL, CONJUGATE = "residual", "conjugate"
@@ -23,22 +23,27 @@ _SMALLEST = 1e-14
 class NewtonCG(VectorMethod):
     """Implement Newton's method with conjugate gradients in a trust region (Steihaug 1983).
 
-    Each step is one evaluation of loss and gradient, as with :class:`LBFGS`, and needs all samples. Products with the
-    Hessian are differences of two gradients, so each product costs an evaluation. Directions of negative curvature are
-    followed to the edge of the region. There are no bounds.
+    Each step is one evaluation of loss and gradient, as with :class:`LBFGS`, and needs all samples. A product with the
+    Hessian is the difference of two gradients, so it costs an evaluation, too; :func:`mpizero.minimize` takes the
+    model's own products where it has some, Gauss and Newton's for example. Directions of negative curvature are followed
+    to the edge of the region. There are no bounds.
 
     Attributes
     ----------
     radius : float
         The first radius of the trust region, > 0.
+    exact : bool
+        Whether evaluations for products are the model's own ones; only for :func:`mpizero.minimize`.
     """
 
     radius: float = 1.0
+    exact: bool = False
 
     def __post_init__(self) -> None:
         """Raise :class:`~mpizero.errors.ConfigError` if a setting is out of range."""
         super().__post_init__()
         require(f"{type(self).__name__}: radius", self.radius, positive)
+        require(f"{type(self).__name__}: exact", self.exact, flag)
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -67,6 +72,9 @@ class NewtonCG(VectorMethod):
         self._want_product(space, progress)
 
     def _want_product(self, space: VectorSpace, progress: MethodProgress) -> None:
+        if self.exact:
+            self._want(space, progress, "product", 0.0, CONJUGATE)
+            return
         length = math.sqrt(space.dot(CONJUGATE, CONJUGATE))
         self._want(space, progress, "product", progress.numbers["scale"][0] / length, CONJUGATE)
 
@@ -89,8 +97,9 @@ class NewtonCG(VectorMethod):
                 self._to_edge(space, progress)
             self._want(space, progress, "search", 1.0, DIRECTION)
             return
-        space.add(-1.0, GRADIENT, TRIAL)
-        space.scale(1.0 / progress.step, TRIAL)
+        if not self.exact:
+            space.add(-1.0, GRADIENT, TRIAL)
+            space.scale(1.0 / progress.step, TRIAL)
         curvature, (square,) = space.dot(CONJUGATE, TRIAL), numbers["square"]
         edge = self._edge(space, progress)
         inside = curvature > 0.0 and square / curvature < edge

@@ -37,6 +37,7 @@ class BlackBoxEvaluator:
         given = loss_arguments(in_place=self.in_place)
         self._takes_run = takes_run(model.loss_and_grad, "loss_and_grad", *given)
         self._unread: dict[str, Array] = {}
+        self._direction: Mapping[str, Array] | None = None
         self._own_loss = _loss_function(model)
 
     def gradients(
@@ -47,18 +48,20 @@ class BlackBoxEvaluator:
         Collective if sharded. :meth:`Evaluator.gradients` describes the parameters. ``ended`` is never called, because
         the function returns all gradients together.
         """
-        left, function = deque(reversed(self.units)), self.model.loss_and_grad
+        left, function = deque(reversed(self.units)), self._function
         params = self._parameters()
         try:
-            views = {n: v for unit in self.units for n, v in _named(target(unit))} if self.in_place else {}
+            places = {unit.index: _named(target(unit)) for unit in self.units if self.in_place}
+            views = {name: view for place in places.values() for name, view in place}
             begun = self.store.timeline.begin()
             loss, grads, weight = self._loss_and_grad(params, x, y, run, views)
             self.store.timeline.end("backward", "loss and gradient", begun)
             del params
-            if not self.in_place:
+            writes = self.in_place and self._direction is None
+            if not writes:
                 check_names(function, grads, self.trained, self.frozen | self.integers)
             while left:
-                for name, view in () if self.in_place else _named(target(left[0])):
+                for name, view in () if writes else places.get(left[0].index) or _named(target(left[0])):
                     if name in self.integers:
                         take_integers(function, name, grads.get(name, view), view, run)
                     elif name not in self.frozen:
@@ -119,6 +122,24 @@ class BlackBoxEvaluator:
             raise UnsupportedError("a black box computes its own loss: another one cannot be put in its place")
         yield
 
+    @contextmanager
+    def using_product(self, direction: Mapping[str, Array] | None) -> Iterator[None]:
+        """Compute the model's ``product`` with ``direction`` in place of gradients in the context; None: gradients.
+
+        Not collective. The sum of losses is 0 then.
+        """
+        self._direction = direction
+        try:
+            yield
+        finally:
+            self._direction = None
+
+    @property
+    def _function(self) -> Callable[..., Any]:
+        """The user's function that is called for gradients, or for products with a direction."""
+        function: Callable[..., Any] = self.model.loss_and_grad
+        return function if self._direction is None else self.model.product  # type: ignore[attr-defined]
+
     def _parameters(self) -> dict[str, Any]:
         """Return all parameters by name: views of the store, or copies if they are sharded. Collective if sharded."""
         with ExitStack() as stack:
@@ -152,6 +173,8 @@ class BlackBoxEvaluator:
 
         A function in place writes its gradients into ``views``; in its place ``views`` are returned.
         """
+        if self._direction is not None:
+            return self._product(params, x, y, self._direction)
         given, told = (params, (_read_only(x), _read_only(y))), {"run": run} if self._takes_run else {}
         function: Callable[..., Any] = self.model.loss_and_grad
         if not self.in_place:
@@ -171,6 +194,17 @@ class BlackBoxEvaluator:
             )
         loss, weight = loss_and_weight(function, *result, run)
         return loss, views, weight
+
+    def _product(
+        self, params: Mapping[str, Any], x: Any, y: Any, direction: Mapping[str, Array]
+    ) -> tuple[float, Mapping[str, Array], float]:
+        """Call the model's ``product``; return 0 in place of a loss, the products and the weight. Not collective."""
+        with _explained("product"):
+            result = self._function(params, (_read_only(x), _read_only(y)), direction)
+        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], Mapping):
+            raise LayoutError(f"product must return (products by name, weight), it returned {_kinds(result)}")
+        loss, weight = loss_and_weight(self._function, 0.0, result[1], None, "product")
+        return loss, result[0], weight
 
 
 def _loss_function(model: Any) -> tuple[Callable[..., Any], bool] | None:

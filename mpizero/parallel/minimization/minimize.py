@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,16 @@ from mpizero.names import explains, nearest
 from mpizero.optim.vectors.method import MethodProgress
 from mpizero.parallel.model.base import ShardedModelBase
 from mpizero.parallel.model.core import ShardedCore
+from mpizero.parallel.model.gather_state import gather_pieces
 from mpizero.parallel.optimizer.vector_update import VectorUpdater
-from mpizero.types import Array
+from mpizero.types import Array, BlockModel
 from mpizero.validation import require, whole
 
 METHODS: Mapping[str, type[optim.VectorMethod]] = {
     "l-bfgs": optim.LBFGS,
     "cg": optim.NonlinearCG,
     "newton-cg": optim.NewtonCG,
+    "gauss-newton": optim.NewtonCG,
 }
 #: Options of :func:`minimize` itself; the others are the settings of the method.
 _LIMITS = {"maxiter": 15_000, "maxfun": 15_000}
@@ -89,9 +92,10 @@ def minimize(
         The placed model; its optimizer is replaced by the method.
     data : (x, y) arrays, the same on every rank, or a data source, or None
         All samples. Each rank reads its part once. None is one sample, for functions that ignore their batch.
-    method : {"l-bfgs", "cg", "newton-cg"} or VectorMethod
+    method : {"l-bfgs", "cg", "newton-cg", "gauss-newton"} or VectorMethod
         :class:`~mpizero.optim.LBFGS`, :class:`~mpizero.optim.NonlinearCG` or :class:`~mpizero.optim.NewtonCG`, or one
-        of them with its settings.
+        of them with its settings. The latter takes products from the model, ``FunctionModel(product=...)``, where it
+        has some; "gauss-newton" is the same method and needs them.
     bounds : pair, dict of str to pair, or None
         As in :class:`~mpizero.optim.LBFGS`; only for it.
     callback : callable or None
@@ -117,7 +121,7 @@ def minimize(
         )
     comm = model.config.communicator
     with all_ranks(comm):
-        limits, chosen = _settings(method, bounds, dict(options or {}))
+        limits, chosen = _settings(model.wrapped_model, method, bounds, dict(options or {}))
         source = _as_source(data)
     agree_equal(comm, lambda: {"maxiter and maxfun": limits, "the number of samples": len(source)}, "minimize")
     model.optimizer_class(chosen, model.config).set_model(model)
@@ -146,7 +150,8 @@ class _Minimization:
         message = ""
         while self._progress.stage != "done" and not message:
             before = self._progress.iterations
-            self._model.train(self._x, self._y)
+            with self._product():
+                self._model.train(self._x, self._y)
             if self._progress.iterations > before and self._told_to_stop():
                 message = "the callback has raised StopIteration"
             elif self._progress.iterations >= maxiter:
@@ -155,6 +160,16 @@ class _Minimization:
                 message = f"maxfun={maxfun} evaluations have been made"
         self._model.engine.place_iterate()
         return self._result(self._progress.message or message)
+
+    def _product(self) -> AbstractContextManager[None]:
+        """Return a context in which an evaluation is a product with the model's Hessian, if one is wanted. Collective."""
+        method, engine = self._updater.optimizer, self._model.engine
+        if self._progress.stage != "product" or not method.exact:
+            return nullcontext()
+        values, layout = self._updater.state[self._progress.along], engine.whole.layout
+        whole = gather_pieces(engine, engine.dtype, lambda piece: values[piece.state : piece.state + piece.size])
+        direction = {e.spec.name: e.spec.view(whole[e.span.start : e.span.stop]) for e in layout.parameters}
+        return engine.runner.evaluator.using_product(direction)
 
     def _told_to_stop(self) -> bool:
         """Call the callback while the model is at the last iterate; tell whether it has raised StopIteration."""
@@ -176,7 +191,9 @@ class _Minimization:
         )
 
 
-def _settings(method: Any, bounds: Any, options: dict[str, Any]) -> tuple[dict[str, int], optim.VectorMethod]:
+def _settings(
+    model: Any, method: Any, bounds: Any, options: dict[str, Any]
+) -> tuple[dict[str, int], optim.VectorMethod]:
     """Return the limits of the minimization, and the method with its settings. Not collective."""
     limits = {
         name: require(f"minimize: options[{name!r}]", options.pop(name, most), whole(1))
@@ -190,6 +207,14 @@ def _settings(method: Any, bounds: Any, options: dict[str, Any]) -> tuple[dict[s
     if method not in METHODS:
         raise ConfigError(f"minimize: method={method!r:.80}{nearest(method, METHODS)}: expected {', '.join(METHODS)}")
     kind = METHODS[method]
+    if kind is optim.NewtonCG:
+        offers = callable(getattr(model, "product", None)) and not isinstance(model, BlockModel)
+        options.setdefault("exact", offers)
+        if method == "gauss-newton" and not offers:
+            raise ConfigError(
+                "minimize: method='gauss-newton' needs products of the model: FunctionModel(..., product=...); "
+                "'newton-cg' takes differences of gradients where there are none"
+            )
     known = {f.name for f in fields(kind)}
     if unknown := sorted(options.keys() - known):
         raise ConfigError(

@@ -98,6 +98,58 @@ def test_the_minimum_is_found(method):
     assert told[0] == pytest.approx(0.5 * np.mean((MATRIX @ expected - TARGETS) ** 2), rel=1e-12)
 
 
+def curve_fit() -> mz.FunctionModel:
+    """Fit ``a exp(-b t) + c``: residuals whose Jacobian is known."""
+
+    def jacobian(p, t):
+        return np.stack([np.exp(-p[1] * t), -p[0] * t * np.exp(-p[1] * t), np.ones_like(t)], 1)
+
+    def loss_and_grad(parameters, batch):
+        (t, y), p = batch, parameters["p"]
+        residual = p[0] * np.exp(-p[1] * t) + p[2] - y
+        return 0.5 * float((residual**2).sum()), {"p": jacobian(p, t).T @ residual}, float(len(t))
+
+    def gauss_newton(parameters, batch, direction):
+        j = jacobian(parameters["p"], batch[0])
+        return {"p": j.T @ (j @ direction["p"])}, float(len(j))
+
+    return mz.FunctionModel({"p": np.array([1.0, 0.5, 0.0])}, loss_and_grad, product=gauss_newton)
+
+
+TIMES = np.linspace(0.0, 4.0, 21)
+CURVE = 2.5 * np.exp(-1.3 * TIMES) + 0.5 + 0.05 * np.sin(40.0 * TIMES)
+
+
+def test_gauss_newton_with_the_models_products_finds_the_least_squares_on_every_layout():
+    choice = {"method": "gauss-newton", "options": {"gtol": 1e-12}}
+    told, digest, x, _ = minimized("self", curve_fit(), (TIMES, CURVE), **choice)
+    assert told[4]
+    # the solver of this problem without a tolerance: Newton's steps on the normal equations
+    p = np.array([2.5, 1.3, 0.5])
+    for _ in range(60):
+        decay = np.exp(-p[1] * TIMES)
+        j = np.stack([decay, -p[0] * TIMES * decay, np.ones_like(TIMES)], 1)
+        p = p - np.linalg.lstsq(j, p[0] * decay + p[2] - CURVE, rcond=None)[0]
+    np.testing.assert_allclose(x, p, rtol=1e-9)
+    fewer = minimized("self", curve_fit(), (TIMES, CURVE), method="l-bfgs", options={"gtol": 1e-12})[0]
+    assert told[2] < fewer[2], "it takes fewer iterations than a method that does not know the curvature"
+    for strategy, memory in EVERY[::2]:
+        everyone = run_in_threads(
+            3,
+            lambda comm, s=strategy, m=memory: minimized(comm, curve_fit(), (TIMES, CURVE), s, settings=m, **choice)[1],
+        )
+        assert set(everyone) == {digest}
+
+
+def test_what_a_product_returns_is_checked():
+    model = curve_fit()
+    model.product = lambda parameters, batch, direction: {"p": direction["p"]}
+    with pytest.raises(LayoutError, match=r"product must return \(products by name, weight\)"):
+        minimized("self", model, (TIMES, CURVE), method="gauss-newton")
+    with pytest.raises(ConfigError, match="needs products of the model"):
+        minimized("self", linear(), (MATRIX, TARGETS), method="gauss-newton")
+
+
 def best_in_box(lower, upper):
     """The minimizer of the least squares in a box, by trying which elements are at which bound."""
     best = (np.inf, None)
