@@ -25,8 +25,8 @@ class NewtonCG(VectorMethod):
 
     Each step is one evaluation of loss and gradient, as with :class:`LBFGS`, and needs all samples. A product with the
     Hessian is the difference of two gradients, so it costs an evaluation, too; :func:`mpizero.minimize` takes the
-    model's own products where it has some, Gauss and Newton's for example. Directions of negative curvature are followed
-    to the edge of the region. There are no bounds.
+    model's own products where it has some, Gauss and Newton's for example. Directions of negative curvature are
+    followed to the edge of the region. There are no bounds.
 
     Attributes
     ----------

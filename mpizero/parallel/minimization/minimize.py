@@ -162,7 +162,7 @@ class _Minimization:
         return self._result(self._progress.message or message)
 
     def _product(self) -> AbstractContextManager[None]:
-        """Return a context in which an evaluation is a product with the model's Hessian, if one is wanted. Collective."""
+        """Return a context in which an evaluation is a product of the model, if one is wanted. Collective."""
         method, engine = self._updater.optimizer, self._model.engine
         if self._progress.stage != "product" or not method.exact:
             return nullcontext()
