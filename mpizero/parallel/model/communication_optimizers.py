@@ -54,6 +54,7 @@ class GradientCompressionOptimizer(ShardedOptimizer):
             raise ConfigError("compression=None: expected 'topk:SHARE', 'int8', 'bf16' or 'fp16'")
         if config is not None:
             check_bucket(config.bucket_mb, compression)
+        _check_elementwise(self)
         self.compression = compression
 
     def comparable(self, model: ShardedModelBase) -> dict[str, Any]:
@@ -89,6 +90,7 @@ class LocalSGDOptimizer(ShardedOptimizer):
 
     def __init__(self, wrapped_optimizer: Any, config: ShardingConfig | None = None, *, every: int = 8) -> None:
         super().__init__(wrapped_optimizer, config)
+        _check_elementwise(self)
         self.every = require("every", every, whole(1))
 
     def comparable(self, model: ShardedModelBase) -> dict[str, Any]:
@@ -108,3 +110,13 @@ class LocalSGDOptimizer(ShardedOptimizer):
     def average_parameters(self) -> None:
         """Set the parameters of every rank to the mean over all ranks, now. Collective."""
         self.model.average_parameters()
+
+
+def _check_elementwise(optimizer: ShardedOptimizer) -> None:
+    """Raise ``ConfigError`` if the wrapped optimizer needs the exact gradient of all samples. Not collective."""
+    if optimizer.wrapped_optimizer.needs_vectors:
+        name = type(optimizer.wrapped_optimizer).__name__
+        raise ConfigError(
+            f"{type(optimizer).__name__}({name}()): {name} needs the exact gradient of all samples, which its ranks do "
+            "not have: give it to a model directly, optimizer=..."
+        )

@@ -339,8 +339,15 @@ def test_state_takes_twice_the_history_and_four_vectors():
         ({"bounds": {"even": (np.zeros(4), None)}}, r"shape \(4,\), the parameter \(9,\)"),
         ({"settings": {"clip": 1.0}}, "leave out clip=1.0"),
         ({"settings": {"ema": 0.9}}, "leave out ema=0.9"),
+        ({"settings": {"gradient_compression": "bf16"}}, "leave out gradient_compression='bf16'"),
     ],
 )
 def test_what_does_not_fit_is_named(choice, expected):
     with pytest.raises(ConfigError, match=expected):
         minimized("self", curved(), **choice)
+
+
+@pytest.mark.parametrize("kind", [mz.LocalSGDOptimizer, mz.GradientCompressionOptimizer])
+def test_ranks_that_do_not_have_the_exact_gradient_refuse_it(kind):
+    with pytest.raises(ConfigError, match="LBFGS needs the exact gradient"):
+        kind(mz.LBFGS())
