@@ -31,8 +31,11 @@ if TYPE_CHECKING:
     from mpizero.optim import AdamW as AdamW
     from mpizero.optim import DynamicLossScale as DynamicLossScale
     from mpizero.optim import Lion as Lion
+    from mpizero.optim import Muon as Muon
     from mpizero.optim import ParameterGroup as ParameterGroup
     from mpizero.optim import RMSprop as RMSprop
+    from mpizero.optim import TensorOptimizer as TensorOptimizer
+    from mpizero.optim import TensorStep as TensorStep
     from mpizero.parallel import BadSteps as BadSteps
     from mpizero.parallel import DDPModel as DDPModel
     from mpizero.parallel import DDPOptimizer as DDPOptimizer
@@ -85,7 +88,19 @@ _MODULES = (
 _NAMES = {
     "mpizero.adapters": ("FunctionModel",),
     "mpizero.comm": ("InMemoryCommunicator", "ProcessGrid"),
-    "mpizero.optim": ("LAMB", "SGD", "Adam", "AdamW", "DynamicLossScale", "Lion", "ParameterGroup", "RMSprop"),
+    "mpizero.optim": (
+        "LAMB",
+        "SGD",
+        "Adam",
+        "AdamW",
+        "DynamicLossScale",
+        "Lion",
+        "Muon",
+        "ParameterGroup",
+        "RMSprop",
+        "TensorOptimizer",
+        "TensorStep",
+    ),
     "mpizero.parallel": (
         "BadSteps",
         "DDPModel",

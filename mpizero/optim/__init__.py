@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpizero.names import unknown_names
-from mpizero.optim.adapted import AdaptedOptimizer, adapt, learning_rate
+from mpizero.optim.adapted import AdaptedOptimizer, adapt, learning_rate, optimizer_name
 from mpizero.optim.averaging import EMA, AveragingOptimizer, averaging, plain
 from mpizero.optim.flat_optimizer import FlatOptimizer, ParameterGroup, RowSum
+from mpizero.optim.muon import Muon
 from mpizero.optim.optimizers import LAMB, SGD, Adam, AdamW, Lion, RMSprop
 from mpizero.optim.scaling import DynamicLossScale, LossScaleState, clip_factor
 from mpizero.optim.schedules import Schedule, constant, cosine, linear
+from mpizero.optim.state_arrays import state_size, state_specs
+from mpizero.optim.tensor_optimizer import TensorOptimizer, TensorStep, takes_whole, tensor_slots
 
 __all__ = [
     "EMA",
@@ -24,10 +27,13 @@ __all__ = [
     "FlatOptimizer",
     "Lion",
     "LossScaleState",
+    "Muon",
     "ParameterGroup",
     "RMSprop",
     "RowSum",
     "Schedule",
+    "TensorOptimizer",
+    "TensorStep",
     "adapt",
     "averaging",
     "clip_factor",
@@ -35,7 +41,12 @@ __all__ = [
     "cosine",
     "learning_rate",
     "linear",
+    "optimizer_name",
     "plain",
+    "state_size",
+    "state_specs",
+    "takes_whole",
+    "tensor_slots",
 ]
 
 if not TYPE_CHECKING:  # a checker of types would take any name for known
