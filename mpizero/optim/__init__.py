@@ -12,7 +12,7 @@ from mpizero.optim.muon import Muon
 from mpizero.optim.optimizers import LAMB, SGD, Adam, AdamW, Lion, RMSprop
 from mpizero.optim.scaling import DynamicLossScale, LossScaleState, clip_factor
 from mpizero.optim.schedules import Schedule, constant, cosine, linear
-from mpizero.optim.state_arrays import state_size, state_specs
+from mpizero.optim.state_arrays import state_size, state_specs, tensor_state_size
 from mpizero.optim.tensor_optimizer import TensorOptimizer, TensorStep, takes_whole, tensor_slots
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "state_specs",
     "takes_whole",
     "tensor_slots",
+    "tensor_state_size",
 ]
 
 if not TYPE_CHECKING:  # a checker of types would take any name for known

@@ -39,3 +39,8 @@ def state_specs(optimizer: Any, spec: ParameterSpec) -> dict[str, ParameterSpec]
 def state_size(optimizer: Any, spec: ParameterSpec) -> int:
     """Return the number of elements of all state arrays that belong to a parameter."""
     return sum(found.size for found in state_specs(optimizer, spec).values())
+
+
+def tensor_state_size(optimizer: Any, spec: ParameterSpec) -> int:
+    """Return the number of elements of the state that the owner of a whole tensor keeps: without an average."""
+    return sum(found.size for slot, found in state_specs(optimizer, spec).items() if slot not in optimizer.slots)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -78,24 +78,33 @@ class TensorPlan:
         """Return the numbers of the tensors that data rank ``rank`` owns."""
         return [number for number, owner in enumerate(self.owners) if owner == rank]
 
-    def gathers(self, rank: int) -> Iterator[Move]:
-        """Yield the elements of gradients that data rank ``rank`` sends to an owner or, as one, gets from holders."""
-        for number, shard, span in self._parts:
-            target = self.owners[number]
-            holders = self._holders[shard]
-            source = next((r for r in self._node_of[target] if r in holders), shard) if self.replicated else shard
-            if target in holders:
-                source = target
-            if rank in (source, target):
-                yield Move(number, span, source, target)
+    def gathers(self, rank: int) -> Sequence[Move]:
+        """Return the elements of gradients that data rank ``rank`` sends to owners or, as one, gets from holders."""
+        return self._gathers.get(rank, ())
 
-    def returns(self, rank: int) -> Iterator[Move]:
-        """Yield the elements of updated tensors that data rank ``rank`` gets from an owner or sends as one."""
-        for number, shard, span in self._parts:
-            source = self.owners[number]
-            for target in self._holders[shard]:
-                if rank in (source, target):
-                    yield Move(number, span, source, target)
+    def returns(self, rank: int) -> Sequence[Move]:
+        """Return the elements of updated tensors that data rank ``rank`` gets from owners or sends as one."""
+        return self._returns.get(rank, ())
+
+    @cached_property
+    def _gathers(self) -> dict[int, list[Move]]:
+        return _by_rank(
+            Move(number, span, self._source(self.owners[number], shard), self.owners[number])
+            for number, shard, span in self._parts
+        )
+
+    @cached_property
+    def _returns(self) -> dict[int, list[Move]]:
+        return _by_rank(
+            Move(number, span, self.owners[number], target)
+            for number, shard, span in self._parts
+            for target in self._holders[shard]
+        )
+
+    def _source(self, owner: int, shard: int) -> int:
+        """Return the holder of a shard that sends its elements to ``owner``: itself, or one on its node if there is."""
+        node = next(ranks for ranks in self.nodes if owner in ranks)
+        return owner if owner in self._holders[shard] else next((r for r in node if r in self._holders[shard]), shard)
 
     @cached_property
     def _parts(self) -> list[tuple[int, int, Span]]:
@@ -116,9 +125,14 @@ class TensorPlan:
             return [(rank,) for rank in range(len(places))]
         return [tuple(ranks[places[rank]] for ranks in self.nodes) for rank in range(len(places))]
 
-    @cached_property
-    def _node_of(self) -> dict[int, Sequence[int]]:
-        return {rank: ranks for ranks in self.nodes for rank in ranks}
+
+def _by_rank(moves: Iterable[Move]) -> dict[int, list[Move]]:
+    """Return, for each rank, the moves in which it takes part, in their order."""
+    found: dict[int, list[Move]] = {}
+    for move in moves:
+        for rank in {move.source, move.target}:
+            found.setdefault(rank, []).append(move)
+    return found
 
 
 def _check(optimizer: Any, spec: ParameterSpec) -> None:

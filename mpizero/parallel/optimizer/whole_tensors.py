@@ -122,7 +122,7 @@ class WholeTensors:
 
         Collective over the data group.
         """
-        moves, values = list(self.plan.gathers(self.data.rank)), self.store.values
+        moves, values = self.plan.gathers(self.data.rank), self.store.values
         gradients = self._empty()
         requests = self._exchange(
             moves,
@@ -147,7 +147,7 @@ class WholeTensors:
 
         Collective over the data group.
         """
-        moves, values = list(self.plan.returns(self.data.rank)), self.store.values
+        moves, values = self.plan.returns(self.data.rank), self.store.values
         for request in self._exchange(
             moves, _UPDATED, self._inside(updated), lambda move: _held(values, self._places[move.span].store, move)
         ):
