@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mpizero.comm import ProcessGrid as ProcessGrid
     from mpizero.optim import LAMB as LAMB
     from mpizero.optim import SGD as SGD
+    from mpizero.optim import SOAP as SOAP
     from mpizero.optim import Adam as Adam
     from mpizero.optim import AdamW as AdamW
     from mpizero.optim import DynamicLossScale as DynamicLossScale
@@ -91,6 +92,7 @@ _NAMES = {
     "mpizero.optim": (
         "LAMB",
         "SGD",
+        "SOAP",
         "Adam",
         "AdamW",
         "DynamicLossScale",

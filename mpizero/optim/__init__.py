@@ -12,6 +12,7 @@ from mpizero.optim.muon import Muon
 from mpizero.optim.optimizers import LAMB, SGD, Adam, AdamW, Lion, RMSprop
 from mpizero.optim.scaling import DynamicLossScale, LossScaleState, clip_factor
 from mpizero.optim.schedules import Schedule, constant, cosine, linear
+from mpizero.optim.soap import SOAP
 from mpizero.optim.state_arrays import state_size, state_specs, tensor_state_size
 from mpizero.optim.tensor_optimizer import TensorOptimizer, TensorStep, takes_whole, tensor_slots
 
@@ -19,6 +20,7 @@ __all__ = [
     "EMA",
     "LAMB",
     "SGD",
+    "SOAP",
     "Adam",
     "AdamW",
     "AdaptedOptimizer",

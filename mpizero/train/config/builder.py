@@ -154,6 +154,7 @@ def build_optimizer(config: Config) -> Any:
         "lion": optim.Lion,
         "lamb": optim.LAMB,
         "muon": optim.Muon,
+        "soap": optim.SOAP,
     }
     rate = {item.name for item in fields(OptimizerSection)} - {"weight_decay"}
     own = {item.name: getattr(section, item.name) for item in fields(section) if item.name not in rate}

@@ -91,7 +91,7 @@ class TrainSection(LoopSection):
 class OptimizerSection(ConfigSection):
     """Hold the settings that all optimizers have; subclasses add their own."""
 
-    name: str = setting("adamw", choice("sgd", "adam", "adamw", "rmsprop", "lion", "lamb", "muon"))
+    name: str = setting("adamw", choice("sgd", "adam", "adamw", "rmsprop", "lion", "lamb", "muon", "soap"))
     lr: float = setting(3e-4, positive)
     schedule: str = setting("constant", choice("constant", "linear", "cosine"))
     schedule_steps: int | None = setting(None, optional(whole(1)))
@@ -178,6 +178,16 @@ class MuonSection(TensorSection):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SoapSection(TensorSection):
+    """Hold the settings of SOAP: Adam in the eigenbasis of Shampoo's preconditioner."""
+
+    lr: float = setting(3e-3, positive)
+    betas: tuple[float, float] = setting((0.95, 0.95), _BETAS)
+    frequency: int = setting(10, whole(1))
+    max_dimension: int = setting(10_000, whole(1))
+
+
+@dataclass(frozen=True, kw_only=True)
 class RmspropSection(OptimizerSection):
     """Hold the settings of RMSprop."""
 
@@ -225,6 +235,7 @@ OPTIMIZERS: dict[str, type[OptimizerSection]] = {
     "lion": LionSection,
     "lamb": LambSection,
     "muon": MuonSection,
+    "soap": SoapSection,
 }
 
 

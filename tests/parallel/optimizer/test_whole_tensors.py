@@ -48,7 +48,11 @@ class RowMeans(mz.TensorOptimizer):
         w -= step.lr * (state["sums"] / state["count"] + step.weight_decay * w)
 
 
-OPTIMIZERS = {"muon": lambda: mz.Muon(lr=1e-2, exclude=["head.*"]), "own": lambda: RowMeans(lr=1e-2)}
+OPTIMIZERS = {
+    "soap": lambda: mz.SOAP(lr=1e-2, frequency=1, max_dimension=30),
+    "muon": lambda: mz.Muon(lr=1e-2, exclude=["head.*"]),
+    "own": lambda: RowMeans(lr=1e-2),
+}
 
 
 def trained(comm: Any, strategy: str, name: str = "muon", *, dtype: str = "float32", **settings: Any) -> Any:
@@ -81,7 +85,7 @@ def test_threads_have_the_bits_of_one_process_with_every_strategy(name, ranks, m
 @pytest.mark.mpi
 def test_every_strategy_has_the_bits_of_one_process(world):
     for number, (strategy, memory) in enumerate(layouts(world.size)):
-        name = ("muon", "own")[(number + world.size) % 2]
+        name = ("muon", "own", "soap")[(number + world.size) % 3]
         assert trained(world, strategy, name, **memory) == known(world, alone, name), (strategy, memory, name)
 
 
@@ -188,7 +192,7 @@ def steps_of(model: Any, comm: Any, count: int) -> str:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_resume_on_other_ranks_and_strategies_has_the_bits_of_no_interruption(tmp_path, name):
-    optimizer = {"muon": lambda: mz.Muon(lr=1e-2, exclude=["hidden.1.*"]), "own": OPTIMIZERS["own"]}[name]
+    optimizer = {**OPTIMIZERS, "muon": lambda: mz.Muon(lr=1e-2, exclude=["hidden.1.*"])}[name]
 
     def run(comm, strategy, before, after, **memory):
         model, bound = sharded(strategy, comm, mlp(), optimizer(), micro_batch=2, ema=0.9, check_every=1, **memory)
