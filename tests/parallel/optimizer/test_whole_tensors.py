@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import h5py
@@ -71,6 +72,7 @@ def trained(comm: Any, strategy: str, name: str = "muon", *, dtype: str = "float
         )
 
 
+@cache
 def alone(*arguments: Any) -> Any:
     return trained(None, "ddp", *arguments)
 
@@ -178,6 +180,60 @@ def test_training_with_muon_against_the_formulas():
         b = b - 0.05 * (first / (1 - 0.9**step) / root)
     np.testing.assert_allclose(found["w"], w, rtol=0, atol=1e-10)
     np.testing.assert_allclose(found["b"], b, rtol=0, atol=1e-10)
+
+
+def test_frozen_tensors_stay_and_a_skipped_step_changes_nothing():
+    def run(comm):
+        model = mz.nn.freeze(mlp(), ["hidden.1.*"])
+        with sharded("zero2", comm, model, mz.SOAP(lr=1e-2), micro_batch=2)[0] as model:
+            start = model.named_parameters()["hidden.1.linear.weight"].copy()
+            steps_of(model, comm, 3)
+            before = model.parameters_sha256(), {s: a.tobytes() for s, a in model.engine.updater.state.items()}
+            x, y = points(9)
+            x[4] = np.inf
+            model.train(*part(comm, x, y))
+            assert model.last_step.skipped
+            assert before == (
+                model.parameters_sha256(),
+                {s: a.tobytes() for s, a in model.engine.updater.state.items()},
+            )
+            np.testing.assert_array_equal(model.named_parameters()["hidden.1.linear.weight"], start)
+            state = model.optimizer.state_dict()["state"]["left"]
+            assert state.keys() == {"hidden.0.linear.weight", "output.linear.weight"}
+            return before[0]
+
+    assert run_in_threads(3, run)[0] == run(None)
+
+
+def test_ranks_that_train_alone_own_all_tensors_of_their_copy():
+    """With the same batch on both ranks the copies stay equal, and equal to one process."""
+    x, y = points(8)
+
+    def run(comm):
+        config = mz.ShardingConfig(comm=comm, micro_batch=2)
+        with config, mz.DDPModel(mlp(), config) as model:
+            mz.LocalSGDOptimizer(mz.Muon(lr=1e-2), config, every=2).set_model(model)
+            for _ in range(4):
+                model.train(x, y)
+            return model.parameters_sha256()
+
+    with sharded("ddp", None, mlp(), mz.Muon(lr=1e-2), micro_batch=2)[0] as model:
+        for _ in range(4):
+            model.train(x, y)
+        assert run_in_threads(2, run) == [model.parameters_sha256()] * 2
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_metadata_tells_the_state_that_owners_keep(strategy):
+    """The formula is the mean over ranks: the state of whole tensors is divided with every strategy."""
+
+    def run(comm):
+        with sharded(strategy, comm, mlp(), mz.SOAP(), **PRIVATE)[0] as model:
+            told = model.metadata()
+            return told.bytes_on_rank["optimizer state"], told.formula_bytes["optimizer state"]
+
+    held, formulas = zip(*run_in_threads(3, run), strict=True)
+    assert sum(held) == pytest.approx(sum(formulas))
 
 
 # ---------------------------------------------------------------------- saved and loaded
