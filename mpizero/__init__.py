@@ -28,14 +28,18 @@ if TYPE_CHECKING:
     from mpizero.optim import LAMB as LAMB
     from mpizero.optim import LBFGS as LBFGS
     from mpizero.optim import SGD as SGD
+    from mpizero.optim import SOAP as SOAP
     from mpizero.optim import Adam as Adam
     from mpizero.optim import AdamW as AdamW
     from mpizero.optim import DynamicLossScale as DynamicLossScale
     from mpizero.optim import Lion as Lion
+    from mpizero.optim import Muon as Muon
     from mpizero.optim import NewtonCG as NewtonCG
     from mpizero.optim import NonlinearCG as NonlinearCG
     from mpizero.optim import ParameterGroup as ParameterGroup
     from mpizero.optim import RMSprop as RMSprop
+    from mpizero.optim import TensorOptimizer as TensorOptimizer
+    from mpizero.optim import TensorStep as TensorStep
     from mpizero.parallel import BadSteps as BadSteps
     from mpizero.parallel import DDPModel as DDPModel
     from mpizero.parallel import DDPOptimizer as DDPOptimizer
@@ -94,6 +98,8 @@ _NAMES = {
         "LAMB",
         "LBFGS",
         "SGD",
+        "SGD",
+        "SOAP",
         "Adam",
         "AdamW",
         "DynamicLossScale",
@@ -102,6 +108,11 @@ _NAMES = {
         "NonlinearCG",
         "ParameterGroup",
         "RMSprop",
+        "Muon",
+        "ParameterGroup",
+        "RMSprop",
+        "TensorOptimizer",
+        "TensorStep",
     ),
     "mpizero.parallel": (
         "BadSteps",

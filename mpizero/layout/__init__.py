@@ -5,7 +5,7 @@ from mpizero.layout.flat import FlatLayout
 from mpizero.layout.grains import GrainRule, Grains
 from mpizero.layout.hyperslab import hyperslabs
 from mpizero.layout.instructions import Instruction
-from mpizero.layout.partition import Partition
+from mpizero.layout.partition import Partition, owners_by_cost
 from mpizero.layout.schedule import Schedule
 from mpizero.layout.schedules import SCHEDULES, build_schedule, chunk_stages
 from mpizero.layout.simulate import Costs, Simulation, TimedInstruction, bubble_formula, simulate
@@ -65,6 +65,7 @@ __all__ = [
     "hyperslabs",
     "leaves_program",
     "merge",
+    "owners_by_cost",
     "rows_plan",
     "simulate",
     "wave_plan",

@@ -1,10 +1,11 @@
-"""Implement the shard rule: cut elements into contiguous shards whose sizes differ by at most one."""
+"""Divide elements into contiguous shards whose sizes differ by at most one, and whole things by their costs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from heapq import heapreplace
 
 from mpizero.errors import LayoutError
 
@@ -59,3 +60,17 @@ class Partition:
 @lru_cache(maxsize=1024)  # split layers ask again and again
 def _sizes(partition: Partition) -> tuple[int, ...]:
     return tuple(shard.stop - shard.start for shard in partition)
+
+
+def owners_by_cost(costs: Sequence[int], parts: int) -> tuple[int, ...]:
+    """Divide things over ``parts`` owners whose costs are then about equal; return the owner of each thing.
+
+    The most expensive thing comes first; each goes to the owner with the least cost so far, of several such owners to
+    the first (the rule of the longest processing time, Graham 1969). Of things with equal costs the first comes first.
+    No owner gets more than 4/3 of the largest cost in the best division.
+    """
+    owners, loads = [0] * len(costs), [(0, owner) for owner in range(parts)]
+    for thing in sorted(range(len(costs)), key=lambda thing: -costs[thing]):
+        load, owners[thing] = loads[0]
+        heapreplace(loads, (load + costs[thing], owners[thing]))
+    return tuple(owners)

@@ -13,6 +13,7 @@ from mpizero import kernels
 from mpizero.errors import ArgumentError
 from mpizero.names import check_slots
 from mpizero.optim.flat_optimizer import FlatOptimizer, RowSum, rate_at
+from mpizero.optim.tensor_optimizer import tensor_slots
 from mpizero.optim.vectors.method import VectorMethod
 from mpizero.types import Array, Dtype, ParameterSpec
 
@@ -37,6 +38,7 @@ class AdaptedOptimizer:
 
     needs_tensor_norms = False
     needs_vectors = False
+    needs_whole_tensors = False
     elementwise_kernel = False
 
     def __init__(self, optimizer: Any) -> None:
@@ -165,7 +167,7 @@ def adapt(optimizer: Any) -> Any:
         If a state array of the optimizer has a name that a checkpoint cannot store.
     """
     adapted = _adapted(optimizer)
-    check_slots(type(optimizer).__name__, adapted.slots)
+    check_slots(type(optimizer).__name__, (*adapted.slots, *tensor_slots(adapted)))
     return adapted
 
 
@@ -188,3 +190,8 @@ def learning_rate(optimizer: Any, step: int) -> float:
     source = optimizer.optimizer if isinstance(optimizer, AdaptedOptimizer) else optimizer
     lr = getattr(source, "lr", None)
     return math.nan if lr is None else rate_at(type(source).__name__, lr, step)
+
+
+def optimizer_name(optimizer: Any) -> str:
+    """Return the optimizer's name for checkpoints: its attribute ``name``, or its class name if it has none."""
+    return str(getattr(optimizer, "name", type(optimizer).__name__))

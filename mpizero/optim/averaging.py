@@ -8,8 +8,9 @@ from typing import Any
 from mpizero import kernels
 from mpizero.errors import ConfigError
 from mpizero.kernels import pool
-from mpizero.optim.adapted import adapt
+from mpizero.optim.adapted import adapt, optimizer_name
 from mpizero.optim.flat_optimizer import RowSum
+from mpizero.optim.tensor_optimizer import tensor_slots
 from mpizero.types import Array
 
 #: Name of the state array that holds the average.
@@ -32,9 +33,8 @@ class AveragingOptimizer:
     """
 
     def __init__(self, inner: Any, decay: float) -> None:
-        if EMA in inner.slots:
-            name = getattr(inner, "name", type(inner).__name__)
-            raise ConfigError(f"ema: {name} has a state array of this name already; call it otherwise")
+        if EMA in (*inner.slots, *tensor_slots(inner)):
+            raise ConfigError(f"ema: {optimizer_name(inner)} has a state array of this name already; call it otherwise")
         self.inner, self.decay = inner, decay
         self._step = 0
 
@@ -46,7 +46,7 @@ class AveragingOptimizer:
     @property
     def name(self) -> str:
         """The optimizer's name in checkpoints."""
-        return str(getattr(self.inner, "name", type(self.inner).__name__))
+        return optimizer_name(self.inner)
 
     @property
     def slots(self) -> tuple[str, ...]:

@@ -128,6 +128,8 @@ class FlatOptimizer:
     needs_tensor_norms: ClassVar[bool] = False
     #: True if a step needs dot products of whole vectors (:class:`mpizero.optim.VectorMethod`).
     needs_vectors: ClassVar[bool] = False
+    #: True for a :class:`~mpizero.optim.TensorOptimizer`, which updates whole tensors, each on one rank.
+    needs_whole_tensors: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
@@ -200,6 +202,10 @@ class FlatOptimizer:
         ConfigError
             If the schedule returned a value that is no finite number >= 0.
         """
+        return np.array(self._scalars(step, *self._rates(step, group, lr)), dtype)
+
+    def _rates(self, step: int, group: int, lr: float | None) -> tuple[float, float]:
+        """Return learning rate and weight decay of a group's parameters; the arguments are those of :meth:`hyper`."""
         place, decays = divmod(group, 2)
         lr = rate_at(type(self).__name__, self.lr, step - 1) if lr is None else lr
         decay = self.weight_decay if decays else 0.0
@@ -207,7 +213,7 @@ class FlatOptimizer:
             chosen = self.groups[place]
             lr *= chosen.lr_scale
             decay = decay if chosen.weight_decay is None else chosen.weight_decay
-        return np.array(self._scalars(step, lr, decay), dtype)
+        return lr, decay
 
     def apply(self, w: Array, g: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
         """Update parameters ``w`` and their ``state`` in place with the gradient ``g``, which is not changed.

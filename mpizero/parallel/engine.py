@@ -120,7 +120,7 @@ class Engine(PlacedModel):
         self.exchange.finish(self.current_loss_scale() / scale, updated=not problems)
         if not problems:
             self.integers.commit()
-        if problems and updater.retry():
+        if problems and updater.method is not None and updater.method.retry():
             self.store.publish(exchange=self.placement.shard_optimizer, later=True)
         elif problems:
             self.memory.barrier("skipped")
@@ -273,7 +273,9 @@ class Engine(PlacedModel):
     def _place(self, *, iterate: bool) -> None:
         self.store.wait()
         self.memory.barrier("place")  # ranks that still read parameters read the old ones
-        self._bound().place(iterate=iterate)
+        method = self._bound().method
+        assert method is not None, "only methods of whole vectors have iterates"
+        method.place(iterate=iterate)
         self.store.publish(exchange=self.placement.shard_optimizer)
 
     # ------------------------------------------------------------------ evaluation

@@ -189,9 +189,9 @@ class Integrity:
                     yield from _named("parameters", entry.spec, part.start - entry.offset, values)
         for slot in sorted(updater.state) if updater is not None else ():
             assert updater is not None
-            for piece in updater.pieces:
+            for piece in updater.state_pieces(slot):
                 values = updater.state[slot][piece.state : piece.state + piece.size]
-                yield from _named(f"optimizer/{slot}", piece.entry.spec, piece.span.start - piece.entry.offset, values)
+                yield from _named(f"optimizer/{slot}", piece.spec, piece.start, values)
 
     # ------------------------------------------------------------------ comparison
 

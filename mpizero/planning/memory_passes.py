@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from mpizero import optim
 from mpizero.layout import Program
 from mpizero.parallel.step_rules import fuses_update
 from mpizero.planning.traffic import RankTraffic
@@ -128,18 +129,28 @@ class StepPasses:
     def optimizer(self) -> list[PassBytes]:
         """Return one entry: the bytes of norm and update together, and of the last sum if it is fused.
 
-        Not collective.
+        Not collective. Of whole tensors it counts one pass over values and state; :func:`tensor_work` has the rest.
         """
-        training = self.traffic.training
+        training, tensors = self.traffic.training, self.traffic.tensors
         arrays = 1 + len(training.optimizer.slots)
         rows = 1
         if self.fused and not training.step.waves:
             rows = _rows_read(training.step.rows_plan(self.traffic.grid).root)
         gradients = self._owned if training.row.shard_optimizer else self._group
-        found = [self._pass(gradients, rows, 0), self._pass(self.traffic.updated, arrays, arrays)]
+        elementwise = self.traffic.updated - self.traffic.updated_in_tensors
+        found = [self._pass(gradients, rows, 0), self._pass(elementwise, arrays, arrays)]
+        for spec in (tensors.tensors[number].spec for number in tensors.owned(self.traffic.grid.data.rank)):
+            found.append(self._pass(spec.size + optim.tensor_state_size(training.optimizer, spec), 1, 1))
         if training.needs_norm:
             found.append(self._pass(self._owned, 1, 0))
         return [PassBytes(sum(p.read for p in found), sum(p.written for p in found))]
+
+
+def tensor_work(traffic: RankTraffic) -> int:
+    """Return the floating-point operations by which a rank updates its whole tensors. Not collective."""
+    tensors, optimizer = traffic.tensors, traffic.training.optimizer
+    owned = (tensors.tensors[number].spec.shape for number in tensors.owned(traffic.grid.data.rank))
+    return sum(int(optimizer.cost(shape)) for shape in owned)
 
 
 def _rows_read(program: Program) -> int:

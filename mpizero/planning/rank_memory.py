@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from math import lcm
 from typing import NamedTuple
 
+from mpizero import optim
 from mpizero.kernels.device import STAGING
 from mpizero.parallel.device.compute_device import updates_on_device
 from mpizero.parallel.device.device_parameters import gradient_places
@@ -216,7 +217,12 @@ class RankMemory:
 
     def _state(self) -> int:
         """Return the number of elements in this rank's optimizer state."""
-        return len(self.traffic.training.optimizer.slots) * self.traffic.updated
+        optimizer, tensors, rank = self.traffic.training.optimizer, self.traffic.tensors, self.traffic.grid.data.rank
+        in_tensors = self.traffic.updated_in_tensors
+        found = len(optimizer.slots) * (self.traffic.updated - in_tensors)
+        own = (tensors.tensors[number].spec for number in tensors.owned(rank))
+        average = optim.EMA in optimizer.slots
+        return found + average * in_tensors + sum(optim.tensor_state_size(optimizer, spec) for spec in own)
 
     def _residuals(self) -> MemoryBytes:
         """Return the memory of the residuals of gradient compression, of the last step and of the current one.

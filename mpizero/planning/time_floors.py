@@ -13,7 +13,7 @@ from functools import cached_property
 from mpizero.planning import TrainingPlan
 from mpizero.planning.byte_counts import ExchangeCost, Sent
 from mpizero.planning.machine_file import Machine
-from mpizero.planning.memory_passes import PassBytes, StepPasses
+from mpizero.planning.memory_passes import PassBytes, StepPasses, tensor_work
 from mpizero.planning.traffic import RankTraffic
 
 #: The phases of a step that `bench step` measures. "local sums" are checks and sums of gradients inside a rank.
@@ -30,7 +30,13 @@ PHASES = (
     "waiting",
 )
 #: For each purpose of messages, the measured operation whose times are used; "gather" for the others.
-_OPERATIONS = {"tensor": "allreduce", "context": "one to one", "ties": "one to one", "samples": "exchange"}
+_OPERATIONS = {
+    "whole tensors": "one to one",
+    "tensor": "allreduce",
+    "context": "one to one",
+    "ties": "one to one",
+    "samples": "exchange",
+}
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ class TimeFloors:
             "layers' messages": sum(self._purpose(name, sent[name]) for name in inside) + self._windows(traffic),
             "local sums": self._passes(passes.local_sums()),
             "reduction": self._passes(passes.reduction()) + self._reduction(traffic, sent),
-            "optimizer": self._passes(passes.optimizer()),
+            "optimizer": self._passes(passes.optimizer()) + self._tensors(traffic, sent),
             "publication": self._publication(traffic),
             "agreement": sum(self._purpose(name, sent[name]) for name in agreed),
             "waiting": self._bubble(traffic),
@@ -130,6 +136,11 @@ class TimeFloors:
             waves = traffic.training.step.wave_plan(traffic.grid).waves
             times = len(waves) * len(traffic.part.layout.units)
         return rows + ties + times * self._barrier(traffic)
+
+    def _tensors(self, traffic: RankTraffic, sent: dict[str, Sent]) -> float:
+        """Return the seconds of the products that update whole tensors, and of their messages."""
+        messages = self._purpose("whole tensors", sent["whole tensors"]) if "whole tensors" in sent else 0.0
+        return tensor_work(traffic) / self.machine.rate(self.ranks_per_node) + messages
 
     def _publication(self, traffic: RankTraffic) -> float:
         """Return the seconds of the messages that send updated parameters and gather units, and of one barrier.

@@ -16,6 +16,7 @@ from mpizero.layout import Instruction, Unit, build_schedule
 from mpizero.nn.integers import integers_of
 from mpizero.parallel.gradients.overlap import Bucket, cut_buckets
 from mpizero.parallel.optimizer.global_norm import tiles_of
+from mpizero.parallel.optimizer.tensor_plan import TensorPlan
 from mpizero.parallel.optimizer.tied_parameters import TieExchange
 from mpizero.parallel.parameters import publication
 from mpizero.parallel.placement import Placement
@@ -40,8 +41,20 @@ if TYPE_CHECKING:
     from mpizero.parallel.config import ShardingConfig
 
 #: The purposes of messages, in the order in which they are shown. "control" messages are those by which ranks agree on
-#: the sizes of the batch, losses and weights, the learning rate, and whether replicas have the same samples.
-PURPOSES = ("gradients", "parameters", "tensor", "activations", "context", "ties", "samples", "norms", "control")
+#: the sizes of the batch, losses and weights, the learning rate, and whether replicas have the same samples. "whole
+#: tensors" are gradients, and updated values, of tensors that an optimizer updates as a whole.
+PURPOSES = (
+    "gradients",
+    "parameters",
+    "whole tensors",
+    "tensor",
+    "activations",
+    "context",
+    "ties",
+    "samples",
+    "norms",
+    "control",
+)
 
 
 @dataclass(frozen=True)
@@ -111,11 +124,14 @@ class RankTraffic:
         The rank's part of the model.
     grid : PlannedGrid
         The rank's groups.
+    tensors : TensorPlan
+        The owners of the tensors that the optimizer updates as a whole.
     """
 
     training: PlannedTraining
     part: ModelPart
     grid: PlannedGrid
+    tensors: TensorPlan
 
     def sent(self) -> dict[str, Sent]:
         """Return what the rank sends in a step, by purpose; purposes without messages are left out. Not collective."""
@@ -123,7 +139,7 @@ class RankTraffic:
 
     @cached_property
     def _sent(self) -> dict[str, Sent]:
-        found = {purpose: getattr(self, f"_{purpose}")() for purpose in PURPOSES}
+        found = {purpose: getattr(self, f"_{purpose.replace(' ', '_')}")() for purpose in PURPOSES}
         return {purpose: sent for purpose, sent in found.items() if sent.bytes}
 
     @cached_property
@@ -135,6 +151,12 @@ class RankTraffic:
     def updated(self) -> int:
         """Number of parameter elements that this rank updates in a step."""
         return sum(self.part.shards.trained[rank] for rank in updated_by(self.training.row, self.grid))
+
+    @cached_property
+    def updated_in_tensors(self) -> int:
+        """Number of those elements that are parts of whole tensors."""
+        rank = self.grid.data.rank
+        return sum(move.span.size for move in self.tensors.returns(rank) if move.target == rank)
 
     @cached_property
     def jobs(self) -> tuple[int, ...]:
@@ -249,6 +271,17 @@ class RankTraffic:
     def _parameters(self) -> Sent:
         found = total_sent(e.sent for e in self.publications()) if self.training.row.shard_optimizer else Sent()
         return found + total_sent(gather_cost.sent for gather_cost in self.gathers())
+
+    def _whole_tensors(self) -> Sent:
+        """Return the messages of gradients, of gathered parameters and of updated values, and of one agreement."""
+        if not self.tensors.tensors:
+            return Sent()
+        rank, size, item = self.grid.data.rank, self.grid.data.size, self.training.itemsize
+        gathered, returned = (
+            total_sent(one_call(m.span.size * item) for m in moves if m.source == rank != m.target)
+            for moves in (self.tensors.gathers(rank), self.tensors.returns(rank))
+        )
+        return gathered.times(2 if self.sharded else 1) + returned + one_call(2 * (size - 1) // size)
 
     # ------------------------------------------------------------------ inside the model
 

@@ -12,6 +12,7 @@ import numpy as np
 from mpizero import optim
 from mpizero.layout import Axes, Coordinates, Costs, Grains, Simulation, build_schedule, simulate
 from mpizero.parallel.config import ShardingConfig
+from mpizero.parallel.optimizer.tensor_plan import TensorPlan
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.parallel.partition.tiles import in_tiles, within_rounding
 from mpizero.parallel.placement import Placement
@@ -206,8 +207,23 @@ class TrainingPlan:
         """Return the object that computes one rank's messages. Not collective."""
         if rank not in self._traffic:
             grid = self.places.grid(rank)
-            self._traffic[rank] = RankTraffic(self.training, self.part(grid), grid)
+            part = self.part(grid)
+            self._traffic[rank] = RankTraffic(self.training, part, grid, self._tensors_of(part, grid))
         return self._traffic[rank]
+
+    def _tensors_of(self, part: ModelPart, grid: PlannedGrid) -> TensorPlan:
+        """Return the owners of whole tensors of a part, computed once for all ranks with equal parts and nodes."""
+        key = (id(part), grid.nodes)
+        if key not in self._tensor_plans:
+            replicated = not self.training.row.shard_optimizer
+            self._tensor_plans[key] = TensorPlan.of(
+                self.training.optimizer, part.layout, grid.nodes, replicated=replicated
+            )
+        return self._tensor_plans[key]
+
+    @cached_property
+    def _tensor_plans(self) -> dict[tuple[int, Any], TensorPlan]:
+        return {}
 
     @cached_property
     def _traffic(self) -> dict[int, RankTraffic]:

@@ -55,9 +55,9 @@ class Rank:
             array[:] = rng.standard_normal(self.size, np.float32)
             if slot.startswith("gradient_difference"):  # of positive curvature
                 array[:] = self.updater.state[slot.replace("gradient", "parameter")] * 0.5
-        progress = self.updater.progress
+        progress = self.updater.method.progress
         progress.numbers = {"rho": [1.0 / self.size] * args.history, "made": [float(args.history)], "gamma": [1.0]}
-        space = self.updater.vectors
+        space = self.updater.method.vectors
         self.cases: dict[str, Callable[[], object]] = {
             OURS: lambda: method._choose(space, progress),
             STREAM: self._stream(args.history, self.updater.state, GRADIENT, DIRECTION),

@@ -241,6 +241,24 @@ def test_a_users_own_optimizer_stays_on_the_host():
         np.testing.assert_allclose(model.gather_full_parameters(), own, rtol=1e-6)
 
 
+def test_whole_tensors_are_updated_on_the_host():
+    found = []
+    for where, ranks in ((None, 1), ("cpu", 1), (None, 2)):
+
+        def run(comm, where=where):
+            with config(comm, optimizer_device=where) as sharding, mz.ZeRO2Model(network(), sharding) as model:
+                model.engine.bind(mz.Muon(lr=0.01))
+                train(model, 2)
+                assert "optimizer state" not in model.metadata().bytes_on_device
+                return model.gather_full_parameters()
+
+        found.append(run_in_threads(ranks, run)[0])
+    assert found[0].tobytes() == found[1].tobytes() == found[2].tobytes()
+    wrong = pytest.raises(ConfigError, match=r"Muon.update works on arrays of the host")
+    with config(optimizer_device="cuda") as sharding, mz.DDPModel(network(), sharding) as model, wrong:
+        model.engine.bind(mz.Muon())
+
+
 def test_an_optimizer_on_a_gpu_needs_layers_there():
     with pytest.raises(ConfigError, match="device='cuda'"):
         mz.ShardingConfig(optimizer_device="cuda")

@@ -30,6 +30,8 @@ CASES: dict[str, dict[str, Any]] = {
         "model": {"sequence": 1024},
     },
     "float64": {"optimizer": lambda: mz.AdamW(lr=1e-2), "model": {"dtype": "float64"}},
+    "muon": {"optimizer": lambda: mz.Muon(lr=1e-2), "clip": 0.3},
+    "soap": {"optimizer": lambda: mz.SOAP(lr=1e-2, frequency=1), "model": {"tied": False}},
     "loss scale": {"optimizer": lambda: mz.AdamW(lr=1e-2), "loss_scale": mz.DynamicLossScale(initial=2.0**10)},
 }
 

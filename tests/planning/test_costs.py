@@ -45,6 +45,7 @@ TAGS = {
     "tensor sums": "norms",
     "sums of parameters": "norms",
     "gather": "parameters",
+    "whole tensors": "whole tensors",
 }
 POINT_TO_POINT = "point to point"
 
@@ -144,6 +145,8 @@ def counted(engine: Any, job: Job) -> tuple[Counter[str], Counter[str]]:
             purpose = layers if tag == "gather" and layers == "tensor" else TAGS.get(tag, layers)
             if tag == POINT_TO_POINT:
                 kinds = {id(engine.grid.world): "ties", id(engine.grid.pipeline): "activations"}
+                if engine.updater.tensors is not None:
+                    kinds[id(engine.grid.data)] = "whole tensors"
                 purpose = kinds.get(id(comm), "context")
             if tag == "gather" and job.zero == 0 and purpose == "parameters":
                 purpose = "gradients"  # replicated state: what is gathered is the reduced gradient
@@ -249,6 +252,14 @@ def spreads(ranks: int) -> list[Job]:
 
 
 # ---------------------------------------------------------------------- planned = measured
+
+
+@pytest.mark.parametrize("memory", MEMORIES, ids=str)
+def test_owners_of_whole_tensors_hold_and_send_what_was_planned(memory: dict[str, Any]) -> None:
+    for zero in range(4):
+        check_on_threads(Job(zero, optimizer=mz.Muon(), config=memory | {"ema": 0.9}), 4)
+    if "ranks_per_node" not in memory:
+        check_on_threads(Job(1, {"pipeline": 2}, mz.Muon(), config=memory), 4)
 
 
 def test_norms_over_tiles_send_what_was_planned() -> None:

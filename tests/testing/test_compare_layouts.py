@@ -190,6 +190,35 @@ def test_start_values_that_depend_on_the_rank_are_found_before_the_first_step():
     assert "start values" in found.diagnosis
 
 
+class Unrepeatable(mz.TensorOptimizer):
+    """An optimizer whose state of whole tensors has random numbers without a seed, which no parameter sees."""
+
+    tensor_slots = ("noise",)
+
+    def state_shapes(self, shape):
+        return {"noise": (2,)}
+
+    def cost(self, shape):
+        return 1
+
+    def update_tensor(self, w, g, state, step):
+        w -= step.lr * g
+        state["noise"][:] = np.random.default_rng().random(2)
+
+
+def test_state_of_whole_tensors_is_compared_and_named():
+    assert compared("zero2*3", make_optimizer=lambda: mz.Muon(lr=1e-2), clip=0.1).agrees
+    found = finding("zero2*3", make_optimizer=lambda: Unrepeatable(lr=1e-2))
+    assert (found.step, found.quantity, found.index) == (1, "optimizer slot 'noise'", (0,))
+    assert (found.tensor, found.size, found.differing, found.ranks) == ("blocks.0.attention.qkv.weight", 2, 2, ())
+
+
+def test_state_of_whole_tensors_follows_a_layout_that_rounds():
+    report = compared("context=3", make_optimizer=lambda: mz.SOAP(lr=1e-2, frequency=1))
+    assert report.agrees
+    assert report.verdicts[1].tolerance is not None
+
+
 def test_a_slot_that_changes_after_the_update_is_named(monkeypatch):
     planted.halved_slots(monkeypatch)
     found = finding("zero1*3", clip=0.1)

@@ -175,3 +175,11 @@ def test_without_names_the_configurations_own_layout_comes_first(tmp_path):
     layouts = choose(config, model, as_communicator(None), None, 2)
     assert str(layouts[0]) == "ddp*2, ranks_per_node=1"
     assert "zero1*2, context=2" in map(str, layouts)
+
+
+@pytest.mark.parametrize(("name", "groups"), [("adamw", True), ("muon", False)])
+def test_tensor_groups_are_left_out_where_an_optimizer_updates_whole_tensors(name, groups):
+    config = parse_config(ConfigDocument("tiny.toml", TINY, [f"optimizer.name={name}"]), {})
+    model = SimpleNamespace(blocks=dict.fromkeys("abc"), loss=None, dtype=None, seed=0)
+    layouts = choose(config, model, as_communicator(None), None, 2)
+    assert any(layout.parallel.tensor > 1 for layout in layouts) == groups

@@ -135,6 +135,7 @@ class VectorMethod(ABC):
 
     #: Part of the interface of optimizers: such a method updates no flat arrays by itself.
     needs_tensor_norms: ClassVar[bool] = False
+    needs_whole_tensors: ClassVar[bool] = False
     elementwise_kernel: ClassVar[bool] = False
     needs_vectors: ClassVar[bool] = True
 

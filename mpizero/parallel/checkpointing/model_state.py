@@ -8,7 +8,7 @@ of these arrays.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,6 @@ from mpizero.parallel.checkpointing.restore import ArrayReader, HeldArray, HeldP
 from mpizero.parallel.checkpointing.saved_attribute import AXES, check_layout, read_attribute
 from mpizero.parallel.checkpointing.tile_record import tell_tiles, tile_record
 from mpizero.parallel.parameters.integer_state import named_integers
-from mpizero.parallel.parameters.shards import UpdatePiece
 from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.text import notice
 from mpizero.types import Array, ParameterSpec
@@ -54,7 +53,7 @@ def local_arrays(
         arrays += _integer_arrays(engine, held=here.data == here.tensor == here.context == 0)
     if engine.updater is not None:
         state = engine.updater.host_state(fetch=fetch)
-        arrays += _state_arrays(engine, state, engine.updater.trees.own, engine.whole.writes)
+        arrays += _state_arrays(engine, state, engine.whole.writes, own=True)
     return [array.local() for array in arrays]
 
 
@@ -87,50 +86,46 @@ def _parameter_arrays(
     ``wanted`` tells for each parameter of this rank whether its pieces are included. The pieces are views of ``values``
     (see :func:`local_arrays`), or of the parameters if it is None.
     """
-    pieces: list[HeldPiece] = []
+    arrays = _whole_arrays("parameters", (entry.spec for entry in engine.whole.layout.parameters), engine.dtype)
     for unit, span in zip(engine.layout.units, engine.store.share.spans, strict=True):
         owned = engine.store.owned(unit.index) if values is None else values[span.start : span.stop]
         for entry, part in engine.layout.pieces(span):
             view = owned[part.start - span.start : part.stop - span.start]
-            pieces.append(HeldPiece(entry.spec, part.start - entry.offset, view))
-    return _whole_arrays(engine, "parameters", pieces, wanted)
+            _add(arrays, HeldPiece(entry.spec, part.start - entry.offset, view), wanted)
+    return list(arrays.values())
 
 
 def _state_arrays(
-    engine: Engine,
-    state: Mapping[str, Array],
-    kept: Sequence[UpdatePiece],
-    wanted: Callable[[ParameterSpec], bool],
+    engine: Engine, state: Mapping[str, Array], wanted: Callable[[ParameterSpec], bool], *, own: bool = False
 ) -> list[HeldArray]:
     """Return all arrays of the optimizer state, with this rank's pieces of those whose parameter is ``wanted``.
 
-    ``state`` is this rank's state by slot. ``kept`` says which elements of which parameters it holds.
+    ``state`` is this rank's state by slot. With ``own``, pieces that other ranks' shards have, too, are left out.
     """
-    arrays: list[HeldArray] = []
+    updater = engine.updater
+    assert updater is not None
+    specs = [optim.state_specs(updater.optimizer, entry.spec) for entry in engine.whole.layout.parameters]
+    found: list[HeldArray] = []
     for slot, values in state.items():
-        pieces = [
-            HeldPiece(p.entry.spec, p.span.start - p.entry.offset, values[p.state : p.state + p.size]) for p in kept
-        ]
-        found = _whole_arrays(engine, f"optimizer/{slot}", pieces, wanted)
-        arrays += [array for array in found if array.spec.optimized]
-    return arrays
+        arrays = _whole_arrays(f"optimizer/{slot}", (of[slot] for of in specs if slot in of), engine.dtype)
+        for piece in updater.state_pieces(slot, own=own):
+            _add(arrays, HeldPiece(piece.spec, piece.start, values[piece.state : piece.state + piece.size]), wanted)
+        found += arrays.values()
+    return found
 
 
-def _whole_arrays(
-    engine: Engine, folder: str, pieces: Iterable[HeldPiece], wanted: Callable[[ParameterSpec], bool]
-) -> list[HeldArray]:
-    """Return one array for each parameter of the whole model, each with the pieces of it that ``wanted`` selects.
+def _whole_arrays(folder: str, specs: Iterable[ParameterSpec], real: np.dtype[Any]) -> dict[str, HeldArray]:
+    """Return, by parameter name, the arrays of the whole model that ``specs`` describe, without pieces.
 
     ``folder`` is the first part of the arrays' names in the checkpoint, such as ``parameters``.
     """
-    arrays = {
-        entry.spec.name: HeldArray(f"{folder}/{entry.spec.name}", entry.spec, engine.dtype)
-        for entry in engine.whole.layout.parameters
-    }
-    for piece in pieces:
-        if wanted(piece.spec):
-            arrays[piece.spec.guest or piece.spec.name].pieces.append(piece)
-    return list(arrays.values())
+    return {spec.name: HeldArray(f"{folder}/{spec.name}", spec, real) for spec in specs}
+
+
+def _add(arrays: Mapping[str, HeldArray], piece: HeldPiece, wanted: Callable[[ParameterSpec], bool]) -> None:
+    """Add a piece to its array if its parameter is ``wanted``."""
+    if wanted(piece.spec):
+        arrays[piece.spec.guest or piece.spec.name].pieces.append(piece)
 
 
 def attributes(engine: Engine) -> dict[str, Any]:
@@ -144,10 +139,10 @@ def attributes(engine: Engine) -> dict[str, Any]:
         "optimizer": None
         if updater is None
         else {
-            "name": optimizer_name(updater.optimizer),
+            "name": optim.optimizer_name(updater.optimizer),
             "slots": list(updater.state),
             "step_count": updater.step_count,
-            **updater.saved_progress(),
+            **({} if updater.method is None else {"progress": updater.method.progress.saved()}),
         },
         "step_number": engine.step_number,
         "loss_scale": None
@@ -252,12 +247,12 @@ def _check_optimizer(engine: Engine, reader: ArrayReader, saved: Mapping[str, An
     if updater is None or optimizer is None:
         which = "model has no bound optimizer" if updater is None else "checkpoint has none"
         raise CheckpointError(f"no optimizer state to restore: the {which}")
-    name = optimizer_name(updater.optimizer)
+    name = optim.optimizer_name(updater.optimizer)
     if optimizer["name"] != name:
         raise CheckpointError(
             f"the checkpoint holds the state of {optimizer['name']:.80}, the bound optimizer is {name}: {_REMEDY}"
         )
-    if ("progress" in optimizer) != bool(updater.saved_progress()):
+    if ("progress" in optimizer) != (updater.method is not None):
         raise CheckpointError(f"the checkpoint's attribute mpizero.optimizer does not tell the progress of {name}")
     own, slots = set(updater.state) - {optim.EMA}, set(optimizer["slots"]) - {optim.EMA}
     held = {path.split("/")[1] for path in _state_paths(reader)} - {optim.EMA} | slots
@@ -267,6 +262,23 @@ def _check_optimizer(engine: Engine, reader: ArrayReader, saved: Mapping[str, An
             f"the checkpoint's state of {name} {has} {other[0]!r:.80}, which the bound optimizer {lacks} "
             f"(its own: {', '.join(updater.state) or 'none'}): {_REMEDY}"
         )
+    if updater.optimizer.needs_whole_tensors:
+        _check_tensors(engine, reader, name)
+
+
+def _check_tensors(engine: Engine, reader: ArrayReader, name: str) -> None:
+    """Raise ``CheckpointError`` if the bound optimizer takes other tensors than the saved one, or has other arrays."""
+    assert engine.updater is not None
+    for entry in engine.whole.layout.parameters:
+        for slot, spec in optim.state_specs(engine.updater.optimizer, entry.spec).items():
+            path = f"optimizer/{slot}/{spec.name}"
+            found = reader.arrays.get(path)
+            if slot != optim.EMA and (found is None or tuple(found[0]) != spec.shape):
+                has = f"lacks {path}" if found is None else f"has {path} of shape {tuple(found[0])}"
+                raise CheckpointError(
+                    f"the checkpoint {has}, the bound {name} has that array of shape {spec.shape}: the saved one took "
+                    f"other tensors as whole, or had other settings (exclude, for instance): {_REMEDY}"
+                )
 
 
 def _check_no_state(engine: Engine, reader: ArrayReader, saved: Mapping[str, Any]) -> None:
@@ -299,7 +311,8 @@ def _take_state(engine: Engine, state: Mapping[str, Array], saved: Mapping[str, 
     if _begins_average(engine, saved):
         engine.updater.begin_average(state)
     engine.updater.take_state(state)
-    engine.updater.take_progress(saved["optimizer"].get("progress"))
+    if engine.updater.method is not None:
+        engine.updater.method.restore(saved["optimizer"]["progress"])
     engine.integrity.forget()
     engine.updater.step_count = saved["optimizer"]["step_count"]
     engine.updater.last_rate = learning_rate.last_of(reader.attributes)
@@ -318,7 +331,7 @@ def _kept_state(engine: Engine, saved: Mapping[str, Any]) -> tuple[dict[str, Arr
     assert engine.updater is not None
     state = engine.updater.host_state(fetch=False)
     read = {slot: values for slot, values in state.items() if slot != optim.EMA or not _begins_average(engine, saved)}
-    return state, _state_arrays(engine, read, engine.updater.pieces, _everything)
+    return state, _state_arrays(engine, read, _everything)
 
 
 def _begins_average(engine: Engine, saved: Mapping[str, Any]) -> bool:
@@ -353,17 +366,13 @@ def copy_state(source: Engine, target: Engine) -> None:
         for slot, values in source.updater.host_state().items():
             state[slot][:] = values
         target.updater.take_state(state)
-        target.updater.take_progress(deepcopy(source.updater.saved_progress().get("progress")))
+        if target.updater.method is not None and source.updater.method is not None:
+            target.updater.method.progress = deepcopy(source.updater.method.progress)
         target.updater.step_count, target.updater.last_rate = source.updater.step_count, source.updater.last_rate
         target.integrity.forget()
     target.loss_scale, target.step_number = source.loss_scale, source.step_number
     target.grain_rule = source.grain_rule
     target.exchange.copy_from(source.exchange)
-
-
-def optimizer_name(optimizer: Any) -> str:
-    """Return the optimizer's name for checkpoints: its attribute ``name``, or its class name if it has none."""
-    return str(getattr(optimizer, "name", type(optimizer).__name__))
 
 
 def _check_model(engine: Engine, reader: ArrayReader) -> None:

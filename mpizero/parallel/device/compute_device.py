@@ -247,7 +247,8 @@ class CudaComputeDevice(ComputeDevice):
 def updates_on_device(config: ShardingConfig, optimizer: Any) -> bool:
     """Tell whether an optimizer, as ``optim.averaging`` returns it, runs and keeps its state on a GPU. Not collective.
 
-    It does if layers compute on a GPU, the optimizer is one of the library's, and ``optimizer_device`` is not "cpu".
+    It does if layers compute on a GPU, the optimizer is one of the library's that updates no whole tensors, and
+    ``optimizer_device`` is not "cpu".
 
     Raises
     ------
@@ -256,11 +257,12 @@ def updates_on_device(config: ShardingConfig, optimizer: Any) -> bool:
     """
     if config.device == "cpu" or config.optimizer_device == "cpu":
         return False
-    own = isinstance(optim.plain(optimizer), optim.FlatOptimizer)
+    own = isinstance(optim.plain(optimizer), optim.FlatOptimizer) and not optimizer.needs_whole_tensors
     if not own and config.optimizer_device is not None:
         raise ConfigError(
-            f"optimizer_device={config.optimizer_device!r}: {optimizer.name}.update works on arrays of the host, only "
-            "the library's optimizers run on a GPU: leave optimizer_device out"
+            f"optimizer_device={config.optimizer_device!r}: {optim.optimizer_name(optimizer)}.update works on "
+            "arrays of the host, only the library's optimizers that update no whole tensors run on a GPU: leave "
+            "optimizer_device out"
         )
     return own
 

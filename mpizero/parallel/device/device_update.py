@@ -80,8 +80,8 @@ class DeviceUpdater(Updater):
         self.device_parameters, self.device = device_parameters, device_parameters.device
         super().__init__(optimizer, store, scope)
 
-    def _new_state(self) -> Array:
-        state = self.device.keep("optimizer state", self.size, self.dtype)
+    def _new_state(self, size: int) -> Array:
+        state = self.device.keep("optimizer state", size, self.dtype)
         state[:] = 0
         return state
 

@@ -19,6 +19,7 @@ from mpizero.errors import ArgumentError, ConfigError
 from mpizero.layout import Grains
 from mpizero.names import explains, nearest
 from mpizero.optim.vectors.method import MethodProgress
+from mpizero.parallel.execution.black_box import BlackBoxEvaluator
 from mpizero.parallel.model.base import ShardedModelBase
 from mpizero.parallel.model.core import ShardedCore
 from mpizero.parallel.model.gather_state import gather_pieces
@@ -142,7 +143,7 @@ class _Minimization:
 
     @property
     def _progress(self) -> MethodProgress:
-        return self._updater.progress
+        return self._updater.method.progress
 
     def run(self, maxiter: int, maxfun: int) -> MinimizeResult:
         """Return the result; the model's parameters are those of the last iterate then."""
@@ -169,7 +170,9 @@ class _Minimization:
         values, layout = self._updater.state[self._progress.along], engine.whole.layout
         whole = gather_pieces(engine, engine.dtype, lambda piece: values[piece.state : piece.state + piece.size])
         direction = {e.spec.name: e.spec.view(whole[e.span.start : e.span.stop]) for e in layout.parameters}
-        return engine.runner.evaluator.using_product(direction)
+        evaluator = getattr(engine.runner, "evaluator", None)
+        assert isinstance(evaluator, BlackBoxEvaluator), "only functions have products"
+        return evaluator.using_product(direction)
 
     def _told_to_stop(self) -> bool:
         """Call the callback while the model is at the last iterate; tell whether it has raised StopIteration."""

@@ -1,4 +1,4 @@
-"""Gather an array with one element for each parameter element of the whole model from the ranges that ranks own."""
+"""Gather arrays of the whole model, of parameters' elements or of optimizer state, from the ranks that own them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from mpizero import optim
 from mpizero.comm.reduce.exact import gather_spans
+from mpizero.layout import FlatLayout, ParameterUse
 from mpizero.parallel.engine import Engine
+from mpizero.parallel.optimizer.sharded_update import Updater
 from mpizero.parallel.parameters.shards import Share, UpdatePiece
 from mpizero.types import Array
 
@@ -51,6 +54,56 @@ def gather_owned(engine: Engine, owned: Array) -> Array:
     for span, offset in zip(share.spans, share.offsets, strict=True):
         full[span.start : span.stop] = owned[offset : offset + span.size]
     return _gathered(engine, full)
+
+
+def slot_entries(engine: Engine, slot: str) -> tuple[ParameterUse, ...]:
+    """Return where each array of a slot of the optimizer state lies in the vector of :func:`gather_slot`.
+
+    Arrays as long as the parameters lie where the parameters lie in the vector of the whole model, those of whole
+    tensors one after the other. Not collective; the engine has a bound optimizer.
+    """
+    optimizer = _updater(engine).optimizer
+    found = [(e, optim.state_specs(optimizer, e.spec).get(slot)) for e in engine.whole.layout.parameters]
+    if slot in optimizer.slots:
+        return tuple(entry for entry, spec in found if spec is not None)
+    return FlatLayout.build({"": [spec for _, spec in found if spec is not None]}, one_unit=True).parameters
+
+
+def gather_slot(engine: Engine, slot: str) -> Array:
+    """Gather the arrays of a slot of the optimizer state of the whole model, as one vector on every rank.
+
+    :func:`slot_entries` says where each array lies; elements that belong to none are 0. Collective over the world.
+    """
+    updater = _updater(engine)
+    if slot not in updater.optimizer.slots:
+        return _gathered_tensors(engine, slot)
+
+    def values(piece: UpdatePiece) -> Array | int:
+        found = updater.state_of(slot, piece)
+        return found if found.size else 0  # a whole tensor has state of its own
+
+    return gather_pieces(engine, engine.dtype, values)
+
+
+def _gathered_tensors(engine: Engine, slot: str) -> Array:
+    updater, world = _updater(engine), engine.grid.world
+    held = [piece for piece in updater.state_pieces(slot) if engine.whole.writes(piece.spec)]
+    mine = np.concatenate([np.empty(0, engine.dtype), *(updater.state_of(slot, piece) for piece in held)])
+    names = world.allgather_object([piece.spec.name for piece in held], "whole tensors")
+    entries = {entry.spec.name: entry for entry in slot_entries(engine, slot)}
+    found = np.empty(sum(entry.spec.size for entry in entries.values()), engine.dtype)
+    counts = [sum(entries[name].spec.size for name in of_rank) for of_rank in names]
+    world.allgatherv(mine, found, counts, slot)
+    whole, place = np.empty_like(found), 0
+    for entry in (entries[name] for of_rank in names for name in of_rank):
+        whole[entry.span.start : entry.span.stop] = found[place : place + entry.spec.size]
+        place += entry.spec.size
+    return whole
+
+
+def _updater(engine: Engine) -> Updater:
+    assert engine.updater is not None
+    return engine.updater
 
 
 def _gathered(engine: Engine, full: Array) -> Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from mpizero import optim
 from mpizero.parallel.partition.tiles import exactness
 
 if TYPE_CHECKING:
@@ -161,11 +162,16 @@ def _formula(engine: Engine) -> dict[str, float]:
     memory). On each rank, parameters need P*b/n if they are sharded and P*b/L if not; gradients need P*b/n if they are
     summed in waves and P*b if not; state needs s*P*b/n if it is sharded and s*P*b/L if not. Compression with error
     feedback also keeps residuals, 2*P*b/L if state is not sharded. If state is sharded, a rank keeps no residuals for
-    its own ranges: with d peers, itself included, that makes 2*P*b/L*(1 - 1/d).
+    its own ranges: with d peers, itself included, that makes 2*P*b/L*(1 - 1/d). The state of whole tensors is divided
+    over n ranks with every strategy, evenly but for whole tensors.
     """
     row, grid = engine.placement, engine.grid
     item, n, local = engine.dtype.itemsize, grid.data.size, grid.node.size
-    slots = len(engine.updater.state) if engine.updater is not None else 0
+    every = whole = 0
+    if engine.updater is not None:
+        optimizer, specs = engine.updater.optimizer, [entry.spec for entry in engine.layout.parameters]
+        every = sum(optim.state_size(optimizer, spec) for spec in specs)
+        whole = sum(optim.tensor_state_size(optimizer, spec) for spec in specs)
     changed = sum(entry.spec.size for entry in engine.layout.parameters if entry.spec.trainable)
     feedback = {}
     if engine.exchange.feedback:
@@ -174,5 +180,5 @@ def _formula(engine: Engine) -> dict[str, float]:
     return feedback | {
         "parameters": engine.layout.size * item / (n if row.shard_parameters else local),
         "gradients": changed * item / (n if row.waves else 1),
-        "optimizer state": slots * _optimized(engine.layout) * item / (n if row.shard_optimizer else local),
+        "optimizer state": (every - whole) * item / (n if row.shard_optimizer else local) + whole * item / n,
     }

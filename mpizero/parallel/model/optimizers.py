@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from copy import copy, deepcopy
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -23,8 +22,9 @@ from mpizero.parallel.checkpointing.restore import opened_alike
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.model.core import ShardedCore
 from mpizero.parallel.model.fit import OptimizationOptions, OptimizationResult, run_loop
-from mpizero.parallel.model.gather_state import gather_pieces
+from mpizero.parallel.model.gather_state import gather_slot, slot_entries
 from mpizero.parallel.optimizer.sharded_update import Updater
+from mpizero.parallel.optimizer.tied_parameters import home_of
 from mpizero.parallel.parameters.global_view import take
 from mpizero.types import Array, as_reals
 
@@ -115,7 +115,7 @@ class ShardedOptimizer:
             optimizer.check_names([spec.name for spec in specs])
         groups = {optimizer.group_of(spec) for spec in specs}
         return plans | {
-            "the optimizer's state": optimizer.slots,
+            "the optimizer's state": (*optimizer.slots, *optim.tensor_slots(optimizer)),
             "the optimizer's first step": {group: optimizer.hyper(1, group, np.float64) for group in sorted(groups)},
         }
 
@@ -275,7 +275,7 @@ class ShardedOptimizer:
         repaired = 0
         if len(updater.shares) > 1:
             state = updater.host_state()
-            for slot in sorted(state):
+            for slot in sorted(updater.optimizer.slots):  # whole tensors have one owner
                 values = state[slot]
                 digests = grid.peers.allgather_object(hashlib.sha256(values.tobytes()).hexdigest())
                 if any(digest != digests[0] for digest in digests):
@@ -291,19 +291,18 @@ class ShardedOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer state of the whole model, the same on every rank. Collective.
 
-        Its keys are "step_count" and "state"; ``state[slot][name]`` is an array in the shape of parameter ``name``. A
-        method of whole vectors adds "progress", its scalars.
+        Its keys are "step_count" and "state"; ``state[slot][name]`` is an array in the shape of parameter ``name``, or
+        in that of the optimizer's array of a whole tensor. A method of whole vectors adds "progress", its scalars.
         """
         updater, engine = self._updater, self.model.engine
         slots: dict[str, dict[str, Array]] = {}
         for slot in updater.state:
-            whole = gather_pieces(engine, engine.dtype, partial(updater.state_of, slot))
+            whole = gather_slot(engine, slot)
             slots[slot] = {
-                e.spec.name: e.spec.view(whole[e.span.start : e.span.stop]).copy()
-                for e in engine.whole.layout.parameters
-                if e.spec.optimized
+                e.spec.name: e.spec.view(whole[e.span.start : e.span.stop]).copy() for e in slot_entries(engine, slot)
             }
-        return {"step_count": updater.step_count, "state": slots, **updater.saved_progress()}
+        progress = {} if updater.method is None else {"progress": updater.method.progress.saved()}
+        return {"step_count": updater.step_count, "state": slots, **progress}
 
     @recorded
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -318,18 +317,18 @@ class ShardedOptimizer:
         ConfigError
             If ranks pass different states. The message names the first rank and array that differ.
         """
-        updater, whole = self._updater, self.model.engine.whole
+        updater, engine = self._updater, self.model.engine
 
         def given() -> dict[str, Any]:
             slots = state["state"]
             if set(slots) != set(updater.state):
-                mine = sorted(updater.optimizer.slots)
+                mine = sorted(updater.state)
                 raise LayoutError(f"state has slots {sorted(slots)}, the optimizer's are {mine}")
-            if bool(updater.saved_progress()) != is_progress(state.get("progress")):
+            if (updater.method is not None) != is_progress(state.get("progress")):
                 raise LayoutError("state has no progress of a method of whole vectors, or one that is not needed")
             found = {"the step count": int(state["step_count"]), "the progress": state.get("progress")}
             for slot, arrays in sorted(slots.items()):
-                for spec in (entry.spec for entry in whole.layout.parameters if entry.spec.optimized):
+                for spec in (entry.spec for entry in slot_entries(engine, slot)):
                     if spec.name not in arrays or np.shape(arrays[spec.name]) != spec.shape:
                         raise LayoutError(f"state {slot!r} has no array {spec.name!r} of shape {spec.shape}")
                     found[f"{slot!r} of parameter {spec.name!r}"] = arrays[spec.name]
@@ -337,17 +336,16 @@ class ShardedOptimizer:
 
         comm = self.config.communicator
         # Local steps leave every rank a state of its own.
-        agree_arrays(comm, "load_state_dict", given, 0 if self.model.engine.grid.world.size == comm.size else comm.rank)
+        agree_arrays(comm, "load_state_dict", given, 0 if engine.grid.world.size == comm.size else comm.rank)
         slots, held = state["state"], updater.host_state()
         for slot, arrays in slots.items():
-            for piece in updater.pieces:
-                spec = piece.entry.spec
-                flat = as_reals(np.asarray(arrays[whole.home(spec).spec.name], spec.element_type(held[slot].dtype)))
-                start = piece.span.start - piece.entry.offset
-                take(piece.entry.spec, flat, start, held[slot][piece.state : piece.state + piece.size])
+            for piece in updater.state_pieces(slot):
+                values = np.asarray(arrays[home_of(piece.spec)], piece.spec.element_type(held[slot].dtype))
+                take(piece.spec, as_reals(values), piece.start, held[slot][piece.state : piece.state + piece.size])
         updater.take_state(held)
-        updater.take_progress(deepcopy(state.get("progress")))
-        self.model.engine.integrity.forget()
+        if updater.method is not None:
+            updater.method.restore(deepcopy(state["progress"]))
+        engine.integrity.forget()
         updater.step_count, updater.last_rate = int(state["step_count"]), None
 
     @collective

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpizero import kernels, optim
 from mpizero.parallel.batch.step_scalars import Divisors
 from mpizero.parallel.optimizer.global_norm import GlobalSums, over_tiles
+from mpizero.parallel.optimizer.kept_state import sharded_pieces, state_sizes
+from mpizero.parallel.optimizer.tensor_plan import TensorPlan
 from mpizero.parallel.optimizer.tensor_tree import TensorTree
 from mpizero.parallel.optimizer.tied_parameters import TieExchange, home_of
-from mpizero.parallel.parameters.shards import UpdatePiece, runs_of, update_pieces
+from mpizero.parallel.optimizer.whole_tensors import WholeTensors
+from mpizero.parallel.parameters.shards import StatePiece, UpdatePiece, runs_of, update_pieces, whole_last
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.types import Array
+
+if TYPE_CHECKING:
+    from mpizero.parallel.optimizer.vector_update import VectorRun
 
 
 @dataclass(frozen=True)
@@ -67,10 +73,12 @@ class Updater:
         groups = {spec: self.optimizer.group_of(replace(spec, name=home_of(spec))) for spec in specs}
         bases = [store.base] if store.sharded else None
         pieces = update_pieces(self.shares, groups, bases, scope.in_rows)
-        self.pieces = tuple(piece for piece in pieces if not piece.entry.spec.averaged)
+        plan = TensorPlan.of(optimizer, layout, self.grid.nodes, replicated=scope.replicated)
+        self.pieces = whole_last([piece for piece in pieces if not piece.entry.spec.averaged], plan.names)
         self.averages = tuple(piece for piece in pieces if piece.entry.spec.averaged)
         self.plain_runs = runs_of([p for p in self.pieces if not p.uses])
         self.runs = runs_of(self.pieces)
+        self.elementwise = runs_of([p for p in self.pieces if p.entry.spec.name not in plan.names])
         self.tied = tuple(p for p in self.pieces if p.uses)
         self.groups = sorted(set(groups.values()))
         self.size = sum(piece.size for piece in self.pieces)
@@ -78,16 +86,29 @@ class Updater:
         self._global_sums, self._ties = scope.global_sums, None if scope.ties is None else scope.ties(self.trees.own)
         #: If set, called with every reduced gradient, clipped and unscaled, before the update; not in fused updates.
         self.watch: Callable[[Array], None] | None = None
+        self.method: VectorRun | None = None  # what a method of whole vectors has reached
         self.step_count = 0
         #: The learning rate of the last step; None if it is not known.
         self.last_rate: float | None = None
         self._known_rate: tuple[int, float] | None = None
         self.dtype = store.dtype
-        self.state: dict[str, Array] = {slot: self._new_state() for slot in self.optimizer.slots}
+        #: Exchanges and updates whole tensors; None if the optimizer takes no tensor.
+        self.tensors = WholeTensors(optimizer, store, plan, self.pieces) if plan.tensors else None
+        sizes = state_sizes(optimizer, self.size, self.elementwise, self.tensors)
+        self.state: dict[str, Array] = {slot: self._new_state(size) for slot, size in sizes.items()}
 
-    def _new_state(self) -> Array:
+    def _new_state(self, size: int) -> Array:
         """Return a new array of zeros for one slot (such as a momentum) of this rank's optimizer state."""
-        return self.memory.private("optimizer state", self.size, self.dtype)
+        return self.memory.private("optimizer state", size, self.dtype)
+
+    def state_pieces(self, slot: str, *, own: bool = False) -> list[StatePiece]:
+        """Return the ranges of the arrays of ``slot`` that this rank keeps, by shard and as owner of whole tensors.
+
+        With ``own``, only those of this rank's own shard: the state of others is another rank's, too. Not collective.
+        """
+        if slot not in self.optimizer.slots:
+            return self.tensors.kept[slot] if self.tensors else []
+        return sharded_pieces(self.trees.own if own else self.pieces, self.state[slot].size)
 
     def release(self) -> None:
         """Stop counting the bytes of the optimizer state; the caller then drops the updater. Not collective."""
@@ -104,16 +125,6 @@ class Updater:
 
     def take_state(self, host: Mapping[str, Array]) -> None:
         """Set the optimizer state from arrays of :meth:`host_state` that the caller has filled. Not collective."""
-
-    def place(self, *, iterate: bool) -> None:
-        """Set the parameters to the last iterate of a method of whole vectors, or to its next trial: nothing here."""
-
-    def saved_progress(self) -> dict[str, Any]:
-        """Return what a method of whole vectors saves besides its vectors and the step count: nothing here."""
-        return {}
-
-    def take_progress(self, saved: Any) -> None:
-        """Go on with what :meth:`saved_progress` has returned: nothing here. Not collective."""
 
     def reset(self) -> None:
         """Set the optimizer state and the step count to zero, as before the first step. Not collective."""
@@ -290,8 +301,8 @@ class Updater:
     def update(self, reduced: Array, threads: int, loss: float) -> None:
         """Update this rank's ranges of the parameters from the reduced gradient.
 
-        Collective over all ranks for optimizers that need norms, else not collective. ``loss`` is the mean loss at the
-        parameters; methods of whole vectors need it.
+        Collective over all ranks for optimizers that need norms, over the data group for those that update whole
+        tensors, else not collective. ``loss`` is the mean loss, which methods of whole vectors need.
         """
         if self.watch is not None:
             self.watch(kernels.to_host(reduced))
@@ -304,17 +315,15 @@ class Updater:
                 self.optimizer.direction(w, gradient, state, placed[run.group])
             self._apply_directions(reduced, hypers)
         else:
-            for run in self.runs:
+            if self.tensors is not None:
+                self._update_tensors(self.tensors, reduced, hypers)
+            for run in self.elementwise:
                 w, state = self._run_arrays(run.store, run.state, run.size)
                 self.optimizer.apply(
                     w, reduced[run.gradient : run.gradient + run.size], state, placed[run.group], threads
                 )
         self._take_averages(self._parameters(), reduced)
         self._made()
-
-    def retry(self) -> bool:
-        """Take notice of a loss or gradient that is not finite; tell whether the parameters were changed: not here."""
-        return False
 
     def _apply_directions(self, directions: Array, hypers: dict[int, Array]) -> None:
         """Apply LAMB's update directions, each scaled by a ratio of two norms (You et al. 2020, algorithm 2).
@@ -332,6 +341,14 @@ class Updater:
             ratio = self.optimizer.trust_ratio(weights[name] ** 0.5, steps[name] ** 0.5)
             self.optimizer.apply_direction(w, direction, hypers[piece.group], ratio)
             self._follow(w, piece.state)
+
+    def _update_tensors(self, tensors: WholeTensors, reduced: Array, hypers: dict[int, Array]) -> None:
+        """Update whole tensors, and the average of their values if there is one. Collective over the data group."""
+        if self.averages_parameters and not self.step_count:
+            self.begin_average(self.state)
+        tensors.update(reduced, hypers, self.state)
+        for piece in tensors.pieces:
+            self._follow(self.store.values[piece.store : piece.store + piece.size], piece.state)
 
     def _follow(self, w: Array, state: int) -> None:
         """Move the average of the parameters ``w``, whose state begins at index ``state``, if there is one."""
@@ -365,13 +382,13 @@ class Updater:
             w[:] = there
             there[:] = held
 
-    def state_of(self, slot: str, piece: UpdatePiece) -> Array:
+    def state_of(self, slot: str, piece: UpdatePiece | StatePiece) -> Array:
         """Return the state in ``slot`` of the elements of ``piece``, on the host, for reading. Not collective."""
         values: Array = kernels.to_host(self.state[slot][piece.state : piece.state + piece.size])
         return values
 
     def _run_arrays(self, store: int, state: int, size: int) -> tuple[Array, dict[str, Array]]:
-        arrays = {slot: array[state : state + size] for slot, array in self.state.items()}
+        arrays = {slot: self.state[slot][state : state + size] for slot in self.optimizer.slots}
         return self._parameters()[store : store + size], arrays
 
     def _placed(self, scalars: Array) -> Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -108,6 +108,19 @@ class UpdatePiece(NamedTuple):
         return self.span.size
 
 
+class StatePiece(NamedTuple):
+    """Describe consecutive elements of one array of optimizer state that a rank keeps.
+
+    ``spec`` describes the whole array as a parameter of the same name. ``start`` is the index of the first element in
+    the flattened array, ``state`` its index in this rank's state; ``size`` is the number of elements.
+    """
+
+    spec: ParameterSpec
+    start: int
+    state: int
+    size: int
+
+
 class UpdateRun(NamedTuple):
     """Describe neighbouring pieces that one kernel call updates together.
 
@@ -159,6 +172,18 @@ def update_pieces(
                 pieces.append(UpdatePiece(entry, part, store, gradient, uses, *place))
                 state += 0 if averaged else part.size
     return tuple(pieces)
+
+
+def whole_last(pieces: Sequence[UpdatePiece], whole: Container[str]) -> tuple[UpdatePiece, ...]:
+    """Return the pieces, in their order, with new places in the optimizer state: those of ``whole`` come last.
+
+    ``whole`` are the names of parameters that are updated as whole tensors. So a state array that these parameters do
+    not have ends where their places begin.
+    """
+    sizes = [piece.size for piece in pieces]
+    order = sorted(range(len(pieces)), key=lambda number: pieces[number].entry.spec.name in whole)
+    places = dict(zip(order, _running([sizes[number] for number in order]), strict=True))
+    return tuple(piece._replace(state=places[number]) for number, piece in enumerate(pieces))
 
 
 def _locate(share: Share, entry: ParameterUse, inside: int, in_rows: bool) -> int:

@@ -13,7 +13,8 @@ import numpy as np
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.data import batches
-from mpizero.optim import adapt
+from mpizero.layout import FlatLayout
+from mpizero.optim import averaging, state_size
 from mpizero.parallel import ShardedModelBase
 from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.train.bench.layout_memory import LayoutTable
@@ -72,9 +73,9 @@ def checkpoint_bytes(config: Config) -> int:
     """
     with users_modules(config):
         model, _, _ = model_and_sample(config)
-    specs = [spec for part in blocks_of(model).values() for spec in part if spec.tied is None]
-    slots = len(adapt(build_optimizer(config)).slots)
-    elements: int = sum(spec.size * (1 + slots * spec.optimized) for spec in specs)
+    specs = [entry.spec for entry in FlatLayout.build(blocks_of(model)).parameters]
+    optimizer = averaging(build_optimizer(config), config.train.ema)
+    elements: int = sum(spec.size + state_size(optimizer, spec) for spec in specs)
     return int(elements * np.dtype(model.dtype).itemsize)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from mpizero import optim
@@ -153,12 +153,11 @@ def build_optimizer(config: Config) -> Any:
         "rmsprop": optim.RMSprop,
         "lion": optim.Lion,
         "lamb": optim.LAMB,
+        "muon": optim.Muon,
+        "soap": optim.SOAP,
     }
-    own = {
-        key: getattr(section, key)
-        for key in ("weight_decay", "betas", "eps", "alpha", "momentum", "dampening", "nesterov")
-        if hasattr(section, key)
-    }
+    rate = {item.name for item in fields(OptimizerSection)} - {"weight_decay"}
+    own = {item.name: getattr(section, item.name) for item in fields(section) if item.name not in rate}
     return kinds[section.name](lr=learning_rate(section, config.train.steps), **own)
 
 

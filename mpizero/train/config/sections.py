@@ -91,7 +91,7 @@ class TrainSection(LoopSection):
 class OptimizerSection(ConfigSection):
     """Hold the settings that all optimizers have; subclasses add their own."""
 
-    name: str = setting("adamw", choice("sgd", "adam", "adamw", "rmsprop", "lion", "lamb"))
+    name: str = setting("adamw", choice("sgd", "adam", "adamw", "rmsprop", "lion", "lamb", "muon", "soap"))
     lr: float = setting(3e-4, positive)
     schedule: str = setting("constant", choice("constant", "linear", "cosine"))
     schedule_steps: int | None = setting(None, optional(whole(1)))
@@ -158,6 +158,36 @@ class LambSection(AdamSection):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TensorSection(AdamwSection):
+    """Hold the settings of optimizers that update whole matrices; AdamW updates the other parameters."""
+
+    exclude: tuple[str, ...] = setting((), many(text))
+    adamw_lr_scale: float = setting(1.0, number())
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonSection(TensorSection):
+    """Hold the settings of Muon: momentum whose matrices are made nearly orthogonal."""
+
+    lr: float = setting(0.02, positive)
+    momentum: float = setting(0.95, fraction)
+    nesterov: bool = setting(True, flag)
+    iterations: int = setting(5, whole(1))
+    scale: str = setting("original", choice("original", "match_rms_adamw"))
+    output_axis: int = setting(1, whole(0, 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoapSection(TensorSection):
+    """Hold the settings of SOAP: Adam in the eigenbasis of Shampoo's preconditioner."""
+
+    lr: float = setting(3e-3, positive)
+    betas: tuple[float, float] = setting((0.95, 0.95), _BETAS)
+    frequency: int = setting(10, whole(1))
+    max_dimension: int = setting(10_000, whole(1))
+
+
+@dataclass(frozen=True, kw_only=True)
 class RmspropSection(OptimizerSection):
     """Hold the settings of RMSprop."""
 
@@ -204,6 +234,8 @@ OPTIMIZERS: dict[str, type[OptimizerSection]] = {
     "rmsprop": RmspropSection,
     "lion": LionSection,
     "lamb": LambSection,
+    "muon": MuonSection,
+    "soap": SoapSection,
 }
 
 

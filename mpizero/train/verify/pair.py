@@ -9,14 +9,13 @@ layout's gradient. So rounding differences do not accumulate.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
 
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
-from mpizero.layout import ParameterUse
 from mpizero.train.rounding import Rounding, largest
 from mpizero.train.verify import diagnosis
 from mpizero.train.verify.diagnosis import Diagnosis, RankGradients
@@ -31,6 +30,7 @@ from mpizero.train.verify.training import (
     TrainingState,
     slot_name,
 )
+from mpizero.train.verify.vectors import LocatedDifference, Vectors, difference
 from mpizero.train.verify.verdicts import Finding
 from mpizero.types import Array
 
@@ -41,41 +41,6 @@ COPY = "copy of a parameter"
 UNREPEATED = (
     "a race, or random numbers without a seed: this layout gave other numbers when the same training was run again"
 )
-
-
-@dataclass(frozen=True)
-class _Vectors:
-    """Hold the values of one quantity, such as the gradient, in the layout and in one process.
-
-    ``found`` and ``expected`` are flat vectors of the whole model. ``bound`` is the absolute difference allowed; None
-    if the bits must be equal.
-    """
-
-    quantity: str
-    found: Array
-    expected: Array
-    bound: float | None
-
-    def mask(self, entry: ParameterUse) -> Array:
-        """Return a mask of the elements of a tensor that differ by more than ``bound``, or in a bit if it is None."""
-        a, b = (values[entry.span.start : entry.span.stop] for values in (self.found, self.expected))
-        bits = f"u{a.dtype.itemsize}"
-        different: Array = a.view(bits) != b.view(bits)
-        if self.bound is not None and different.any():
-            with np.errstate(invalid="ignore"):
-                different &= ~(np.abs(a - b) <= self.bound) & ~(np.isnan(a) & np.isnan(b))
-        return different
-
-
-class LocatedDifference(NamedTuple):
-    """Hold a finding, and ``places``, the indices of the differing elements in the flat vector of the whole model."""
-
-    finding: Finding
-    places: Array = np.empty(0, np.int64)
-
-    def told(self, **changes: Any) -> LocatedDifference:
-        """Return a copy with some attributes of the finding changed. Not collective."""
-        return self._replace(finding=replace(self.finding, **changes))
 
 
 class TrainingPair:
@@ -143,7 +108,7 @@ class TrainingPair:
             return self._owned(found.told(step=number))
         expected: Array = self._on_first(lambda _: self._after().state.parameters)
         bound = self._bound_of_change(expected, state.parameters)
-        return self._views(number, _Vectors(PARAMETER, update.state.parameters, expected, bound), state.parameters)
+        return self._views(number, Vectors(PARAMETER, update.state.parameters, expected, bound), state.parameters)
 
     # ------------------------------------------------------------------ comparing
 
@@ -161,11 +126,11 @@ class TrainingPair:
         quantity = PARAMETER if number else "start value"
         reason = UNREPEATED if number else "start values that depend on the rank: key them by seed, name and element"
         theirs = self._on_first(lambda one: one.state())
-        pairs = [_Vectors(slot_name(s), mine.slots[s], theirs.slots[s], None) for s in sorted(mine.slots)]
+        pairs = [self._slot(s, mine.slots[s], theirs.slots[s], None) for s in sorted(mine.slots)]
         found = self._on_first(lambda _: self._first(pairs))
         if found is not None:
             return self._owned(found.told(step=number, diagnosis=reason))
-        unlike = self._views(number, _Vectors(quantity, mine.parameters, theirs.parameters, None), None)
+        unlike = self._views(number, Vectors(quantity, mine.parameters, theirs.parameters, None), None)
         return unlike if unlike is None else replace(unlike, diagnosis=unlike.diagnosis or reason)
 
     def _compare_gradient(
@@ -179,7 +144,7 @@ class TrainingPair:
         if not self._same(mine.loss, theirs.loss):
             return LocatedDifference(Finding(0, "loss", found=mine.loss, expected=theirs.loss))
         size = largest(theirs.values)
-        found = self._first([_Vectors(self.before, mine.values, theirs.values, self._bound(size))], backward=True)
+        found = self._first([Vectors(self.before, mine.values, theirs.values, self._bound(size))], backward=True)
         if found is None and self.tolerance is not None:
             self.largest = max(self.largest, apart, _apart(mine.values, theirs.values, size))
         return found
@@ -198,11 +163,11 @@ class TrainingPair:
         if self.clips and after.clipped is not None:
             clipped = mine.values if update.clipped is None else update.clipped
             bound = self._bound(largest(after.clipped))
-            if found := self._first([_Vectors(AFTER, clipped, after.clipped, bound)]):
+            if found := self._first([Vectors(AFTER, clipped, after.clipped, bound)]):
                 return _explain_clip(found, clipped, mine.values, after.clipped, self.rounding)
         for slot in sorted(update.state.slots):
             seen, expected, before = (s.slots[slot] for s in (update.state, after.state, state))
-            vectors = _Vectors(slot_name(slot), seen, expected, self._bound_of_change(expected, before))
+            vectors = self._slot(slot, seen, expected, self._bound_of_change(expected, before))
             if found := self._first([vectors]):
                 reason = diagnosis.of_update(seen[found.places], before[found.places], vectors.quantity)
                 return found.told(diagnosis=reason)
@@ -217,13 +182,19 @@ class TrainingPair:
             return found is expected
         return self.rounding.same(found, expected)
 
-    def _first(self, pairs: Sequence[_Vectors], *, backward: bool = False) -> LocatedDifference | None:
+    def _first(self, pairs: Sequence[Vectors], *, backward: bool = False) -> LocatedDifference | None:
         """Return the first tensor in which one of ``pairs`` differs, or None; with ``backward``, the last one."""
         for vectors in pairs:
-            masks = [(entry, mask) for entry in self.entries if (mask := vectors.mask(entry)).any()]
+            entries = self.entries if vectors.entries is None else vectors.entries
+            masks = [(entry, mask) for entry in entries if (mask := vectors.mask(entry)).any()]
             if masks:
-                return _difference(vectors, *(masks[-1] if backward else masks[0]), len(masks))
+                return difference(vectors, *(masks[-1] if backward else masks[0]), len(masks))
         return None
+
+    def _slot(self, slot: str, found: Array, expected: Array, bound: float | None) -> Vectors:
+        """Return the values of optimizer arrays; arrays as long as the parameters lie where the parameters lie."""
+        own = slot not in self.training.updater.optimizer.slots
+        return Vectors(slot_name(slot), found, expected, bound, self.training.entries_of(slot) if own else None)
 
     def _bound(self, size: float) -> float | None:
         return None if self.tolerance is None else self.tolerance * size
@@ -236,7 +207,7 @@ class TrainingPair:
         rounding = 4 * float(np.finfo(after.dtype).eps) * largest(after)
         return self.tolerance * change + rounding
 
-    def _views(self, number: int, vectors: _Vectors, before: Array | None) -> Finding | None:
+    def _views(self, number: int, vectors: Vectors, before: Array | None) -> Finding | None:
         """Compare the parameters that each rank sees, and its own copies; return the first difference or None."""
         mine = self._first([vectors])
         if mine is not None and before is not None:
@@ -259,7 +230,7 @@ class TrainingPair:
     def _owned(self, found: LocatedDifference) -> Finding:
         """Return the finding; if it names no ranks yet, add the ranks that update the differing elements."""
         owners = self.training.owners()
-        ranks = sorted({int(owner) for owner in owners[found.places]} - {-1})
+        ranks = sorted({int(owner) for owner in owners[found.places]} - {-1}) if found.of_parameters else []
         return found.finding if found.finding.ranks else replace(found.finding, ranks=tuple(ranks))
 
     def _explain_gradient(self, found: LocatedDifference, mine: BatchGradient, batch: Any) -> Finding:
@@ -327,7 +298,7 @@ class TrainingPair:
     ) -> Diagnosis:
         theirs = self._gradient
         assert theirs is not None
-        vectors = _Vectors("", mine.values, theirs.values, self._bound(largest(theirs.values)))
+        vectors = Vectors("", mine.values, theirs.values, self._bound(largest(theirs.values)))
         different = [entry for entry in self.entries if vectors.mask(entry).any()]
 
         def named(values: Array) -> dict[str, Array]:
@@ -370,24 +341,6 @@ def _explain_clip(
         return _explained(found, told)
     # All elements were clipped by one factor, but not by the factor of one process.
     return _explained(LocatedDifference(Finding(0, "clip factor", found=factors[0], expected=factors[1])), told)
-
-
-def _difference(vectors: _Vectors, entry: ParameterUse, mask: Array, tensors: int) -> LocatedDifference:
-    places = np.flatnonzero(mask)
-    first = int(places[0])
-    found, expected = (float(v[entry.span.start + first]) for v in (vectors.found, vectors.expected))
-    finding = Finding(
-        0,
-        vectors.quantity,
-        entry.spec.name,
-        index=tuple(int(i) for i in np.unravel_index(first, entry.spec.shape)),
-        found=found,
-        expected=expected,
-        differing=int(places.size),
-        size=entry.spec.size,
-        tensors=tensors,
-    )
-    return LocatedDifference(finding, entry.span.start + places)
 
 
 def _apart(found: Array, expected: Array, size: float) -> float:

@@ -13,13 +13,13 @@ import numpy as np
 
 from mpizero.comm import Communicator
 from mpizero.kernels import to_host
-from mpizero.layout import FlatLayout
+from mpizero.layout import FlatLayout, ParameterUse
 from mpizero.layout.flat import joined
 from mpizero.parallel import ShardingConfig, StepReport
 from mpizero.parallel.batch.step_scalars import Totals
 from mpizero.parallel.engine import Engine
 from mpizero.parallel.model.base import ShardedModelBase
-from mpizero.parallel.model.gather_state import gather_pieces
+from mpizero.parallel.model.gather_state import gather_pieces, gather_slot, slot_entries
 from mpizero.parallel.optimizer.sharded_update import Updater
 from mpizero.parallel.parameters.global_view import take
 from mpizero.parallel.parameters.shards import UpdatePiece
@@ -64,7 +64,8 @@ class TrainingTask:
 class TrainingState(NamedTuple):
     """Hold the parameters, as this rank sees them, and the optimizer's arrays, as flat vectors of the whole model.
 
-    ``slots`` has the optimizer's arrays by name, such as "exp_avg"; ``step_count`` is the optimizer's step number.
+    ``slots`` has the optimizer's arrays by name, such as "exp_avg", as :meth:`ObservedTraining.entries_of` places them;
+    ``step_count`` is the optimizer's step number.
     """
 
     parameters: Array
@@ -165,11 +166,12 @@ class ObservedTraining:
     def state(self) -> TrainingState:
         """Gather and return the parameters and the optimizer's arrays of the whole model."""
         updater = self.updater
-        slots = {
-            slot: gather_pieces(self.engine, self.engine.dtype, partial(updater.state_of, slot))
-            for slot in updater.state
-        }
+        slots = {slot: gather_slot(self.engine, slot) for slot in updater.state}
         return TrainingState(self.engine.whole.vector(), slots, updater.step_count)
+
+    def entries_of(self, slot: str) -> tuple[ParameterUse, ...]:
+        """Return where each array of a slot of :meth:`state` lies in the slot's vector. Not collective."""
+        return slot_entries(self.engine, slot)
 
     def gradient(self, batch: tuple[Any, Any]) -> BatchGradient:
         """Compute the loss and the averaged gradient of a batch, without updating the parameters."""
@@ -273,11 +275,11 @@ class ObservedTraining:
         Keys are such as ``("optimizer slot 'exp_avg'", "head.weight")`` and ``("parameter", "head.weight")``.
         """
         state = self.state()
-        vectors = {slot_name(slot): values for slot, values in sorted(state.slots.items())}
+        vectors = [(slot_name(slot), values, self.entries_of(slot)) for slot, values in sorted(state.slots.items())]
         return {
             (quantity, entry.spec.name): hashlib.sha256(vector[entry.span.start : entry.span.stop].tobytes()).digest()
-            for quantity, vector in {**vectors, PARAMETER: state.parameters}.items()
-            for entry in self.layout.parameters
+            for quantity, vector, entries in [*vectors, (PARAMETER, state.parameters, self.layout.parameters)]
+            for entry in entries
         }
 
     # ------------------------------------------------------------------ in one process (not collective)
@@ -287,8 +289,10 @@ class ObservedTraining:
         self.model.set_parameters(state.parameters)
         held = self.updater.host_state()
         for slot, values in state.slots.items():
-            for piece in self.engine.pieces():
-                held[slot][piece.state : piece.state + piece.size] = values[piece.span.start : piece.span.stop]
+            places = {entry.spec.name: entry.offset for entry in self.entries_of(slot)}
+            for piece in self.updater.state_pieces(slot):
+                start = places[piece.spec.name] + piece.start
+                held[slot][piece.state : piece.state + piece.size] = values[start : start + piece.size]
         self.updater.take_state(held)
         self.updater.step_count = state.step_count
 

@@ -18,7 +18,7 @@ from mpizero.parallel import ShardingConfig
 from mpizero.text import notice
 from mpizero.train.config.builder import build_optimizer, computing_settings
 from mpizero.train.config.model_and_data import build_model, build_source, check_samples, user_functions, users_modules
-from mpizero.train.config.sections import Config
+from mpizero.train.config.sections import Config, TensorSection
 from mpizero.train.config.setting_checks import check_option, optional
 from mpizero.train.modelcheck.check import examine
 from mpizero.train.modelcheck.model_report import ModelReport
@@ -109,6 +109,8 @@ def choose(config: Config, model: Any, comm: Communicator, named: str | None, ra
         raise ConfigError(f"--ranks {ranks}: this job has {launched}")
     if named is None:
         heads, sequence = config.model.split_sizes
+        if isinstance(config.optimizer, TensorSection):
+            heads = 1  # whole tensors are in no tensor group
         count = ranks if ranks is not None else launched if launched > 1 else 2
         blocks = len(model.blocks) if isinstance(model, BlockModel) else 1
         found = default_layouts(count, blocks=blocks, heads=heads, sequence=sequence)

@@ -1,0 +1,180 @@
+"""Update whole tensors, each on the rank that owns it; results do not depend on the layout.
+
+[Note: whole tensors] Some optimizers need a tensor at a time: Muon makes its momentum orthogonal, SOAP needs
+eigenvectors of it. The shard rule cuts tensors anywhere. So tensors are divided over the data ranks by their costs, the
+same on every layout with as many ranks. The ranks that hold elements of a tensor's reduced gradient send them to its
+owner. The owner, which alone keeps the tensor's state, updates the whole tensor and sends the new values to all ranks
+that hold elements of the parameter. There they are written as any update is, and published. An owner computes with
+arrays of the tensor's own shape, so no bit depends on the number of ranks or on how shards are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mpizero import optim
+from mpizero.comm import Request
+from mpizero.comm.agreement import all_ranks
+from mpizero.errors import ArgumentError
+from mpizero.parallel.optimizer.tensor_plan import Move, TensorPlan
+from mpizero.parallel.optimizer.tied_parameters import home_of
+from mpizero.parallel.parameters.shards import StatePiece, UpdatePiece
+from mpizero.parallel.parameters.store import ParameterStore
+from mpizero.types import Array
+
+#: MPI tags of messages with elements of gradients, of parameters, and of updated parameters.
+_GRADIENT, _PARAMETER, _UPDATED = 1, 2, 3
+#: Returns a view of the elements of a move.
+_View = Callable[[Move], Array]
+
+
+class WholeTensors:
+    """Exchange the elements of whole tensors with their owners, and update those that this rank owns.
+
+    Parameters
+    ----------
+    optimizer : TensorOptimizer
+        What :func:`mpizero.optim.averaging` returns for one.
+    store : ParameterStore
+        The parameters.
+    plan : TensorPlan
+        The tensors and their owners.
+    pieces : sequence of UpdatePiece
+        The ranges of all parameters that this rank updates.
+    """
+
+    def __init__(self, optimizer: Any, store: ParameterStore, plan: TensorPlan, pieces: Sequence[UpdatePiece]) -> None:
+        self.optimizer, self.store, self.plan, self.data = optimizer, store, plan, store.grid.data
+        self.owned = plan.owned(self.data.rank)
+        self.pieces = [piece for piece in pieces if piece.entry.spec.name in plan.names]
+        self._places = {piece.span: piece for piece in self.pieces}
+        self.kept = {slot: self._kept(slot) for slot in optimizer.tensor_slots}
+
+    def _kept(self, slot: str) -> list[StatePiece]:
+        """Return the arrays of this rank's state in ``slot``: one for each owned tensor that has it."""
+        found, place = list[StatePiece](), 0
+        for number in self.owned:
+            spec = optim.state_specs(self.optimizer, self.plan.tensors[number].spec).get(slot)
+            if spec is not None:
+                found.append(StatePiece(spec, 0, place, spec.size))
+                place += spec.size
+        return found
+
+    def size(self, slot: str) -> int:
+        """Return the number of elements of this rank's state in ``slot``. Not collective."""
+        return sum(piece.size for piece in self.kept[slot])
+
+    def update(self, reduced: Array, hypers: Mapping[int, Array], state: Mapping[str, Array]) -> None:
+        """Update all whole tensors from the reduced gradient. Collective over the data group.
+
+        Parameters are written where this rank updates them: in the ranges of :attr:`pieces`.
+
+        Parameters
+        ----------
+        reduced : 1-D array
+            The reduced gradient; complete in the ranges that this rank updates.
+        hypers : mapping of int to Array
+            The hyperparameters of each optimizer group.
+        state : mapping of str to Array
+            This rank's optimizer state, by slot.
+
+        Raises
+        ------
+        Exception
+            What ``update_tensor`` raised, on the owner of the tensor; RemoteError on the other ranks. No parameter has
+            changed then.
+        """
+        gradients, values = self._gather(reduced)
+        with all_ranks(self.data, "whole tensors"):
+            for number in self.owned:
+                self._update_one(number, values[number], gradients[number], hypers, state)
+        self._return(values)
+
+    def _update_one(
+        self, number: int, w: Array, g: Array, hypers: Mapping[int, Array], state: Mapping[str, Array]
+    ) -> None:
+        spec = self.plan.tensors[number].spec
+        group = self.optimizer.group_of(replace(spec, name=home_of(spec)))
+        step = self.optimizer.tensor_step(hypers[group])
+        arrays = {
+            slot: state[slot][p.state : p.state + p.size].reshape(p.spec.shape)
+            for slot, kept in self.kept.items()
+            for p in kept
+            if p.spec.name == spec.name
+        }
+        try:
+            result = self.optimizer.update_tensor(w.reshape(spec.shape), g.reshape(spec.shape), arrays, step)
+        except Exception as error:
+            error.add_note(f"In the update of parameter {home_of(spec)!r} of shape {spec.shape}, step {step.number}")
+            raise
+        if result is not None:
+            raise ArgumentError(
+                f"{optim.optimizer_name(self.optimizer)}.update_tensor returned {type(result).__name__} for "
+                f"{home_of(spec)!r}; expected None: change w and the arrays of state in place"
+            )
+
+    def _gather(self, reduced: Array) -> tuple[dict[int, Array], dict[int, Array]]:
+        """Return the gradients and a copy of the values of the tensors that this rank owns, by the tensor's number.
+
+        Collective over the data group.
+        """
+        moves, values = self.plan.gathers(self.data.rank), self.store.values
+        gradients = self._empty()
+        requests = self._exchange(
+            moves,
+            _GRADIENT,
+            lambda move: _held(reduced, self._places[move.span].gradient, move),
+            self._inside(gradients),
+        )
+        if self.store.sharded:
+            whole = self._empty()
+            requests += self._exchange(
+                moves, _PARAMETER, lambda move: _held(values, self._places[move.span].store, move), self._inside(whole)
+            )
+        else:
+            spans = {number: self.plan.tensors[number].span for number in self.owned}
+            whole = {number: values[span.start : span.stop].copy() for number, span in spans.items()}
+        for request in requests:
+            request.wait()
+        return gradients, whole
+
+    def _return(self, updated: Mapping[int, Array]) -> None:
+        """Send the updated values of owned tensors to their holders, and write those of this rank's pieces.
+
+        Collective over the data group.
+        """
+        moves, values = self.plan.returns(self.data.rank), self.store.values
+        for request in self._exchange(
+            moves, _UPDATED, self._inside(updated), lambda move: _held(values, self._places[move.span].store, move)
+        ):
+            request.wait()
+
+    def _empty(self) -> dict[int, Array]:
+        return {number: np.empty(self.plan.tensors[number].spec.size, self.store.dtype) for number in self.owned}
+
+    def _inside(self, tensors: Mapping[int, Array]) -> _View:
+        """Return a function that returns a view of a move's elements in ``tensors``, whole tensors by number."""
+        return lambda move: _held(tensors[move.tensor], move.span.start - self.plan.tensors[move.tensor].offset, move)
+
+    def _exchange(self, moves: Sequence[Move], tag: int, source: _View, target: _View) -> list[Request]:
+        """Begin to send elements from the views of ``source`` to those of ``target`` on other ranks; copy own ones.
+
+        Messages between two ranks arrive in the order of their moves, which both know.
+        """
+        requests = []
+        for move in moves:
+            if move.source == move.target:
+                target(move)[:] = source(move)
+            elif move.source == self.data.rank:
+                requests.append(self.data.isend(source(move), move.target, tag))
+            else:
+                requests.append(self.data.irecv(target(move), move.source, tag))
+        return requests
+
+
+def _held(values: Array, start: int, move: Move) -> Array:
+    return values[start : start + move.span.size]

@@ -1,0 +1,444 @@
+"""Optimizers that update whole tensors: the same bits on every layout, saved, loaded, told where they cannot work."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero.errors import ArgumentError, CheckpointError, ConfigError, LayoutError, RemoteError
+from mpizero.layout import FlatLayout, owners_by_cost
+from mpizero.parallel.optimizer.tensor_plan import TensorPlan
+from mpizero.testing import run_in_threads
+from mpizero.types import ParameterSpec
+from tests.parallel.models import (
+    MEMORIES,
+    PRIVATE,
+    STRATEGIES,
+    gpt,
+    layouts,
+    mlp,
+    part,
+    points,
+    sharded,
+    tokens,
+    vectors,
+)
+from tests.parallel.parallel_layouts import Case, Way, known, trained_alone
+from tests.parallel.parallel_layouts import trained as spread
+
+
+class RowMeans(mz.TensorOptimizer):
+    """Gradient descent along the mean over the steps of each row's sum: a user's own, with a state of its own shape."""
+
+    tensor_slots = ("sums", "count")
+
+    def state_shapes(self, shape):
+        return {"sums": (shape[0], 1), "count": ()}
+
+    def cost(self, shape):
+        return shape[0] * shape[1]
+
+    def update_tensor(self, w, g, state, step):
+        state["sums"] += g.sum(1, keepdims=True)
+        state["count"] += 1
+        w -= step.lr * (state["sums"] / state["count"] + step.weight_decay * w)
+
+
+OPTIMIZERS = {
+    "soap": lambda: mz.SOAP(lr=1e-2, frequency=1, max_dimension=30),
+    "muon": lambda: mz.Muon(lr=1e-2, exclude=["head.*"]),
+    "own": lambda: RowMeans(lr=1e-2),
+}
+
+
+def trained(comm: Any, strategy: str, name: str = "muon", *, dtype: str = "float32", **settings: Any) -> Any:
+    """Train three steps on 11 samples; return the hash, the last loss and the optimizer's state."""
+    x, y = tokens(11)
+    model, optimizer = sharded(
+        strategy, comm, gpt(dtype=dtype, tied=False), OPTIMIZERS[name](), micro_batch=1, **settings
+    )
+    with model:
+        losses = [model.train(*part(comm, x, y)) for _ in range(3)]
+        state = optimizer.state_dict()["state"]
+        return (
+            model.parameters_sha256(),
+            losses,
+            {s: {n: a.tobytes() for n, a in of.items()} for s, of in state.items()},
+        )
+
+
+@cache
+def alone(*arguments: Any) -> Any:
+    return trained(None, "ddp", *arguments)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("ranks", "memory"), [(2, MEMORIES[0]), (3, MEMORIES[1]), (4, MEMORIES[2])])
+def test_threads_have_the_bits_of_one_process_with_every_strategy(name, ranks, memory):
+    for strategy in STRATEGIES:
+        assert run_in_threads(ranks, lambda comm, s=strategy: trained(comm, s, name, **memory))[0] == alone(name)
+
+
+@pytest.mark.mpi
+def test_every_strategy_has_the_bits_of_one_process(world):
+    for number, (strategy, memory) in enumerate(layouts(world.size)):
+        name = ("muon", "own", "soap")[(number + world.size) % 3]
+        assert trained(world, strategy, name, **memory) == known(world, alone, name), (strategy, memory, name)
+
+
+def test_clipping_loss_scale_and_average_work_with_the_same_bits():
+    def run(comm, strategy, **memory):
+        x, y = points(9)
+        model, optimizer = sharded(strategy, comm, mlp(), mz.Muon(lr=1e-2), micro_batch=2, clip=0.2, ema=0.9, **memory)
+        with model:
+            model.engine.bind(optimizer.wrapped_optimizer, mz.DynamicLossScale(initial=2.0**10))
+            expected = model.get_parameters().astype("f8")
+            for _ in range(3):
+                model.train(*part(comm, x, y))
+                expected += 0.1 * (model.get_parameters() - expected)
+            average = np.concatenate([a.ravel() for a in optimizer.state_dict()["state"]["ema"].values()])
+            np.testing.assert_allclose(average, expected, rtol=1e-5, atol=1e-6)
+            found = model.evaluate(*part(comm, x, y), ema=True)
+            return model.parameters_sha256(), model.last_step.gradient_norm, average.tobytes(), found
+
+    one = run(None, "ddp")
+    assert one[1] > 0.2
+    for ranks, strategy, memory in ((2, "ddp", PRIVATE), (3, "zero1", {}), (4, "zero3", {"ranks_per_node": 2})):
+        assert run_in_threads(ranks, lambda comm, s=strategy, m=memory: run(comm, s, **m))[0] == one, (ranks, strategy)
+
+
+CASE = Case(gpt, lambda: mz.Muon(lr=1e-2), tuple(tokens(8, seed) for seed in range(2)), config={"clip": 0.5})
+
+
+@pytest.mark.parametrize(("ranks", "way"), [(2, Way(2, zero=3)), (4, Way(2, zero=1, schedule="zero_bubble"))], ids=str)
+def test_pipelines_divide_the_tensors_of_each_stage_with_the_same_bits(ranks, way):
+    """The token table is tied: two stages hold it; AdamW updates it."""
+    assert run_in_threads(ranks, lambda comm: spread(CASE, comm, way, **PRIVATE))[0] == trained_alone(CASE)
+
+
+def test_a_tied_tensor_that_an_optimizer_takes_is_equal_on_all_stages():
+    class All(RowMeans):
+        def takes(self, spec):
+            return len(spec.shape) == 2
+
+    case = Case(gpt, lambda: All(lr=1e-2), CASE.batches)
+    assert run_in_threads(4, lambda comm: spread(case, comm, Way(2, zero=2)))[0] == trained_alone(case)
+
+
+def test_context_ranks_share_the_work():
+    case = Case(gpt, CASE.optimizer, CASE.batches, config={"tiles": {"context": 2}})
+    one = spread(case, None)
+    assert run_in_threads(2, lambda comm: spread(case, comm, Way(context=2)))[0] == one
+
+
+def test_a_tensor_group_is_refused_and_tiles_on_one_rank_are_not():
+    def grouped(comm):
+        with pytest.raises(ConfigError, match=r"tensor group splits '.*' of shape .*tensor_parallel_size=1.*exclude"):
+            spread(CASE, comm, Way(tensor=2))
+
+    run_in_threads(2, grouped)
+    case = Case(gpt, CASE.optimizer, CASE.batches, config={"tiles": {"tensor": 2}})
+    assert spread(case, None) == run_in_threads(2, lambda comm: spread(case, comm))[0]
+
+
+def test_training_with_muon_against_the_formulas():
+    """A linear model; Newton-Schulz on singular values, written out here."""
+    x, y = vectors(6)
+
+    def loss_and_grad(p, batch):
+        error = batch[0] @ p["w"] + p["b"] - batch[1]
+        return float((error**2).sum() / 2), {"w": batch[0].T @ error, "b": error.sum(0)}, float(len(batch[0]))
+
+    start = {"w": np.zeros((7, 11)), "b": np.zeros(11)}
+
+    def run(comm):
+        model, _ = sharded("zero2", comm, mz.FunctionModel(start, loss_and_grad), mz.Muon(lr=0.1, adamw_lr_scale=0.5))
+        with model:
+            for _ in range(5):
+                model.train(*part(comm, x, y))
+            return model.named_parameters()
+
+    found = run_in_threads(3, run)[0]
+    w, b = start["w"], start["b"]
+    m, first, second = np.zeros_like(w), np.zeros_like(b), np.zeros_like(b)
+    for step in range(1, 6):
+        error = x @ w + b - y
+        g, of_b = x.T @ error / 6, error.sum(0) / 6
+        m = 0.95 * m + 0.05 * g
+        u, s, vt = np.linalg.svd(0.05 * g + 0.95 * m, full_matrices=False)
+        s = s / np.linalg.norm(s)
+        for _ in range(5):
+            s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
+        w = w - 0.1 * 0.01 * w - 0.1 * np.sqrt(11 / 7) * (u * s @ vt)
+        first, second = 0.9 * first + 0.1 * of_b, 0.999 * second + 0.001 * of_b**2
+        root = np.sqrt(second / (1 - 0.999**step)) + 1e-8
+        b = b - 0.05 * (first / (1 - 0.9**step) / root)
+    np.testing.assert_allclose(found["w"], w, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(found["b"], b, rtol=0, atol=1e-10)
+
+
+def test_frozen_tensors_stay_and_a_skipped_step_changes_nothing():
+    def run(comm):
+        model = mz.nn.freeze(mlp(), ["hidden.1.*"])
+        with sharded("zero2", comm, model, mz.SOAP(lr=1e-2), micro_batch=2)[0] as model:
+            start = model.named_parameters()["hidden.1.linear.weight"].copy()
+            steps_of(model, comm, 3)
+            before = model.parameters_sha256(), {s: a.tobytes() for s, a in model.engine.updater.state.items()}
+            x, y = points(9)
+            x[4] = np.inf
+            model.train(*part(comm, x, y))
+            assert model.last_step.skipped
+            assert before == (
+                model.parameters_sha256(),
+                {s: a.tobytes() for s, a in model.engine.updater.state.items()},
+            )
+            np.testing.assert_array_equal(model.named_parameters()["hidden.1.linear.weight"], start)
+            state = model.optimizer.state_dict()["state"]["left"]
+            assert state.keys() == {"hidden.0.linear.weight", "output.linear.weight"}
+            return before[0]
+
+    assert run_in_threads(3, run)[0] == run(None)
+
+
+def test_ranks_that_train_alone_own_all_tensors_of_their_copy():
+    """With the same batch on both ranks the copies stay equal, and equal to one process."""
+    x, y = points(8)
+
+    def run(comm):
+        config = mz.ShardingConfig(comm=comm, micro_batch=2)
+        with config, mz.DDPModel(mlp(), config) as model:
+            mz.LocalSGDOptimizer(mz.Muon(lr=1e-2), config, every=2).set_model(model)
+            for _ in range(4):
+                model.train(x, y)
+            return model.parameters_sha256()
+
+    with sharded("ddp", None, mlp(), mz.Muon(lr=1e-2), micro_batch=2)[0] as model:
+        for _ in range(4):
+            model.train(x, y)
+        assert run_in_threads(2, run) == [model.parameters_sha256()] * 2
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_metadata_tells_the_state_that_owners_keep(strategy):
+    """The formula is the mean over ranks: the state of whole tensors is divided with every strategy."""
+
+    def run(comm):
+        with sharded(strategy, comm, mlp(), mz.SOAP(), **PRIVATE)[0] as model:
+            told = model.metadata()
+            return told.bytes_on_rank["optimizer state"], told.formula_bytes["optimizer state"]
+
+    held, formulas = zip(*run_in_threads(3, run), strict=True)
+    assert sum(held) == pytest.approx(sum(formulas))
+
+
+# ---------------------------------------------------------------------- saved and loaded
+
+
+def steps_of(model: Any, comm: Any, count: int) -> str:
+    x, y = points(9)
+    for _ in range(count):
+        model.train(*part(comm, x, y))
+    return str(model.parameters_sha256())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_resume_on_other_ranks_and_strategies_has_the_bits_of_no_interruption(tmp_path, name):
+    optimizer = {**OPTIMIZERS, "muon": lambda: mz.Muon(lr=1e-2, exclude=["hidden.1.*"])}[name]
+
+    def run(comm, strategy, before, after, **memory):
+        model, bound = sharded(strategy, comm, mlp(), optimizer(), micro_batch=2, ema=0.9, check_every=1, **memory)
+        with model:
+            if not before:
+                model.load_model(tmp_path / "saved")
+            steps_of(model, comm, before)
+            if before and not after:
+                model.save_model(tmp_path / "saved", replace=True)
+                bound.save(tmp_path / "state")
+            return steps_of(model, comm, after), bound.state_dict()["state"]["ema"]["output.linear.weight"].tobytes()
+
+    one = run(None, "ddp", 2, 2)
+    for saved, loaded in (
+        ((3, "zero3", PRIVATE), (1, "ddp", {})),
+        ((1, "ddp", {}), (4, "ddp", {"ranks_per_node": 2})),
+        ((2, "ddp", PRIVATE), (3, "zero2", {})),
+    ):
+        run_in_threads(saved[0], lambda comm, s=saved: run(comm, s[1], 2, 0, **s[2]))
+        assert run_in_threads(loaded[0], lambda comm, s=loaded: run(comm, s[1], 0, 2, **s[2]))[0] == one
+
+
+def test_checkpoints_hold_the_arrays_of_each_tensor_by_name(tmp_path):
+    with sharded("ddp", None, mlp(), RowMeans(lr=1e-2), micro_batch=2)[0] as model:
+        steps_of(model, None, 2)
+        names = [e.spec.name for e in model.layout.parameters]
+        model.save_model(tmp_path / "saved")
+        state = model.optimizer.state_dict()["state"]
+    with h5py.File(tmp_path / "saved" / "state.h5") as file:
+        held = {slot: set(_arrays(file[f"optimizer/{slot}"])) for slot in file["optimizer"]}
+        weights = {name for name in names if name.endswith("weight")}
+        assert held == {
+            "exp_avg": set(names) - weights,
+            "exp_avg_sq": set(names) - weights,
+            "sums": weights,
+            "count": weights,
+        }
+        for name in weights:
+            assert file[f"optimizer/count/{name}"][()] == 2
+            np.testing.assert_array_equal(file[f"optimizer/sums/{name}"], state["sums"][name])
+            assert file[f"optimizer/sums/{name}"].shape == (file[f"parameters/{name}"].shape[0], 1)
+
+
+def _arrays(group: Any) -> list[str]:
+    return [name for name, item in group.items() if isinstance(item, h5py.Dataset)]
+
+
+def test_the_state_of_another_choice_of_tensors_is_refused_and_changes_nothing(tmp_path):
+    with sharded("ddp", None, mlp(), mz.Muon(lr=1e-2), micro_batch=2)[0] as model:
+        steps_of(model, None, 1)
+        model.save_model(tmp_path / "saved")
+    with sharded("zero1", None, mlp(), mz.Muon(lr=1e-2, exclude=["output.*"]), micro_batch=2)[0] as model:
+        before = model.parameters_sha256()
+        with pytest.raises(CheckpointError, match=r"lacks optimizer/exp_avg/output.linear.weight.*exclude"):
+            model.load_model(tmp_path / "saved")
+        assert model.parameters_sha256() == before
+
+
+def test_a_state_dictionary_goes_to_any_layout():
+    def run(comm, strategy, state=None):
+        model, optimizer = sharded(strategy, comm, mlp(), RowMeans(lr=1e-2), micro_batch=2)
+        with model:
+            if state is not None:
+                optimizer.load_state_dict(state)
+            else:
+                steps_of(model, comm, 2)
+            return optimizer.state_dict()
+
+    saved = run_in_threads(3, lambda comm: run(comm, "zero2"))[0]
+    for found in (run(None, "ddp", saved), run_in_threads(2, lambda comm: run(comm, "zero3", saved))[1]):
+        assert found["step_count"] == 2
+        for slot, arrays in saved["state"].items():
+            assert arrays.keys() == found["state"][slot].keys()
+            assert all(np.array_equal(array, found["state"][slot][name]) for name, array in arrays.items())
+    saved["state"]["sums"]["output.linear.weight"] = np.zeros((3, 5))
+    with pytest.raises(LayoutError, match=r"'sums' has no array 'output.linear.weight' of shape \(5, 1\)"):
+        run(None, "ddp", saved)
+
+
+def test_copies_go_on_alike_and_a_reset_begins_anew():
+    def run(comm):
+        with sharded("zero2", comm, mlp(), mz.Muon(lr=1e-2), micro_batch=2)[0] as model:
+            start = model.get_parameters()
+            first = steps_of(model, comm, 2)
+            with model.deep_copy() as twin:
+                assert steps_of(twin, comm, 1) == steps_of(model, comm, 1)
+            model.set_parameters(start)
+            model.optimizer.reset()
+            assert model.optimizer.synchronize_optimizer_state() == 0
+            return steps_of(model, comm, 2) == first
+
+    assert all(run_in_threads(3, run))
+
+
+# ---------------------------------------------------------------------- what goes wrong
+
+
+def test_an_error_of_one_owner_is_every_ranks_and_no_parameter_changes():
+    class Failing(RowMeans):
+        def update_tensor(self, w, g, state, step):
+            w[:] = 0
+            if w.shape == (7, 5):
+                raise ArithmeticError("no convergence")
+
+    def run(comm):
+        with sharded("zero2", comm, mlp(), Failing(), micro_batch=2)[0] as model:
+            before = model.parameters_sha256()
+            with pytest.raises((ArithmeticError, RemoteError), match="no convergence") as caught:
+                steps_of(model, comm, 1)
+            assert model.parameters_sha256() == before
+            return getattr(caught.value, "__notes__", [])
+
+    notes = [note for notes in run_in_threads(3, run) for note in notes]
+    assert notes == ["In the update of parameter 'hidden.1.linear.weight' of shape (7, 5), step 1"]
+
+
+def test_wrong_optimizers_are_told():
+    class Returning(RowMeans):
+        def update_tensor(self, w, g, state, step):
+            return w - g
+
+    class Undeclared(RowMeans):
+        def state_shapes(self, shape):
+            return {"sum": shape}
+
+    class Clash(RowMeans):
+        tensor_slots = ("exp_avg",)
+
+    class Complex(RowMeans):
+        def takes(self, spec):
+            return True
+
+    with pytest.raises(ArgumentError, match=r"Returning.update_tensor returned ndarray.*change w"):
+        steps_of(sharded("ddp", None, mlp(), Returning(), micro_batch=2)[0], None, 1)
+    with pytest.raises(ConfigError, match=r"Undeclared: state_shapes\(\(6, 7\)\) has 'sum'.*tensor_slots"):
+        sharded("ddp", None, mlp(), Undeclared())
+    with pytest.raises(ConfigError, match=r"Clash: tensor_slots has 'exp_avg'"):
+        Clash()
+    z = mz.FunctionModel({"z": np.ones(2, complex)}, lambda p, batch: (0.0, {"z": p["z"]}, 1.0))
+    with pytest.raises(ConfigError, match=r"Complex.takes chooses 'z', which is complex"):
+        sharded("ddp", None, z, Complex())
+
+
+def test_a_model_without_matrices_is_trained_by_adamw():
+    def loss_and_grad(p, batch):
+        return float(p["b"].sum()), {"b": np.ones(3)}, 1.0
+
+    found = []
+    for optimizer in (mz.Muon(lr=0.1), mz.AdamW(lr=0.1)):
+        with sharded("zero1", None, mz.FunctionModel({"b": np.ones(3)}, loss_and_grad), optimizer)[0] as model:
+            model.train(np.ones((2, 1)), np.ones(2))
+            found.append(model.parameters_sha256())
+    assert found[0] == found[1]
+
+
+# ---------------------------------------------------------------------- integers
+
+
+def test_things_are_divided_by_cost_the_most_expensive_first():
+    assert owners_by_cost([1, 5, 3, 3, 5], 2) == (0, 0, 0, 1, 1)
+    assert owners_by_cost([2, 2, 2], 5) == (0, 1, 2)
+    assert owners_by_cost([], 3) == ()
+    costs = np.random.default_rng(0).integers(1, 1000, 200).tolist()
+    loads = np.bincount(owners_by_cost(costs, 7), costs, 7)
+    assert max(loads) - min(loads) <= max(costs)
+
+
+@pytest.mark.parametrize("replicated", [True, False])
+@pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), ((0,), (1,), (2,)), ((0, 1, 2),)], ids=str)
+def test_owners_get_each_element_once_and_holders_get_it_back(nodes, replicated):
+    specs = [ParameterSpec("a", (5, 4)), ParameterSpec("b", (3,), decay=False), ParameterSpec("c", (7, 3))]
+    layout, ranks = FlatLayout.build({"": specs}), range(sum(map(len, nodes)))
+    plan = TensorPlan.of(RowMeans(), layout, nodes, replicated=replicated)
+    assert [entry.spec.name for entry in plan.tensors] == ["a", "c"]
+    shards = [layout.shards(rank, len(ranks))[0] for rank in ranks]
+    for number, entry in enumerate(plan.tensors):
+        owner, wanted = plan.owners[number], list(range(*entry.span))
+        gathered = [m for m in plan.gathers(owner) if m.tensor == number and m.target == owner]
+        assert sorted(i for move in gathered for i in range(*move.span)) == wanted
+        for move in gathered:
+            assert move in plan.gathers(move.source)
+            if replicated:  # within a node
+                assert any({move.source, owner} <= set(node) for node in nodes)
+        for rank in ranks:
+            peers = [r for r in ranks if _place(r, nodes) == _place(rank, nodes)] if replicated else [rank]
+            held = sorted(i for r in peers for i in range(*shards[r]) if i in wanted)
+            back = [m for m in plan.returns(rank) if m.tensor == number and m.target == rank]
+            assert sorted(i for move in back for i in range(*move.span)) == held
+            assert all(move in plan.returns(owner) for move in back)
+
+
+def _place(rank: int, nodes: Any) -> int:
+    return next(ranks.index(rank) for ranks in nodes if rank in ranks)
