@@ -40,8 +40,8 @@ class TensorOptimizer(AdamW):
     :meth:`state_shapes`, :meth:`cost` and :meth:`update_tensor`. It knows no ranks. The tensors that :meth:`takes`
     chooses are divided over the ranks by their costs. The owner of a tensor keeps its state, and is given its whole
     averaged gradient; the new values are sent to all ranks that hold them. So results have the same bits on any number
-    of ranks. The arguments of :class:`AdamW` that are described there are those of the other parameters; ``lr``,
-    ``weight_decay`` and ``groups`` are for all.
+    of ranks. ``betas`` and ``eps`` are those of AdamW for the other parameters; ``lr``, ``weight_decay`` and ``groups``
+    are for all.
 
     Attributes
     ----------
@@ -94,7 +94,7 @@ class TensorOptimizer(AdamW):
         raise NotImplementedError(f"{type(self).__name__} must define state_shapes(shape)")
 
     def cost(self, shape: tuple[int, ...]) -> int:
-        """Return about how many operations an update of a tensor of this shape takes; only ratios matter."""
+        """Return about how many floating-point operations an update of a tensor of this shape takes, a whole number."""
         raise NotImplementedError(f"{type(self).__name__} must define cost(shape)")
 
     def update_tensor(self, w: Array, g: Array, state: Mapping[str, Array], step: TensorStep) -> None:

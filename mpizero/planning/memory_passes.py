@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from mpizero import optim
 from mpizero.layout import Program
+from mpizero.parallel.optimizer.tensor_plan import tensor_cost
 from mpizero.parallel.step_rules import fuses_update
 from mpizero.planning.traffic import RankTraffic
 
@@ -150,7 +151,7 @@ def tensor_work(traffic: RankTraffic) -> int:
     """Return the floating-point operations by which a rank updates its whole tensors. Not collective."""
     tensors, optimizer = traffic.tensors, traffic.training.optimizer
     owned = (tensors.tensors[number].spec.shape for number in tensors.owned(traffic.grid.data.rank))
-    return sum(int(optimizer.cost(shape)) for shape in owned)
+    return sum(tensor_cost(optimizer, shape) for shape in owned)
 
 
 def _rows_read(program: Program) -> int:

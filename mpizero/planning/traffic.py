@@ -274,9 +274,9 @@ class RankTraffic:
 
     def _whole_tensors(self) -> Sent:
         """Return the messages of gradients, of gathered parameters and of updated values, and of one agreement."""
-        if not self.tensors.tensors:
+        if not self.training.optimizer.needs_whole_tensors:
             return Sent()
-        rank, size, item = self.grid.data.rank, self.grid.data.size, self.training.itemsize
+        rank, size, item = self.grid.data.rank, self.grid.world.size, self.training.itemsize
         gathered, returned = (
             total_sent(one_call(m.span.size * item) for m in moves if m.source == rank != m.target)
             for moves in (self.tensors.gathers(rank), self.tensors.returns(rank))

@@ -26,7 +26,7 @@ def state_sizes(
     elementwise : iterable of UpdateRun
         Those that it does not update as parts of whole tensors.
     tensors : WholeTensors or None
-        The whole tensors.
+        The whole tensors; None if the optimizer needs none.
     """
     short = sum(run.size for run in elementwise)
     sizes = {slot: size if slot == optim.EMA else short for slot in optimizer.slots}

@@ -92,8 +92,8 @@ class Updater:
         self.last_rate: float | None = None
         self._known_rate: tuple[int, float] | None = None
         self.dtype = store.dtype
-        #: Exchanges and updates whole tensors; None if the optimizer takes no tensor.
-        self.tensors = WholeTensors(optimizer, store, plan, self.pieces) if plan.tensors else None
+        #: Exchanges and updates whole tensors; None if the optimizer needs none.
+        self.tensors = WholeTensors(optimizer, store, plan, self.pieces) if optimizer.needs_whole_tensors else None
         sizes = state_sizes(optimizer, self.size, self.elementwise, self.tensors)
         self.state: dict[str, Array] = {slot: self._new_state(size) for slot, size in sizes.items()}
 
@@ -301,8 +301,8 @@ class Updater:
     def update(self, reduced: Array, threads: int, loss: float) -> None:
         """Update this rank's ranges of the parameters from the reduced gradient.
 
-        Collective over all ranks for optimizers that need norms, over the data group for those that update whole
-        tensors, else not collective. ``loss`` is the mean loss, which methods of whole vectors need.
+        Collective over all ranks for optimizers that need norms or update whole tensors, else not collective.
+        ``loss`` is the mean loss, which methods of whole vectors need.
         """
         if self.watch is not None:
             self.watch(kernels.to_host(reduced))
@@ -343,7 +343,7 @@ class Updater:
             self._follow(w, piece.state)
 
     def _update_tensors(self, tensors: WholeTensors, reduced: Array, hypers: dict[int, Array]) -> None:
-        """Update whole tensors, and the average of their values if there is one. Collective over the data group."""
+        """Update whole tensors, and the average of their values if there is one. Collective over all ranks."""
         if self.averages_parameters and not self.step_count:
             self.begin_average(self.state)
         tensors.update(reduced, hypers, self.state)

@@ -13,6 +13,7 @@ from mpizero.layout import FlatLayout, ParameterUse, Span, owners_by_cost
 from mpizero.parallel.optimizer.tied_parameters import home_of
 from mpizero.parallel.parameters.shards import Share
 from mpizero.types import ParameterSpec
+from mpizero.validation import require, whole
 
 
 class Move(NamedTuple):
@@ -61,12 +62,13 @@ class TensorPlan:
         Raises
         ------
         ConfigError
-            If the optimizer takes a tensor of which a rank holds a slice only, or a complex one.
+            If the optimizer takes a tensor of which a rank holds a slice only, or a complex one, or if a cost is not a
+            whole number.
         """
         tensors = tuple(entry for entry in layout.parameters if optim.takes_whole(optimizer, entry.spec))
         for entry in tensors:
             _check(optimizer, entry.spec)
-        costs = [int(optimizer.cost(entry.spec.shape)) for entry in tensors]
+        costs = [tensor_cost(optimizer, entry.spec.shape) for entry in tensors]
         return cls(layout, tensors, owners_by_cost(costs, sum(map(len, nodes))), nodes, replicated)
 
     @property
@@ -124,6 +126,11 @@ class TensorPlan:
         if not self.replicated:
             return [(rank,) for rank in range(len(places))]
         return [tuple(ranks[places[rank]] for ranks in self.nodes) for rank in range(len(places))]
+
+
+def tensor_cost(optimizer: Any, shape: tuple[int, ...]) -> int:
+    """Return the floating-point operations that an optimizer tells for the update of a tensor, after a check."""
+    return require(f"{optim.optimizer_name(optimizer)}.cost({shape})", optimizer.cost(shape), whole())
 
 
 def _by_rank(moves: Iterable[Move]) -> dict[int, list[Move]]:

@@ -69,7 +69,7 @@ class WholeTensors:
         return sum(piece.size for piece in self.kept[slot])
 
     def update(self, reduced: Array, hypers: Mapping[int, Array], state: Mapping[str, Array]) -> None:
-        """Update all whole tensors from the reduced gradient. Collective over the data group.
+        """Update all whole tensors from the reduced gradient. Collective over all ranks.
 
         Parameters are written where this rank updates them: in the ranges of :attr:`pieces`.
 
@@ -85,11 +85,11 @@ class WholeTensors:
         Raises
         ------
         Exception
-            What ``update_tensor`` raised, on the owner of the tensor; RemoteError on the other ranks. No parameter has
-            changed then.
+            What ``update_tensor`` raised, on the owner of the tensor; RemoteError on all other ranks, those of other
+            pipeline stages included. No parameter has changed then.
         """
         gradients, values = self._gather(reduced)
-        with all_ranks(self.data, "whole tensors"):
+        with all_ranks(self.store.grid.world, "whole tensors"):
             for number in self.owned:
                 self._update_one(number, values[number], gradients[number], hypers, state)
         self._return(values)

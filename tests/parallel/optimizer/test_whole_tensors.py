@@ -365,6 +365,22 @@ def test_an_error_of_one_owner_is_every_ranks_and_no_parameter_changes():
     assert notes == ["In the update of parameter 'hidden.1.linear.weight' of shape (7, 5), step 1"]
 
 
+def test_an_error_in_one_pipeline_stage_is_every_stages():
+    class Failing(RowMeans):
+        def takes(self, spec):
+            return spec.name == "output.linear.weight"  # the first stage has no whole tensor
+
+        def update_tensor(self, w, g, state, step):
+            raise ArithmeticError("no convergence")
+
+    def run(comm):
+        case = Case(mlp, Failing, (points(8),))
+        with pytest.raises((ArithmeticError, RemoteError), match="no convergence"):
+            spread(case, comm, Way(2, zero=1))
+
+    run_in_threads(4, run)
+
+
 def test_wrong_optimizers_are_told():
     class Returning(RowMeans):
         def update_tensor(self, w, g, state, step):
@@ -381,6 +397,12 @@ def test_wrong_optimizers_are_told():
         def takes(self, spec):
             return True
 
+    class Fraction(RowMeans):
+        def cost(self, shape):
+            return 0.5
+
+    with pytest.raises(ConfigError, match=r"Fraction.cost\(\(6, 7\)\)=0.5: expected a whole number >= 0"):
+        sharded("ddp", None, mlp(), Fraction())
     with pytest.raises(ArgumentError, match=r"Returning.update_tensor returned ndarray.*change w"):
         steps_of(sharded("ddp", None, mlp(), Returning(), micro_batch=2)[0], None, 1)
     with pytest.raises(ConfigError, match=r"Undeclared: state_shapes\(\(6, 7\)\) has 'sum'.*tensor_slots"):
