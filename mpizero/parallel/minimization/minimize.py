@@ -148,17 +148,15 @@ class _Minimization:
     def run(self, maxiter: int, maxfun: int) -> MinimizeResult:
         """Return the result; the model's parameters are those of the last iterate then."""
         self._model.engine.place_trial()
-        message = ""
+        message = self._reached(maxiter, maxfun)  # a checkpoint may hold the last iteration
         while self._progress.stage != "done" and not message:
             before = self._progress.iterations
             with self._product():
                 self._model.train(self._x, self._y)
             if self._progress.iterations > before and self._told_to_stop():
                 message = "the callback has raised StopIteration"
-            elif self._progress.iterations >= maxiter:
-                message = f"maxiter={maxiter} iterations have been made"
-            elif self._progress.evaluations >= maxfun:
-                message = f"maxfun={maxfun} evaluations have been made"
+            else:
+                message = self._reached(maxiter, maxfun)
         self._model.engine.place_iterate()
         return self._result(self._progress.message or message)
 
@@ -173,6 +171,14 @@ class _Minimization:
         evaluator = getattr(engine.runner, "evaluator", None)
         assert isinstance(evaluator, BlackBoxEvaluator), "only functions have products"
         return evaluator.using_product(direction)
+
+    def _reached(self, maxiter: int, maxfun: int) -> str:
+        """Return the limit that has been reached, as a message; "" if there is none."""
+        if self._progress.iterations >= maxiter:
+            return f"maxiter={maxiter} iterations have been made"
+        if self._progress.evaluations >= maxfun:
+            return f"maxfun={maxfun} evaluations have been made"
+        return ""
 
     def _told_to_stop(self) -> bool:
         """Call the callback while the model is at the last iterate; tell whether it has raised StopIteration."""

@@ -253,6 +253,16 @@ def test_a_minimization_goes_on_from_a_checkpoint_on_other_ranks_with_the_same_b
     assert all(rank == whole for rank in resumed)
 
 
+def test_a_checkpoint_of_the_last_iteration_goes_on_with_none(tmp_path):
+    options = {"maxiter": 3}
+
+    def save(found):
+        found.model.save_model(tmp_path / "saved")
+
+    whole = minimized("self", curved(), callback=save, options=options)
+    assert minimized("self", curved(), options=options, resume=tmp_path / "saved")[:2] == whole[:2]
+
+
 def test_state_that_is_returned_and_loaded_goes_on_with_the_same_bits():
     x, y = RNG_BATCH
 
