@@ -57,7 +57,7 @@ class Rank:
                 array[:] = self.updater.state[slot.replace("gradient", "parameter")] * 0.5
         progress = self.updater.method.progress
         progress.numbers = {"rho": [1.0 / self.size] * args.history, "made": [float(args.history)], "gamma": [1.0]}
-        space = self.updater.method.vectors
+        space = self.updater.vectors
         self.cases: dict[str, Callable[[], object]] = {
             OURS: lambda: method._choose(space, progress),
             STREAM: self._stream(args.history, self.updater.state, GRADIENT, DIRECTION),

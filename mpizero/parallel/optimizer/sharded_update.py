@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpizero import kernels, optim
+from mpizero.optim.vectors.run import VectorRun
 from mpizero.parallel.batch.step_scalars import Divisors
 from mpizero.parallel.optimizer.global_norm import GlobalSums, over_tiles
 from mpizero.parallel.optimizer.kept_state import sharded_pieces, state_sizes
@@ -19,9 +20,6 @@ from mpizero.parallel.optimizer.whole_tensors import WholeTensors
 from mpizero.parallel.parameters.shards import StatePiece, UpdatePiece, runs_of, update_pieces, whole_last
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.types import Array
-
-if TYPE_CHECKING:
-    from mpizero.parallel.optimizer.vector_update import VectorRun
 
 
 @dataclass(frozen=True)

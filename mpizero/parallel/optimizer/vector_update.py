@@ -7,49 +7,13 @@ from typing import Any
 import numpy as np
 
 from mpizero.errors import ConfigError
-from mpizero.optim.vectors.method import MethodProgress, VectorMethod
+from mpizero.optim.vectors.method import MethodProgress
+from mpizero.optim.vectors.run import VectorRun
 from mpizero.optim.vectors.space import TRIAL
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.optimizer.sharded_update import Updater
 from mpizero.parallel.optimizer.sharded_vectors import ShardedVectors
 from mpizero.types import Array
-
-
-class VectorRun:
-    """Hold what a method of whole vectors has reached, and the vectors with which it computes.
-
-    Attributes
-    ----------
-    vectors : ShardedVectors
-        The vectors, and the parameters.
-    progress : MethodProgress
-        The scalars of the method.
-    """
-
-    def __init__(self, method: VectorMethod, vectors: ShardedVectors) -> None:
-        self._method, self.vectors, self.progress = method, vectors, MethodProgress()
-
-    def advance(self, loss: float) -> None:
-        """Take the loss at the parameters, and set them to the next ones. Collective over all ranks."""
-        self._method.advance(self.vectors, self.progress, loss)
-
-    def retry(self) -> bool:
-        """Take notice that the loss or its gradient is infinite or NaN; tell whether the parameters were changed.
-
-        Collective over all ranks.
-        """
-        return self._method.reject(self.vectors, self.progress)
-
-    def place(self, *, iterate: bool) -> None:
-        """Set the parameters to the last iterate, or to those that the method wants to be evaluated next.
-
-        Not collective. Before the first evaluation both are the start values, which stay as they are.
-        """
-        self._method.place(self.vectors, self.progress, iterate=iterate)
-
-    def restore(self, saved: Any) -> None:
-        """Go on with the progress that ``progress.saved()`` has returned. Not collective."""
-        self.progress = MethodProgress.restored(saved)
 
 
 class VectorUpdater(Updater):
@@ -62,14 +26,15 @@ class VectorUpdater(Updater):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.method = VectorRun(self.optimizer, ShardedVectors(self, self.optimizer.bounds))
+        self.vectors = ShardedVectors(self, self.optimizer.bounds)
+        self.method = VectorRun(self.optimizer, self.vectors)
 
     def update(self, reduced: Array, threads: int, loss: float) -> None:
         """Take the loss and its reduced gradient at the parameters, and set the parameters to the next ones.
 
         Collective over all ranks.
         """
-        self.method.vectors.threads = threads
+        self.vectors.threads = threads
         for run in self.runs:
             np.copyto(self.state[TRIAL][run.state : run.state + run.size], reduced[run.gradient :][: run.size])
         self.method.advance(loss)
