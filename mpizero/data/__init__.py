@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING
 from mpizero.data.arrays import ArraySource, NpySource, digits
 from mpizero.data.batches import Batches, batches, sample_order
 from mpizero.data.hdf5 import Hdf5Source
+from mpizero.data.online.job import OnlineJob
+from mpizero.data.online.producer import OnlineProducer
+from mpizero.data.online.spool import SpoolProducer, spool_source
+from mpizero.data.online.stream import OnlineBatches, OnlineSource
 from mpizero.data.source import Source, Subset
 from mpizero.data.text import TextSource
 from mpizero.names import unknown_names
@@ -17,12 +21,18 @@ __all__ = [
     "Batches",
     "Hdf5Source",
     "NpySource",
+    "OnlineBatches",
+    "OnlineJob",
+    "OnlineProducer",
+    "OnlineSource",
     "Source",
+    "SpoolProducer",
     "Subset",
     "TextSource",
     "batches",
     "digits",
     "sample_order",
+    "spool_source",
 ]
 
 if not TYPE_CHECKING:  # a checker of types would take any name for known

@@ -9,6 +9,7 @@ import numpy as np
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.equality import agree_equal
+from mpizero.data.online.stream import OnlineBatches, OnlineSource
 from mpizero.data.source import Indices, Source
 from mpizero.errors import ArgumentError, DataError
 from mpizero.kernels import cpu
@@ -142,7 +143,7 @@ class Batches:
 
 @explains
 def batches(
-    source: Source,
+    source: Source | OnlineSource,
     config: BatchConfig | BatchModel,
     global_batch: int,
     seed: int = 0,
@@ -150,7 +151,7 @@ def batches(
     consumed: int = 0,
     *,
     group: Communicator | None = None,
-) -> Batches:
+) -> Batches | OnlineBatches:
     """Return an iterator over this rank's samples ``(x, y)`` of successive global batches.
 
     A global batch is the next ``global_batch`` samples of :func:`sample_order`; it may contain the end of one epoch and
@@ -160,8 +161,9 @@ def batches(
 
     Parameters
     ----------
-    source : Source
-        The data, the same on every rank.
+    source : Source or OnlineSource
+        The data, the same on every rank. Samples of an OnlineSource are used once, in the order of ``docs/online.md``:
+        ``seed`` has no effect, the iteration is collective and ends when the samples do.
     config : ShardingConfig or sharded model
         The ranks and the size of a grain. With a DDP or ZeRO-1 model, each rank gets the samples of the grains that it
         computes. Otherwise ``train`` may send samples to the ranks that compute them, also because a configuration does
@@ -189,18 +191,29 @@ def batches(
     """
     comm, group = _ranks(config, group)
     with all_ranks(comm):
-        if not isinstance(source, Source):
-            raise DataError(f"expected a source of samples such as TextSource, got {type(source).__name__}")
-        require("global_batch", global_batch, whole(1))
-        require("seed", seed, whole_seed)
-        require("consumed", consumed, whole(0))
-        if steps is not None:
-            require("steps", steps, whole(0))
-        if not len(source):
-            raise DataError("the source has no samples to train on")
+        _check(source, comm, global_batch, seed, steps, consumed)
     settings = {"global_batch": global_batch, "seed": seed, "steps": steps, "consumed": consumed}
     agree_equal(comm, lambda: _arguments(source, settings), "agree batches")
+    if isinstance(source, OnlineSource):
+        return OnlineBatches(source, config, global_batch, steps, consumed, group)
     return Batches(source, config, global_batch, seed, steps, consumed, group=group)
+
+
+def _check(
+    source: Source | OnlineSource, comm: Communicator, global_batch: int, seed: int, steps: int | None, consumed: int
+) -> None:
+    """Raise an error if an argument of :func:`batches` is not allowed. Not collective."""
+    if not isinstance(source, Source | OnlineSource):
+        raise DataError(f"expected a source of samples such as TextSource, got {type(source).__name__}")
+    require("global_batch", global_batch, whole(1))
+    require("seed", seed, whole_seed)
+    require("consumed", consumed, whole(0))
+    if steps is not None:
+        require("steps", steps, whole(0))
+    if isinstance(source, OnlineSource):
+        source.check_ranks(comm)
+    elif not len(source):
+        raise DataError("the source has no samples to train on")
 
 
 def _ranks(config: BatchConfig | BatchModel, group: Communicator | None) -> tuple[Communicator, Communicator]:
@@ -212,7 +225,9 @@ def _ranks(config: BatchConfig | BatchModel, group: Communicator | None) -> tupl
     return config.communicator, config.communicator if group is None else group
 
 
-def _arguments(source: Source, settings: dict[str, Any]) -> dict[str, Any]:
+def _arguments(source: Source | OnlineSource, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the description of the source and the arguments, which must be equal on all ranks, for error messages."""
+    if isinstance(source, OnlineSource):
+        return {"the arguments of batches": {"source": vars(source.form), **settings}}
     described = {"class": type(source).__name__, "samples": len(source), **source.describe()}
     return {"the arguments of batches": {"source": described, **settings}}

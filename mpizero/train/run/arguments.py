@@ -13,7 +13,7 @@ from typing import Any, cast
 from mpizero import optim
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.equality import agree_equal
-from mpizero.data import Source
+from mpizero.data import OnlineSource, Source
 from mpizero.errors import ArgumentError, ConfigError, DataError
 from mpizero.layout.flat import joined
 from mpizero.names import nearest, shown
@@ -72,7 +72,7 @@ def sections_of(run: object, settings: Mapping[str, Any]) -> tuple[LoopSection, 
         return loop, CheckpointSection(folder=str(Path(run) / "checkpoints"), **saving)
 
 
-def sources_of(source: object, validation: object, global_batch: int) -> tuple[Source, Source | None]:
+def sources_of(source: object, validation: object, global_batch: int) -> tuple[Source | OnlineSource, Source | None]:
     """Return the samples for training and those for validation. Not collective.
 
     ``validation`` is a source, a share of ``source``, or None.
@@ -86,14 +86,19 @@ def sources_of(source: object, validation: object, global_batch: int) -> tuple[S
     """
     if isinstance(validation, Real) and isinstance(source, Source):  # a split shuffles: a share of 0 is none
         source, validation = source.split(float(validation)) if validation else (source, None)
+    online = isinstance(source, OnlineSource)
     for name, given in (("source", source), ("validation", validation)):
-        if not isinstance(given, Source) and not (given is None and name == "validation"):
+        if (
+            not isinstance(given, Source)
+            and not (online and name == "source")
+            and not (given is None and name == "validation")
+        ):
             what = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
             raise ArgumentError(
                 f"Trainer: {name} is {what}: expected a source of samples, such as mz.data.ArraySource(x, y)"
             )
-    assert isinstance(source, Source)
-    if len(source) < global_batch:
+    assert isinstance(source, Source | OnlineSource)
+    if isinstance(source, Source) and len(source) < global_batch:
         raise DataError(
             f"Trainer: global_batch={global_batch}: must be at most the number of training samples, which is "
             f"{len(source)}"
@@ -210,7 +215,7 @@ class TrainerArguments:
             check_validation(loop, checkpoints, validation, ranks.ema)
             metrics, callbacks = check_metrics(self.metrics or {}), check_callbacks(self.callbacks or ())
             require("Trainer: progress", self.progress, flag)
-            fingerprint = data_fingerprint(source)
+            fingerprint = source.fingerprint if isinstance(source, OnlineSource) else data_fingerprint(source)
             held = "" if validation is None else data_fingerprint(validation)
         shared = {**vars(loop), **vars(checkpoints), **vars(layout), "sharded": self.is_sharded}
         shared |= {"metrics": list(metrics), "callbacks": [state_name(one) for one in callbacks]}
@@ -257,7 +262,9 @@ class TrainerArguments:
         return cast(ShardedModelBase, model)
 
 
-def record_of(model: ShardedModelBase, source: Source, loop: LoopSection, fingerprints: tuple[str, str]) -> RunRecord:
+def record_of(
+    model: ShardedModelBase, source: Source | OnlineSource, loop: LoopSection, fingerprints: tuple[str, str]
+) -> RunRecord:
     """Return what a run of ``Trainer`` records about itself. Not collective.
 
     ``fingerprints`` are those of the training and of the validation data.
@@ -277,7 +284,7 @@ def record_of(model: ShardedModelBase, source: Source, loop: LoopSection, finger
         fingerprint=fingerprints[0],
         validation_fingerprint=fingerprints[1],
         task=task,
-        units_per_sample=units_per_sample(task, source),
+        units_per_sample=1 if isinstance(source, OnlineSource) else units_per_sample(task, source),
     )
 
 

@@ -122,7 +122,11 @@ class TrainingLoop:
         model = self.setup.model
         inject("train.step")
         started = time.perf_counter()
-        x, y = next(stream)
+        batch = next(stream, None)
+        if batch is None:  # on all ranks
+            self.callbacks.reason = "the producers have ended"
+            return StopDecision.GO_ON
+        x, y = batch
         self.stop.ask(self.saver.busy)
         model.train(x, y, epoch=stream.epoch)
         decision = self.stop.answer()

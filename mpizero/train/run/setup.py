@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
+from mpizero.data import Source
 from mpizero.layout import AXES, Grains
 from mpizero.parallel.placement import PLACEMENTS
 from mpizero.train.callbacks.user_metrics import Metric
@@ -154,9 +155,10 @@ class RunSetup:
         where = " x ".join(split) if len(split) > 1 else f"{ranks} rank{'s' if ranks > 1 else ''}"
         held_back = f" and {len(self.validation):,} validation" if self.validation is not None else ""
         grains = Grains(batch, model.grain_size(batch)).described(model.config.accumulate)
+        known = f"{len(self.source):,} training" if isinstance(self.source, Source) else "online training"
         return (
             f"{type(model.wrapped_model).__name__} with {model.parameter_count:,} parameters, {self.strategy} on "
-            f"{where}{exactness}; {len(self.source):,} training{held_back} samples; {batch} a step in {grains}"
+            f"{where}{exactness}; {known}{held_back} samples; {batch} a step in {grains}"
         )
 
 

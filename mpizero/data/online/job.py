@@ -1,0 +1,98 @@
+"""Divide the ranks of a job into trainers and producers."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self
+
+from mpizero.comm import Communicator, as_communicator
+from mpizero.comm.equality import agree_equal
+from mpizero.data.online.messages import MessageReceiver
+from mpizero.data.online.producer import OnlineProducer
+from mpizero.data.online.sample import SampleForm
+from mpizero.data.online.stream import OnlineSource
+from mpizero.errors import ConfigError, StateError
+from mpizero.names import explains
+from mpizero.validation import require, whole
+
+
+@explains
+class OnlineJob:
+    """Divide the ranks of ``comm`` into trainers, the first ones, and producers, which send them samples.
+
+    Construction and :meth:`close` are collective over ``comm``. docs/online.md says how to use it.
+
+    Parameters
+    ----------
+    comm : mpi4py communicator, Communicator or None
+        All ranks of the job; None is all ranks that the launcher has started.
+    trainers : int
+        Number of ranks that train, from rank 0 on; all others produce.
+    like : pair of arrays
+        One sample ``(x, y)``, without an axis of samples. Only its shapes and dtypes count.
+    window : int
+        The most samples of one producer that are not in a batch yet.
+
+    Attributes
+    ----------
+    trains : bool
+        Whether this rank is a trainer.
+    group : Communicator
+        The trainers, or the producers: those to which this rank belongs. A trainer passes it to
+        ``ShardingConfig(comm=job.group)``; a simulation may use it for its own messages.
+
+    Raises
+    ------
+    ConfigError
+        On every rank, if no rank is left to produce, or arguments differ between ranks.
+    """
+
+    def __init__(self, comm: Any = None, *, trainers: int, like: Any, window: int = 64) -> None:
+        self._comm = as_communicator(comm, "online job")
+        self._own = self._comm is not comm
+        self._form = SampleForm.like(like)
+        self._window = require("OnlineJob: window", window, whole(1, of=" of samples"))
+        size = self._comm.size
+        require("OnlineJob: trainers", trainers, whole(1, of=" of ranks"))
+        if trainers >= size:
+            raise ConfigError(f"OnlineJob: trainers={trainers}: the job has {size} ranks, at least one must produce")
+        settings = {"trainers": trainers, "like": str(self._form), "window": window}
+        agree_equal(self._comm, lambda: {"the arguments of OnlineJob": settings}, "agree OnlineJob")
+        self.trains = self._comm.rank < trainers
+        self._producers = range(trainers, size)
+        self.group: Communicator = self._comm.split(
+            int(not self.trains), name="trainers" if self.trains else "producers"
+        )
+
+    def source(self, **options: Any) -> OnlineSource:
+        """Return the source of this trainer, with the ``options`` on_end, on_error, timeout and journal.
+
+        Not collective, but called on all trainers.
+        """
+        if not self.trains:
+            raise StateError(f"OnlineJob.source: rank {self._comm.rank} is a producer: it calls producer()")
+        receiver = MessageReceiver(self._comm, self._producers, self._form) if self._comm.rank == 0 else None
+        return OnlineSource(self.group, self._form, receiver, **options)
+
+    def producer(self) -> OnlineProducer:
+        """Return what this rank gives samples by. Not collective, but called on all producers."""
+        if self.trains:
+            raise StateError(f"OnlineJob.producer: rank {self._comm.rank} is a trainer: it calls source()")
+        return OnlineProducer(self._comm, self._form, self._window)
+
+    def close(self) -> None:
+        """Free the communicators. Collective over all ranks of the job."""
+        self.group.close()
+        if self._own:
+            self._comm.close()
+
+    def __enter__(self) -> Self:
+        """Return itself. Not collective."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the job; after an error leave it open, because other ranks may not have raised."""
+        if error is None:
+            self.close()

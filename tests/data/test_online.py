@@ -1,0 +1,257 @@
+"""Online training: every accepted sample is trained on once, in an order that no timing changes, and nobody hangs."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero.errors import ArgumentError, ConfigError, DataError, MpizeroError, StateError
+from mpizero.testing import run_in_threads
+
+LIKE = (np.zeros(2, np.float32), np.zeros(1, np.float32))
+
+
+def sample(producer, number):
+    return np.array([producer, number], np.float32), np.array([number], np.float32)
+
+
+def batches_of(world, trainers, produce, *, global_batch=4, steps=None, pause=0.0, window=3, **options):
+    """Samples of every global batch, as lists of (producer, number); and what the producers have returned."""
+
+    def run(comm):
+        with mz.data.OnlineJob(comm, trainers=trainers, like=LIKE, window=window) as job:
+            if not job.trains:
+                return produce(comm.rank - trainers, job)
+            config = mz.ShardingConfig(comm=job.group, micro_batch=1)
+            with job.source(**options) as source:
+                found = []
+                for x, y in mz.data.batches(source, config, global_batch, steps=steps):
+                    assert (x[:, 1:] == y).all()
+                    found.append([tuple(row) for row in x.astype(int).tolist()])
+                    time.sleep(pause)
+            return found
+
+    results = run_in_threads(world, run)
+    joined = [sum(parts, []) for parts in zip(*results[:trainers], strict=True)]
+    return joined, results[trainers:]
+
+
+def gives(counts, pause=0.0):
+    """A producer that gives ``counts[k]`` samples; it returns how many were accepted."""
+
+    def produce(k, job):
+        with job.producer() as producer:
+            for number in range(counts[k]):
+                time.sleep(pause * (k + 1))
+                if not producer.put(*sample(k, number)):
+                    return number
+        return counts[k]
+
+    return produce
+
+
+@pytest.mark.parametrize("trainers", [1, 2, 3])
+def test_producers_take_turns_whatever_the_trainers_and_the_last_batch_is_short(trainers):
+    found, accepted = batches_of(trainers + 2, trainers, gives([5, 2]))
+    assert found == [[(0, 0), (1, 0), (0, 1), (1, 1)], [(0, 2), (0, 3), (0, 4)]]
+    assert accepted == [5, 2]
+
+
+@pytest.mark.parametrize(("slow", "pause"), [(0.02, 0.0), (0.0, 0.02)], ids=["slow producers", "too fast"])
+def test_no_speed_changes_a_batch_or_loses_a_sample(slow, pause):
+    quick, _ = batches_of(4, 2, gives([9, 7]))
+    found, accepted = batches_of(4, 2, gives([9, 7], slow), pause=pause, window=1)
+    assert found == quick
+    assert sum(map(len, found)) == sum(accepted) == 16
+
+
+def test_a_producer_waits_while_its_window_is_full():
+    accepted: list[int] = []
+
+    def run(comm):
+        with mz.data.OnlineJob(comm, trainers=1, like=LIKE, window=3) as job:
+            if not job.trains:
+                with job.producer() as producer:
+                    for number in range(5):
+                        producer.put(*sample(0, number))
+                        accepted.append(number)
+                return None
+            while len(accepted) < 3:
+                time.sleep(0.01)
+            time.sleep(0.1)
+            assert accepted == [0, 1, 2]
+            with job.source() as source:
+                return len(source.next_batch(5))
+
+    assert run_in_threads(2, run)[0] == 5
+
+
+def test_trainers_that_end_first_tell_the_producers():
+    found, accepted = batches_of(4, 2, gives([1000, 1000]), steps=2)
+    assert [len(batch) for batch in found] == [4, 4]
+    assert all(4 <= count <= 4 + 3 for count in accepted)
+
+
+def test_on_end_stop_ends_the_run_at_the_first_producer_without_samples():
+    found, _ = batches_of(3, 1, gives([2, 9]), on_end="stop")
+    assert found == [[(0, 0), (1, 0), (0, 1), (1, 1)]]
+
+
+def failing(k, job):
+    with job.producer() as producer:
+        for number in range(4):
+            producer.put(*sample(k, number))
+            if k == 1 and number == 1:
+                raise FloatingPointError("the solver has diverged")
+
+
+def test_an_exception_of_a_producer_is_raised_by_the_trainers_and_by_itself():
+    told = []
+
+    def run(comm):
+        with mz.data.OnlineJob(comm, trainers=1, like=LIKE) as job:
+            if not job.trains:
+                return failing(comm.rank - 1, job)
+            with job.source() as source:
+                try:
+                    source.next_batch(100)
+                except DataError as error:
+                    told.append(str(error))
+                    raise
+
+    with pytest.raises((FloatingPointError, DataError)):
+        run_in_threads(3, run)
+    assert "the producer rank 2 has failed: FloatingPointError: the solver has diverged" in told[0]
+
+
+def test_on_error_drain_trains_on_all_that_was_accepted_before_the_exception_leaves_the_producer():
+    drained = []
+
+    def run(comm):
+        with mz.data.OnlineJob(comm, trainers=1, like=LIKE) as job:
+            if not job.trains:
+                return failing(comm.rank - 1, job)
+            with job.source(on_error="drain") as source:
+                drained.append(len(source.next_batch(100)))
+            return None
+
+    with pytest.raises(FloatingPointError):
+        run_in_threads(3, run)
+    assert drained == [6]
+
+
+def test_a_wrong_sample_names_rank_and_number():
+    def produce(k, job):
+        with job.producer() as producer:
+            producer.put(np.zeros(3, np.float32), LIKE[1])
+
+    with pytest.raises(DataError, match=r"sample 0 of the producer on rank 1: x is float32 of shape \(3,\)|has failed"):
+        batches_of(2, 1, produce)
+
+
+def test_silence_is_an_error_that_names_who_has_not_ended():
+    def run(comm):
+        job = mz.data.OnlineJob(comm, trainers=1, like=LIKE)
+        if job.trains:
+            source = job.source(timeout=0.1)
+            with pytest.raises(DataError, match="no sample has arrived for .* not ended: rank 1"):
+                source.next_batch(1)
+        else:
+            with job.producer():
+                time.sleep(0.8)
+
+    run_in_threads(2, run)
+
+
+def test_wrong_arguments_are_refused():
+    def run(comm):
+        with pytest.raises(ConfigError, match="trainers=2: the job has 2 ranks"):
+            mz.data.OnlineJob(comm, trainers=2, like=LIKE)
+        with pytest.raises(ArgumentError, match="expected one sample"):
+            mz.data.OnlineJob(comm, trainers=1, like=np.zeros(3))
+        with mz.data.OnlineJob(comm, trainers=1, like=LIKE) as job, pytest.raises(StateError):
+            job.producer() if job.trains else job.source()
+
+    run_in_threads(2, run)
+
+
+# ---------------------------------------------------------------------- spool
+
+
+def spooled(folder, ranks, **options):
+    """Train on a spool folder by ``ranks`` threads; return the samples of all batches."""
+
+    def run(comm):
+        config = mz.ShardingConfig(comm=comm, micro_batch=1)
+        with mz.data.spool_source(comm, folder, like=LIKE, **options) as source:
+            stream = mz.data.batches(source, config, 4)
+            return [[tuple(row) for row in x.astype(int).tolist()] for x, _ in stream]
+
+    return [sum(parts, []) for parts in zip(*run_in_threads(ranks, run), strict=True)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_spool_gives_every_sample_once_removes_the_files_and_keeps_a_journal(tmp_path, ranks):
+    with mz.data.SpoolProducer(tmp_path / "spool", "a", like=LIKE) as producer:
+        for number in range(6):
+            assert producer.put(*sample(0, number))
+    found = spooled(tmp_path / "spool", ranks, producers=1, journal=tmp_path / "journal.jsonl")
+    assert found == [[(0, 0), (0, 1), (0, 2), (0, 3)], [(0, 4), (0, 5)]]
+    assert not list((tmp_path / "spool").glob("*.npz"))
+    lines = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    assert [len(line["samples"]) for line in lines] == [4, 2]
+    with mz.data.SpoolProducer(tmp_path / "spool", "a", like=LIKE) as late:
+        assert not late.put(*sample(0, 9))
+
+
+def test_files_stay_until_the_next_batch_is_asked_for(tmp_path):
+    with mz.data.SpoolProducer(tmp_path, "a", like=LIKE) as producer:
+        for number in range(3):
+            producer.put(*sample(0, number))
+
+    def run(comm):
+        source = mz.data.spool_source(comm, tmp_path, like=LIKE, producers=1)
+        assert len(source.next_batch(2)) == 2
+        assert len(list(tmp_path.glob("*.npz"))) == 3
+        assert len(source.next_batch(2)) == 1
+        assert len(list(tmp_path.glob("*.npz"))) == 1
+
+    run_in_threads(1, run)
+
+
+def test_a_spool_tells_errors_and_unreadable_samples(tmp_path):
+    def fail():
+        with mz.data.SpoolProducer(tmp_path, "b", like=LIKE) as producer:
+            producer.put(*sample(0, 0))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    with pytest.raises(MpizeroError, match="the producer b has failed: ZeroDivisionError"):
+        spooled(tmp_path, 2, producers=1)
+    assert spooled(tmp_path, 2, producers=1, on_error="drain") == [[(0, 0)]]
+    (tmp_path / f"b-{7:020d}.npz").write_bytes(b"half")
+    with pytest.raises(MpizeroError, match="not a readable sample"):
+        spooled(tmp_path, 1, producers=1, on_error="drain")
+
+
+def test_the_trainer_ends_with_the_samples_and_its_bits_do_not_depend_on_the_trainers(tmp_path):
+    def run(comm):
+        trainers = comm.size - 2
+        with mz.data.OnlineJob(comm, trainers=trainers, like=LIKE) as job:
+            if not job.trains:
+                return gives([13, 9])(comm.rank - trainers, job)
+            config = mz.ShardingConfig(comm=job.group, micro_batch=1)
+            model = mz.nn.MLP(2, (4,), 1, task="regression")
+            folder, optimizer = tmp_path / str(trainers), mz.AdamW(1e-2)
+            settings = {"optimizer": optimizer, "steps": 100, "global_batch": 4, "run": folder, "progress": False}
+            with job.source() as source, mz.Trainer(model, source, config, **settings) as trainer:
+                return trainer.fit()
+
+    results = [run_in_threads(size, run)[0] for size in (3, 4)]
+    assert [(one.steps, one.stopped) for one in results] == [(6, "the producers have ended")] * 2
+    assert results[0].parameters_sha256 == results[1].parameters_sha256
