@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from mpizero.data.arrays import ArraySource, NpySource, digits
 from mpizero.data.batches import Batches, batches, sample_order
+from mpizero.data.files import FileSource
 from mpizero.data.hdf5 import Hdf5Source
 from mpizero.data.source import Source, Subset
 from mpizero.data.text import TextSource
@@ -15,6 +16,7 @@ from mpizero.names import unknown_names
 __all__ = [
     "ArraySource",
     "Batches",
+    "FileSource",
     "Hdf5Source",
     "NpySource",
     "Source",
