@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from mpizero.data.arrays import ArraySource, NpySource, digits
 from mpizero.data.batches import Batches, batches, sample_order
+from mpizero.data.cache import CachedSource, cached
 from mpizero.data.files import FileSource
 from mpizero.data.hdf5 import Hdf5Source
 from mpizero.data.source import Source, Subset
@@ -16,6 +17,7 @@ from mpizero.names import unknown_names
 __all__ = [
     "ArraySource",
     "Batches",
+    "CachedSource",
     "FileSource",
     "Hdf5Source",
     "NpySource",
@@ -23,6 +25,7 @@ __all__ = [
     "Subset",
     "TextSource",
     "batches",
+    "cached",
     "digits",
     "sample_order",
 ]

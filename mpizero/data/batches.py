@@ -187,7 +187,7 @@ def batches(
     MpizeroError
         If ranks have different data or arguments.
     """
-    comm, group = _ranks(config, group)
+    comm, group = ranks_of(config, group)
     with all_ranks(comm):
         if not isinstance(source, Source):
             raise DataError(f"expected a source of samples such as TextSource, got {type(source).__name__}")
@@ -203,10 +203,10 @@ def batches(
     return Batches(source, config, global_batch, seed, steps, consumed, group=group)
 
 
-def _ranks(config: BatchConfig | BatchModel, group: Communicator | None) -> tuple[Communicator, Communicator]:
+def ranks_of(config: BatchConfig | BatchModel, group: Communicator | None) -> tuple[Communicator, Communicator]:
     """Return the communicator of all ranks, and the one over whose ranks a global batch is divided."""
     if isinstance(config, type) or not hasattr(config, "grain_size"):
-        raise ArgumentError(f"batches: config is a ShardingConfig or a sharded model, got {config!r:.80}")
+        raise ArgumentError(f"config is a ShardingConfig or a sharded model, got {config!r:.80}")
     if isinstance(config, BatchModel):
         return config.config.communicator, config.batch_group if group is None else group
     return config.communicator, config.communicator if group is None else group

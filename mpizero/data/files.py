@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpizero.data.source import Indices, Source, check_samples
-from mpizero.data.stored import JoinedArray, FileArray
+from mpizero.data.stored import FileArray, JoinedArray
 from mpizero.data.windows import Windows
 from mpizero.errors import ConfigError, DataError
 from mpizero.sampletree import leaves_of, map_leaves, paths_of

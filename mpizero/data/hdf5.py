@@ -6,13 +6,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from mpizero.data.files import FileSource
+from mpizero.data.mapped import MappedArray
 from mpizero.errors import DataError
 from mpizero.names import explains
 from mpizero.sampletree import leaves_of
-from mpizero.types import Array
 
 
 @explains
@@ -75,12 +73,11 @@ def dataset_of(file: Any, path: str, name: str) -> Any:
     return found
 
 
-def _map(path: str, dataset: Any) -> Array | None:
-    """Return a dataset as a memory-mapped array; None if its bytes are not contiguous in the file."""
+def _map(path: str, dataset: Any) -> MappedArray | None:
+    """Return a dataset mapped into memory; None if its bytes are not contiguous in the file."""
     if dataset.chunks is not None or dataset.is_virtual or dataset.external is not None or dataset.dtype.kind == "b":
         return None
     offset, size = dataset.id.get_offset(), os.path.getsize(path)
     if offset is None or dataset.size == 0 or offset + dataset.size * dataset.dtype.itemsize > size:
         return None
-    mapped: Array = np.memmap(path, dataset.dtype, "r", offset=offset, shape=dataset.shape)
-    return mapped
+    return MappedArray(path, dataset.dtype, offset, dataset.shape) if dataset.ndim else None

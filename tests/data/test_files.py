@@ -8,6 +8,7 @@ import pytest
 
 from mpizero import data
 from mpizero.data import files as files_module
+from mpizero.data import mapped
 from mpizero.errors import ConfigError, DataError
 from mpizero.train.config.config_file import ConfigDocument, parse_config
 from mpizero.train.config.model_and_data import build_source
@@ -180,3 +181,18 @@ def test_the_configuration_file_has_every_argument(series):
 def test_a_wrong_table_of_the_configuration_file_is_told(table, told):
     with pytest.raises(ConfigError, match=told):
         parse_config(ConfigDocument("run.toml", f"[model]\nname = 'mlp'\n[data]\nhdf5 = {table}\n", ()))
+
+
+@pytest.mark.parametrize("region", [4096, 8192, 1 << 22])
+def test_reading_ahead_asks_once_for_each_region_that_is_touched(tmp_path, monkeypatch, region):
+    monkeypatch.setattr(mapped, "REGION", region)
+    values = RNG.normal(size=(100, 300))
+    with h5py.File(tmp_path / "d.h5", "w") as file:
+        file["before"] = np.arange(77)
+        file["x"], file["y"] = values, np.arange(100)
+    source = data.Hdf5Source(tmp_path / "d.h5", "x", "y")
+    array = source._opened(str(tmp_path / "d.h5"))["x"][0]
+    for order in ([99, 0], [98, 1, 99], RNG.permutation(100)):
+        np.testing.assert_array_equal(source.samples(order)[0], values[order])
+    assert not array._unread.any()
+    assert len(array._unread) == -(-(array._first + values.nbytes) // region)
