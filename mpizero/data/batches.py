@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import TracebackType
 from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.equality import agree_equal
+from mpizero.data.read_ahead import ReadAhead
 from mpizero.data.source import Indices, Source
 from mpizero.errors import ArgumentError, DataError
 from mpizero.kernels import cpu
@@ -87,6 +89,7 @@ class Batches:
         consumed: int,
         *,
         group: Communicator,
+        prefetch: int = 0,
     ) -> None:
         self.consumed = consumed
         self._source = source
@@ -94,6 +97,8 @@ class Batches:
         self._seed = seed
         self._left = steps
         self._sizes, self._group = sizes, group
+        self._prefetch = prefetch
+        self._ahead: ReadAhead[tuple[Any, Any]] | None = None
 
     def __iter__(self) -> Self:
         return self
@@ -108,19 +113,52 @@ class Batches:
 
     def __next__(self) -> tuple[Any, Any]:
         if self._left == 0:
+            self.close()
             raise StopIteration
-        start = self.consumed
-        grains = Grains(self._batch, self._sizes.grain_size(self._batch))
-        own = grains.samples_of(self._group.rank, self._group.size)
-        order = sample_order(start + own.start, start + own.stop, len(self._source), self._seed)
-        if self._source.takes_run:
-            samples = self._samples_with_run(order, start, own.start)
-        else:
-            samples = self._source.samples(order)
+        samples = self._read_next()
         self.consumed += self._batch
         if self._left is not None:
             self._left -= 1
         return samples
+
+    def _read_next(self) -> tuple[Any, Any]:
+        if not self._prefetch:
+            return self._read(self.consumed)
+        if self._ahead is None:
+            start = self.consumed
+            self._ahead = ReadAhead(lambda number: self._read(start + number * self._batch), self._prefetch, self._left)
+        try:
+            return self._ahead.next()
+        except BaseException:
+            self.close()
+            raise
+
+    def _read(self, start: int) -> tuple[Any, Any]:
+        """Read this rank's samples of the global batch after ``start`` samples. It sends nothing."""
+        grains = Grains(self._batch, self._sizes.grain_size(self._batch))
+        own = grains.samples_of(self._group.rank, self._group.size)
+        order = sample_order(start + own.start, start + own.stop, len(self._source), self._seed)
+        if self._source.takes_run:
+            return self._samples_with_run(order, start, own.start)
+        return self._source.samples(order)
+
+    def close(self) -> None:
+        """End the thread that reads ahead, if there is one; the iteration can go on, and starts a new one.
+
+        Not collective. The end of the iteration and an error in it do the same.
+        """
+        if self._ahead is not None:
+            self._ahead.close()
+        self._ahead = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Call :meth:`close`."""
+        self.close()
 
     def _samples_with_run(self, order: Indices, start: int, place: int) -> tuple[Any, Any]:
         """Read this rank's samples of a global batch, with indices ``order``, from a source that takes ``run``.
@@ -150,6 +188,7 @@ def batches(
     consumed: int = 0,
     *,
     group: Communicator | None = None,
+    prefetch: int = 0,
 ) -> Batches:
     """Return an iterator over this rank's samples ``(x, y)`` of successive global batches.
 
@@ -177,11 +216,16 @@ def batches(
     group : Communicator or None
         The ranks among which a global batch is divided: the ``batch_group`` of a model. None means that of the model
         given as ``config``, or all ranks of the configuration given.
+    prefetch : int
+        Number of this rank's batches that a background thread reads ahead, so that reading and training overlap; 0
+        reads each batch when it is asked for. The samples are the same. The thread sends no message; ``source`` must
+        allow reads from another thread. An error in it is raised where its batch is asked for. :meth:`Batches.close`,
+        the end of the iteration and an error end the thread.
 
     Raises
     ------
     ConfigError
-        If ``global_batch``, ``seed``, ``steps`` or ``consumed`` is out of range.
+        If ``global_batch``, ``seed``, ``steps``, ``consumed`` or ``prefetch`` is out of range.
     DataError
         If ``source`` is no :class:`Source`, or has no samples.
     MpizeroError
@@ -194,13 +238,14 @@ def batches(
         require("global_batch", global_batch, whole(1))
         require("seed", seed, whole_seed)
         require("consumed", consumed, whole(0))
+        require("prefetch", prefetch, whole(0))
         if steps is not None:
             require("steps", steps, whole(0))
         if not len(source):
             raise DataError("the source has no samples to train on")
     settings = {"global_batch": global_batch, "seed": seed, "steps": steps, "consumed": consumed}
     agree_equal(comm, lambda: _arguments(source, settings), "agree batches")
-    return Batches(source, config, global_batch, seed, steps, consumed, group=group)
+    return Batches(source, config, global_batch, seed, steps, consumed, group=group, prefetch=prefetch)
 
 
 def ranks_of(config: BatchConfig | BatchModel, group: Communicator | None) -> tuple[Communicator, Communicator]:
