@@ -12,6 +12,7 @@ from mpizero.data.files import FileSource
 from mpizero.data.hdf5 import Hdf5Source
 from mpizero.data.source import Source, Subset
 from mpizero.data.text import TextSource
+from mpizero.data.transforms import SampleRandom, TransformedSource
 from mpizero.names import unknown_names
 
 __all__ = [
@@ -21,9 +22,11 @@ __all__ = [
     "FileSource",
     "Hdf5Source",
     "NpySource",
+    "SampleRandom",
     "Source",
     "Subset",
     "TextSource",
+    "TransformedSource",
     "batches",
     "cached",
     "digits",

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.data.source import Indices
+from mpizero.data.source import Indices, native
 from mpizero.errors import DataError
 from mpizero.types import Array
 
@@ -125,6 +125,8 @@ class JoinedArray:
 
     def rows(self, indices: Indices) -> Array:
         """Return the rows ``indices`` of an array that is joined along its first axis, in that order."""
+        if len(self.parts) == 1 and not self.parts[0].chunk:  # without another copy
+            return native(self.parts[0].values()[indices])
         out = np.empty((indices.size, *self.shape[1:]), self.dtype)
         begin = 0
         for part, end in zip(self.parts, self.ends, strict=True):

@@ -89,9 +89,11 @@ def measure(path: Path, rounds: int, seconds: float) -> dict[str, tuple[Measurem
             with mz.ShardingConfig(comm="self") as config:
                 forget(path)
                 start = time.perf_counter()
-                with mz.data.cached(mz.data.Hdf5Source(path, "x", "y"), config) as copy:
+                source = mz.data.Hdf5Source(path, "x", "y")
+                with mz.data.cached(source, config) as copy:
                     rate = timed(epoch(copy, config), seconds, start)
                     second.append(timed(epoch(copy, config, 1), seconds))
+                source.close()
             return rate
         contender = {"sequential": sequential, "shuffled": shuffled, "loader": loader}[name]
         forget(path)
@@ -117,7 +119,7 @@ def timed(batches: Iterator[Any], seconds: float, start: float | None = None) ->
 
 def sequential(path: Path) -> Iterator[Any]:
     """Yield all samples in file order."""
-    with h5py.File(path) as file:
+    with h5py.File(path, locking=False) as file:
         for start in range(0, len(file["x"]), BATCH):
             yield file["x"][start : start + BATCH], file["y"][start : start + BATCH]
 
@@ -125,7 +127,9 @@ def sequential(path: Path) -> Iterator[Any]:
 def shuffled(path: Path) -> Iterator[Any]:
     """Yield all samples in the order of an epoch, without a copy."""
     with mz.ShardingConfig(comm="self") as config:
-        yield from epoch(mz.data.Hdf5Source(path, "x", "y"), config)
+        source = mz.data.Hdf5Source(path, "x", "y")
+        yield from epoch(source, config)
+        source.close()
 
 
 def epoch(source: mz.data.Source, config: mz.ShardingConfig, number: int = 0) -> Iterator[Any]:
@@ -142,11 +146,11 @@ def loader(path: Path) -> Iterator[Any]:
         file: Any = None
 
         def __len__(self) -> int:
-            with h5py.File(path) as file:
+            with h5py.File(path, locking=False) as file:
                 return len(file["x"])
 
         def __getitem__(self, index: int) -> Any:
-            self.file = self.file or h5py.File(path)
+            self.file = self.file or h5py.File(path, locking=False)
             return self.file["x"][index], self.file["y"][index]
 
     yield from torch.utils.data.DataLoader(Samples(), batch_size=BATCH, shuffle=True, num_workers=1)
