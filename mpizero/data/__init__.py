@@ -10,6 +10,7 @@ from mpizero.data.batches import Batches, batches, sample_order
 from mpizero.data.cache import CachedSource, cached
 from mpizero.data.files import FileSource
 from mpizero.data.hdf5 import Hdf5Source
+from mpizero.data.moments import Statistics, statistics
 from mpizero.data.source import Source, Subset
 from mpizero.data.text import TextSource
 from mpizero.data.transforms import SampleRandom, TransformedSource
@@ -24,6 +25,7 @@ __all__ = [
     "NpySource",
     "SampleRandom",
     "Source",
+    "Statistics",
     "Subset",
     "TextSource",
     "TransformedSource",
@@ -31,6 +33,7 @@ __all__ = [
     "cached",
     "digits",
     "sample_order",
+    "statistics",
 ]
 
 if not TYPE_CHECKING:  # a checker of types would take any name for known
