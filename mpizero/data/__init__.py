@@ -7,18 +7,24 @@ from typing import TYPE_CHECKING
 
 from mpizero.data.arrays import ArraySource, NpySource, digits
 from mpizero.data.batches import Batches, batches, sample_order
+from mpizero.data.cache import CachedSource, cached
+from mpizero.data.files import FileSource
 from mpizero.data.hdf5 import Hdf5Source
+from mpizero.data.moments import Statistics, statistics
 from mpizero.data.online.job import OnlineJob
 from mpizero.data.online.producer import OnlineProducer
 from mpizero.data.online.spool import SpoolProducer, spool_source
 from mpizero.data.online.stream import OnlineBatches, OnlineSource
 from mpizero.data.source import Source, Subset
 from mpizero.data.text import TextSource
+from mpizero.data.transforms import SampleRandom, TransformedSource
 from mpizero.names import unknown_names
 
 __all__ = [
     "ArraySource",
     "Batches",
+    "CachedSource",
+    "FileSource",
     "Hdf5Source",
     "NpySource",
     "OnlineBatches",
@@ -27,12 +33,18 @@ __all__ = [
     "OnlineSource",
     "Source",
     "SpoolProducer",
+    "SampleRandom",
+    "Source",
+    "Statistics",
     "Subset",
     "TextSource",
+    "TransformedSource",
     "batches",
+    "cached",
     "digits",
     "sample_order",
     "spool_source",
+    "statistics",
 ]
 
 if not TYPE_CHECKING:  # a checker of types would take any name for known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import TracebackType
 from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -10,8 +11,9 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.equality import agree_equal
 from mpizero.data.online.stream import OnlineBatches, OnlineSource
+from mpizero.data.read_ahead import ReadAhead
 from mpizero.data.source import Indices, Source
-from mpizero.errors import ArgumentError, DataError
+from mpizero.errors import ArgumentError, ConfigError, DataError
 from mpizero.kernels import cpu
 from mpizero.layout.grains import Grains
 from mpizero.names import explains
@@ -88,6 +90,7 @@ class Batches:
         consumed: int,
         *,
         group: Communicator,
+        prefetch: int = 0,
     ) -> None:
         self.consumed = consumed
         self._source = source
@@ -95,6 +98,8 @@ class Batches:
         self._seed = seed
         self._left = steps
         self._sizes, self._group = sizes, group
+        self._prefetch = prefetch
+        self._ahead: ReadAhead[tuple[Any, Any]] | None = None
 
     def __iter__(self) -> Self:
         return self
@@ -109,19 +114,52 @@ class Batches:
 
     def __next__(self) -> tuple[Any, Any]:
         if self._left == 0:
+            self.close()
             raise StopIteration
-        start = self.consumed
-        grains = Grains(self._batch, self._sizes.grain_size(self._batch))
-        own = grains.samples_of(self._group.rank, self._group.size)
-        order = sample_order(start + own.start, start + own.stop, len(self._source), self._seed)
-        if self._source.takes_run:
-            samples = self._samples_with_run(order, start, own.start)
-        else:
-            samples = self._source.samples(order)
+        samples = self._read_next()
         self.consumed += self._batch
         if self._left is not None:
             self._left -= 1
         return samples
+
+    def _read_next(self) -> tuple[Any, Any]:
+        if not self._prefetch:
+            return self._read(self.consumed)
+        if self._ahead is None:
+            start = self.consumed
+            self._ahead = ReadAhead(lambda number: self._read(start + number * self._batch), self._prefetch, self._left)
+        try:
+            return self._ahead.next()
+        except BaseException:
+            self.close()
+            raise
+
+    def _read(self, start: int) -> tuple[Any, Any]:
+        """Read this rank's samples of the global batch after ``start`` samples. It sends nothing."""
+        grains = Grains(self._batch, self._sizes.grain_size(self._batch))
+        own = grains.samples_of(self._group.rank, self._group.size)
+        order = sample_order(start + own.start, start + own.stop, len(self._source), self._seed)
+        if self._source.takes_run:
+            return self._samples_with_run(order, start, own.start)
+        return self._source.samples(order)
+
+    def close(self) -> None:
+        """End the thread that reads ahead, if there is one; the iteration can go on, and starts a new one.
+
+        Not collective. The end of the iteration and an error in it do the same.
+        """
+        if self._ahead is not None:
+            self._ahead.close()
+        self._ahead = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Call :meth:`close`."""
+        self.close()
 
     def _samples_with_run(self, order: Indices, start: int, place: int) -> tuple[Any, Any]:
         """Read this rank's samples of a global batch, with indices ``order``, from a source that takes ``run``.
@@ -151,6 +189,7 @@ def batches(
     consumed: int = 0,
     *,
     group: Communicator | None = None,
+    prefetch: int = 0,
 ) -> Batches | OnlineBatches:
     """Return an iterator over this rank's samples ``(x, y)`` of successive global batches.
 
@@ -163,7 +202,7 @@ def batches(
     ----------
     source : Source or OnlineSource
         The data, the same on every rank. Samples of an OnlineSource are used once, in the order of ``docs/online.md``:
-        ``seed`` has no effect, the iteration is collective and ends when the samples do.
+        ``seed`` has no effect, and the iteration is collective.
     config : ShardingConfig or sharded model
         The ranks and the size of a grain. With a DDP or ZeRO-1 model, each rank gets the samples of the grains that it
         computes. Otherwise ``train`` may send samples to the ranks that compute them, also because a configuration does
@@ -179,28 +218,39 @@ def batches(
     group : Communicator or None
         The ranks among which a global batch is divided: the ``batch_group`` of a model. None means that of the model
         given as ``config``, or all ranks of the configuration given.
+    prefetch : int
+        Number of this rank's batches that a background thread reads ahead, so that reading and training overlap; 0
+        reads each batch when it is asked for. The thread sends no message; ``source`` must allow reads from another
+        thread. An error in it is raised where its batch is asked for. :meth:`Batches.close`, the end of the iteration
+        and an error end the thread.
 
     Raises
     ------
     ConfigError
-        If ``global_batch``, ``seed``, ``steps`` or ``consumed`` is out of range.
+        If ``global_batch``, ``seed``, ``steps``, ``consumed`` or ``prefetch`` is out of range.
     DataError
         If ``source`` is no :class:`Source`, or has no samples.
     MpizeroError
         If ranks have different data or arguments.
     """
-    comm, group = _ranks(config, group)
+    comm, group = ranks_of(config, group)
     with all_ranks(comm):
-        _check(source, comm, global_batch, seed, steps, consumed)
+        _check(source, comm, global_batch, seed, steps, consumed, prefetch)
     settings = {"global_batch": global_batch, "seed": seed, "steps": steps, "consumed": consumed}
     agree_equal(comm, lambda: _arguments(source, settings), "agree batches")
     if isinstance(source, OnlineSource):
         return OnlineBatches(source, config, global_batch, steps, consumed, group)
-    return Batches(source, config, global_batch, seed, steps, consumed, group=group)
+    return Batches(source, config, global_batch, seed, steps, consumed, group=group, prefetch=prefetch)
 
 
 def _check(
-    source: Source | OnlineSource, comm: Communicator, global_batch: int, seed: int, steps: int | None, consumed: int
+    source: Source | OnlineSource,
+    comm: Communicator,
+    global_batch: int,
+    seed: int,
+    steps: int | None,
+    consumed: int,
+    prefetch: int,
 ) -> None:
     """Raise an error if an argument of :func:`batches` is not allowed. Not collective."""
     if not isinstance(source, Source | OnlineSource):
@@ -208,18 +258,24 @@ def _check(
     require("global_batch", global_batch, whole(1))
     require("seed", seed, whole_seed)
     require("consumed", consumed, whole(0))
+    require("prefetch", prefetch, whole(0))
     if steps is not None:
         require("steps", steps, whole(0))
     if isinstance(source, OnlineSource):
         source.check_ranks(comm)
+        if prefetch:
+            raise ConfigError(
+                f"prefetch={prefetch}: samples of an OnlineSource come by messages, which are not read ahead: leave it "
+                "out"
+            )
     elif not len(source):
         raise DataError("the source has no samples to train on")
 
 
-def _ranks(config: BatchConfig | BatchModel, group: Communicator | None) -> tuple[Communicator, Communicator]:
+def ranks_of(config: BatchConfig | BatchModel, group: Communicator | None) -> tuple[Communicator, Communicator]:
     """Return the communicator of all ranks, and the one over whose ranks a global batch is divided."""
     if isinstance(config, type) or not hasattr(config, "grain_size"):
-        raise ArgumentError(f"batches: config is a ShardingConfig or a sharded model, got {config!r:.80}")
+        raise ArgumentError(f"config is a ShardingConfig or a sharded model, got {config!r:.80}")
     if isinstance(config, BatchModel):
         return config.config.communicator, config.batch_group if group is None else group
     return config.communicator, config.communicator if group is None else group

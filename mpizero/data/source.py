@@ -62,6 +62,11 @@ class Source(ABC):
         """Return the indices, in the original source before any split, of the samples ``indices`` of this source."""
         return indices
 
+    @property
+    def block_samples(self) -> int:
+        """Number of neighbouring samples that are stored together, so that reading one costs as much as reading all."""
+        return 1
+
     @cached_property
     def takes_run(self) -> bool:  # used for every batch, and reading signatures is slow
         """True if :meth:`read` has a parameter ``run``."""

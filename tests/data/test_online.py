@@ -255,3 +255,16 @@ def test_the_trainer_ends_with_the_samples_and_its_bits_do_not_depend_on_the_tra
     results = [run_in_threads(size, run)[0] for size in (3, 4)]
     assert [(one.steps, one.stopped) for one in results] == [(6, "the producers have ended")] * 2
     assert results[0].parameters_sha256 == results[1].parameters_sha256
+
+
+def test_samples_that_come_by_messages_are_not_read_ahead():
+    def run(comm):
+        with mz.data.OnlineJob(comm, trainers=1, like=LIKE) as job:
+            if not job.trains:
+                with job.producer():
+                    return
+            config = mz.ShardingConfig(comm=job.group)
+            with job.source() as source, pytest.raises(ConfigError, match="prefetch=2: samples of an OnlineSource"):
+                mz.data.batches(source, config, 4, prefetch=2)
+
+    run_in_threads(2, run)

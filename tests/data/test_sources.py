@@ -345,16 +345,11 @@ def test_every_chunk_is_read_once(tmp_path):
     spans = []
 
     class Watched:
-        chunks, dtype, shape = (10,), np.dtype("f8"), (100,)
+        def __getitem__(self, where):
+            spans.append((where[0].start, where[0].stop))
+            return np.arange(100.0)[where]
 
-        def __len__(self):
-            return 100
-
-        def __getitem__(self, rows):
-            spans.append((rows.start, rows.stop))
-            return np.arange(100.0)[rows]
-
-    source._x = Watched()
+    source._opened = lambda path: {"x": (Watched(), 10), "y": (np.arange(100), 0)}
     x, _ = source.samples([55, 3, 51, 9, 58, 3])
     assert x.tolist() == [55, 3, 51, 9, 58, 3]
     assert spans == [(3, 10), (51, 59)]
@@ -388,13 +383,13 @@ def h5_group(path):
 
 def h5_strings(path):
     with h5py.File(path, "w") as file:
-        file["x"] = ["a", "b"]
+        file["x"], file["y"] = ["a", "b"], [0, 1]
     return "dataset 'x': elements of type object"
 
 
 def h5_no_rows(path):
     with h5py.File(path, "w") as file:
-        file["x"] = np.zeros((0, 3))
+        file["x"], file["y"] = np.zeros((0, 3)), np.zeros(0)
     return "has no samples"
 
 

@@ -144,8 +144,8 @@ def halved_slots(monkeypatch: Any) -> None:
     """Optimizer arrays are half of what they must be after a step."""
     right = Updater.update
 
-    def update(self: Updater, reduced: Any, threads: int) -> None:
-        right(self, reduced, threads)
+    def update(self: Updater, reduced: Any, threads: int, loss: float) -> None:
+        right(self, reduced, threads, loss)
         for values in self.state.values() if self.grid.world.size > 1 else ():
             values *= 0.5
 

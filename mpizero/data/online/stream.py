@@ -230,6 +230,12 @@ class OnlineBatches:
         self.consumed = consumed
         self._source, self._sizes, self._batch, self._left, self._group = source, sizes, global_batch, steps, group
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """Do nothing, because the source is closed by its own block."""
+
     def __iter__(self) -> Self:
         return self
 

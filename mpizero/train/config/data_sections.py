@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mpizero.train.config.data_checks import arrays, patterns, table
+from mpizero.train.config.data_checks import arrays, patterns, stored
 from mpizero.train.config.make_settings import MakeSettings
 from mpizero.train.config.setting_checks import ConfigSection, optional, rejected, setting
 from mpizero.validation import fraction
@@ -20,7 +20,7 @@ class DataSection(ConfigSection):
 
     text: tuple[str, ...] | None = setting(None, optional(patterns))
     arrays: Any = setting(None, optional(arrays))
-    hdf5: Any = setting(None, optional(table("path", "x", "y")))
+    hdf5: Any = setting(None, optional(stored))
     validation: float = setting(0.05, fraction)
 
     @property

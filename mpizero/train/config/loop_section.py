@@ -22,6 +22,7 @@ class LoopSection(ConfigSection):
     min_delta: float = setting(0.0, number())
     time_limit: float | None = setting(None, optional(duration))
     time_reserve: float | None = setting(None, optional(duration))
+    prefetch: int = setting(0, whole(0))
 
     def check_combination(self) -> None:
         """Raise an error for a ``patience`` without validations, or a ``time_reserve`` not less than ``time_limit``."""

@@ -16,6 +16,7 @@ from mpizero.errors import ConfigError, DataError, MpizeroError
 from mpizero.parallel import ShardedModelBase
 from mpizero.parallel.partition.model_checks import check_model
 from mpizero.sampletree import SampleTree
+from mpizero.train.config.data_checks import source_arguments
 from mpizero.train.config.data_sections import DataSection, MadeDataSection
 from mpizero.train.config.model_sections import GptSection, MadeModelSection, MlpSection, ModelSection
 from mpizero.train.config.sections import Config
@@ -137,7 +138,7 @@ def _open(section: DataSection, config: Config) -> Any:
         paths = "stdlib" if section.text == ("stdlib",) else list(section.text)
         return data.TextSource(paths, sequence=_sequence(config))
     if section.hdf5 is not None:
-        return data.Hdf5Source(section.hdf5["path"], section.hdf5["x"], section.hdf5["y"])
+        return data.Hdf5Source(**source_arguments(section.hdf5))
     if section.arrays == "digits":
         return data.digits()
     return data.NpySource(section.arrays["x"], section.arrays["y"])

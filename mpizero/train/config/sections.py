@@ -41,6 +41,7 @@ FREE_KEYS = (
     "train.min_delta",
     "train.time_limit",
     "train.time_reserve",
+    "train.prefetch",
     "train.timeout",
     "model.activation_checkpointing",
     "data.text",

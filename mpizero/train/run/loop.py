@@ -104,9 +104,10 @@ class TrainingLoop:
 
     def _run(self, resume: bool, resume_from: int | None) -> TrainingResult | None:
         self._start(resume or resume_from is not None, resume_from)
-        stream, decision = iter(self._batches()), StopDecision.GO_ON
-        while not self._complete and decision is StopDecision.GO_ON:
-            decision = self._advance(stream)
+        decision = StopDecision.GO_ON
+        with self._batches() as stream:
+            while not self._complete and decision is StopDecision.GO_ON:
+                decision = self._advance(stream)
         with all_ranks(self.control):
             if self._failure is not None:
                 raise self._failure
@@ -228,6 +229,7 @@ class TrainingLoop:
             seed=loop.seed,
             steps=loop.steps - self.step,
             consumed=self.step * loop.global_batch,
+            prefetch=loop.prefetch,
         )
 
     def _finish_step(self, report: StepReport, seconds: float, more: Mapping[str, Any]) -> None:

@@ -67,8 +67,8 @@ class Trainer:
     **settings
         Settings of the configuration file under the same names and with the same defaults: of ``[train]`` ``seed``,
         ``validate_every``, ``validate_samples``, ``validate_ema``, ``patience``, ``min_delta``, ``time_limit``,
-        ``time_reserve``; of ``[checkpoint]`` ``every``, ``keep``, ``keep_every``, ``best``, ``asynchronous``,
-        ``backend``, ``alignment``.
+        ``time_reserve``, ``prefetch``; of ``[checkpoint]`` ``every``, ``keep``, ``keep_every``, ``best``,
+        ``asynchronous``, ``backend``, ``alignment``.
 
     Raises
     ------

@@ -1,0 +1,198 @@
+"""Keep one copy of all samples a node, in memory that its ranks share."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import all_ranks
+from mpizero.comm.equality import agree_equal
+from mpizero.data.batches import BatchConfig, BatchModel, ranks_of
+from mpizero.data.block_locks import BlockLocks
+from mpizero.data.mapped import room_in_memory
+from mpizero.data.source import Indices, Source
+from mpizero.errors import ConfigError, DataError, StateError
+from mpizero.names import explains
+from mpizero.sampletree import SampleTree
+from mpizero.text import notice
+from mpizero.types import Array
+from mpizero.validation import require, whole
+
+#: Bytes of samples that are read at once, at least; files are read much faster so than sample by sample.
+BLOCK_BYTES = 4 << 20
+_ALIGNMENT = 64
+
+
+class CachedSource(Source):
+    """Provide the samples of another source from a copy in the node's shared memory; made by :func:`cached`.
+
+    A block of neighbouring samples (at least one chunk of a file) is read by the rank of the node that needs one of its
+    samples first. Reading is not collective and sends no message, so a background thread may do it.
+
+    Attributes
+    ----------
+    source : Source
+        The source of the samples.
+    nbytes : int
+        Size of the node's copy; 0 if it does not fit, and every rank reads from ``source``.
+    blocks_read : int
+        Number of blocks that this rank has read.
+    """
+
+    def __init__(self, source: Source, comm: Communicator, limit: int | None) -> None:
+        self.source, self.blocks_read, self.nbytes = source, 0, 0
+        self.in_order, self.default_validation = source.in_order, source.default_validation
+        self._node = comm.split_node(name="cache")
+        self._closed, self._window, self._locks = False, None, None
+        self._mutex = threading.Lock()
+        with all_ranks(comm, "cache"):
+            self._tree = SampleTree.of(**dict(zip("xy", source.samples([0]), strict=True)))
+            if self._tree.uncut:
+                raise DataError(f"cached: {type(source).__name__} has samples that are no arrays: {self._tree.uncut}")
+            self._block = self._samples_per_block()
+            blocks = -(-len(source) // self._block)
+            sizes = [leaf.nbytes * len(source) for leaf in self._tree.leaves]
+            needed = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes) + blocks
+            room = _room(self._node, limit)
+        fits = np.array(needed <= room, np.int8)
+        comm.allreduce(fits, "min", tag="cache")
+        if fits:
+            with all_ranks(comm, "cache"):  # on all ranks of a node together, or on none
+                self._window = self._node.allocate_shared(needed, "cache")
+            self._locks = BlockLocks(self._node)
+            self.nbytes = needed
+            self._arrays, self._ready = self._views(self._window.buffer, blocks)
+            self._seen = np.zeros(blocks, bool)
+        elif comm.rank == 0:
+            notice(f"cached: {needed} bytes of samples, a node has room for {room}: every rank reads the files itself")
+
+    def _samples_per_block(self) -> int:
+        own = max(1, self.source.block_samples)
+        enough = -(-BLOCK_BYTES // max(1, sum(leaf.nbytes for leaf in self._tree.leaves)))
+        return -(-enough // own) * own
+
+    def _views(self, memory: Array, blocks: int) -> tuple[list[Array], Array]:
+        """Return the arrays of all samples in ``memory``, and one byte for each block, 1 when it has been read."""
+        arrays, start = [], 0
+        for leaf in self._tree.leaves:
+            size = leaf.nbytes * len(self.source)
+            arrays.append(memory[start : start + size].view(leaf.dtype).reshape(len(self.source), *leaf.shape[1:]))
+            start += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return arrays, memory[start : start + blocks]
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, indices: Indices) -> tuple[Any, Any]:
+        """Return the samples ``(x, y)`` of ``indices``, in the order of ``indices``, which the caller has checked."""
+        if self._closed:
+            raise StateError("samples are read from a cache that is closed")
+        if self._window is None:
+            return self.source.read(indices)
+        blocks = np.unique(indices // self._block)
+        for block in blocks[~self._seen[blocks]].tolist():
+            self._fill(block)
+        x, y = self._tree.build(array[indices] for array in self._arrays)
+        return x, y
+
+    def _fill(self, block: int) -> None:
+        """Read a block into the node's memory, unless another rank has done so.
+
+        Taking the lock also orders this rank's loads after the stores of the rank that has read the block.
+        """
+        assert self._locks is not None
+        with self._mutex, self._locks.hold(block):
+            if not self._ready[block]:
+                own = slice(block * self._block, min((block + 1) * self._block, len(self.source)))
+                x, y = self.source.samples(np.arange(own.start, own.stop))
+                found = SampleTree.of(x=x, y=y)
+                if found.form != self._tree.form:
+                    raise DataError(
+                        f"cached: samples {own.start} to {own.stop - 1} are {found.form}, sample 0 is "
+                        f"{self._tree.form}: all must have the same shapes and types"
+                    )
+                for array, leaf in zip(self._arrays, found.leaves, strict=True):
+                    array[own] = leaf
+                self._ready[block] = 1
+                self.blocks_read += 1
+            self._seen[block] = True
+
+    def origin(self, indices: Indices) -> Indices:
+        """Return the indices, in the original source before any split, of the samples ``indices`` of this source."""
+        return self.source.origin(indices)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the source of the samples returns: a copy is the same data."""
+        return self.source.describe()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the cache, unless the block has raised: other ranks may not have."""
+        if error is None:
+            self.close()
+
+    def close(self) -> None:
+        """Free the node's memory; a second call does nothing. Collective over the ranks of :func:`cached`."""
+        if self._closed:
+            return
+        self._closed, self._arrays, self._ready = True, [], np.empty(0, np.uint8)
+        if self._locks is not None:
+            self._locks.close()
+        if self._window is not None:
+            self._window.close()
+        self._node.close()
+
+
+@explains
+def cached(source: Source, config: BatchConfig | BatchModel, limit: int | None = None) -> CachedSource:
+    """Return a source with the same samples, of which each node keeps one copy in shared memory.
+
+    Collective over the ranks of ``config``. The memory for all samples is allocated at once; samples are read from
+    ``source``, and decompressed, when a rank of the node needs them first. If the copy does not fit, rank 0 says so,
+    and every rank reads from ``source``. Split the result, not ``source``: neighbouring samples are read together.
+    Close it on all ranks together, or use it as a context manager.
+
+    Parameters
+    ----------
+    source : Source
+        The samples, the same on every rank; arrays, or trees of arrays, of one shape.
+    config : ShardingConfig or sharded model
+        The ranks.
+    limit : int or None
+        Largest number of bytes of a node's copy. None is what shared memory has free, but no more than half of the
+        memory that the node has available.
+
+    Raises
+    ------
+    ConfigError
+        If ``source`` changes samples at random (transform a cached source instead), or ranks have different data.
+    DataError
+        If ``source`` is no :class:`Source`, has no samples, or samples that are no arrays.
+    """
+    comm, _ = ranks_of(config, None)
+    with all_ranks(comm, "cache"):
+        if not isinstance(source, Source):
+            raise DataError(f"cached: expected a source of samples such as Hdf5Source, got {type(source).__name__}")
+        if limit is not None:
+            require("limit", limit, whole(0, of=" of bytes"))
+        if source.takes_run:
+            raise ConfigError(
+                f"cached: {type(source).__name__} makes other samples in every epoch: cache the source below it"
+            )
+        if not len(source):
+            raise DataError("cached: the source has no samples")
+    agree_equal(comm, lambda: {"the arguments of cached": {**source.describe(), "limit": limit}}, "agree cache")
+    return CachedSource(source, comm, limit)
+
+
+def _room(node: Communicator, limit: int | None) -> int:
+    """Return how many bytes a copy may have on this node. Not collective."""
+    return min(room for room in (room_in_memory(), node.shared_space(), limit) if room is not None)

@@ -1,0 +1,204 @@
+"""Compute means, standard deviations and ranges of samples by channel, in parallel, with the same bits on any ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from mpizero.comm.agreement import all_ranks
+from mpizero.comm.equality import agree_equal
+from mpizero.data.batches import BatchConfig, BatchModel, ranks_of
+from mpizero.data.source import Source
+from mpizero.errors import ConfigError, DataError
+from mpizero.layout.partition import Partition
+from mpizero.layout.tree import Program, TreeNode, merge
+from mpizero.names import explains
+from mpizero.sampletree import SampleTree
+from mpizero.types import Array
+from mpizero.validation import require, whole
+
+#: Number of samples of a leaf of the tree; part of the result's definition, never to be changed.
+LEAF = 64
+FORMAT = "mpizero statistics 1"
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Hold what is known of some elements of each channel: number, mean, sum of squared deviations, range."""
+
+    count: int
+    mean: Array
+    squares: Array
+    least: Array
+    most: Array
+
+    @classmethod
+    def of(cls, values: Array, channel: int | None) -> Self:
+        """Return the moments of an array (samples, ...) by channel, in float64; None is a single channel."""
+        axes = tuple(axis for axis in range(values.ndim) if axis != channel)
+        numbers = values.astype(np.float64)
+        mean = numbers.mean(axis=axes, keepdims=True)
+        squares = np.square(numbers - mean).sum(axis=axes)
+        count = numbers.size // max(1, squares.size)
+        return cls(count, mean.reshape(squares.shape), squares, numbers.min(axis=axes), numbers.max(axis=axes))
+
+    def joined(self, other: Moments) -> Moments:
+        """Return the moments of both sets of elements.
+
+        Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979,
+        equation 2.1: no large sums are subtracted.
+        """
+        count = self.count + other.count
+        apart = other.mean - self.mean
+        return Moments(
+            count,
+            self.mean + apart * (other.count / count),
+            self.squares + other.squares + np.square(apart) * (self.count * other.count / count),
+            np.minimum(self.least, other.least),
+            np.maximum(self.most, other.most),
+        )
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Hold statistics of all samples of a source, by the path of an array (such as ``x`` or ``x['wind']``).
+
+    Attributes
+    ----------
+    samples : int
+        Number of samples.
+    mean, std, least, most : mapping of str to array
+        Mean, standard deviation (of the population), smallest and largest element of each channel, float64; arrays of
+        shape (channels,), or () without channels.
+    """
+
+    samples: int
+    mean: Mapping[str, Array]
+    std: Mapping[str, Array]
+    least: Mapping[str, Array]
+    most: Mapping[str, Array]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a JSON file, whole or not at all, from which :meth:`load` reads the same bits. Not collective."""
+        found: dict[str, Any] = {"format": FORMAT, "samples": self.samples}
+        for name in ("mean", "std", "least", "most"):
+            found[name] = {array: values.tolist() for array, values in getattr(self, name).items()}
+        part = f"{os.fspath(path)}.part"
+        with open(part, "w", encoding="utf-8") as file:
+            json.dump(found, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a file that :meth:`save` has written. Not collective.
+
+        Raises
+        ------
+        DataError
+            If the file is missing, or no file of statistics.
+        """
+        try:
+            with open(path, encoding="utf-8") as file:
+                found = json.load(file)
+            if found.pop("format") != FORMAT:
+                raise ValueError("it has another format")
+            arrays = {
+                name: {array: np.array(values, np.float64) for array, values in found[name].items()}
+                for name in ("mean", "std", "least", "most")
+            }
+            return cls(int(found["samples"]), **arrays)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{os.fspath(path)}: no file of statistics that Statistics.save has written: {error}"
+            ) from None
+
+
+@explains
+def statistics(source: Source, config: BatchConfig | BatchModel, channel: int | None = None) -> Statistics:
+    """Compute the statistics of all samples of a source, which each rank reads a part of.
+
+    Collective over the ranks of ``config``. Blocks of 64 samples are the leaves of the binary tree by which gradients
+    are summed, so the bits of the result do not depend on the ranks.
+
+    Parameters
+    ----------
+    source : Source
+        The samples, such as the training part of a split.
+    config : ShardingConfig or sharded model
+        The ranks.
+    channel : int or None
+        Axis of a sample (without the axis of samples) whose indices are channels; an array without it is one channel,
+        and with None each array is.
+
+    Raises
+    ------
+    DataError
+        If there are no samples, or samples that are no arrays of real numbers, or NaN among them.
+    """
+    comm, _ = ranks_of(config, None)
+    with all_ranks(comm, "statistics"):
+        if not isinstance(source, Source):
+            raise DataError(f"statistics: expected a source of samples, got {type(source).__name__}")
+        if channel is not None:
+            require("channel", channel, whole(0))
+        if source.takes_run:
+            raise ConfigError(f"statistics: {type(source).__name__} changes samples at random: give its source")
+        if not len(source):
+            raise DataError("statistics: the source has no samples")
+    given = {"source": source.describe(), "channel": channel}
+    agree_equal(comm, lambda: {"the arguments of statistics": given}, "agree statistics")
+    total = -(-len(source) // LEAF)
+    own = Partition(total, comm.size).shard(comm.rank)
+    with all_ranks(comm, "statistics"):
+        leaves = [_leaf(source, leaf, channel) for leaf in range(own.start, own.stop)]
+    nodes = merge(((TreeNode(0, own.start + i), (i,)) for i in range(len(leaves))), total)
+    held = [(node, _evaluate(program, leaves)) for node, program in nodes]
+    parts = [part for rank in comm.allgather_object(held, tag="statistics") for part in rank]
+    ((_, program),) = merge([(node, (i,)) for i, (node, _) in enumerate(parts)], total)
+    root = _evaluate(program, [value for _, value in parts])
+    return Statistics(
+        len(source),
+        {path: moments.mean for path, moments in root.items()},
+        {path: np.sqrt(moments.squares / moments.count) for path, moments in root.items()},
+        {path: moments.least for path, moments in root.items()},
+        {path: moments.most for path, moments in root.items()},
+    )
+
+
+def _leaf(source: Source, leaf: int, channel: int | None) -> dict[str, Moments]:
+    """Return the moments of each array of the samples of a leaf, by path."""
+    first = leaf * LEAF
+    x, y = source.samples(np.arange(first, min(first + LEAF, len(source))))
+    tree = SampleTree.of(x=x, y=y)
+    if tree.uncut:
+        raise DataError(f"statistics: samples that are no arrays: {tree.uncut}")
+    found = {}
+    for path, values in tree.named:
+        if values.dtype.kind == "c":
+            raise DataError(f"statistics: {path} has complex numbers: give its real and imaginary parts as two arrays")
+        has_channels = channel is not None and values.ndim > channel + 1
+        if not (finite := np.isfinite(values)).all():
+            bad = first + int(np.argwhere(~finite)[0][0])
+            raise DataError(f"statistics: {path} of sample {bad} has elements that are NaN or infinite")
+        found[path] = Moments.of(values, channel + 1 if channel is not None and has_channels else None)
+    return found
+
+
+def _evaluate(program: Program, rows: Iterable[dict[str, Moments]]) -> dict[str, Moments]:
+    """Execute a tree program (see the note in layout/tree.py) whose sums join moments."""
+    values, stack = list(rows), list[dict[str, Moments]]()
+    for step in program:
+        if step >= 0:
+            stack.append(values[step])
+            continue
+        right = stack.pop() if step == -1 else values[-2 - step]
+        left = stack.pop()
+        stack.append({path: left[path].joined(right[path]) for path in left})
+    return stack[0]
