@@ -1,0 +1,1 @@
+"""Hold the parts of the program ``invert.py``."""
