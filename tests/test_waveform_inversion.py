@@ -133,6 +133,8 @@ def test_velocities_have_the_same_bits_on_any_ranks_and_after_an_interruption(tm
         run("self", tmp_path / "alone")
     with pytest.raises(ConfigError, match="made with iterations=5, this run has 6"):
         run("self", tmp_path / "alone", "--resume", "--iterations", "6")
+    with pytest.raises(ConfigError, match="--folder /proc/none/run: No such file or directory"):
+        run("self", "/proc/none/run")
     with pytest.raises(ConfigError, match="nowhere holds no checkpoint"):
         run("self", tmp_path / "nowhere", "--resume")
 

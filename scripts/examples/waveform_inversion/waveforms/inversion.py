@@ -188,6 +188,9 @@ class Inversion:
         if not resume and path:
             raise ConfigError(f"{path} is of an earlier run: go on from it with --resume, or give another --folder")
         if not resume:
+            with all_ranks(comm):
+                if comm.rank == 0:
+                    _make(self._folder)
             return None
         if path is None:
             raise ConfigError(
@@ -214,3 +217,11 @@ class Inversion:
         with mz.DDPModel(self._function(velocity), self._config) as model:
             found = model.compute_gradients(x, y)
             return Reached(velocity, found.loss, self._error(velocity), found.values.reshape(velocity.shape).copy())
+
+
+def _make(folder: Path) -> None:
+    """Make the folder now, not at the first checkpoint: what is wrong with it is told at once. Not collective."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--folder {folder}: {error.strerror}: give one that can be made") from error

@@ -9,6 +9,9 @@ import numpy as np
 from .survey import Survey
 from .wave import HALO, propagate, propagate_adjoint
 
+#: Waves are damped by exp(-DAMPING^2) in each time step at the outer edges, and less inside.
+DAMPING = 0.25
+
 
 class Misfit:
     """Compute the misfit of shots and its gradient by the velocities, one shot after the other.
@@ -92,4 +95,4 @@ def _damping(cells: int, border: int) -> np.ndarray:
     """Return the taper along one axis."""
     place = np.arange(cells) - HALO
     inside = np.minimum(place, cells - 2 * HALO - 1 - place).clip(0, border)
-    return np.exp(-((0.25 * (border - inside) / border) ** 2))
+    return np.exp(-((DAMPING * (border - inside) / border) ** 2))

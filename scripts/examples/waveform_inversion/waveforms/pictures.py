@@ -28,7 +28,7 @@ def draw(folder: Path, survey: Survey, found: Found) -> list[Path]:
     models = {"true": true_velocity(survey), "start": found.start.velocity, "found": found.end.velocity}
     paths = []
     for name, (width, height), fill in (
-        ("models", (8, 9), lambda figure: _models(figure, survey, models)),
+        ("models", (8, 7), lambda figure: _models(figure, survey, models)),
         ("gradients", (8, 6), lambda figure: _gradients(figure, survey, found)),
         ("misfit", (8, 4), lambda figure: _misfit(figure, found)),
         ("shot", (9, 5), lambda figure: _shot(figure, survey, models, found.iterations[-1].peak)),

@@ -80,26 +80,15 @@ def propagate_adjoint(factors, taper, source, receivers, by_records, fields, by_
             by_field[receivers[k, 0], receivers[k, 1]] += by_records[n, k]
         by_wavelet[n] = by_field[source[0], source[1]]
         for i in range(HALO, factors.shape[0] - HALO):
-            v, t, w, product, sums = (
-                inner(factors, i),
-                inner(taper, i),
-                inner(now, i),
-                inner(weighted, i),
-                inner(by_factors, i),
-            )
-            by, stencil = inner(by_field, i), around(fields[n], i)
+            v, t, by, w = inner(factors, i), inner(taper, i), inner(by_field, i), inner(now, i)
+            product, sums, stencil = inner(weighted, i), inner(by_factors, i), around(fields[n], i)
             for j in range(w.size):
                 w[j] = t[j] * by[j]
                 product[j] = v[j] * w[j]
                 sums[j] += w[j] * laplacian(stencil, j)
         for i in range(HALO, factors.shape[0] - HALO):
-            t, w, w_later, by, stencil = (
-                inner(taper, i),
-                inner(now, i),
-                inner(later, i),
-                inner(by_field, i),
-                around(weighted, i),
-            )
+            t, by, w, w_later = inner(taper, i), inner(by_field, i), inner(now, i), inner(later, i)
+            stencil = around(weighted, i)
             for j in range(w.size):
                 by[j] = two * w[j] + laplacian(stencil, j) - t[j] * w_later[j]
         now, later = later, now
