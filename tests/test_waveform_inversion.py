@@ -4,6 +4,7 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,25 +14,26 @@ from mpizero.errors import ConfigError
 from mpizero.testing import adjoint_test, check_model, run_in_threads, taylor_test
 
 PROGRAM = Path(__file__).resolve().parents[1] / "scripts" / "examples" / "waveform_inversion"
-sys.path.insert(0, str(PROGRAM))  # where Python finds `waveforms` when it runs the program
-import invert  # noqa: E402
-from waveforms.inversion import Inversion, Settings, Shots  # noqa: E402
-from waveforms.misfit import Misfit  # noqa: E402
-from waveforms.survey import Survey, start_velocity, true_velocity  # noqa: E402
-from waveforms.wave import HALO, propagate  # noqa: E402
-
-sys.path.remove(str(PROGRAM))
-
-TINY = Survey(rows=16, columns=24, steps=100, water=5, shots=3, receivers=7, border=6)
 RNG = np.random.default_rng(0)
 
 
-def test_fields_are_those_of_the_formula_in_numpy():
+@pytest.fixture(scope="module")
+def parts():
+    """The program and its parts; imported when a test runs, because collecting tests must not load Numba."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(PROGRAM))  # where Python finds `waveforms` when it runs the program
+        import invert
+        from waveforms import inversion, misfit, survey, wave
+    tiny = survey.Survey(rows=16, columns=24, steps=100, water=5, shots=3, receivers=7, border=6)
+    return SimpleNamespace(invert=invert, inversion=inversion, misfit=misfit, survey=survey, wave=wave, tiny=tiny)
+
+
+def test_fields_are_those_of_the_formula_in_numpy(parts):
     factors, taper = RNG.uniform(0.05, 0.3, (14, 17)), RNG.uniform(0.9, 1.0, (14, 17))
     wavelet, source = RNG.normal(size=30), np.array([5, 7])
     fields = np.zeros((31, 14, 17))
-    propagate(factors, taper, source, wavelet, fields)
-    inside = (slice(HALO, -HALO),) * 2
+    parts.wave.propagate(factors, taper, source, wavelet, fields)
+    inside = (slice(parts.wave.HALO, -parts.wave.HALO),) * 2
     before, now = np.zeros((2, 14, 17))
     for n, value in enumerate(wavelet):
         laplacian = sum(
@@ -46,40 +48,42 @@ def test_fields_are_those_of_the_formula_in_numpy():
         before, now = now, after
 
 
-def test_waves_in_a_uniform_ground_are_those_of_the_exact_solution_for_one_without_edges():
+def test_waves_in_a_uniform_ground_are_those_of_the_exact_solution_for_one_without_edges(parts):
     """2-D waves from a point: the integral of s(t - r / c cosh(u)) over u > 0, divided by 2 pi."""
-    survey, c, peak = Survey(rows=60, columns=60, steps=450, water=20, shots=1, receivers=6), 2.0, 5.0
+    survey, c, peak = parts.survey.Survey(rows=60, columns=60, steps=450, water=20, shots=1, receivers=6), 2.0, 5.0
     step = survey.time_step
     wavelet = (c * step / survey.spacing) ** 2 * survey.wavelet(peak)
-    records = Misfit(survey, np.float64).records(np.full((60, 60), c), survey.sources[0], wavelet)
+    records = parts.misfit.Misfit(survey, np.float64).records(np.full((60, 60), c), survey.sources[0], wavelet)
     u = np.linspace(0, 8, 2001)
     for place, record in zip(survey.places, records.T, strict=True):
         away = survey.spacing * float(np.hypot(*(place - survey.sources[0])))
         times = step * np.arange(1, survey.steps + 1)[:, None] - away / c * np.cosh(u) - 1.5 / peak
         phase = (np.pi * peak * times) ** 2
-        exact = ((1 - 2 * phase) * np.exp(-phase)).sum(axis=1) * (u[1] - u[0]) / (2 * np.pi)
+        exact = np.trapezoid((1 - 2 * phase) * np.exp(-phase), u, axis=1) / (2 * np.pi)
         assert abs(record - exact).max() < 0.03 * abs(exact).max()
 
 
-def a_shot(dtype):
-    misfit, velocity = Misfit(TINY, dtype), start_velocity(TINY).astype(dtype)
-    return misfit, velocity, TINY.sources[1], TINY.wavelet(9.0).astype(dtype)
+def a_shot(parts):
+    misfit = parts.misfit.Misfit(parts.tiny, np.float64)
+    return misfit, parts.survey.start_velocity(parts.tiny), parts.tiny.sources[1], parts.tiny.wavelet(9.0)
 
 
-def test_what_is_recorded_has_an_adjoint():
-    misfit, velocity, source, wavelet = a_shot(np.float64)
+def test_what_is_recorded_has_an_adjoint(parts):
+    misfit, velocity, source, wavelet = a_shot(parts)
 
     def back(by_records):
         misfit.records(velocity, source, wavelet)
         return misfit.adjoint(velocity, source, by_records)[1]
 
-    records = RNG.normal(size=(TINY.steps, TINY.receivers))
-    adjoint_test(partial(misfit.records, velocity, source), back, RNG.normal(size=TINY.steps), records, comm="self")
+    records = RNG.normal(size=(parts.tiny.steps, parts.tiny.receivers))
+    adjoint_test(
+        partial(misfit.records, velocity, source), back, RNG.normal(size=parts.tiny.steps), records, comm="self"
+    )
 
 
-def test_the_gradient_is_that_of_the_misfit():
-    misfit, velocity, _, _ = a_shot(np.float64)
-    x, y = Shots(misfit, true_velocity(TINY), 9.0).samples(range(TINY.shots))
+def test_the_gradient_is_that_of_the_misfit(parts):
+    misfit, velocity, _, _ = a_shot(parts)
+    x, y = parts.inversion.Shots(misfit, parts.survey.true_velocity(parts.tiny), 9.0).samples(range(3))
 
     def evaluated(velocity):
         gradient = {"velocity": np.empty_like(velocity)}
@@ -90,18 +94,18 @@ def test_the_gradient_is_that_of_the_misfit():
     check_model(mz.FunctionModel({"velocity": velocity}, misfit.loss_and_grad, in_place=True), x, y, comm="self")
 
 
-def test_time_steps_with_which_waves_grow_are_refused():
+def test_time_steps_with_which_waves_grow_are_refused(parts):
     with pytest.raises(ConfigError, match=r"time_step=0\.004 s .* at most 0\.0034"):
-        Survey(time_step=0.004)
+        parts.survey.Survey(time_step=0.004)
 
 
-def run(comm, folder, *options):
-    return invert.main(["--small", "--folder", str(folder), *options], comm)
+def run(parts, comm, folder, *options):
+    return parts.invert.main(["--small", "--folder", str(folder), *options], comm)
 
 
-def test_velocities_have_the_same_bits_on_any_ranks_and_after_an_interruption(tmp_path, monkeypatch, capsys):
+def test_velocities_have_the_same_bits_on_any_ranks_and_after_an_interruption(parts, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    alone = run("self", tmp_path / "alone")
+    alone = run(parts, "self", tmp_path / "alone")
     told = capsys.readouterr().out.splitlines()
     assert alone.end.misfit == alone.iterations[-1].misfit < 0.25 * alone.start.misfit
     assert alone.end.error == alone.iterations[-1].error < 0.9 * alone.start.error
@@ -114,34 +118,34 @@ def test_velocities_have_the_same_bits_on_any_ranks_and_after_an_interruption(tm
             if text.startswith("7 Hz, iteration 4"):
                 raise KeyError("the end")
 
-        peaks, iterations, survey = invert.SMALL
+        peaks, iterations, survey = parts.invert.SMALL
         with mz.ShardingConfig(comm=comm, micro_batch=1) as config:
-            settings = Settings(survey=survey, peaks=peaks, iterations=iterations)
-            Inversion(config, settings, tmp_path / "killed", 3, report).run(resume=False)
+            settings = parts.inversion.Settings(survey=survey, peaks=peaks, iterations=iterations)
+            parts.inversion.Inversion(config, settings, tmp_path / "killed", 3, report).run(resume=False)
 
     with pytest.raises(KeyError, match="the end"):
         run_in_threads(2, killed)
     assert sorted(os.listdir(tmp_path / "killed")) == ["step_00000005", "step_00000008"]
-    resumed = run_in_threads(3, lambda comm: run(comm, tmp_path / "killed", "--resume"))
+    resumed = run_in_threads(3, lambda comm: run(parts, comm, tmp_path / "killed", "--resume"))
     assert {found.sha256 for found in resumed} == {alone.sha256}
     assert all(found.iterations == alone.iterations for found in resumed)
     assert capsys.readouterr().out.count(" Hz, iteration ") == 2  # those after the checkpoint
-    again = run("self", tmp_path / "killed", "--resume")
+    again = run(parts, "self", tmp_path / "killed", "--resume")
     assert again.sha256 == alone.sha256
 
     with pytest.raises(ConfigError, match="step_00000010 is of an earlier run: .*--resume"):
-        run("self", tmp_path / "alone")
+        run(parts, "self", tmp_path / "alone")
     with pytest.raises(ConfigError, match="made with iterations=5, this run has 6"):
-        run("self", tmp_path / "alone", "--resume", "--iterations", "6")
+        run(parts, "self", tmp_path / "alone", "--resume", "--iterations", "6")
     with pytest.raises(ConfigError, match="--folder /proc/none/run: No such file or directory"):
-        run("self", "/proc/none/run")
+        run(parts, "self", "/proc/none/run")
     with pytest.raises(ConfigError, match="nowhere holds no checkpoint"):
-        run("self", tmp_path / "nowhere", "--resume")
+        run(parts, "self", tmp_path / "nowhere", "--resume")
 
 
-def test_pictures_are_drawn_of_what_was_found(tmp_path):
+def test_pictures_are_drawn_of_what_was_found(parts, tmp_path):
     pytest.importorskip("matplotlib")
-    found = run("self", tmp_path, "--iterations", "1")
+    found = run(parts, "self", tmp_path, "--iterations", "1")
     names = [f"{name}.png" for name in ("models", "gradients", "misfit", "shot")]
-    assert invert.draw_or_tell(tmp_path, invert.SMALL[2], found).count(".png") == len(names)
+    assert parts.invert.draw_or_tell(tmp_path, parts.invert.SMALL[2], found).count(".png") == len(names)
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
