@@ -195,8 +195,7 @@ def batches(
 
     A global batch is the next ``global_batch`` samples of :func:`sample_order`; it may contain the end of one epoch and
     the start of the next. It is cut into grains. Each rank is assigned a contiguous range of grains, in the order of
-    the ranks. A rank may be assigned no samples. This call is collective over the ranks of ``config``; the iteration is
-    not.
+    the ranks, or none. This call is collective over the ranks of ``config``; the iteration is not.
 
     Parameters
     ----------
