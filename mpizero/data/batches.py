@@ -233,33 +233,25 @@ def batches(
         If ranks have different data or arguments.
     """
     comm, group = ranks_of(config, group)
-    with all_ranks(comm):
-        _check(source, comm, global_batch, seed, steps, consumed, prefetch)
     settings = {"global_batch": global_batch, "seed": seed, "steps": steps, "consumed": consumed}
+    with all_ranks(comm):
+        _check(source, comm, settings, prefetch)
     agree_equal(comm, lambda: _arguments(source, settings), "agree batches")
     if isinstance(source, OnlineSource):
         return OnlineBatches(source, config, global_batch, steps, consumed, group)
     return Batches(source, config, global_batch, seed, steps, consumed, group=group, prefetch=prefetch)
 
 
-def _check(
-    source: Source | OnlineSource,
-    comm: Communicator,
-    global_batch: int,
-    seed: int,
-    steps: int | None,
-    consumed: int,
-    prefetch: int,
-) -> None:
+def _check(source: Source | OnlineSource, comm: Communicator, settings: dict[str, Any], prefetch: int) -> None:
     """Raise an error if an argument of :func:`batches` is not allowed. Not collective."""
     if not isinstance(source, Source | OnlineSource):
         raise DataError(f"expected a source of samples such as TextSource, got {type(source).__name__}")
-    require("global_batch", global_batch, whole(1))
-    require("seed", seed, whole_seed)
-    require("consumed", consumed, whole(0))
+    require("global_batch", settings["global_batch"], whole(1))
+    require("seed", settings["seed"], whole_seed)
+    require("consumed", settings["consumed"], whole(0))
     require("prefetch", prefetch, whole(0))
-    if steps is not None:
-        require("steps", steps, whole(0))
+    if settings["steps"] is not None:
+        require("steps", settings["steps"], whole(0))
     if isinstance(source, OnlineSource):
         source.check_ranks(comm)
         if prefetch:
