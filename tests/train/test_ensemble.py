@@ -87,3 +87,51 @@ def test_wrong_arguments_and_folders_are_refused(tmp_path):
     (tmp_path / "member_0000" / "member.json").write_text("{")
     with pytest.raises(MpizeroError, match="not the outcome of a member"):
         mz.summarize_members(tmp_path)
+
+
+CONFIG = """
+[model]
+name = "mlp"
+hidden = [8]
+[data]
+arrays = "digits"
+[train]
+steps = 2
+global_batch = 8
+[ensemble]
+members = 2
+on_failure = "continue"
+[ensemble.each]
+optimizer.lr = [1e-2, {second}]
+"""
+
+
+def command(tmp_path, second, *more):
+    (tmp_path / "config.toml").write_text(CONFIG.format(second=second))
+    folder = f"checkpoint.folder={tmp_path}/run/checkpoints"
+
+    def work(comm):
+        return main(["train", str(tmp_path / "config.toml"), "--set", folder, *more], comm)
+
+    return run_in_threads(2, work)
+
+
+def test_a_configuration_trains_members_that_differ_in_seed_and_in_lists_of_settings(tmp_path, capsys):
+    assert command(tmp_path, "1e-3") == [0, 0]
+    assert len(set(hashes(json.loads(capsys.readouterr().out)))) == 2
+    for number in range(2):
+        lines = (tmp_path / "run" / f"member_{number:04d}" / "metrics.jsonl").read_text().splitlines()
+        assert {json.loads(line)["learning_rate"] for line in lines} == {(1e-2, 1e-3)[number]}
+    assert json.loads((tmp_path / "run" / "ensemble.json").read_text())["counts"]["complete"] == 2
+
+
+def test_a_member_with_a_wrong_setting_fails_alone(tmp_path, capsys):
+    with pytest.raises(mz.MemberError, match="1 of 2 members have failed: member 1: ConfigError"):
+        command(tmp_path, "-1.0")
+
+
+def test_a_wrong_section_names_its_setting(tmp_path):
+    with pytest.raises(ConfigError, match=r"--set: ensemble.member: unknown key \(did you mean 'members'"):
+        command(tmp_path, "1e-3", "--set", "ensemble.member=0")
+    with pytest.raises(ConfigError, match="must be a list of 3 values, one a member"):
+        command(tmp_path, "1e-3", "--set", "ensemble.members=3")

@@ -250,13 +250,14 @@ def _train_until_stopped(options: argparse.Namespace, signals: StopSignals, star
     given = [*options.overrides, *options.changed]
     document, config = read_together(comm, options.config, given, {"train.threads": str(_threads())})
 
-    from mpizero.train.cli.train_command import train
+    from mpizero.train.cli.ensemble_training import train_document
     from mpizero.train.run.visit import Preempted
     from mpizero.train.stopping.wall_time import JobContext
 
     try:
         with document.located():
-            result = train(
+            result = train_document(
+                document,
                 config,
                 comm,
                 resume=options.resume,
