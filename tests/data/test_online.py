@@ -255,3 +255,23 @@ def test_the_trainer_ends_with_the_samples_and_its_bits_do_not_depend_on_the_tra
     results = [run_in_threads(size, run)[0] for size in (3, 4)]
     assert [(one.steps, one.stopped) for one in results] == [(6, "the producers have ended")] * 2
     assert results[0].parameters_sha256 == results[1].parameters_sha256
+
+
+def test_trainers_that_are_asked_to_stop_tell_the_producers():
+    def run(comm):
+        with mz.data.OnlineJob(comm, trainers=2, like=LIKE, window=2) as job:
+            if not job.trains:
+                return gives([1000])(0, job)
+            with job.source() as source:
+                source.next_batch(3)
+                raise mz.Preempted("asked to stop")
+
+    def caught(comm):
+        try:
+            return run(comm)
+        except mz.Preempted:
+            return "stopped"
+
+    *trainers, accepted = run_in_threads(3, caught)
+    assert trainers == ["stopped", "stopped"]
+    assert 3 <= accepted <= 5

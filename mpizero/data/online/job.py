@@ -96,6 +96,6 @@ class OnlineJob:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the job; after an error leave it open, because other ranks may not have raised."""
-        if error is None:
+        """Close the job, also after the SystemExit of a run that was asked to stop; after an error leave it open."""
+        if error is None or isinstance(error, SystemExit):
             self.close()
