@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpizero as mz
-from mpizero.errors import ArgumentError, ConfigError, DataError, MpizeroError, StateError
+from mpizero.errors import ConfigError, DataError, MpizeroError, StateError
 from mpizero.testing import run_in_threads
 
 LIKE = (np.zeros(2, np.float32), np.zeros(1, np.float32))
@@ -171,8 +171,8 @@ def test_wrong_arguments_are_refused():
     def run(comm):
         with pytest.raises(ConfigError, match="trainers=2: the job has 2 ranks"):
             mz.data.OnlineJob(comm, trainers=2, like=LIKE)
-        with pytest.raises(ArgumentError, match="expected one sample"):
-            mz.data.OnlineJob(comm, trainers=1, like=np.zeros(3))
+        with pytest.raises(MpizeroError, match="expected one sample"):  # on both ranks, though one alone is wrong
+            mz.data.OnlineJob(comm, trainers=1, like=LIKE if comm.rank else np.zeros(3))
         with mz.data.OnlineJob(comm, trainers=1, like=LIKE) as job, pytest.raises(StateError):
             job.producer() if job.trains else job.source()
 
@@ -268,3 +268,23 @@ def test_samples_that_come_by_messages_are_not_read_ahead():
                 mz.data.batches(source, config, 4, prefetch=2)
 
     run_in_threads(2, run)
+
+
+def test_trainers_that_are_asked_to_stop_tell_the_producers():
+    def run(comm):
+        with mz.data.OnlineJob(comm, trainers=2, like=LIKE, window=2) as job:
+            if not job.trains:
+                return gives([1000])(0, job)
+            with job.source() as source:
+                source.next_batch(3)
+                raise mz.Preempted("asked to stop")
+
+    def caught(comm):
+        try:
+            return run(comm)
+        except mz.Preempted:
+            return "stopped"
+
+    *trainers, accepted = run_in_threads(3, caught)
+    assert trainers == ["stopped", "stopped"]
+    assert 3 <= accepted <= 5

@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from mpizero.comm import Communicator, as_communicator
+from mpizero.comm.agreement import all_ranks
 from mpizero.comm.equality import agree_equal
 from mpizero.data.online.messages import MessageReceiver
 from mpizero.data.online.producer import OnlineProducer
@@ -50,16 +51,18 @@ class OnlineJob:
     def __init__(self, comm: Any = None, *, trainers: int, like: Any, window: int = 64) -> None:
         self._comm = as_communicator(comm, "online job")
         self._own = self._comm is not comm
-        self._form = SampleForm.like(like)
-        self._window = require("OnlineJob: window", window, whole(1, of=" of samples"))
-        size = self._comm.size
-        require("OnlineJob: trainers", trainers, whole(1, of=" of ranks"))
-        if trainers >= size:
-            raise ConfigError(f"OnlineJob: trainers={trainers}: the job has {size} ranks, at least one must produce")
+        with all_ranks(self._comm):
+            self._form = SampleForm.like(like)
+            self._window = require("OnlineJob: window", window, whole(1, of=" of samples"))
+            require("OnlineJob: trainers", trainers, whole(1, of=" of ranks"))
+            if trainers >= (size := self._comm.size):
+                raise ConfigError(
+                    f"OnlineJob: trainers={trainers}: the job has {size} ranks, at least one must produce"
+                )
         settings = {"trainers": trainers, "like": str(self._form), "window": window}
         agree_equal(self._comm, lambda: {"the arguments of OnlineJob": settings}, "agree OnlineJob")
         self.trains = self._comm.rank < trainers
-        self._producers = range(trainers, size)
+        self._producers = range(trainers, self._comm.size)
         self.group: Communicator = self._comm.split(
             int(not self.trains), name="trainers" if self.trains else "producers"
         )
@@ -93,6 +96,6 @@ class OnlineJob:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the job; after an error leave it open, because other ranks may not have raised."""
-        if error is None:
+        """Close the job, also after the SystemExit of a run that was asked to stop; after an error leave it open."""
+        if error is None or isinstance(error, SystemExit):
             self.close()

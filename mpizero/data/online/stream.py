@@ -200,9 +200,10 @@ class OnlineSource:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close the source; after an error only tell the producers, because other ranks may not have raised.
 
-        Collective over the trainers if the block has not raised.
+        Collective over the trainers if the block has not raised, or has raised a SystemExit, as all trainers do when
+        their run was asked to stop.
         """
-        if error is None:
+        if error is None or isinstance(error, SystemExit):
             self.close()
         elif self._receiver is not None:
             self._receiver.stop()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from mpizero.errors import ConfigError, ExitStatus, MpizeroError
 from mpizero.launched import BY_ANY, launched_rank
-from mpizero.train.cli import bench_command, checkpoint_command, replay_command
+from mpizero.train.cli import bench_command, checkpoint_command, ensemble_command, replay_command
 from mpizero.train.cli.options import (
     add_changes,
     add_json,
@@ -136,6 +136,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_verify(commands, _verify)
     _add_doctor(commands)
     replay_command.add_command(commands, _replay)
+    ensemble_command.add_command(commands, lambda options: _on_first_rank(ensemble_command.run, options))
     bench_command.add_command(commands, _bench)
     checkpoint_command.add_command(commands, _checkpoint)
     return parser
@@ -249,13 +250,14 @@ def _train_until_stopped(options: argparse.Namespace, signals: StopSignals, star
     given = [*options.overrides, *options.changed]
     document, config = read_together(comm, options.config, given, {"train.threads": str(_threads())})
 
-    from mpizero.train.cli.train_command import train
+    from mpizero.train.cli.ensemble_training import train_document
     from mpizero.train.run.visit import Preempted
     from mpizero.train.stopping.wall_time import JobContext
 
     try:
         with document.located():
-            result = train(
+            result = train_document(
+                document,
                 config,
                 comm,
                 resume=options.resume,

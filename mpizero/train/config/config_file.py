@@ -22,7 +22,8 @@ from mpizero.train.config.setting_checks import SettingError, rejected, shown
 
 Tables = dict[str, dict[str, Any]]
 _CONFIG_LIMIT = 1 << 20
-SECTIONS = ("model", "data", "parallel", "train", "optimizer", "checkpoint")
+#: All sections; that of the ensemble is read by :mod:`mpizero.train.cli.ensemble_training` alone.
+SECTIONS = ("model", "data", "parallel", "train", "optimizer", "checkpoint", "ensemble")
 
 
 @dataclass(frozen=True)
@@ -138,18 +139,25 @@ def parse_config(document: ConfigDocument, defaults: Mapping[str, str] | None = 
     ConfigError
         If a setting is wrong. The message names the key, its value, file and line, and what is allowed.
     """
-    try:
-        tables = tomllib.loads(document.text)
-    except (ValueError, RecursionError) as error:  # also for numbers of thousands of digits, and deep nesting
-        raise ConfigError(f"{document.name}: not valid TOML: {error}") from None
+    tables = tables_of(document)
     with document.located():
-        for override in document.overrides:
-            _apply(tables, override)
         for key, value in (defaults or {}).items():
             section, _, setting = key.partition(".")
             if isinstance(tables.get(section, {}), dict) and setting not in tables.get(section, {}):
                 _apply(tables, f"{key}={value}")
         return config_of(tables, str(Path(document.name).parent.absolute()))
+
+
+def tables_of(document: ConfigDocument) -> Tables:
+    """Return the tables of a configuration document, with its overrides, unchecked. Not collective."""
+    try:
+        tables: Tables = tomllib.loads(document.text)
+    except (ValueError, RecursionError) as error:  # also for numbers of thousands of digits, and deep nesting
+        raise ConfigError(f"{document.name}: not valid TOML: {error}") from None
+    with document.located():
+        for override in document.overrides:
+            _apply(tables, override)
+    return tables
 
 
 def _apply(tables: Tables, override: str) -> None:

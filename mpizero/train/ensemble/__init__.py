@@ -1,0 +1,1 @@
+"""Train the members of an ensemble side by side, and summarize them."""
