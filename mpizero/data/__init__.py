@@ -11,9 +11,11 @@ from mpizero.data.cache import CachedSource, cached
 from mpizero.data.files import FileSource
 from mpizero.data.hdf5 import Hdf5Source
 from mpizero.data.moments import Statistics, statistics
+from mpizero.data.netcdf import NetcdfSource
 from mpizero.data.source import Source, Subset
 from mpizero.data.text import TextSource
 from mpizero.data.transforms import SampleRandom, TransformedSource
+from mpizero.data.zarr_source import ZarrSource
 from mpizero.names import unknown_names
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "CachedSource",
     "FileSource",
     "Hdf5Source",
+    "NetcdfSource",
     "NpySource",
     "SampleRandom",
     "Source",
@@ -29,6 +32,7 @@ __all__ = [
     "Subset",
     "TextSource",
     "TransformedSource",
+    "ZarrSource",
     "batches",
     "cached",
     "digits",

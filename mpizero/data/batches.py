@@ -232,20 +232,29 @@ def batches(
         If ranks have different data or arguments.
     """
     comm, group = ranks_of(config, group)
+    settings = {"global_batch": global_batch, "seed": seed, "steps": steps, "consumed": consumed, "prefetch": prefetch}
     with all_ranks(comm):
-        if not isinstance(source, Source):
-            raise DataError(f"expected a source of samples such as TextSource, got {type(source).__name__}")
-        require("global_batch", global_batch, whole(1))
-        require("seed", seed, whole_seed)
-        require("consumed", consumed, whole(0))
-        require("prefetch", prefetch, whole(0))
-        if steps is not None:
-            require("steps", steps, whole(0))
-        if not len(source):
-            raise DataError("the source has no samples to train on")
-    settings = {"global_batch": global_batch, "seed": seed, "steps": steps, "consumed": consumed}
+        _check(source, settings)
     agree_equal(comm, lambda: _arguments(source, settings), "agree batches")
     return Batches(source, config, global_batch, seed, steps, consumed, group=group, prefetch=prefetch)
+
+
+def _check(source: Any, settings: dict[str, Any]) -> None:
+    """Raise an error if the arguments of :func:`batches` cannot be used."""
+    if not isinstance(source, Source):
+        raise DataError(f"expected a source of samples such as TextSource, got {type(source).__name__}")
+    checks = {
+        "global_batch": whole(1),
+        "seed": whole_seed,
+        "steps": whole(0),
+        "consumed": whole(0),
+        "prefetch": whole(0),
+    }
+    for name, value in settings.items():
+        if value is not None or name != "steps":
+            require(name, value, checks[name])
+    if not len(source):
+        raise DataError("the source has no samples to train on")
 
 
 def ranks_of(config: BatchConfig | BatchModel, group: Communicator | None) -> tuple[Communicator, Communicator]:
