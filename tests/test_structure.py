@@ -60,6 +60,8 @@ DOORS = {
     "cupy": {"kernels"},
     "cupy_backends": {"kernels"},
     "sklearn": {"data"},
+    "zarr": {"data"},
+    "h5netcdf": {"data"},
     "torch": {"adapters"},
     "jax": {"adapters"},
     "greenlet": {"nn"},

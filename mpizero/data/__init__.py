@@ -11,6 +11,7 @@ from mpizero.data.cache import CachedSource, cached
 from mpizero.data.files import FileSource
 from mpizero.data.hdf5 import Hdf5Source
 from mpizero.data.moments import Statistics, statistics
+from mpizero.data.netcdf import NetcdfSource
 from mpizero.data.online.job import OnlineJob
 from mpizero.data.online.producer import OnlineProducer
 from mpizero.data.online.spool import SpoolProducer, spool_source
@@ -18,6 +19,7 @@ from mpizero.data.online.stream import OnlineBatches, OnlineSource
 from mpizero.data.source import Source, Subset
 from mpizero.data.text import TextSource
 from mpizero.data.transforms import SampleRandom, TransformedSource
+from mpizero.data.zarr_source import ZarrSource
 from mpizero.names import unknown_names
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "CachedSource",
     "FileSource",
     "Hdf5Source",
+    "NetcdfSource",
     "NpySource",
     "OnlineBatches",
     "OnlineJob",
@@ -39,6 +42,7 @@ __all__ = [
     "Subset",
     "TextSource",
     "TransformedSource",
+    "ZarrSource",
     "batches",
     "cached",
     "digits",

@@ -233,31 +233,35 @@ def batches(
         If ranks have different data or arguments.
     """
     comm, group = ranks_of(config, group)
-    settings = {"global_batch": global_batch, "seed": seed, "steps": steps, "consumed": consumed}
+    settings = {"global_batch": global_batch, "seed": seed, "steps": steps, "consumed": consumed, "prefetch": prefetch}
     with all_ranks(comm):
-        _check(source, comm, settings, prefetch)
+        _check(source, comm, settings)
     agree_equal(comm, lambda: _arguments(source, settings), "agree batches")
     if isinstance(source, OnlineSource):
         return OnlineBatches(source, config, global_batch, steps, consumed, group)
     return Batches(source, config, global_batch, seed, steps, consumed, group=group, prefetch=prefetch)
 
 
-def _check(source: Source | OnlineSource, comm: Communicator, settings: dict[str, Any], prefetch: int) -> None:
-    """Raise an error if an argument of :func:`batches` is not allowed. Not collective."""
+def _check(source: Source | OnlineSource, comm: Communicator, settings: dict[str, Any]) -> None:
+    """Raise an error if the arguments of :func:`batches` cannot be used. Not collective."""
     if not isinstance(source, Source | OnlineSource):
         raise DataError(f"expected a source of samples such as TextSource, got {type(source).__name__}")
-    require("global_batch", settings["global_batch"], whole(1))
-    require("seed", settings["seed"], whole_seed)
-    require("consumed", settings["consumed"], whole(0))
-    require("prefetch", prefetch, whole(0))
-    if settings["steps"] is not None:
-        require("steps", settings["steps"], whole(0))
+    checks = {
+        "global_batch": whole(1),
+        "seed": whole_seed,
+        "steps": whole(0),
+        "consumed": whole(0),
+        "prefetch": whole(0),
+    }
+    for name, value in settings.items():
+        if value is not None or name != "steps":
+            require(name, value, checks[name])
     if isinstance(source, OnlineSource):
         source.check_ranks(comm)
-        if prefetch:
+        if settings["prefetch"]:
             raise ConfigError(
-                f"prefetch={prefetch}: samples of an OnlineSource come by messages, which are not read ahead: leave it "
-                "out"
+                f"prefetch={settings['prefetch']}: samples of an OnlineSource come by messages, which are not read "
+                "ahead: leave it out"
             )
     elif not len(source):
         raise DataError("the source has no samples to train on")

@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 
 from mpizero.data.source import Indices
+from mpizero.errors import DataError
 from mpizero.types import Array
 
 #: Bytes that are read ahead together.
 REGION = 4 << 20
+#: Least bytes of neighbouring rows that are read by a call of the system, which costs no page fault for each page.
+RUN = 1 << 20
 
 
 def room_in_memory() -> int:
@@ -30,6 +33,7 @@ class MappedArray:
     """
 
     def __init__(self, path: str, dtype: np.dtype[Any], offset: int, shape: tuple[int, ...]) -> None:
+        self._path, self._offset = path, offset
         self.shape, self.ndim, self.dtype = shape, len(shape), dtype
         self._array: np.memmap[Any, Any] = np.memmap(path, dtype, "r", offset=offset, shape=shape)
         self._first = offset % mmap.ALLOCATIONGRANULARITY  # the mapping begins at a page
@@ -42,9 +46,23 @@ class MappedArray:
 
     def __getitem__(self, where: Any) -> Array:
         """Return the rows of an array of indices, or the elements of a tuple of slices."""
+        if isinstance(where, np.ndarray) and where.size * self._row >= RUN and (np.diff(where) == 1).all():
+            return self._read_run(int(where[0]), where.size)
         if self._unread.any():
             self._read_ahead(where if isinstance(where, np.ndarray) else np.arange(where[0].start, where[0].stop))
         found: Array = self._array[where]
+        return found
+
+    def _read_run(self, first: int, count: int) -> Array:
+        """Return ``count`` rows from row ``first`` on."""
+        found = np.empty((count, *self.shape[1:]), self.dtype)
+        memory, done = found.reshape(-1).view(np.uint8), 0
+        with open(self._path, "rb", buffering=0) as file:
+            file.seek(self._offset + first * self._row)
+            while done < memory.size:
+                if not (read := file.readinto(memory[done:].data)):
+                    raise DataError(f"{self._path}: it has become shorter while it was used")
+                done += read
         return found
 
     def _read_ahead(self, rows: Indices) -> None:

@@ -542,3 +542,11 @@ def test_other_validation_samples_are_another_run_but_none_are_not(tmp_path):
     for steps, validation in ((3, None), (4, 0)):
         trained(tmp_path, 1, "resume", steps=steps, validation=validation, metrics=None)
     trained(tmp_path, 1, "resume", steps=5, validation=samples(20, noise=0.1))
+
+
+def test_batches_read_ahead_train_the_same(tmp_path):
+    def trained(prefetch):
+        with made(tmp_path, "self", prefetch=prefetch) as trainer:
+            return trainer.fit().parameters_sha256
+
+    assert trained(0) == trained(2)

@@ -10,10 +10,13 @@ from mpizero.train.config.make_settings import MakeSettings
 from mpizero.train.config.setting_checks import ConfigSection, optional, rejected, setting
 from mpizero.validation import fraction
 
+#: Settings that name the samples.
+KINDS = ("text", "arrays", "hdf5", "zarr", "netcdf")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection(ConfigSection):
-    """Hold the origin of the samples: exactly one of ``text``, ``arrays`` and ``hdf5``.
+    """Hold the origin of the samples: exactly one of :data:`KINDS`.
 
     Relative paths start at the working directory. ``validation`` is the fraction of samples held back for validation.
     """
@@ -21,20 +24,22 @@ class DataSection(ConfigSection):
     text: tuple[str, ...] | None = setting(None, optional(patterns))
     arrays: Any = setting(None, optional(arrays))
     hdf5: Any = setting(None, optional(stored))
+    zarr: Any = setting(None, optional(stored))
+    netcdf: Any = setting(None, optional(stored))
     validation: float = setting(0.05, fraction)
 
     @property
     def kind(self) -> str:
-        """The setting that is given: "text", "arrays" or "hdf5"."""
-        return next(key for key in ("text", "arrays", "hdf5") if getattr(self, key) is not None)
+        """The setting that is given, one of :data:`KINDS`."""
+        return next(key for key in KINDS if getattr(self, key) is not None)
 
     def check_combination(self) -> None:
-        """Raise an error if not exactly one of ``text``, ``arrays`` and ``hdf5`` is given."""
-        given = [key for key in ("text", "arrays", "hdf5") if getattr(self, key) is not None]
+        """Raise an error if not exactly one of :data:`KINDS` is given."""
+        given = [key for key in KINDS if getattr(self, key) is not None]
         if len(given) != 1:
             what = " and ".join(f"data.{key}" for key in given) if given else "none"
             example = 'text = ["corpus/*.txt"], text = "stdlib", arrays = {x = "x.npy", y = "y.npy"}, arrays = "digits"'
-            raise rejected("data", what, f"must have exactly one of text, arrays, hdf5 and make, for example {example}")
+            raise rejected("data", what, f"must have exactly one of {', '.join(KINDS)} and make, for example {example}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -137,8 +137,9 @@ def _open(section: DataSection, config: Config) -> Any:
     if section.text is not None:
         paths = "stdlib" if section.text == ("stdlib",) else list(section.text)
         return data.TextSource(paths, sequence=_sequence(config))
-    if section.hdf5 is not None:
-        return data.Hdf5Source(**source_arguments(section.hdf5))
+    for kind, source in (("hdf5", data.Hdf5Source), ("zarr", data.ZarrSource), ("netcdf", data.NetcdfSource)):
+        if (table := getattr(section, kind)) is not None:
+            return source(**source_arguments(table))
     if section.arrays == "digits":
         return data.digits()
     return data.NpySource(section.arrays["x"], section.arrays["y"])

@@ -47,6 +47,8 @@ FREE_KEYS = (
     "data.text",
     "data.arrays",
     "data.hdf5",
+    "data.zarr",
+    "data.netcdf",
     "data.make",
 )
 #: The setting with the step at which the learning rate schedule ends.

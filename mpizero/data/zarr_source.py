@@ -1,0 +1,44 @@
+"""Read samples from arrays of Zarr stores."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from mpizero.data.files import FileSource
+from mpizero.errors import DataError
+from mpizero.names import explains
+from mpizero.sampletree import leaves_of
+
+
+@explains
+class ZarrSource(FileSource):
+    """Read samples from arrays of one or several Zarr stores (folders); each sample is read when it is requested.
+
+    The parameters and errors are those of :class:`~mpizero.data.FileSource`; it needs the extra ``zarr``. A chunk that
+    is not in the store is made of the array's fill value, as the format says.
+    """
+
+    kind = "zarr"
+
+    def open_file(self, path: str) -> Mapping[str, tuple[Any, int]]:
+        """Open a store; return its arrays of :attr:`names` by name, and the rows of a chunk of each."""
+        try:
+            import zarr
+        except ImportError:
+            raise DataError(f"{path}: needs zarr, which is not installed: pip install zarr") from None
+        if not os.path.exists(path):
+            raise DataError(f"{path}: does not exist")
+        try:
+            group = zarr.open_group(path, mode="r")
+        except Exception as error:
+            raise DataError(f"{path}: not a readable Zarr group: {error}") from None
+        found = {}
+        for name in leaves_of(self.names):
+            array = group.get(name)
+            if not isinstance(array, zarr.Array):
+                what = f"no array {name!r}" if array is None else f"{name!r} is a group; needed is an array"
+                raise DataError(f"{path}: {what}; it has {', '.join(sorted(group.keys())[:10]) or 'nothing'}")
+            found[name] = (array, array.chunks[0] if array.ndim else 1)
+        return found
