@@ -15,8 +15,8 @@ class VectorSpace(Protocol):
     all ranks and on every layout. So all ranks of a method make the same decisions.
     """
 
+    #: The distance from 1 to the next number of the vectors' type.
     precision: float
-    """The distance from 1 to the next number of the vectors' type."""
 
     def dot(self, a: str, b: str) -> float:
         """Return the dot product of two vectors, summed in float64 in the order of a binary tree. Collective."""
@@ -44,8 +44,8 @@ class VectorSpace(Protocol):
 
     # ------------------------------------------------------------------ bounds
 
+    #: Whether there are bounds. If there are none, the methods below do nothing.
     bounded: bool
-    """Whether there are bounds. If there are none, the methods below do nothing."""
 
     def enter_bounds(self) -> bool:
         """Move the parameters into their bounds; tell whether that changed any of them. Collective."""

@@ -13,7 +13,7 @@ import numpy as np
 from mpizero import optim
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.calls import agree_on_call
-from mpizero.comm.equality import agree_equal
+from mpizero.comm.equality import agree_arrays, agree_equal
 from mpizero.data import ArraySource
 from mpizero.errors import ArgumentError, ConfigError
 from mpizero.layout import Grains
@@ -22,6 +22,7 @@ from mpizero.optim.vectors.method import MethodProgress
 from mpizero.parallel.execution.black_box import BlackBoxEvaluator
 from mpizero.parallel.model.base import ShardedModelBase
 from mpizero.parallel.model.core import ShardedCore
+from mpizero.parallel.model.fit import compared_samples
 from mpizero.parallel.model.gather_state import gather_pieces
 from mpizero.parallel.optimizer.vector_update import VectorUpdater
 from mpizero.types import Array, BlockModel
@@ -101,7 +102,7 @@ def minimize(
         As in :class:`~mpizero.optim.LBFGS`; only for it.
     callback : callable or None
         Called on all ranks after every iteration with a :class:`MinimizeResult`, when the model's parameters are those
-        of the next trial. The minimization ends if it raises StopIteration, on any rank.
+        of the iterate. The minimization ends if it raises StopIteration, on any rank.
     options : dict or None
         "maxiter" and "maxfun", the most iterations and evaluations (15,000 each), and settings of the method, such as
         "history", "gtol" and "ftol".
@@ -112,7 +113,8 @@ def minimize(
     Raises
     ------
     ConfigError
-        If the method or an option is unknown, a bound does not fit, or ranks differ in them.
+        If the method or an option is unknown, a bound does not fit, or ranks differ in them or in the data (of arrays,
+        evenly chosen samples are compared).
     NonFiniteError
         If the loss or its gradient at the start values is infinite or NaN.
     """
@@ -124,7 +126,8 @@ def minimize(
     with all_ranks(comm):
         limits, chosen = _settings(model.wrapped_model, method, bounds, dict(options or {}))
         source = _as_source(data)
-    agree_equal(comm, lambda: {"maxiter and maxfun": limits, "the number of samples": len(source)}, "minimize")
+    agree_equal(comm, lambda: {"maxiter and maxfun": limits}, "minimize")
+    agree_arrays(comm, "minimize", lambda: {"the number of samples": len(source), **compared_samples(data)})
     model.optimizer_class(chosen, model.config).set_model(model)
     if resume is not None:
         model.load_model(resume)

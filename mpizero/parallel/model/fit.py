@@ -170,6 +170,19 @@ def _nothing_finite(epochs: int, record: dict[str, float]) -> NonFiniteError:
     )
 
 
+def compared_samples(data: Any) -> dict[str, Any]:
+    """Return evenly chosen samples of the arrays ``data``, by name, that ranks compare; of a source none.
+
+    Not collective. They are up to 16 MiB of each array.
+    """
+    found = {}
+    for name, array in zip("xy", data if isinstance(data, tuple) else (), strict=False):
+        bytes_each = max(1, np.asarray(array[:1]).nbytes)
+        count = min(len(array), max(1, _COMPARED // bytes_each))
+        found[f"the data ({name})"] = np.asarray(array)[np.linspace(0, len(array) - 1, count).astype(np.int64)]
+    return found
+
+
 def _same_data(comm: Communicator, data: Any, options: OptimizationOptions) -> tuple[Any, Any]:
     """Check that all ranks pass the same data; return the samples for training and those for validation.
 
@@ -184,12 +197,7 @@ def _same_data(comm: Communicator, data: Any, options: OptimizationOptions) -> t
         train, valid = map(len, parts)
         if train < 1 or valid < 1:
             raise DataError(f"{len(source)} samples leave {train} to train, {valid} to validate: need both")
-        found: dict[str, Any] = {"the number of samples": len(source)}
-        for name, array in zip("xy", data if isinstance(data, tuple) else (), strict=False):
-            bytes_each = max(1, np.asarray(array[:1]).nbytes)
-            count = min(len(array), max(1, _COMPARED // bytes_each))
-            found[f"the data ({name})"] = np.asarray(array)[np.linspace(0, len(array) - 1, count).astype(np.int64)]
-        return found
+        return {"the number of samples": len(source), **compared_samples(data)}
 
     agree_arrays(comm, "optimize", given)
     return parts[0], parts[1]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpizero as mz
-from mpizero.errors import ConfigError, LayoutError, NonFiniteError
+from mpizero.errors import ConfigError, LayoutError, MpizeroError, NonFiniteError
 from mpizero.testing import run_in_threads
 from tests.parallel.models import MEMORIES, STRATEGIES, mlp
 
@@ -355,6 +355,25 @@ def test_state_takes_twice_the_history_and_four_vectors():
 def test_what_does_not_fit_is_named(choice, expected):
     with pytest.raises(ConfigError, match=expected):
         minimized("self", curved(), **choice)
+
+
+@pytest.mark.parametrize(
+    ("differs", "expected"),
+    [
+        (lambda rank: {"method": ("l-bfgs", "cg")[rank]}, "the optimizer"),
+        (lambda rank: {"bounds": (-1.0 - rank, 2.0)}, "the optimizer"),
+        (lambda rank: {"options": {"maxiter": 5 + rank}}, "maxiter and maxfun"),
+        (lambda rank: {"data": (MATRIX, TARGETS + rank)}, r"the data \(y\)"),
+        (lambda rank: {"options": {"gtoll": 1.0}} if rank else {}, "gtoll"),
+    ],
+)
+def test_ranks_that_differ_are_told_on_all(differs, expected):
+    def run(comm):
+        choice = {"data": (MATRIX, TARGETS), **differs(comm.rank)}
+        with pytest.raises(MpizeroError, match=expected):
+            minimized(comm, linear(), choice.pop("data"), **choice)
+
+    run_in_threads(2, run)
 
 
 @pytest.mark.parametrize("kind", [mz.LocalSGDOptimizer, mz.GradientCompressionOptimizer])
