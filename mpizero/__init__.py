@@ -75,7 +75,6 @@ if TYPE_CHECKING:
     from mpizero.train.callbacks.callback import Callback as Callback
     from mpizero.train.callbacks.tensorboard import TensorBoard as TensorBoard
     from mpizero.train.ensemble.members import Member as Member
-    from mpizero.train.ensemble.members import MemberError as MemberError
     from mpizero.train.ensemble.members import run_members as run_members
     from mpizero.train.ensemble.summary import summarize_members as summarize_members
     from mpizero.train.run.result import TrainingResult as TrainingResult
@@ -154,7 +153,7 @@ _NAMES = {
     ),
     "mpizero.train.callbacks.callback": ("Callback",),
     "mpizero.train.callbacks.tensorboard": ("TensorBoard",),
-    "mpizero.train.ensemble.members": ("Member", "MemberError", "run_members"),
+    "mpizero.train.ensemble.members": ("Member", "run_members"),
     "mpizero.train.ensemble.summary": ("summarize_members",),
     "mpizero.train.run.result": ("TrainingResult",),
     "mpizero.train.run.trainer": ("Trainer",),

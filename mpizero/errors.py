@@ -60,6 +60,10 @@ class StateError(MpizeroError, RuntimeError):
     """Raised for a call that comes too early, too late or twice, such as an optimizer step without a gradient."""
 
 
+class MemberError(MpizeroError):
+    """Raised on all ranks of an ensemble, after all members have ended, because some have failed; it names them."""
+
+
 class UnsupportedError(MpizeroError, NotImplementedError):
     """Raised for an operation that a model, layer or function does not support; the message says what to use or add."""
 

@@ -50,7 +50,9 @@ def test_members_have_the_bits_of_jobs_of_their_own_and_one_summary(tmp_path):
 
 def test_of_four_members_on_two_ranks_each_three_end_well_when_one_raises(tmp_path, capsys):
     def work(comm):
-        with pytest.raises(mz.MemberError, match=r"1 of 4 members have failed: member 2: FloatingPointError: diverged"):
+        with pytest.raises(
+            mz.errors.MemberError, match=r"1 of 4 members have failed: member 2: FloatingPointError: diverged"
+        ):
             mz.run_members(fails, 4, comm, run=tmp_path, on_failure="continue")
 
     run_in_threads(8, work)
@@ -126,7 +128,7 @@ def test_a_configuration_trains_members_that_differ_in_seed_and_in_lists_of_sett
 
 
 def test_a_member_with_a_wrong_setting_fails_alone(tmp_path, capsys):
-    with pytest.raises(mz.MemberError, match="1 of 2 members have failed: member 1: ConfigError"):
+    with pytest.raises(mz.errors.MemberError, match="1 of 2 members have failed: member 1: ConfigError"):
         command(tmp_path, "-1.0")
 
 

@@ -14,7 +14,7 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.comm.equality import agree_equal
 from mpizero.comm.failure_report import describe_error
 from mpizero.comm.startup.convert import communicator_of
-from mpizero.errors import ArgumentError, CollectiveError, ConfigError, MpizeroError, PeerFailure
+from mpizero.errors import ArgumentError, CollectiveError, ConfigError, MemberError, PeerFailure
 from mpizero.text import notice
 from mpizero.train.ensemble.summary import (
     COMPLETE,
@@ -31,10 +31,6 @@ from mpizero.validation import require, whole
 
 #: Longest pause between two looks at whether all members have ended, in seconds.
 _PAUSE = 0.05
-
-
-class MemberError(MpizeroError):
-    """Raised on all ranks, after all members have ended, because some have failed; the message names them."""
 
 
 @dataclass(frozen=True)
