@@ -11,8 +11,8 @@ import numpy as np
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.equality import agree_equal
+from mpizero.comm.group.block_locks import BlockLocks
 from mpizero.data.batches import BatchConfig, BatchModel, ranks_of
-from mpizero.data.block_locks import BlockLocks
 from mpizero.data.mapped import room_in_memory
 from mpizero.data.source import Indices, Source
 from mpizero.errors import ConfigError, DataError, StateError

@@ -1,6 +1,7 @@
 """Compute which rank owns which elements, and which pipeline stage computes what, from integers and without MPI."""
 
 from mpizero.layout.axes import AXES, Axes, Coordinates
+from mpizero.layout.claims import claim_parts, claim_rows, rows_of_part
 from mpizero.layout.flat import FlatLayout
 from mpizero.layout.grains import GrainRule, Grains
 from mpizero.layout.hyperslab import hyperslabs
@@ -11,6 +12,7 @@ from mpizero.layout.schedules import SCHEDULES, build_schedule, chunk_stages
 from mpizero.layout.simulate import Costs, Simulation, TimedInstruction, bubble_formula, simulate
 from mpizero.layout.stages import balanced_chunks, balanced_cuts, check_parts, explicit_cuts
 from mpizero.layout.tree import (
+    Folding,
     FoldPlan,
     FoldStep,
     Program,
@@ -39,6 +41,7 @@ __all__ = [
     "FlatLayout",
     "FoldPlan",
     "FoldStep",
+    "Folding",
     "GrainRule",
     "Grains",
     "Instruction",
@@ -58,6 +61,8 @@ __all__ = [
     "build_schedule",
     "check_parts",
     "chunk_stages",
+    "claim_parts",
+    "claim_rows",
     "cover",
     "evaluate",
     "explicit_cuts",
@@ -66,6 +71,7 @@ __all__ = [
     "leaves_program",
     "merge",
     "owners_by_cost",
+    "rows_of_part",
     "rows_plan",
     "simulate",
     "wave_plan",

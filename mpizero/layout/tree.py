@@ -112,9 +112,8 @@ def leaves_program(count: int) -> Program:
 class FoldStep(NamedTuple):
     """Describe one step of a :class:`FoldPlan`: a rank computes a grain, then adds its gradient to a held sum.
 
-    A row is an array that holds a gradient or a partial sum. The gradient of grain number ``grain`` is written to row
-    number ``row``, or to no row if that is None. Then it is added to row ``targets[0]``, the sum to row ``targets[1]``
-    and so on.
+    The gradient of grain number ``grain`` is written to row number ``row``, or to no row if that is None. Then it is
+    added to row ``targets[0]``, the sum to row ``targets[1]`` and so on.
     """
 
     grain: int
@@ -148,31 +147,54 @@ class FoldPlan:
         return any(fold.row is None for fold in self.folds)
 
 
-def fold_plan(grains: Iterable[int], total: int, *, limit: int | None = None) -> FoldPlan:
-    """Plan how one rank sums the gradients of ``grains``, of ``total`` grains, while it computes them in order.
+class Folding:
+    """Plan how one rank sums the gradients of its grains, grain by grain, without knowing which ones come later.
 
-    ``grains`` are their numbers in ascending order. Only neighbours in the tree can be added: consecutive grains need
-    few rows, grains between which other ranks have some need a row each.
+    Parameters
+    ----------
+    total : int
+        Number of grains of all ranks.
+    limit : int or None
+        If it is given, a gradient that is added to a row as soon as it is computed has no row unless one of the first
+        ``limit`` rows is free: it can be written part by part to a scratch array, from which each part is added to the
+        row before the next one is written. All other gradients have a row, whatever the limit.
 
-    If ``limit`` is given, a gradient that is added to a row as soon as it is computed has no row unless one of the
-    first ``limit`` rows is free: it can be written part by part to a scratch array, from which each part is added to
-    the row before the next one is written. All other gradients have a row, whatever the limit.
+    Attributes
+    ----------
+    held : list of (TreeNode, int)
+        The partial sums so far: nodes of the tree, each with the number of the row that holds its value.
+    rows : int
+        Number of rows that have been used.
     """
-    stack: list[tuple[TreeNode, int]] = []
-    folds: list[FoldStep] = []
-    used = 0
-    for grain in grains:
-        taken = {row for _, row in stack}
-        node, targets = _climb(TreeNode(0, grain), total), list[int]()
-        while node.position % 2 and stack and stack[-1][0] == TreeNode(node.level, node.position - 1):
-            targets.append(stack.pop()[1])
-            node = _climb(TreeNode(node.level + 1, node.position // 2), total)
+
+    def __init__(self, total: int, limit: int | None = None) -> None:
+        self.held: list[tuple[TreeNode, int]] = []
+        self.rows = 0
+        self._total, self._limit = total, limit
+
+    def add(self, grain: int) -> FoldStep:
+        """Return the step for the next grain, whose number is above those of the grains before."""
+        taken = {row for _, row in self.held}
+        node, targets = _climb(TreeNode(0, grain), self._total), list[int]()
+        while node.position % 2 and self.held and self.held[-1][0] == TreeNode(node.level, node.position - 1):
+            targets.append(self.held.pop()[1])
+            node = _climb(TreeNode(node.level + 1, node.position // 2), self._total)
         row = next(r for r in range(len(taken) + 1) if r not in taken)
-        held = not targets or limit is None or row < limit
-        used = max(used, row + 1 if held else 0)
-        folds.append(FoldStep(grain, row if held else None, tuple(targets)))
-        stack.append((node, [row, *targets][-1]))
-    return FoldPlan(tuple(folds), tuple(stack), used)
+        has_row = not targets or self._limit is None or row < self._limit
+        self.rows = max(self.rows, row + 1 if has_row else 0)
+        self.held.append((node, [row, *targets][-1]))
+        return FoldStep(grain, row if has_row else None, tuple(targets))
+
+
+def fold_plan(grains: Iterable[int], total: int, *, limit: int | None = None) -> FoldPlan:
+    """Plan how one rank sums the gradients of ``grains``, ascending numbers below ``total``, by :class:`Folding`.
+
+    Only neighbours in the tree can be added: consecutive grains need few rows, grains between which other ranks have
+    some need a row each.
+    """
+    folding = Folding(total, limit)
+    folds = tuple(folding.add(grain) for grain in grains)
+    return FoldPlan(folds, tuple(folding.held), folding.rows)
 
 
 class Merge(NamedTuple):
@@ -340,17 +362,26 @@ class RowsPlan:
     arrivals: int
 
 
-def rows_plan(assigned: Sequence[range], groups: Sequence[int], total: int, *, scratch: bool = False) -> RowsPlan:
+def rows_plan(
+    assigned: Sequence[Iterable[int]],
+    groups: Sequence[int],
+    total: int,
+    *,
+    scratch: bool = False,
+    rows: int | None = None,
+) -> RowsPlan:
     """Plan the sum of ``total`` grains where worker w computes and sums the grains ``assigned[w]``.
 
     ``groups[i]`` is the number of workers of group i: of node i, say. The workers of a group have consecutive numbers.
-    With ``scratch``, :func:`fold_plan` leaves out all rows that it can.
+    With ``scratch``, :func:`fold_plan` leaves out all rows that it can. ``rows`` is the number of rows that every
+    worker has allocated already; None computes the smallest one.
     """
 
     def planned(limit: int | None) -> tuple[FoldPlan, ...]:
         return tuple(fold_plan(grains, total, limit=limit) for grains in assigned)
 
-    rows = max([1, *(plan.rows for plan in planned(0 if scratch else None))])
+    if rows is None:
+        rows = max([1, *(plan.rows for plan in planned(0 if scratch else None))])
     folds = planned(rows)
     programs: list[tuple[Program, ...]] = []
     arrived: list[tuple[TreeNode, Program]] = []

@@ -23,6 +23,8 @@ from mpizero.parallel.partition.parallel_layout import Tiles, check_tiles
 from mpizero.parallel.skipped_steps import BadSteps
 from mpizero.validation import flag, number, positive, require, whole
 
+#: When grains are assigned to ranks: before a step, or while they compute.
+ASSIGNMENTS = ("static", "dynamic")
 #: Value of ``bucket_mb`` that lets the library find the fastest bucket size.
 AUTO = "auto"
 
@@ -65,6 +67,11 @@ class ShardingConfig:
     accumulate : int
         Number of micro-batches in one grain. Their gradients are added one after the other; a grain has
         ``micro_batch * accumulate`` samples.
+    grain_assignment : {"static", "dynamic"}
+        How the grains of a step are assigned to ranks: before it, equally many to each, or while they compute: then a
+        rank of a node claims the next few grains of its node when it is free, for grains whose costs differ and ranks
+        that are slower than others. Results have the same bits. "dynamic" is for DDP and ZeRO-1 on ranks that share
+        memory, in which the node's samples are put; elsewhere rank 0 says that grains are assigned before a step.
     tiles : int, mapping of str to int, or None
         Number of tiles, a property of the training as ``micro_batch``: tensor and context groups of all sizes that are
         this number divided by a power of two give the same bits, one process included. A mapping has numbers for the
@@ -119,6 +126,7 @@ class ShardingConfig:
     ranks_per_node: int | None = None
     micro_batch: int | None = None
     accumulate: int = 1
+    grain_assignment: str = "static"
     tiles: Tiles = None
     threads: int = 1
     clip: float | None = None
@@ -155,6 +163,8 @@ class ShardingConfig:
             guard.current().release_to_host()
         codec_of(self.gradient_compression)
         check_bucket(self.bucket_mb, self.gradient_compression)
+        if self.grain_assignment not in ASSIGNMENTS:
+            raise ConfigError(f"grain_assignment={self.grain_assignment!r}: expected 'static' or 'dynamic'")
         if self.device not in ("cpu", "cuda"):
             raise ConfigError(f"device={self.device!r}: expected 'cpu' or 'cuda'")
         if self.optimizer_device not in (None, "cpu", "cuda"):

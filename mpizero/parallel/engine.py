@@ -1,10 +1,11 @@
 """Train a placed model: the one engine that executes every row of the placement table.
 
-[Note: a step] Samples are sent to the ranks that compute their grains. Each rank computes the gradients of its grains.
-One small allgather makes all ranks agree on the loss, on its weight, and on whether all values are finite. For the
-ranges of the parameters that it owns, each rank sums the gradients, divides the sum by the weight, and updates. Then
-the new parameters are published: by a barrier within each node, and by an all-gather between nodes if the optimizer
-state is sharded (without it, every node updates a whole copy).
+[Note: a step] Samples are sent to the ranks that compute their grains, or shared by the ranks of a node that claim
+grains. Each rank computes the gradients of its grains. One small allgather makes all ranks agree on the loss, on its
+weight, and on whether all values are finite. For the ranges of the parameters that it owns, each rank sums the
+gradients, divides the sum by the weight, and updates. Then the new parameters are published: by a barrier within each
+node, and by an all-gather between nodes if the optimizer state is sharded (without it, every node updates a whole
+copy).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 from mpizero import kernels, optim
 from mpizero.comm.supervision.guard import set_context
 from mpizero.errors import CollectiveError, DataError, PeerFailure, RemoteError, StateError
+from mpizero.parallel.batch.node_claims import NodeClaims
 from mpizero.parallel.batch.redistribute import NOTHING_MORE, GlobalBatch, in_contexts, redistribute
 from mpizero.parallel.batch.step_scalars import Divisors, Totals, check_weight
 from mpizero.parallel.execution.evaluation import Evaluation, evaluate
@@ -74,7 +76,7 @@ class Engine(PlacedModel):
         with self.scalars.everyone.trace.joint_task("training step"):
             self.exchange.begin()
             with self.timeline.span("agreement", "samples"):
-                batch = self._redistribute(x, y, reducer)
+                batch = self._redistribute(x, y, reducer, self.claims if summed else None)
             jobs = reducer.jobs(batch, summed=summed)
             # Every value is looked at afterwards, with its rank, tensor and samples: NumPy's warnings would say less.
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
@@ -87,13 +89,14 @@ class Engine(PlacedModel):
                 self.integers.agree()
                 return batch, totals
 
-    def _redistribute(self, x: Any, y: Any, reducer: GradientReducer) -> GlobalBatch:
+    def _redistribute(self, x: Any, y: Any, reducer: GradientReducer, claims: NodeClaims | None = None) -> GlobalBatch:
         """Send samples to the ranks that compute their grains, and prepare to record the losses and weights of a step.
 
-        Return the grains of this rank, with their samples. ``reducer`` determines which rank computes which grain.
+        Return the grains that this rank may compute, with their samples. ``reducer`` determines which rank computes
+        which grain, or its node if ``claims`` is given.
         """
         size, micro = self.grain_rule.grain_size, self.config.accumulate
-        batch = redistribute(self.grid, x, y, size, reducer.owners, micro, asked=self.asked)
+        batch = redistribute(self.grid, x, y, size, reducer.owners, micro, asked=self.asked, claims=claims)
         self.compute_device.check_batch(x, y)
         if self.partitioned.parallel_layout.context_tiles > 1:
             batch = in_contexts(batch, self.grid, self.partitioned.cut_batch)

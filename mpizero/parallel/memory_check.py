@@ -11,13 +11,13 @@ from mpizero.comm import Communicator, ProcessGrid
 from mpizero.comm.leftovers import SHARED_FOLDER, taken_by_leftovers
 from mpizero.layout import FlatLayout, rows_plan
 from mpizero.layout.grains import DEFAULT_GRAINS
-from mpizero.parallel.batch.grain_owners import contiguous_shares
+from mpizero.parallel.batch.grain_owners import claimed_rows, contiguous_shares
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.parameters.allocator import paged
 from mpizero.parallel.parameters.shards import Share
 from mpizero.parallel.parameters.store import SLOTS
 from mpizero.parallel.placement import Placement
-from mpizero.parallel.step_rules import gathers_units, wave_slots
+from mpizero.parallel.step_rules import claims_grains, gathers_units, wave_slots
 from mpizero.text import notice
 
 
@@ -61,7 +61,8 @@ def fits_shared_memory(
     if grid.local_size > 1:
         room = grid.node.shared_space()
         if grid.node.rank == 0:  # one rank of each node counts its windows
-            rows = _rows(grid, config, scratch=scratch)
+            claims = claims_grains(placement, config, grid, grid.model.size)
+            rows = _rows(grid, config, scratch=scratch, claims=claims)
             needed = _window_bytes(grid, layout, item, placement, rows, in_place=in_place)
     told = grid.world.allgather_object((gethostname(), needed, room), "shared memory")
     asked: Counter[str] = Counter()
@@ -110,7 +111,7 @@ def _window_bytes(
     return parameters + rows * grid.node.size * window(layout.gradient_size)
 
 
-def _rows(grid: ProcessGrid, config: ShardingConfig, *, scratch: bool) -> int:
+def _rows(grid: ProcessGrid, config: ShardingConfig, *, scratch: bool, claims: bool) -> int:
     """Return how many copies of the whole gradient vector to count for each rank before the first batch is known.
 
     That is the most that a batch of up to 16 grains can need, or 1 if the user has set ``micro_batch``. If the first
@@ -121,4 +122,5 @@ def _rows(grid: ProcessGrid, config: ShardingConfig, *, scratch: bool) -> int:
     counts = [grid.context.size * count for count in range(1, DEFAULT_GRAINS + 1)]
     shares, groups = [contiguous_shares(grid, count) for count in counts], grid.group_sizes
     plans = [rows_plan(own, groups, count, scratch=scratch) for own, count in zip(shares, counts, strict=True)]
-    return int(np.max([plan.rows for plan in plans]))
+    claimed = [claimed_rows(grid, count) for count in counts] if claims else []
+    return int(np.max([plan.rows for plan in plans] + claimed))

@@ -14,6 +14,7 @@ from mpizero.comm.recording.timeline import Timeline
 from mpizero.errors import ConfigError, SharedMemoryError
 from mpizero.layout import FlatLayout
 from mpizero.nn.malloc import keep_freed_memory
+from mpizero.parallel.batch.node_claims import NodeClaims
 from mpizero.parallel.batch.step_scalars import GrainScalars
 from mpizero.parallel.blas_threads import limit_blas_threads
 from mpizero.parallel.checkpointing.half_loaded import HalfLoaded
@@ -43,7 +44,7 @@ from mpizero.parallel.partition.local_model import averaged_names, optimized_nam
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.parallel.partition.tiles import SAME, exactness, in_tiles, within_rounding
 from mpizero.parallel.placement import Placement
-from mpizero.parallel.step_rules import assigns_waves, scratch_use
+from mpizero.parallel.step_rules import assigned_in_advance, assigns_waves, claims_grains, scratch_use
 from mpizero.signatures import writes_in_place
 from mpizero.types import BlockModel
 
@@ -180,6 +181,8 @@ class PlacedModel:
         if assigns_waves(placement, config, grid.data.size):
             in_place = writes_in_place(self.model)
             waves = WaveBuffer(self.store, views, self.exchange, config.accumulate, in_place=in_place)
+        claims = claims_grains(placement, config, grid, grid.model.size)
+        self.claims = NodeClaims(grid, self.memory) if claims else None
         #: Holds whole gradients: with DDP and ZeRO-1 in every step, otherwise only for ``local_gradients``.
         self.rows = RowBuffer(
             self.store,
@@ -190,8 +193,14 @@ class PlacedModel:
             by_block=self.block_model,
             scratch=self._scratch,
             shard=None if waves is None else waves.first_row,
+            claims=self.claims,
         )
         self.reducer: GradientReducer = waves or self.rows
+
+    @property
+    def assigned_in_advance(self) -> str:
+        """Why grains are assigned before a step although the settings ask for ``grain_assignment="dynamic"``, or ""."""
+        return assigned_in_advance(self.placement, self.config, self.grid, self.grid.model.size)
 
     def _tie_exchange(self) -> Callable[[Sequence[UpdatePiece]], TieExchange] | None:
         """Return a function that makes a ``TieExchange`` for the ranges that this rank owns.
@@ -274,4 +283,6 @@ class PlacedModel:
     def close(self) -> None:
         """Free the shared windows, and restore the number of BLAS threads from before the model was made."""
         self._blas_threads.restore_original_limits()
+        if self.claims is not None:
+            self.claims.close()
         self.memory.close()

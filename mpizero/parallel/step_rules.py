@@ -27,6 +27,29 @@ def assigns_waves(placement: Placement, config: ShardingConfig, ranks: int) -> b
     return placement.waves and not keeps_gradients_on_device(config, ranks)
 
 
+def assigned_in_advance(placement: Placement, config: ShardingConfig, grid: NodeOrder, model_ranks: int) -> str:
+    """Return why grains are assigned before a step, although the settings ask for ``grain_assignment="dynamic"``.
+
+    It is "" where they do not, where ranks do claim grains, and for one rank, which computes all of them anyway.
+    ``model_ranks`` is the number of ranks that hold one replica together.
+    """
+    if config.grain_assignment == "static" or grid.data.size * model_ranks == 1:
+        return ""
+    if placement.waves:
+        return "this strategy sums the gradients of all ranks after each grain (only DDP and ZeRO-1 do not)"
+    if model_ranks > 1:
+        return "the ranks of a pipeline, tensor or context group compute a grain together"
+    if config.device != "cpu":
+        return "gradients of GPUs are not in memory that ranks share"
+    return "" if max(grid.group_sizes) > 1 else "no two ranks share memory"
+
+
+def claims_grains(placement: Placement, config: ShardingConfig, grid: NodeOrder, model_ranks: int) -> bool:
+    """Tell whether the ranks of a node claim grains while they compute; the parameters are as above."""
+    asked = config.grain_assignment == "dynamic" and grid.data.size > 1
+    return asked and not assigned_in_advance(placement, config, grid, model_ranks)
+
+
 def overlaps_reduction(placement: Placement, peers: int, stages: int, codec: Codec | None) -> bool:
     """Tell whether a model of blocks sums its gradients over the peers during the backward pass (DDP).
 

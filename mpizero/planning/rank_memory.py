@@ -38,6 +38,7 @@ from mpizero.planning.traffic import RankTraffic
 PARTS = (
     "parameters",
     "gradients",
+    "samples",
     "optimizer state",
     "residuals",
     "buffers",
@@ -102,6 +103,7 @@ class RankMemory:
         found = {
             "parameters": self._parameters(),
             "gradients": MemoryBytes() if self._keeps_gradients else self._gradients(),
+            "samples": self._samples(),
             "optimizer state": MemoryBytes(0 if self._updates_on_device else self._state() * self._item),
             "residuals": self._residuals(),
             "buffers": self._buffers(),
@@ -200,7 +202,7 @@ class RankMemory:
         step, grid = traffic.training.step, traffic.grid
         if not step.waves:
             plan = step.rows_plan(grid)
-            rows = self._shared(plan.rows * grid.node.size * paged(shards.layout.gradient_size * self._item))
+            rows = self._shared(step.rows(grid) * grid.node.size * paged(shards.layout.gradient_size * self._item))
             uses = plan.folds[grid.place].uses_scratch or (step.scratch == "micro-batches" and any(traffic.jobs))
             added = largest_block(shards.layout) * self._item if uses else 0
             return rows._replace(private=rows.private + (added if step.scratch else self._folded))
@@ -208,6 +210,12 @@ class RankMemory:
         buffer = self._shared(*[grid.node.size * paged(size * self._item) for size in slots])
         stack = step.wave_plan(grid).rows * sum(shards.gradients[grid.data.rank]) * self._item
         return buffer._replace(private=buffer.private + stack + self._folded)
+
+    def _samples(self) -> MemoryBytes:
+        """Return the memory of the samples that the node's ranks share if they claim grains."""
+        training = self.traffic.training
+        nbytes = training.step.claimed_bytes(self.traffic.grid, training.sample_bytes)
+        return self._shared(nbytes) if nbytes else MemoryBytes()
 
     @property
     def _folded(self) -> int:

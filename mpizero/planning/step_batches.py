@@ -8,8 +8,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from mpizero import layout
-from mpizero.layout import Grains, RowsPlan, WavePlan
-from mpizero.parallel.batch.grain_owners import contiguous_owners, contiguous_shares, wave_owners
+from mpizero.layout import Grains, RowsPlan, WavePlan, claim_parts
+from mpizero.parallel.batch.grain_owners import (
+    claimed_rows,
+    contiguous_owners,
+    contiguous_shares,
+    node_blocks,
+    wave_owners,
+)
+from mpizero.parallel.batch.node_claims import starts_of
 
 if TYPE_CHECKING:
     from mpizero.parallel.step_rules import ScratchUse
@@ -30,12 +37,39 @@ class StepBatches:
         Whether grains are computed in waves.
     scratch : "grains", "micro-batches" or None
         Which gradients are written to scratch memory (see :func:`~mpizero.parallel.step_rules.scratch_use`).
+    claimed : bool
+        Whether the ranks of a node claim its grains. Then work and sums are planned as if grains were assigned before
+        the step, but memory as any claims may need it.
     """
 
     grains: Grains
     accumulate: int
     waves: bool
     scratch: ScratchUse
+    claimed: bool = False
+
+    def rows(self, grid: PlannedGrid) -> int:
+        """Return the number of rows that every rank allocates, if grains are not computed in waves. Not collective."""
+        rows = self.rows_plan(grid).rows
+        return max(rows, claimed_rows(grid, self.grains.count)) if self.claimed else rows
+
+    def most_grains(self, grid: PlannedGrid) -> int:
+        """Return the largest number of grains, or of context ranks' parts of them, that a rank may compute."""
+        if self.claimed:
+            return max(map(len, node_blocks(grid, self.grains.count)))
+        return -(-self.grains.count * grid.context.size // grid.data.size)
+
+    def claimed_bytes(self, grid: PlannedGrid, sample_bytes: Sequence[int]) -> int:
+        """Return the bytes of a node's memory for samples and claims; 0 if its ranks claim none. Not collective.
+
+        ``sample_bytes`` holds the bytes of one sample in each array.
+        """
+        if not self.claimed:
+            return 0
+        block = node_blocks(grid, self.grains.count)[grid.nodes.index(grid.node_ranks)]
+        start, stop = (min(grain * self.grains.size, self.grains.samples) for grain in (block.start, block.stop))
+        parts = len(claim_parts(block, grid.node.size))
+        return starts_of(parts, [(stop - start) * size for size in sample_bytes])[-1]
 
     def rows_plan(self, grid: PlannedGrid) -> RowsPlan:
         """Return the plan by which gradients are summed, if grains are not computed in waves. Not collective.

@@ -212,7 +212,8 @@ class RankTraffic:
     def _overlaps(self) -> bool:
         """Tell whether gradients are summed over peers during the backward pass."""
         training, stages = self.training, self.grid.pipeline.size
-        return training.by_block and overlaps_reduction(training.row, self.grid.peers.size, stages, training.codec)
+        able = training.by_block and not training.step.claimed
+        return able and overlaps_reduction(training.row, self.grid.peers.size, stages, training.codec)
 
     @cached_property
     def _buckets(self) -> list[Bucket]:
@@ -359,9 +360,9 @@ class RankTraffic:
         return sum(tiles_of(spec) for spec in specs if self.grid.here.tensor == 0 or spec.part is not None)
 
     def _control(self) -> Sent:
-        grid, count = self.grid, self.training.step.grains.count * self.grid.context.size
-        first = one_call(32 * (grid.world.size - 1))
-        losses = one_call((32 * max(1, -(-count // grid.data.size)) + 8) * (grid.world.size - 1))
+        others = self.grid.world.size - 1
+        first = one_call(32 * others)
+        losses = one_call((32 * max(1, self.training.step.most_grains(self.grid)) + 8) * others)
         return first + losses + self._integers()
 
     def _integers(self) -> Sent:

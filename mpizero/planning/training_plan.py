@@ -16,7 +16,7 @@ from mpizero.parallel.optimizer.tensor_plan import TensorPlan
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.parallel.partition.tiles import in_tiles, within_rounding
 from mpizero.parallel.placement import Placement
-from mpizero.parallel.step_rules import assigns_waves, scratch_use
+from mpizero.parallel.step_rules import assigns_waves, claims_grains, scratch_use
 from mpizero.planning.activation_memory import StageActivations
 from mpizero.planning.block_trial import TrialSample
 from mpizero.planning.byte_counts import Sent
@@ -190,13 +190,18 @@ class TrainingPlan:
             row=row,
             config=self.config,
             optimizer=optim.averaging(self.optimizer, self.config.ema),
-            step=StepBatches(self.grains, self.config.accumulate, waves, scratch),
+            step=StepBatches(self.grains, self.config.accumulate, waves, scratch, self._claims_grains),
             itemsize=np.dtype(self.model.dtype).itemsize,
             sample_bytes=tuple(leaf[:1].nbytes for leaf in SampleTree.of(x=self.x, y=self.y).leaves),
             loss_scale=self.loss_scale,
             by_block=by_block,
             in_place=writes_in_place(self.model),
         )
+
+    @property
+    def _claims_grains(self) -> bool:
+        model_ranks = self.ranks // self.axes.data
+        return claims_grains(self.row.in_contexts(self.axes.context), self.config, self.places.grid(0), model_ranks)
 
     @cached_property
     def by_rank(self) -> tuple[RankPlan, ...]:

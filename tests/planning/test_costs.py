@@ -568,3 +568,11 @@ def test_a_block_that_cannot_be_tried_is_named() -> None:
     with pytest.raises(ConfigError, match=r"block 'hidden\.1' cannot be tried alone .*trap in forward"):
         planned(Job(model=lambda: broken, data=points, parallel_layout={"pipeline": 2}), 2).by_rank  # noqa: B018
     assert "block 'hidden.1' cannot be tried alone" in planned(Job(model=lambda: broken, data=points), 1).not_counted
+
+
+@pytest.mark.parametrize("memory", MEMORIES, ids=str)
+def test_claimed_grains_hold_what_was_planned(memory: dict[str, Any]) -> None:
+    for zero, number in ((0, 1), (0, 2), (1, 2), (1, 4), (2, 2)):
+        check_on_threads(
+            job({"config": memory | {"grain_assignment": "dynamic"}}, batches(4)[number], zero=zero, model=gpt), 4
+        )

@@ -1,8 +1,11 @@
-"""Assign the grains of a global batch to ranks: a contiguous run of grains to each, or one grain to each in waves."""
+"""Assign the grains of a global batch to ranks: a contiguous run of grains to each, or one grain to each in waves.
+
+Where the ranks of a node claim grains, the runs of these ranks together are the node's grains.
+"""
 
 from __future__ import annotations
 
-from mpizero.layout import Grains
+from mpizero.layout import Grains, claim_parts, claim_rows
 from mpizero.layout.nodes import NodeOrder
 
 
@@ -34,6 +37,21 @@ def contiguous_shares(grid: NodeOrder, count: int) -> list[range]:
         start, stop = (grain_part_number(grain, context, contexts) for grain in (own.start, own.stop))
         shares.append(range(start, stop, contexts))
     return shares
+
+
+def node_blocks(grid: NodeOrder, count: int) -> list[range]:
+    """Return the grains of each node, of ``count`` grains: those of all its ranks by :func:`contiguous_shares`."""
+    shares, blocks, first = contiguous_shares(grid, count), [], 0
+    for size in grid.group_sizes:
+        blocks.append(range(shares[first].start, shares[first + size - 1].stop))
+        first += size
+    return blocks
+
+
+def claimed_rows(grid: NodeOrder, count: int) -> int:
+    """Return how many rows the ranks of any node need to claim ``count`` grains."""
+    sizes = zip(node_blocks(grid, count), grid.group_sizes, strict=True)
+    return max(claim_rows(claim_parts(block, size), size, count) for block, size in sizes)
 
 
 def wave_owners(grid: NodeOrder, count: int) -> list[int]:

@@ -20,6 +20,7 @@ from mpizero.errors import DataError
 from mpizero.layout import Grains
 from mpizero.layout.nodes import GROUPS
 from mpizero.parallel.batch.grain_owners import grain_part_number
+from mpizero.parallel.batch.node_claims import NodeClaims
 from mpizero.sampletree import SampleTree
 from mpizero.types import Array
 from mpizero.validation import require, whole
@@ -57,11 +58,15 @@ class GlobalBatch:
         Number of grains in the global batch.
     samples : int
         Number of samples in the global batch.
+    claimed : int
+        If ranks claim grains while they compute, the largest number of grains of a node, whose ranks all have them in
+        ``grains``; otherwise 0.
     """
 
     grains: dict[int, Grain]
     count: int
     samples: int
+    claimed: int = 0
 
 
 class Asked(NamedTuple):
@@ -215,6 +220,7 @@ def redistribute(
     micro: int,
     *,
     asked: Asked = NOTHING_MORE,
+    claims: NodeClaims | None = None,
 ) -> GlobalBatch:
     """Exchange samples so that every rank gets the samples of the grains it computes, and return its grains.
 
@@ -236,6 +242,9 @@ def redistribute(
         Number of micro-batches in a full grain.
     asked : Asked
         The arguments of the step besides the batch; they are compared between all ranks.
+    claims : NodeClaims or None
+        If given, every rank gets the samples of all grains of its node, for the ranks to claim them. A batch that
+        cannot be cut into samples is not claimed.
 
     Raises
     ------
@@ -256,8 +265,12 @@ def redistribute(
         return GlobalBatch({number: Grain(number, ((x, y, number),), number + 1)}, comm.size, comm.size)
     grains = Grains(sum(counts), grain_size(sum(counts)))
     transfer = _transfer(grains, tuple(counts), tuple(owners(grains.count)), comm.rank)
-    tree = replace(own.tree, leaves=tuple(transfer.exchange(comm, leaf) for leaf in own.tree.leaves))
-    return GlobalBatch(transfer.cut(tree, micro), grains.count, grains.samples)
+    leaves = tuple(transfer.exchange(comm, leaf) for leaf in own.tree.leaves)
+    held: Sequence[int] = transfer.mine
+    if claims is not None:
+        held, leaves = claims.block(grains.count), claims.begin(leaves, grains)
+    cut = transfer.cut(replace(own.tree, leaves=leaves), held, micro)
+    return GlobalBatch(cut, grains.count, grains.samples, claims.most(grains.count) if claims is not None else 0)
 
 
 def _warn(uncut: str) -> None:
@@ -336,13 +349,13 @@ class _Transfer:
         )
         return recv.reshape(sum(self.receives), *array.shape[1:])
 
-    def cut(self, tree: SampleTree, accumulate: int) -> dict[int, Grain]:
-        """Cut this rank's samples into grains of ``accumulate`` micro-batches; return the grains by their number.
+    def cut(self, tree: SampleTree, held: Sequence[int], accumulate: int) -> dict[int, Grain]:
+        """Cut samples into grains of ``accumulate`` micro-batches; return the grains by their number.
 
-        ``tree`` holds the samples after the exchange. A short grain may have fewer micro-batches.
+        ``tree`` holds the samples of the grains ``held``, in their order. A short grain may have fewer micro-batches.
         """
         found, position = {}, 0
-        for g in self.mine:
+        for g in held:
             parts = []
             for samples in self.grains.micro_batches(g, accumulate):
                 size = samples.stop - samples.start

@@ -179,7 +179,7 @@ class GrainScalars:
     def begin(self, batch: GlobalBatch, step: int = 0) -> None:
         """Begin the global batch of step number ``step``: drop the records of the batch before. Not collective."""
         self.count, self.samples, self._step = batch.count, batch.samples, step
-        self._per_rank = -(-batch.count // self.grid.data.size)
+        self._per_rank = batch.claimed or -(-batch.count // self.grid.data.size)
         self._mine, self._bad, self.error, self._late = {}, {}, None, None
         self.integers.forget()
         self._spans = {g: (grain.micro_batches[0][2], grain.stop) for g, grain in batch.grains.items()}

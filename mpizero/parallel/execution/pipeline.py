@@ -7,7 +7,7 @@ neither the number of stages nor the schedule changes a bit of the result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,13 +112,13 @@ class PipelineRunner:
 
     # ------------------------------------------------------------------ a step
 
-    def run(self, jobs: Sequence[Job], run_of: RunOf) -> None:
+    def run(self, jobs: Iterable[Job], run_of: RunOf) -> None:
         """Run the forward and backward passes of all jobs, and record losses, weights and errors in the scalars.
 
         Collective over the pipeline, and over the data group if parameters or gradients are sharded. ``run_of`` takes
         the index of a micro-batch's first sample and its number of samples, and returns the ``Run`` of its pass.
         """
-        self._flights = {}
+        jobs, self._flights = list(jobs), {}
         self.ready()  # stages wait for each other in ways that ranks of a node must not
         watched = [WatchedJob(job, self.scalars, self.store.timeline, self.compute_device, self.marks) for job in jobs]
         if not jobs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -45,7 +45,7 @@ class Runner(Protocol):
     #: The types of layer errors that are raised later, when all ranks agree.
     agreeable: tuple[type[Exception], ...]
 
-    def run(self, jobs: Sequence[Job], run_of: RunOf) -> None:
+    def run(self, jobs: Iterable[Job], run_of: RunOf) -> None:
         """Run the forward and backward passes of all jobs, and record losses, weights and errors in the scalars.
 
         ``run_of`` takes the index of a micro-batch's first sample and its number of samples, and returns its ``Run``.
@@ -202,7 +202,7 @@ class SequentialRunner:
         self.counts, self.agreeable, self.compute_device = counts, agreeable, compute_device or ComputeDevice()
         self.marks = marks
 
-    def run(self, jobs: Sequence[Job], run_of: RunOf) -> None:
+    def run(self, jobs: Iterable[Job], run_of: RunOf) -> None:
         """Run the forward and backward pass of every job, one after the other; each job is one micro-batch.
 
         Collective over the data group if gradients or parameters are sharded. Losses, weights and errors are recorded

@@ -9,7 +9,7 @@ same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from mpizero.layout import Unit
@@ -87,8 +87,8 @@ class GradientReducer(Protocol):
     def reserve(self, count: int) -> None:
         """Allocate the memory that a batch of ``count`` grains needs. Collective over all ranks."""
 
-    def jobs(self, batch: GlobalBatch, *, summed: bool) -> list[Job]:
-        """Return this rank's jobs in a step.
+    def jobs(self, batch: GlobalBatch, *, summed: bool) -> Iterable[Job]:
+        """Return this rank's jobs in a step, each to be run before the next one is asked for.
 
         Collective over all ranks if there was no batch of as many grains before. ``summed`` tells whether :meth:`sum`
         or :meth:`operands` is called after the jobs; then the reduction may begin while they run.

@@ -1,11 +1,12 @@
 """Keep gradients in rows, copies of the whole gradient vector, and sum the rows of all ranks (DDP, ZeRO-1).
 
-A rank computes a contiguous run of grains. Rows are summed at the end of a step, or during its backward pass.
+A rank computes a contiguous run of grains, or those that it claims. Rows are summed at the end of a step, or during its
+backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,9 +15,10 @@ import numpy as np
 from mpizero.comm.reduce.exact import RowsToSum
 from mpizero.comm.reduce.segments import RowRange, program_array, tree_sum
 from mpizero.errors import StateError
-from mpizero.layout import FoldStep, RowsPlan, Span, Unit, rows_plan
-from mpizero.parallel.batch.grain_owners import contiguous_owners, contiguous_shares
-from mpizero.parallel.batch.redistribute import GlobalBatch
+from mpizero.layout import Folding, FoldStep, RowsPlan, Span, Unit, rows_plan
+from mpizero.parallel.batch.grain_owners import claimed_rows, contiguous_owners, contiguous_shares
+from mpizero.parallel.batch.node_claims import NodeClaims
+from mpizero.parallel.batch.redistribute import GlobalBatch, Grain
 from mpizero.parallel.batch.step_scalars import Divisors
 from mpizero.parallel.gradients.exchange import GradientExchange
 from mpizero.parallel.gradients.gradient_views import GradientViews, MicroBatchSum, block_parts, largest_block
@@ -60,6 +62,8 @@ class RowBuffer:
     shard : callable, optional
         Returns the array to which the sums of the ranges that this rank owns are written, concatenated. None: they are
         written to this rank's first row.
+    claims : NodeClaims, optional
+        Tells which grains each rank of the node has claimed. None: no batch is claimed.
     """
 
     waves = False
@@ -75,6 +79,7 @@ class RowBuffer:
         by_block: bool,
         scratch: ScratchUse,
         shard: Callable[[], Array] | None = None,
+        claims: NodeClaims | None = None,
     ) -> None:
         self.store, self.layout, self.grid, self.dtype = store, store.layout, store.grid, store.dtype
         self.allocator, self.exchange, self.accumulate = allocator, exchange, accumulate
@@ -89,6 +94,8 @@ class RowBuffer:
         self._plans: dict[int, RowsPlan] = {}
         self._reserved: set[int] = set()
         self._plan: RowsPlan | None = None
+        self.claims = claims
+        self._claimed = 0  # number of grains of the batch, if its ranks claim them
         self.overlapped: OverlappedReduction | None = None
         store.progress.register("rows", self.poll)
 
@@ -120,38 +127,55 @@ class RowBuffer:
         return row[: self.layout.gradient_size]
 
     def _place(self, number: int) -> int:
+        return self.grid.node.rank * self._rows_a_rank + number
+
+    @property
+    def _rows_a_rank(self) -> int:
         rows: int = self.window.shape[0] // self.grid.node.size
-        return self.grid.node.rank * rows + number
+        return rows
 
     # ------------------------------------------------------------------ micro-batches
 
-    def jobs(self, batch: GlobalBatch, *, summed: bool) -> list[Job]:
+    def jobs(self, batch: GlobalBatch, *, summed: bool) -> Iterable[Job]:
         """Return this rank's jobs, one for each micro-batch; they add up the gradients in this rank's rows.
 
         Collective over all ranks if there was no batch of as many grains before. ``summed`` tells whether the rows are
         summed after the jobs; then the sum may begin during the last job: see [Note: buckets of rows] in
         ``parallel/gradients/overlap.py``. If parameters are sharded, jobs without samples are appended, so that all
-        ranks have equally many.
+        ranks have equally many. If the grains of the batch are claimed, each part is when its first job is asked for.
         """
         self.finish()  # of a step that an error has broken off on all ranks
         self._plan, self.overlapped = None, None
+        self._claimed = batch.count if batch.claimed else 0
         self.reserve(batch.count)
+        if batch.claimed:
+            return self._claimed_jobs(batch)
         self._plan = plan = self._planned(batch.count)
         if summed and self.overlaps:
             rows = (self.window, self.row(0))
             self.overlapped = OverlappedReduction(self.store, self.exchange, self._ranges, plan, rows)
         jobs: list[Job] = []
         for step in plan.folds[self.grid.place].folds:
-            grain = batch.grains[step.grain]
-            for number in range(len(grain.micro_batches)):
-                row = None if number and self._scratch_use else step.row
-                ended = partial(self._ended, step, number, number == len(grain.micro_batches) - 1)
-                target, parts = partial(self._target, row), partial(self._parts, row)
-                jobs.append(Job(grain, number, target, _nothing, parts, ended, in_scratch=row is None))
+            jobs += self._jobs_of(batch.grains[step.grain], step)
         if self.overlapped is not None and jobs:
             jobs[-1] = self._overlapping(jobs[-1], self.overlapped)
         absent = Job(None, 0, _no_target, _nothing, lambda unit, block: _no_target(unit))
         return jobs + [absent] * (self.rounds(batch.count) - len(jobs))
+
+    def _claimed_jobs(self, batch: GlobalBatch) -> Iterator[Job]:
+        assert self.claims is not None
+        folding = Folding(batch.count, self._rows_a_rank)
+        while part := self.claims.claim(self._rows_a_rank - len(folding.held)):
+            for grain in part:
+                yield from self._jobs_of(batch.grains[grain], folding.add(grain))
+
+    def _jobs_of(self, grain: Grain, step: FoldStep) -> Iterator[Job]:
+        """Yield the jobs of the micro-batches of a grain, whose gradients are added as ``step`` says."""
+        for number in range(len(grain.micro_batches)):
+            row = None if number and self._scratch_use else step.row
+            ended = partial(self._ended, step, number, number == len(grain.micro_batches) - 1)
+            target, parts = partial(self._target, row), partial(self._parts, row)
+            yield Job(grain, number, target, _nothing, parts, ended, in_scratch=row is None)
 
     @staticmethod
     def _overlapping(job: Job, overlapped: OverlappedReduction) -> Job:
@@ -272,6 +296,10 @@ class RowBuffer:
         """Wait until the rows of all ranks of the node are complete. Collective over the node."""
         with self.store.timeline.span("reduction", "rows"):
             self.store.memory.barrier("rows")
+        if self._claimed and self._plan is None:
+            assert self.claims is not None
+            assigned, groups = self.claims.assigned(self._claimed), self.grid.group_sizes
+            self._plan = rows_plan(assigned, groups, self._claimed, rows=self._rows_a_rank)
 
     def _pieces(self) -> tuple[Iterator[RowRange], Array]:
         """Exchange partial sums; return an iterator over the pieces that this rank must sum, and the tree program.
@@ -301,13 +329,14 @@ class RowBuffer:
 
         Collective over all ranks if there was no batch of as many grains before.
         """
-        plan = self._planned(count)
-        needed = plan.rows * self.grid.node.size
+        plan, rows = self._planned(count), self._planned(count).rows
+        most = rows if self.claims is None else max(rows, claimed_rows(self.grid, count))
+        needed = (most if self._claimed else rows) * self.grid.node.size
         if count not in self._reserved:  # some data groups may have room for it that others have to make
             reserved, self._reserved = self._reserved, set()  # where this fails, earlier rows may be gone
             with on_all_ranks(self.grid.world, "gradients"):
-                self._take(needed)
-                if self._writes_to_scratch(plan) and not self._scratch.size:
+                self._take(most * self.grid.node.size)
+                if (self._writes_to_scratch(plan) or self._claims_scratch) and not self._scratch.size:
                     self._scratch = self.allocator.private("gradients", largest_block(self.layout), self.dtype)
             self._reserved = reserved | {count}
         self.window = self._storage[:needed]  # a rank's rows stand where the plan of this batch looks for them
@@ -315,6 +344,11 @@ class RowBuffer:
     def _writes_to_scratch(self, plan: RowsPlan) -> bool:
         own = plan.folds[self.grid.place]
         return own.uses_scratch or (self._scratch_use == "micro-batches" and len(own.folds) > 0)
+
+    @property
+    def _claims_scratch(self) -> bool:
+        """Tell whether this rank may claim a grain of several micro-batches, which are added in scratch memory."""
+        return self.claims is not None and self._scratch_use == "micro-batches"
 
     def _take(self, needed: int) -> None:
         if self._storage.shape[0] < needed:

@@ -127,7 +127,7 @@ def minimize(
         limits, chosen = _settings(model.wrapped_model, method, bounds, dict(options or {}))
         source = _as_source(data)
     agree_equal(comm, lambda: {"maxiter and maxfun": limits}, "minimize")
-    agree_arrays(comm, "minimize", lambda: {"the number of samples": len(source), **compared_samples(data)})
+    agree_arrays(comm, "minimize", lambda: {"the number of samples": len(source), **compared_samples(source)})
     model.optimizer_class(chosen, model.config).set_model(model)
     if resume is not None:
         model.load_model(resume)

@@ -110,6 +110,8 @@ class ShardedCore(ABC):
         if self._config.tiles is not None and not self._is_copy and self._engine.prints_notices:
             for reason in misfits(self._engine.partitioned.parallel_layout):
                 notice(f"{reason}, so results agree with other layouts only within rounding")
+        if self._engine.assigned_in_advance and not self._is_copy and self._engine.prints_notices:
+            notice(f"grain_assignment='dynamic' has no effect here: {self._engine.assigned_in_advance}")
 
     def _with_room(self, step: Callable[[Engine], T]) -> T:
         """Return ``step(engine)``; if its gradients do not fit into shared memory, move the model out of it and retry.

@@ -11,11 +11,12 @@ import numpy as np
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.equality import agree_arrays, agree_equal
-from mpizero.data import ArraySource, batches
+from mpizero.data import ArraySource, Source, batches
 from mpizero.errors import DataError, NonFiniteError
 from mpizero.layout import Grains
 from mpizero.names import explains
 from mpizero.parallel.model.best_parameters import BestParameters
+from mpizero.sampletree import SampleTree
 from mpizero.text import notice
 from mpizero.types import Array
 from mpizero.validation import fraction, number, require, whole
@@ -170,16 +171,16 @@ def _nothing_finite(epochs: int, record: dict[str, float]) -> NonFiniteError:
     )
 
 
-def compared_samples(data: Any) -> dict[str, Any]:
-    """Return evenly chosen samples of the arrays ``data``, by name, that ranks compare; of a source none.
+def compared_samples(source: Source) -> dict[str, Any]:
+    """Return evenly chosen samples of a source's arrays in memory, by path, that ranks compare; of another source none.
 
     Not collective. They are up to 16 MiB of each array.
     """
     found = {}
-    for name, array in zip("xy", data if isinstance(data, tuple) else (), strict=False):
-        bytes_each = max(1, np.asarray(array[:1]).nbytes)
-        count = min(len(array), max(1, _COMPARED // bytes_each))
-        found[f"the data ({name})"] = np.asarray(array)[np.linspace(0, len(array) - 1, count).astype(np.int64)]
+    if isinstance(source, ArraySource):
+        for path, array in SampleTree.of(x=source.x, y=source.y).named:
+            count = min(len(array), max(1, _COMPARED // max(1, array[:1].nbytes)))
+            found[f"the data ({path})"] = array[np.linspace(0, len(array) - 1, count).astype(np.int64)]
     return found
 
 
@@ -197,7 +198,7 @@ def _same_data(comm: Communicator, data: Any, options: OptimizationOptions) -> t
         train, valid = map(len, parts)
         if train < 1 or valid < 1:
             raise DataError(f"{len(source)} samples leave {train} to train, {valid} to validate: need both")
-        return {"the number of samples": len(source), **compared_samples(data)}
+        return {"the number of samples": len(source), **compared_samples(source)}
 
     agree_arrays(comm, "optimize", given)
     return parts[0], parts[1]

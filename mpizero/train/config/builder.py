@@ -192,6 +192,7 @@ def build_sharding(config: Config, comm: Communicator) -> ShardingConfig:
     return ShardingConfig(
         comm=comm,
         gradient_compression=train.gradient_compression,
+        grain_assignment=parallel.grain_assignment,
         share_node_memory=parallel.share_node_memory,
         ranks_per_node=parallel.ranks_per_node,
         bucket_mb=parallel.bucket_mb,

@@ -7,6 +7,7 @@ from typing import Any
 
 from mpizero.errors import ConfigError, GridError
 from mpizero.layout import SCHEDULES, Axes, chunk_stages, explicit_cuts
+from mpizero.parallel.config import ASSIGNMENTS
 from mpizero.parallel.partition.parallel_layout import ParallelLayout, Tiles, check_tiles, fits_tiles
 from mpizero.train.config.message_settings import bucket
 from mpizero.train.config.setting_checks import (
@@ -47,6 +48,7 @@ class ParallelSection(ConfigSection):
     virtual_stages: int = setting(1, whole(1))
     order: str = setting("pipeline,tensor,data", text)
     cuts: tuple[int, ...] | None = setting(None, optional(many(whole(1))))
+    grain_assignment: str = setting("static", choice(*ASSIGNMENTS))
     share_node_memory: bool = setting(True, flag)
     ranks_per_node: int | None = setting(None, optional(whole(1)))
     bucket_mb: float | str | None = setting(None, optional(bucket))

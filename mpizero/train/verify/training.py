@@ -337,7 +337,9 @@ def placed(task: TrainingTask, comm: Communicator | str, layout: Layout) -> Iter
     Collective over ``comm``.
     """
     parallel = layout.parallel
-    own = {name: getattr(parallel, name) for name in ("share_node_memory", "ranks_per_node", "tiles")}
+    own = {
+        name: getattr(parallel, name) for name in ("grain_assignment", "share_node_memory", "ranks_per_node", "tiles")
+    }
     with ShardingConfig(comm=comm, **{**task.settings, **own}) as config:
         model = lay_out(task.make_model(config.communicator), task.make_optimizer(), parallel, config)
         with model:

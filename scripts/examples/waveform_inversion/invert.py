@@ -46,6 +46,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the folder")
     parser.add_argument("--small", action="store_true", help="a small grid, in seconds")
+    parser.add_argument(
+        "--dynamic", action="store_true", help="ranks claim shots while they compute, for ranks of different speeds"
+    )
     return parser.parse_args(arguments)
 
 
@@ -55,7 +58,8 @@ def main(arguments: Sequence[str] | None = None, comm: Any = None) -> Found:
     if comm is None:
         guard.current().install(keep=True)  # so that errors of the user are one line
     peaks, iterations, survey = SMALL if options.small else LARGE
-    with mz.ShardingConfig(comm=comm, micro_batch=1) as config:
+    assignment = "dynamic" if options.dynamic else "static"
+    with mz.ShardingConfig(comm=comm, micro_batch=1, grain_assignment=assignment) as config:
         ranks = config.communicator
         say: Callable[[str], object] = partial(print, flush=True) if ranks.rank == 0 else lambda text: None
         chosen = iterations if options.iterations is None else options.iterations

@@ -380,3 +380,26 @@ def test_ranks_that_differ_are_told_on_all(differs, expected):
 def test_ranks_that_do_not_have_the_exact_gradient_refuse_it(kind):
     with pytest.raises(ConfigError, match="LBFGS needs the exact gradient"):
         kind(mz.LBFGS())
+
+
+def test_data_may_be_trees_of_arrays_and_are_compared_by_their_paths() -> None:
+    """A dictionary of inputs, for ``minimize`` and ``optimize``."""
+
+    def loss_and_grad(parameters: Any, batch: Any) -> tuple[float, Any, float]:
+        return squares(parameters, (batch[0]["matrix"], batch[1]))
+
+    def run(comm: Any, data: Any) -> str:
+        function = mz.FunctionModel({"w": np.zeros(6)}, loss_and_grad)
+        with (
+            mz.ShardingConfig(comm=comm, micro_batch=3) as config,
+            mz.ZeRO1Model(function, config, optimizer=mz.SGD(lr=1e-3)) as model,
+        ):
+            model.optimizer.optimize(data, mz.OptimizationOptions(epochs=1, batch_size=8, validation=0.0))
+            mz.minimize(model, data, options={"maxiter": 3})
+            return model.parameters_sha256()
+
+    whole = ({"matrix": MATRIX}, TARGETS)
+    (expected,) = run_in_threads(1, lambda comm: run(comm, whole))
+    assert set(run_in_threads(2, lambda comm: run(comm, whole))) == {expected}
+    with pytest.raises(ConfigError, match=r"the data \(x\['matrix'\]\)"):
+        run_in_threads(2, lambda comm: run(comm, ({"matrix": MATRIX + comm.rank}, TARGETS)))
