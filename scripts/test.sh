@@ -122,9 +122,11 @@ install_cuda() {
     "$1/bin/pip" install -q --no-compile -e . 'numba-cuda[cu13]' 'cuda-toolkit[nvcc]==13.*' pytest
 }
 
-# PyTorch's CPU build, JAX and optax (another version may come with gigabytes for GPUs), over what the test environment has.
+# PyTorch's CPU build (another version may come with gigabytes for GPUs), an implementation of SOAP for it, JAX and optax, over
+# what the test environment has.
 install_torch() {
     "$1/bin/pip" install -q --no-compile torch==2.13.0 jax==0.10.2 optax &&
+        "$1/bin/pip" install -q --no-compile --no-deps pytorch-optimizer==4.1.0 &&
         "$1/bin/python" - "$("$PY" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')" <<'LINK'
 import pathlib, sys, sysconfig
 link = pathlib.Path(sysconfig.get_paths()["purelib"], "test-environment.pth")
