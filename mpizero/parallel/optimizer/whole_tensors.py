@@ -10,17 +10,15 @@ arrays of the tensor's own shape, so no bit depends on the number of ranks or on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from mpizero import optim
-from mpizero.comm import Request
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ArgumentError
-from mpizero.parallel.optimizer.tensor_plan import Move, TensorPlan
+from mpizero.parallel.optimizer.tensor_exchange import TensorExchange
+from mpizero.parallel.optimizer.tensor_plan import TensorPlan
 from mpizero.parallel.optimizer.tied_parameters import home_of
 from mpizero.parallel.parameters.shards import StatePiece, UpdatePiece
 from mpizero.parallel.parameters.store import ParameterStore
@@ -28,9 +26,6 @@ from mpizero.types import Array
 
 #: MPI tags of messages with elements of gradients, of parameters, and of updated parameters.
 _GRADIENT, _PARAMETER, _UPDATED = 1, 2, 3
-#: Returns a view of the elements of a move.
-_View = Callable[[Move], Array]
-
 
 class WholeTensors:
     """Exchange the elements of whole tensors with their owners, and update those that this rank owns.
@@ -48,10 +43,10 @@ class WholeTensors:
     """
 
     def __init__(self, optimizer: Any, store: ParameterStore, plan: TensorPlan, pieces: Sequence[UpdatePiece]) -> None:
-        self.optimizer, self.store, self.plan, self.data = optimizer, store, plan, store.grid.data
-        self.owned = plan.owned(self.data.rank)
+        self.optimizer, self.store, self.plan = optimizer, store, plan
+        self.exchange = TensorExchange(store, plan, pieces)
+        self.owned = self.exchange.owned
         self.pieces = [piece for piece in pieces if piece.entry.spec.name in plan.names]
-        self._places = {piece.span: piece for piece in self.pieces}
         self.kept = {slot: self._kept(slot) for slot in optimizer.tensor_slots}
 
     def _kept(self, slot: str) -> list[StatePiece]:
@@ -88,11 +83,14 @@ class WholeTensors:
             What ``update_tensor`` raised, on the owner of the tensor; RemoteError on all other ranks, those of other
             pipeline stages included. No parameter has changed then.
         """
-        gradients, values = self._gather(reduced)
+        gradients, requests = self.exchange.begin_gather(reduced, lambda piece: piece.gradient, _GRADIENT)
+        values, more = self.exchange.begin_parameters(_PARAMETER)
+        for request in requests + more:
+            request.wait()
         with all_ranks(self.store.grid.world, "whole tensors"):
             for number in self.owned:
                 self._update_one(number, values[number], gradients[number], hypers, state)
-        self._return(values)
+        self.exchange.send_back(values, self.store.values, lambda piece: piece.store, _UPDATED)
 
     def _update_one(
         self, number: int, w: Array, g: Array, hypers: Mapping[int, Array], state: Mapping[str, Array]
@@ -116,65 +114,3 @@ class WholeTensors:
                 f"{optim.optimizer_name(self.optimizer)}.update_tensor returned {type(result).__name__} for "
                 f"{home_of(spec)!r}; expected None: change w and the arrays of state in place"
             )
-
-    def _gather(self, reduced: Array) -> tuple[dict[int, Array], dict[int, Array]]:
-        """Return the gradients and a copy of the values of the tensors that this rank owns, by the tensor's number.
-
-        Collective over the data group.
-        """
-        moves, values = self.plan.gathers(self.data.rank), self.store.values
-        gradients = self._empty()
-        requests = self._exchange(
-            moves,
-            _GRADIENT,
-            lambda move: _held(reduced, self._places[move.span].gradient, move),
-            self._inside(gradients),
-        )
-        if self.store.sharded:
-            whole = self._empty()
-            requests += self._exchange(
-                moves, _PARAMETER, lambda move: _held(values, self._places[move.span].store, move), self._inside(whole)
-            )
-        else:
-            spans = {number: self.plan.tensors[number].span for number in self.owned}
-            whole = {number: values[span.start : span.stop].copy() for number, span in spans.items()}
-        for request in requests:
-            request.wait()
-        return gradients, whole
-
-    def _return(self, updated: Mapping[int, Array]) -> None:
-        """Send the updated values of owned tensors to their holders, and write those of this rank's pieces.
-
-        Collective over the data group.
-        """
-        moves, values = self.plan.returns(self.data.rank), self.store.values
-        for request in self._exchange(
-            moves, _UPDATED, self._inside(updated), lambda move: _held(values, self._places[move.span].store, move)
-        ):
-            request.wait()
-
-    def _empty(self) -> dict[int, Array]:
-        return {number: np.empty(self.plan.tensors[number].spec.size, self.store.dtype) for number in self.owned}
-
-    def _inside(self, tensors: Mapping[int, Array]) -> _View:
-        """Return a function that returns a view of a move's elements in ``tensors``, whole tensors by number."""
-        return lambda move: _held(tensors[move.tensor], move.span.start - self.plan.tensors[move.tensor].offset, move)
-
-    def _exchange(self, moves: Sequence[Move], tag: int, source: _View, target: _View) -> list[Request]:
-        """Begin to send elements from the views of ``source`` to those of ``target`` on other ranks; copy own ones.
-
-        Messages between two ranks arrive in the order of their moves, which both know.
-        """
-        requests = []
-        for move in moves:
-            if move.source == move.target:
-                target(move)[:] = source(move)
-            elif move.source == self.data.rank:
-                requests.append(self.data.isend(source(move), move.target, tag))
-            else:
-                requests.append(self.data.irecv(target(move), move.source, tag))
-        return requests
-
-
-def _held(values: Array, start: int, move: Move) -> Array:
-    return values[start : start + move.span.size]
