@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from mpizero.optim import RMSprop as RMSprop
     from mpizero.optim import TensorOptimizer as TensorOptimizer
     from mpizero.optim import TensorStep as TensorStep
+    from mpizero.optim import Tikhonov as Tikhonov
+    from mpizero.optim import TotalVariation as TotalVariation
     from mpizero.parallel import BadSteps as BadSteps
     from mpizero.parallel import DDPModel as DDPModel
     from mpizero.parallel import DDPOptimizer as DDPOptimizer
@@ -101,7 +103,6 @@ _NAMES = {
         "LAMB",
         "LBFGS",
         "SGD",
-        "SGD",
         "SOAP",
         "Adam",
         "AdamW",
@@ -112,10 +113,10 @@ _NAMES = {
         "ParameterGroup",
         "RMSprop",
         "Muon",
-        "ParameterGroup",
-        "RMSprop",
         "TensorOptimizer",
         "TensorStep",
+        "Tikhonov",
+        "TotalVariation",
     ),
     "mpizero.parallel": (
         "BadSteps",

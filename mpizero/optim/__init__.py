@@ -19,6 +19,7 @@ from mpizero.optim.vectors.conjugate_gradient import NonlinearCG
 from mpizero.optim.vectors.lbfgs import LBFGS
 from mpizero.optim.vectors.method import VectorMethod
 from mpizero.optim.vectors.newton_cg import NewtonCG
+from mpizero.optim.vectors.regularization import Tikhonov, TotalVariation
 
 __all__ = [
     "EMA",
@@ -44,6 +45,8 @@ __all__ = [
     "VectorMethod",
     "TensorOptimizer",
     "TensorStep",
+    "Tikhonov",
+    "TotalVariation",
     "adapt",
     "averaging",
     "clip_factor",

@@ -12,6 +12,7 @@ import numpy as np
 
 from mpizero.optim.vectors.bounds import Bounds
 from mpizero.optim.vectors.line_search import LineSearch
+from mpizero.optim.vectors.regularization import Regularization
 from mpizero.optim.vectors.space import TRIAL, VectorSpace
 from mpizero.types import Array, Dtype, ParameterSpec
 from mpizero.validation import number, require
@@ -128,10 +129,15 @@ class VectorMethod(ABC):
     ftol : float
         It has also converged if an iteration lowers the loss by no more than this part of it (or of 1, if it is
         smaller). With 0 it has only if several iterations lower neither the loss nor the gradient.
+    regularization : dict of str to callable, or None
+        Terms that are added to the loss, by the names of parameters or patterns of names: :class:`Tikhonov`,
+        :class:`TotalVariation`, or the user's own. ``term(values)`` is called on one rank with the whole parameter, and
+        returns the value and the gradient, an array of its shape.
     """
 
     gtol: float = 1e-5
     ftol: float = 0.0
+    regularization: Any = None
 
     #: Part of the interface of optimizers: such a method updates no flat arrays by itself.
     needs_tensor_norms: ClassVar[bool] = False
@@ -145,15 +151,17 @@ class VectorMethod(ABC):
         return None
 
     def check_names(self, names: Sequence[str]) -> None:
-        """Raise :class:`~mpizero.errors.ConfigError` if bounds are for parameters that a model does not have."""
-        if self.bounds is not None:
-            self.bounds.check_names(names, type(self).__name__)
+        """Raise :class:`~mpizero.errors.ConfigError` if bounds or terms are for parameters that a model lacks."""
+        for given in (self.bounds, self.regularization):
+            if given is not None:
+                given.check_names(names, type(self).__name__)
 
     def __post_init__(self) -> None:
         """Raise :class:`~mpizero.errors.ConfigError` if a setting is out of range."""
         owner = type(self).__name__
         require(f"{owner}: gtol", self.gtol, number())
         require(f"{owner}: ftol", self.ftol, number())
+        object.__setattr__(self, "regularization", Regularization.parse(self.regularization, owner))
 
     @property
     def slots(self) -> tuple[str, ...]:

@@ -45,7 +45,7 @@ class MinimizeResult:
     Attributes
     ----------
     fun : float
-        The mean loss at the result.
+        The mean loss at the result, and the regularization terms.
     norm : float
         The largest magnitude of the elements of its gradient; of the projected gradient, if there are bounds.
     nit, nfev : int
@@ -79,6 +79,7 @@ def minimize(
     *,
     method: str | optim.VectorMethod = "l-bfgs",
     bounds: Any = None,
+    regularization: Mapping[str, Any] | None = None,
     callback: Callable[[MinimizeResult], object] | None = None,
     options: Mapping[str, Any] | None = None,
     resume: str | Path | None = None,
@@ -86,7 +87,7 @@ def minimize(
     """Minimize a model's mean loss over all samples by a method that looks at the whole vector of parameters.
 
     Collective over the model's ranks. The model's parameters are the start, and the result afterwards. Vectors are
-    sharded like the state of any optimizer; iterates have the same bits on any number of ranks, with every strategy.
+    sharded like optimizer state; iterates have the same bits on any number of ranks, with every strategy.
 
     Parameters
     ----------
@@ -99,22 +100,23 @@ def minimize(
         of them with its settings. The latter takes products from the model, ``FunctionModel(product=...)``, where it
         has some; "gauss-newton" is the same method and needs them.
     bounds : pair, dict of str to pair, or None
-        As in :class:`~mpizero.optim.LBFGS`; only for it.
+        As in :class:`~mpizero.optim.LBFGS`, for it only.
+    regularization : dict of str to callable, or None
+        Terms that are added to the mean loss, as in :class:`~mpizero.optim.VectorMethod`.
     callback : callable or None
-        Called on all ranks after every iteration with a :class:`MinimizeResult`, when the model's parameters are those
-        of the iterate. The minimization ends if it raises StopIteration, on any rank.
+        Called on all ranks after every iteration with a :class:`MinimizeResult`, when the model is at the iterate. The
+        minimization ends if it raises StopIteration, on any rank.
     options : dict or None
         "maxiter" and "maxfun", the most iterations and evaluations (15,000 each), and settings of the method, such as
         "history", "gtol" and "ftol".
     resume : path or None
-        A checkpoint that ``model.save_model`` has written, in a callback for example: the minimization goes on from
-        there, with the bits of one that was not interrupted.
+        A checkpoint that ``model.save_model`` has written, in a callback for example: the minimization goes on there.
 
     Raises
     ------
     ConfigError
-        If the method or an option is unknown, a bound does not fit, or ranks differ in them or in the data (of arrays,
-        evenly chosen samples are compared).
+        If the method or an option is unknown, a bound or term does not fit, or ranks differ in them or in the data (of
+        arrays, evenly chosen samples are compared).
     NonFiniteError
         If the loss or its gradient at the start values is infinite or NaN.
     """
@@ -124,7 +126,7 @@ def minimize(
         )
     comm = model.config.communicator
     with all_ranks(comm):
-        limits, chosen = _settings(model.wrapped_model, method, bounds, dict(options or {}))
+        limits, chosen = _settings(model.wrapped_model, method, bounds, regularization, dict(options or {}))
         source = _as_source(data)
     agree_equal(comm, lambda: {"maxiter and maxfun": limits}, "minimize")
     agree_arrays(comm, "minimize", lambda: {"the number of samples": len(source), **compared_samples(source)})
@@ -204,7 +206,7 @@ class _Minimization:
 
 
 def _settings(
-    model: Any, method: Any, bounds: Any, options: dict[str, Any]
+    model: Any, method: Any, bounds: Any, regularization: Any, options: dict[str, Any]
 ) -> tuple[dict[str, int], optim.VectorMethod]:
     """Return the limits of the minimization, and the method with its settings. Not collective."""
     limits = {
@@ -212,8 +214,8 @@ def _settings(
         for name, most in _LIMITS.items()
     }
     if isinstance(method, optim.VectorMethod):
-        if options or bounds is not None:
-            given = next(iter(options), "bounds")
+        if options or bounds is not None or regularization is not None:
+            given = next(iter(options), "bounds" if bounds is not None else "regularization")
             raise ConfigError(f"minimize: {given} is a setting of the method: give it to {type(method).__name__}")
         return limits, method
     if method not in METHODS:
@@ -231,8 +233,10 @@ def _settings(
     if unknown := sorted(options.keys() - known):
         raise ConfigError(
             f"minimize: options[{unknown[0]!r}] is unknown{nearest(unknown[0], known)}: {method!r} has "
-            f"{', '.join(sorted(known - {'bounds'}))}, maxiter, maxfun"
+            f"{', '.join(sorted(known - {'bounds', 'regularization'}))}, maxiter, maxfun"
         )
+    if regularization is not None:
+        options["regularization"] = regularization
     if bounds is not None:
         if "bounds" not in known:
             raise ConfigError(f"minimize: method={method!r} has no bounds; 'l-bfgs' has")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
-from mpizero.errors import ConfigError
+from mpizero.errors import ConfigError, NonFiniteError
 from mpizero.optim.vectors.method import MethodProgress
 from mpizero.optim.vectors.run import VectorRun
 from mpizero.optim.vectors.space import TRIAL
 from mpizero.parallel.config import ShardingConfig
+from mpizero.parallel.optimizer.regularized import RegularizedGradient
 from mpizero.parallel.optimizer.sharded_update import Updater
 from mpizero.parallel.optimizer.sharded_vectors import ShardedVectors
 from mpizero.types import Array
@@ -28,18 +30,42 @@ class VectorUpdater(Updater):
         super().__init__(*args)
         self.vectors = ShardedVectors(self, self.optimizer.bounds)
         self.method = VectorRun(self.optimizer, self.vectors)
+        terms = self.optimizer.regularization
+        _, store, scope = args
+        self._regularized = (
+            None if terms is None else RegularizedGradient(terms, store, self.pieces, replicated=scope.replicated)
+        )
 
     def update(self, reduced: Array, threads: int, loss: float) -> None:
         """Take the loss and its reduced gradient at the parameters, and set the parameters to the next ones.
 
         Collective over all ranks.
+
+        Raises
+        ------
+        NonFiniteError
+            If the regularization of the start values is infinite or NaN.
         """
         self.vectors.threads = threads
         for run in self.runs:
             np.copyto(self.state[TRIAL][run.state : run.state + run.size], reduced[run.gradient :][: run.size])
-        self.method.advance(loss)
+        loss = self._with_terms(loss)
+        if math.isfinite(loss):
+            self.method.advance(loss)
+        elif not self.method.retry() and self.method.progress.stage == "first":
+            raise NonFiniteError("the regularization of the start values, or its gradient, is not finite")
         self._take_averages(self._parameters(), reduced)
         self._made()
+
+    def _with_terms(self, loss: float) -> float:
+        """Add the regularization to ``TRIAL``, which is a gradient or a product, and to the loss. Collective."""
+        if self._regularized is None:
+            return loss
+        progress = self.method.progress
+        if progress.stage == "product" and self.optimizer.exact:
+            self._regularized.add_products(self.state[progress.along], self.state[TRIAL])
+            return loss
+        return loss + self._regularized.add(self.state[TRIAL])
 
     def reset(self) -> None:
         """Set state, step count and progress to those before the first step. Not collective."""

@@ -27,6 +27,7 @@ from mpizero.types import Array
 #: MPI tags of messages with elements of gradients, of parameters, and of updated parameters.
 _GRADIENT, _PARAMETER, _UPDATED = 1, 2, 3
 
+
 class WholeTensors:
     """Exchange the elements of whole tensors with their owners, and update those that this rank owns.
 
