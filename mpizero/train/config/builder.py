@@ -16,15 +16,16 @@ from mpizero.parallel import HybridShardedModel, ShardedModelBase, ShardingConfi
 from mpizero.train.config.model_and_data import (
     build_model,
     build_source,
-    check_samples,
     data_fingerprint,
     task_of,
     units_per_sample,
     user_functions,
     users_modules,
+    with_batch,
 )
 from mpizero.train.config.parallel_section import ParallelSection
 from mpizero.train.config.sections import Config, OptimizerSection
+from mpizero.train.config.vector_sections import VectorMethodSection
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def build(config: Config, comm: Communicator) -> Iterator[TrainingJob]:
     with users_modules(config):
         with all_ranks(comm):
             source, validation = build_source(config)
-            check_samples(config, source)
+            config = with_batch(config, source)
             wrapped = build_model(config, source, validation)
             fingerprint = data_fingerprint(source)
             held = data_fingerprint(validation) if len(validation) else ""
@@ -141,11 +142,14 @@ def lay_out(model: Any, optimizer: Any, parallel: ParallelSection, sharding: Sha
 
 
 def build_optimizer(config: Config) -> Any:
-    """Build the optimizer with its learning rate schedule.
+    """Build the optimizer, with its learning rate schedule if it has one.
 
     Not collective.
     """
     section = config.optimizer
+    if isinstance(section, VectorMethodSection):
+        methods = {"l-bfgs": optim.LBFGS, "cg": optim.NonlinearCG, "newton-cg": optim.NewtonCG}
+        return methods[section.name](**{k.name: getattr(section, k.name) for k in fields(section) if k.name != "name"})
     kinds = {
         "sgd": optim.SGD,
         "adam": optim.Adam,
