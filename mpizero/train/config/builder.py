@@ -11,8 +11,10 @@ from mpizero import optim
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.equality import agree_equal
-from mpizero.layout import Grains
+from mpizero.errors import ConfigError
+from mpizero.layout import FlatLayout, Grains
 from mpizero.parallel import HybridShardedModel, ShardedModelBase, ShardingConfig, distribute
+from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.train.config.model_and_data import (
     build_model,
     build_source,
@@ -25,7 +27,7 @@ from mpizero.train.config.model_and_data import (
 )
 from mpizero.train.config.parallel_section import ParallelSection
 from mpizero.train.config.sections import Config, OptimizerSection
-from mpizero.train.config.vector_sections import VectorMethodSection
+from mpizero.train.config.vector_sections import LbfgsSection, VectorMethodSection
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,8 @@ def build(config: Config, comm: Communicator) -> Iterator[TrainingJob]:
             source, validation = build_source(config)
             config = with_batch(config, source)
             wrapped = build_model(config, source, validation)
+            optimizer = build_optimizer(config)
+            _check_bounds(config, optimizer, wrapped)
             fingerprint = data_fingerprint(source)
             held = data_fingerprint(validation) if len(validation) else ""
             task = task_of(wrapped)
@@ -111,7 +115,7 @@ def build(config: Config, comm: Communicator) -> Iterator[TrainingJob]:
             comm, lambda: {"the training data": fingerprint[:16], "the validation data": held[:16]}, "agree data"
         )
         sharding = build_sharding(config, comm)
-        with lay_out(wrapped, build_optimizer(config), config.parallel, sharding) as model:
+        with lay_out(wrapped, optimizer, config.parallel, sharding) as model:
             model.reserve(config.train.global_batch)
             yield TrainingJob(
                 config=config,
@@ -129,6 +133,16 @@ def build(config: Config, comm: Communicator) -> Iterator[TrainingJob]:
                 code=code,
             )
         sharding.close()
+
+
+def _check_bounds(config: Config, optimizer: Any, model: Any) -> None:
+    """Raise a SettingError if bounds are for parameters that the model does not have. Not collective."""
+    if not isinstance(config.optimizer, LbfgsSection):
+        return
+    try:
+        optimizer.check_names([entry.spec.name for entry in FlatLayout.build(blocks_of(model)).parameters])
+    except ConfigError as error:
+        raise config.optimizer.reject("bounds", str(error).partition("bounds: ")[2]) from None
 
 
 def lay_out(model: Any, optimizer: Any, parallel: ParallelSection, sharding: ShardingConfig) -> ShardedModelBase:

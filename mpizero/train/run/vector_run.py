@@ -60,7 +60,7 @@ class MethodWatch:
 
     @property
     def progress(self) -> MethodProgress | None:
-        """What the method has reached; None if there is no such method. Not collective."""
+        """The progress of the method; None if there is no such method. Not collective."""
         updater = self._model.engine.updater
         return None if updater is None or updater.method is None else updater.method.progress
 

@@ -164,9 +164,13 @@ def test_bounds_are_those_of_the_file(fits):
     assert first @ y / (first @ first) < 0.5, "the bound is needed"
     assert a == 0.5
     assert b == pytest.approx(float(second @ (y - 0.5 * first) / (second @ second)), rel=1e-9)
-    wrong = fit(fits, 2, "optimizer.bounds={c=[0, 1]}")
+    (fits.folder / "fit.toml").write_text(fit_of + bounded.replace('"a"', "c"))
+    wrong = fit(fits, 2)
     assert wrong.status == 78
-    assert wrong.told == ["ConfigError: LBFGS: bounds: 'c' fits the name of no parameter; there are a, b"]
+    assert wrong.told == [
+        "ConfigError: fit.toml:9: optimizer.bounds = {c = [0.5, (not given)], b* = [(not given), (not given)]}: 'c' "
+        "fits the name of no parameter; there are a, b"
+    ]
 
 
 def test_a_loss_that_is_not_finite_at_the_start_ends_the_run_and_keeps_no_copies_of_all_samples(fits):
@@ -366,6 +370,20 @@ def test_callbacks_see_the_iterate_and_change_no_bit(tmp_path):
         return results[0].parameters_sha256, results[0].loss
 
     assert len({rank for size in (1, 3) for rank in run_in_threads(size, work)}) == 1
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("optimizer", [mz.LBFGS(gtol=1e-8), mz.NewtonCG(gtol=1e-8)], ids=["l-bfgs", "newton-cg"])
+def test_a_fit_that_resumes_has_the_bits_of_one_process_over_mpi(world, tmp_path, optimizer):
+    shared = Path(world.broadcast_object(str(tmp_path)))
+    with trainer(tmp_path / "alone", optimizer=optimizer) as one:
+        alone = one.fit()
+    with trainer(shared, world, optimizer=optimizer, steps=5, strategy="zero3") as one:
+        one.fit()
+    with trainer(shared, world, optimizer=optimizer, strategy="zero1") as one:
+        found = one.resume()
+    same = ("parameters_sha256", "loss", "steps", "stopped", "method")
+    assert [getattr(found, key) for key in same] == [getattr(alone, key) for key in same]
 
 
 def test_it_takes_the_iterates_of_minimize(tmp_path):
