@@ -242,6 +242,20 @@ def batches(
     return Batches(source, config, global_batch, seed, steps, consumed, group=group, prefetch=prefetch)
 
 
+def whole_batch(
+    source: Source, config: BatchConfig | BatchModel, *, group: Communicator | None = None
+) -> tuple[Any, Any]:
+    """Read and return this rank's part ``(x, y)`` of the global batch of all samples, in the order of the source.
+
+    Collective over the ranks of ``config``, which, as ``group``, is as for :func:`batches`.
+    """
+    comm, group = ranks_of(config, group)
+    own = Grains(len(source), config.grain_size(len(source))).samples_of(group.rank, group.size)
+    with all_ranks(comm):
+        x, y = source.samples(np.arange(own.start, own.stop))
+    return x, y
+
+
 def _check(source: Source | OnlineSource, comm: Communicator, settings: dict[str, Any]) -> None:
     """Raise an error if the arguments of :func:`batches` cannot be used. Not collective."""
     if not isinstance(source, Source | OnlineSource):

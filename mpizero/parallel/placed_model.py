@@ -243,7 +243,7 @@ class PlacedModel:
             scope = UpdateScope(self.exchange.replicated, not self.reducer.waves, self.global_sums, self.ties)
             averaging = optim.averaging(optimizer, self.config.ema)
             if averaging.needs_vectors:
-                check_vector_method(optimizer, self.config, scaled=loss_scale is not None)
+                check_vector_method(optimizer, self.config, self.model, scaled=loss_scale is not None)
             self.updater = self.compute_device.updater(averaging, self.store, scope)
         self.integrity.watch(self.updater)
         self.grain_rule = self.config.grain_rule(self.model)

@@ -22,6 +22,7 @@ from mpizero.train.config.builder import build_optimizer, build_sharding
 from mpizero.train.config.model_and_data import model_and_sample
 from mpizero.train.config.sections import Config
 from mpizero.train.config.setting_checks import check_option, optional
+from mpizero.train.config.vector_sections import VectorMethodSection
 from mpizero.validation import positive, whole
 
 if TYPE_CHECKING:
@@ -107,7 +108,9 @@ def plan(config: Config, request: PlanRequest) -> PlannedRun:
         For every error in configuration or data for which the training itself would raise it.
     """
     config.parallel.check_ranks(request.ranks)
-    model, x, y = model_and_sample(config)
+    if request.machine is not None and isinstance(config.optimizer, VectorMethodSection):
+        raise config.optimizer.reject("name", "plan --machine expects no seconds of it: what a step computes varies")
+    config, model, x, y = model_and_sample(config)
     parallel = config.parallel
     sharding = build_sharding(config, cast("Communicator", "self"))  # whose ranks are never asked for
     training = TrainingPlan(
@@ -204,6 +207,8 @@ class PlannedRun:
         training = self.training
         if training.not_counted and self.request.memory_per_node is not None:
             yield f"what is not counted must fit --memory-per-node, too: {training.not_counted}"
+        if isinstance(self.config.optimizer, VectorMethodSection):
+            yield f"the small messages of {self.config.optimizer.name}'s dot products are not counted: they vary"
         axes, grains = training.axes, training.grains
         if idle := training.idle:
             who = f"{axes.data} {'ranks' if axes.size == axes.data else 'replicas'}"

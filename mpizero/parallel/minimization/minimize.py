@@ -15,8 +15,8 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.comm.calls import agree_on_call
 from mpizero.comm.equality import agree_arrays, agree_equal
 from mpizero.data import ArraySource
+from mpizero.data.batches import whole_batch
 from mpizero.errors import ArgumentError, ConfigError
-from mpizero.layout import Grains
 from mpizero.names import explains, nearest
 from mpizero.optim.vectors.method import MethodProgress
 from mpizero.parallel.execution.black_box import BlackBoxEvaluator
@@ -107,16 +107,14 @@ def minimize(
         Called on all ranks after every iteration with a :class:`MinimizeResult`, when the model is at the iterate. The
         minimization ends if it raises StopIteration, on any rank.
     options : dict or None
-        "maxiter" and "maxfun", the most iterations and evaluations (15,000 each), and settings of the method, such as
-        "history", "gtol" and "ftol".
+        "maxiter" and "maxfun", the most iterations and evaluations (15,000 each), and settings of the method.
     resume : path or None
         A checkpoint that ``model.save_model`` has written, in a callback for example: the minimization goes on there.
 
     Raises
     ------
     ConfigError
-        If the method or an option is unknown, a bound or term does not fit, or ranks differ in them or in the data (of
-        arrays, evenly chosen samples are compared).
+        If the method or an option is unknown, a bound or term does not fit, or ranks differ in them or in the data.
     NonFiniteError
         If the loss or its gradient at the start values is infinite or NaN.
     """
@@ -133,7 +131,7 @@ def minimize(
     model.optimizer_class(chosen, model.config).set_model(model)
     if resume is not None:
         model.load_model(resume)
-    x, y = _own_samples(model, source)
+    x, y = whole_batch(source, model)
     return _Minimization(model, x, y, callback).run(**limits)
 
 
@@ -248,12 +246,3 @@ def _as_source(data: Any) -> Any:
     if data is None:
         return ArraySource(np.zeros((1, 1)), np.zeros((1, 1)))
     return ArraySource(*data) if isinstance(data, tuple) else data
-
-
-def _own_samples(model: ShardedModelBase, source: Any) -> tuple[Any, Any]:
-    """Read this rank's part of all samples. Collective."""
-    group = model.batch_group
-    part = Grains(len(source), model.grain_size(len(source))).samples_of(group.rank, group.size)
-    with all_ranks(model.config.communicator):
-        x, y = source.samples(np.arange(part.start, part.stop))
-    return x, y

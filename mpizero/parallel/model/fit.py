@@ -12,9 +12,10 @@ from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.equality import agree_arrays, agree_equal
 from mpizero.data import ArraySource, Source, batches
-from mpizero.errors import DataError, NonFiniteError
+from mpizero.errors import ConfigError, DataError, NonFiniteError
 from mpizero.layout import Grains
 from mpizero.names import explains
+from mpizero.optim import VectorMethod
 from mpizero.parallel.model.best_parameters import BestParameters
 from mpizero.sampletree import SampleTree
 from mpizero.text import notice
@@ -111,6 +112,11 @@ class OptimizationResult:
 def run_loop(optimizer: ShardedOptimizer, data: Any, options: OptimizationOptions) -> OptimizationResult:
     """Run the loop of ``optimizer.optimize`` and return its result. Collective."""
     model, comm, config = optimizer.model, optimizer.config.communicator, optimizer.config
+    if isinstance(optimizer.wrapped_optimizer, VectorMethod):
+        name = type(optimizer.wrapped_optimizer).__name__
+        raise ConfigError(
+            f"optimize: {name} needs all samples in every step, not batches of some: use mz.minimize or mz.Trainer"
+        )
     train, valid = _same_data(comm, data, options)
     agree_equal(comm, lambda: {"the options of optimize": options}, "optimize")
     batch = min(options.batch_size, len(train))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpizero.errors import ConfigError, NonFiniteError
+from mpizero.nn import unfrozen
 from mpizero.optim.vectors.method import MethodProgress
 from mpizero.optim.vectors.run import VectorRun
 from mpizero.optim.vectors.space import TRIAL
@@ -73,23 +74,24 @@ class VectorUpdater(Updater):
         self.method.progress = MethodProgress()
 
 
-def check_vector_method(optimizer: Any, config: ShardingConfig, *, scaled: bool) -> None:
+def check_vector_method(optimizer: Any, config: ShardingConfig, model: Any, *, scaled: bool) -> None:
     """Check that a training can use a method of whole vectors, whose line searches need the exact loss and gradient.
 
-    ``scaled`` tells whether there is a loss scale.
+    ``model`` is the user's. ``scaled`` tells whether there is a loss scale.
 
     Raises
     ------
     ConfigError
         If a setting does not go together with the method. The message names it.
     """
-    name = type(optimizer).__name__
+    name, dropout = type(optimizer).__name__, getattr(unfrozen(model), "dropout", 0.0)
     clash = {
         f"clip={config.clip}": config.clip is not None,
         f"ema={config.ema}": config.ema is not None,
         f"gradient_compression={config.gradient_compression!r}": config.gradient_compression is not None,
         f"device={config.device!r}": config.device != "cpu",
         "a loss scale": scaled,
+        f"the model's dropout={dropout}": isinstance(dropout, float) and dropout > 0.0,
     }
     for setting, given in clash.items():
         if given:

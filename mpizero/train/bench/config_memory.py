@@ -24,9 +24,9 @@ from mpizero.train.config.builder import build_optimizer, build_sharding, lay_ou
 from mpizero.train.config.model_and_data import (
     build_model,
     build_source,
-    check_samples,
     model_and_sample,
     users_modules,
+    with_batch,
 )
 from mpizero.train.config.sections import Config
 from mpizero.train.plan import PlanRequest, plan
@@ -51,7 +51,7 @@ def measure_config(
     with users_modules(config):
         with all_ranks(comm):
             source, validation = build_source(config)
-            check_samples(config, source)
+            config = with_batch(config, source)
         for number, (sharing, strategy) in enumerate(product(shared, names)):
             parallel = replace(config.parallel, strategy=strategy, share_node_memory=sharing)
             run = _ConfigRun(replace(config, parallel=parallel), (source, validation), comm)
@@ -72,7 +72,7 @@ def checkpoint_bytes(config: Config) -> int:
     Not collective.
     """
     with users_modules(config):
-        model, _, _ = model_and_sample(config)
+        _, model, _, _ = model_and_sample(config)
     specs = [entry.spec for entry in FlatLayout.build(blocks_of(model)).parameters]
     optimizer = averaging(build_optimizer(config), config.train.ema)
     elements: int = sum(spec.size + state_size(optimizer, spec) for spec in specs)

@@ -17,9 +17,11 @@ from mpizero.nn import GPT
 from mpizero.nn.models.efficient_batch import efficient_samples
 from mpizero.planning.machine_file import MatrixProduct
 from mpizero.train.bench.rounds import alone, together
+from mpizero.train.config.model_and_data import build_source, with_batch
 from mpizero.train.config.model_sections import GptSection
 from mpizero.train.config.sections import Config
 from mpizero.train.config.setting_checks import check_option, shown
+from mpizero.train.config.vector_sections import VectorMethodSection
 from mpizero.types import Array
 from mpizero.validation import whole
 
@@ -61,6 +63,8 @@ class ProductShapes:
     def of(cls, config: Config) -> ProductShapes:
         """Return the sizes of a configuration's transformer and its micro-batches. Not collective.
 
+        The data are opened only for a method of whole vectors, whose batch are all samples.
+
         Raises
         ------
         ConfigError
@@ -73,6 +77,8 @@ class ProductShapes:
             )
         gpt = GPT(section.dim, section.layers, section.heads, section.sequence, vocabulary=_VOCABULARY)
         rule = GrainRule(train.micro_batch, train.accumulate, efficient_samples(gpt))
+        if isinstance(config.optimizer, VectorMethodSection):
+            train = with_batch(config, build_source(config)[0]).train
         batch = rule.micro_size(train.global_batch)
         return cls(section.dim, section.heads, section.sequence, batch, section.dtype)
 

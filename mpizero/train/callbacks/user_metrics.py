@@ -34,6 +34,9 @@ RESERVED = (
     "accuracy",
     "tokens_per_second",
     "samples_per_second",
+    "iteration",
+    "iterate_loss",
+    "largest_gradient",
 )
 
 

@@ -51,7 +51,8 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         dest="overrides",
-        help="replace a setting of the file; a TOML value, or a bare word; may be given many times",
+        help="replace a setting of the file; a TOML value, or a bare word; may be given many times. optimizer.name is "
+        "sgd, adam, adamw, rmsprop, lion, lamb, muon, soap, l-bfgs, cg or newton-cg",
     )
 
 

@@ -11,20 +11,23 @@ from mpizero import optim
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.equality import agree_equal
-from mpizero.layout import Grains
+from mpizero.errors import ConfigError
+from mpizero.layout import FlatLayout, Grains
 from mpizero.parallel import HybridShardedModel, ShardedModelBase, ShardingConfig, distribute
+from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.train.config.model_and_data import (
     build_model,
     build_source,
-    check_samples,
     data_fingerprint,
     task_of,
     units_per_sample,
     user_functions,
     users_modules,
+    with_batch,
 )
 from mpizero.train.config.parallel_section import ParallelSection
 from mpizero.train.config.sections import Config, OptimizerSection
+from mpizero.train.config.vector_sections import LbfgsSection, VectorMethodSection
 
 
 @dataclass(frozen=True)
@@ -99,8 +102,10 @@ def build(config: Config, comm: Communicator) -> Iterator[TrainingJob]:
     with users_modules(config):
         with all_ranks(comm):
             source, validation = build_source(config)
-            check_samples(config, source)
+            config = with_batch(config, source)
             wrapped = build_model(config, source, validation)
+            optimizer = build_optimizer(config)
+            _check_bounds(config, optimizer, wrapped)
             fingerprint = data_fingerprint(source)
             held = data_fingerprint(validation) if len(validation) else ""
             task = task_of(wrapped)
@@ -110,7 +115,7 @@ def build(config: Config, comm: Communicator) -> Iterator[TrainingJob]:
             comm, lambda: {"the training data": fingerprint[:16], "the validation data": held[:16]}, "agree data"
         )
         sharding = build_sharding(config, comm)
-        with lay_out(wrapped, build_optimizer(config), config.parallel, sharding) as model:
+        with lay_out(wrapped, optimizer, config.parallel, sharding) as model:
             model.reserve(config.train.global_batch)
             yield TrainingJob(
                 config=config,
@@ -130,6 +135,16 @@ def build(config: Config, comm: Communicator) -> Iterator[TrainingJob]:
         sharding.close()
 
 
+def _check_bounds(config: Config, optimizer: Any, model: Any) -> None:
+    """Raise a SettingError if bounds are for parameters that the model does not have. Not collective."""
+    if not isinstance(config.optimizer, LbfgsSection):
+        return
+    try:
+        optimizer.check_names([entry.spec.name for entry in FlatLayout.build(blocks_of(model)).parameters])
+    except ConfigError as error:
+        raise config.optimizer.reject("bounds", str(error).partition("bounds: ")[2]) from None
+
+
 def lay_out(model: Any, optimizer: Any, parallel: ParallelSection, sharding: ShardingConfig) -> ShardedModelBase:
     """Divide a model and its optimizer over ranks, and return the sharded model.
 
@@ -141,11 +156,14 @@ def lay_out(model: Any, optimizer: Any, parallel: ParallelSection, sharding: Sha
 
 
 def build_optimizer(config: Config) -> Any:
-    """Build the optimizer with its learning rate schedule.
+    """Build the optimizer, with its learning rate schedule if it has one.
 
     Not collective.
     """
     section = config.optimizer
+    if isinstance(section, VectorMethodSection):
+        methods = {"l-bfgs": optim.LBFGS, "cg": optim.NonlinearCG, "newton-cg": optim.NewtonCG}
+        return methods[section.name](**{k.name: getattr(section, k.name) for k in fields(section) if k.name != "name"})
     kinds = {
         "sgd": optim.SGD,
         "adam": optim.Adam,

@@ -15,10 +15,12 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ConfigError
 from mpizero.names import nearest
 from mpizero.train.config.data_sections import DataSection, MadeDataSection
+from mpizero.train.config.loop_section import ALL_SAMPLES
 from mpizero.train.config.model_sections import MODELS, MadeModelSection, ModelSection, NamedModelSection
 from mpizero.train.config.parallel_section import ParallelSection
 from mpizero.train.config.sections import OPTIMIZERS, CheckpointSection, Config, OptimizerSection, TrainSection
 from mpizero.train.config.setting_checks import SettingError, rejected, shown
+from mpizero.train.config.vector_sections import VectorMethodSection
 
 Tables = dict[str, dict[str, Any]]
 _CONFIG_LIMIT = 1 << 20
@@ -205,6 +207,8 @@ def config_of(tables: Tables, folder: str = ".") -> Config:
         if section not in tables:
             raise SettingError(section, f"[{section}] is missing: it has no default")
     optimizer = _chosen(tables, "optimizer", OptimizerSection, OPTIMIZERS, "adamw")
+    if issubclass(optimizer, VectorMethodSection):  # their number is known when the data are open
+        tables = tables | {"train": {"global_batch": ALL_SAMPLES} | tables.get("train", {})}
     return Config(
         model=_model(tables),
         data=MadeDataSection.of(tables["data"]) if "make" in tables["data"] else _section(DataSection, tables),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from mpizero.train.config.model_sections import GptSection, MadeModelSection, Ml
 from mpizero.train.config.sections import Config
 from mpizero.train.config.setting_checks import rejected, shown
 from mpizero.train.config.user_function import UserFunction, importable
+from mpizero.train.config.vector_sections import VectorMethodSection
 from mpizero.validation import whole
 
 #: What a model may be for, which says what is told of its validation.
@@ -120,17 +122,26 @@ def returned(made: Any) -> str:
     return f"it returned {kind}"
 
 
-def check_samples(config: Config, source: Any) -> None:
-    """Raise an error if the global batch is larger than the number of training samples in ``source``.
+def with_batch(config: Config, source: Any) -> Config:
+    """Return the configuration with its global batch, which is all of ``source`` for methods of whole vectors.
 
     Not collective.
+
+    Raises
+    ------
+    SettingError
+        If the global batch that was given is larger than the number of training samples, or has to have all of them.
     """
+    if isinstance(config.optimizer, VectorMethodSection):
+        train = config.train.of_all(len(source), f'optimizer.name = "{config.optimizer.name}"')
+        return replace(config, train=train)
     if len(source) < config.train.global_batch:
         raise rejected(
             "train.global_batch",
             config.train.global_batch,
             f"must be at most the number of training samples, which is {len(source)}",
         )
+    return config
 
 
 def _open(section: DataSection, config: Config) -> Any:
@@ -241,18 +252,18 @@ def make_model(config: Config, widths: Sequence[int] | None) -> Any:
     return _frozen(section, mlp)
 
 
-def model_and_sample(config: Config) -> tuple[Any, Any, Any]:
-    """Build the model, and return it with input and target of one sample.
+def model_and_sample(config: Config) -> tuple[Config, Any, Any, Any]:
+    """Return the configuration with its global batch, the model, and input and target of one sample.
 
-    Not collective. The data are opened, unless the model is a GPT, whose samples are known without them.
+    Not collective. The data are opened, unless neither the model, a GPT, nor the batch depends on them.
     """
     section = config.model
-    if isinstance(section, GptSection):
+    if isinstance(section, GptSection) and not isinstance(config.optimizer, VectorMethodSection):
         sample = np.zeros((1, section.sequence), np.int64)
-        return build_model(config), sample, sample
+        return config, build_model(config), sample, sample
     source, validation = build_source(config)
-    check_samples(config, source)
-    return build_model(config, source, validation), *source.samples(np.arange(1))
+    config = with_batch(config, source)
+    return config, build_model(config, source, validation), *source.samples(np.arange(1))
 
 
 def needs_data(config: Config) -> bool:

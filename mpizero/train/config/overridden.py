@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from mpizero.errors import ConfigError
 from mpizero.names import nearest
 from mpizero.train.config.sections import FREE_KEYS, FREE_SECTIONS, LENGTH
+from mpizero.train.config.vector_sections import VECTOR_SECTIONS
 
 #: Settings on which the meaning of what is saved depends: names, shapes, element types, samples consumed.
 _FIXED = (
@@ -19,7 +21,7 @@ _FIXED = (
     "model.start_include",
     "model.start_exclude",
     "model.start_rename",
-    "optimizer.name",
+    *(f"optimizer.{item.name}" for kind in VECTOR_SECTIONS.values() for item in fields(kind)),
     "train.global_batch",
     "train.micro_batch",
     "train.accumulate",

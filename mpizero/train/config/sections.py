@@ -7,7 +7,7 @@ from typing import Any
 
 from mpizero.checkpoint import ALIGNMENT, ALIGNMENT_LIMIT
 from mpizero.train.config.data_sections import DataSection, MadeDataSection
-from mpizero.train.config.loop_section import LoopSection
+from mpizero.train.config.loop_section import ALL_SAMPLES, LoopSection
 from mpizero.train.config.message_settings import compression
 from mpizero.train.config.model_sections import ModelSection
 from mpizero.train.config.parallel_section import ParallelSection
@@ -22,6 +22,7 @@ from mpizero.train.config.setting_checks import (
     shown,
     text,
 )
+from mpizero.train.config.vector_sections import VECTOR_METHODS, VECTOR_SECTIONS, VectorMethodSection
 from mpizero.validation import fraction, number, positive, whole
 
 #: Settings that may differ between a saved run and the run that resumes it: none changes the mathematics (tensor and
@@ -53,6 +54,8 @@ FREE_KEYS = (
 )
 #: The setting with the step at which the learning rate schedule ends.
 LENGTH = "optimizer.schedule_steps"
+#: Names of the optimizers with a learning rate.
+STEPPING = ("sgd", "adam", "adamw", "rmsprop", "lion", "lamb", "muon", "soap")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +78,15 @@ class TrainSection(LoopSection):
     def check_combination(self) -> None:
         """Raise an error for grains larger than the global batch, GPU settings on CPUs, or wrong time limits."""
         super().check_combination()
+        if self.global_batch != ALL_SAMPLES:
+            self._check_grains()
+        if self.validate_ema and self.ema is None:
+            raise self.reject("validate_ema", "needs train.ema, the average of the parameters, such as 0.999")
+        for name in ("optimizer_device", "mixed_precision"):
+            if getattr(self, name) not in (None, "cpu") and self.device == "cpu":
+                raise self.reject(name, 'is for GPUs: set train.device = "cuda" with it')
+
+    def _check_grains(self) -> None:
         if self.micro_batch is not None and self.micro_batch > self.global_batch:
             raise self.reject(
                 "micro_batch", f"must be at most train.global_batch = {self.global_batch}, of which it is a part"
@@ -83,18 +95,13 @@ class TrainSection(LoopSection):
             raise self.reject(
                 "accumulate", f"makes grains of {grain} samples, more than train.global_batch = {self.global_batch}"
             )
-        if self.validate_ema and self.ema is None:
-            raise self.reject("validate_ema", "needs train.ema, the average of the parameters, such as 0.999")
-        for name in ("optimizer_device", "mixed_precision"):
-            if getattr(self, name) not in (None, "cpu") and self.device == "cpu":
-                raise self.reject(name, 'is for GPUs: set train.device = "cuda" with it')
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSection(ConfigSection):
-    """Hold the settings that all optimizers have; subclasses add their own."""
+    """Hold the settings of all optimizers with a learning rate; subclasses add their own."""
 
-    name: str = setting("adamw", choice("sgd", "adam", "adamw", "rmsprop", "lion", "lamb", "muon", "soap"))
+    name: str = setting("adamw", choice(*STEPPING, *VECTOR_METHODS))
     lr: float = setting(3e-4, positive)
     schedule: str = setting("constant", choice("constant", "linear", "cosine"))
     schedule_steps: int | None = setting(None, optional(whole(1)))
@@ -230,7 +237,7 @@ class CheckpointSection(ConfigSection):
             )
 
 
-OPTIMIZERS: dict[str, type[OptimizerSection]] = {
+OPTIMIZERS: dict[str, type[OptimizerSection | VectorMethodSection]] = {
     "sgd": SgdSection,
     "adam": AdamSection,
     "adamw": AdamwSection,
@@ -239,6 +246,7 @@ OPTIMIZERS: dict[str, type[OptimizerSection]] = {
     "lamb": LambSection,
     "muon": MuonSection,
     "soap": SoapSection,
+    **VECTOR_SECTIONS,
 }
 
 
@@ -253,16 +261,13 @@ class Config:
     data: DataSection | MadeDataSection
     parallel: ParallelSection = ParallelSection()
     train: TrainSection = TrainSection()
-    optimizer: OptimizerSection = AdamwSection()
+    optimizer: OptimizerSection | VectorMethodSection = AdamwSection()
     checkpoint: CheckpointSection = CheckpointSection()
     folder: str = "."
 
     def __post_init__(self) -> None:
         """Raise an error for sections that do not fit together."""
-        length, given = self.optimizer.schedule_steps or self.train.steps, self.optimizer.schedule_steps is not None
-        if self.optimizer.warmup > length:
-            whose = "optimizer.schedule_steps" if given else "train.steps"
-            raise self.optimizer.reject("warmup", f"must be at most {whose} = {length}")
+        self._check_optimizer()
         dtype = getattr(self.model, "dtype", "float32")  # a model that a function makes is looked at when it is made
         if self.train.mixed_precision is not None and dtype != "float32":
             raise self.train.reject("mixed_precision", f"needs model.dtype = float32, it is {dtype}")
@@ -272,6 +277,18 @@ class Config:
         if self.checkpoint.best is not None and not self.train.validate_every:
             raise self.checkpoint.reject("best", "is chosen by validations: set train.validate_every > 0 with it")
         self.model.check_layout(self.parallel)
+
+    def _check_optimizer(self) -> None:
+        optimizer, train = self.optimizer, self.train
+        if isinstance(optimizer, VectorMethodSection):
+            optimizer.check_run(train, self.model)
+            return
+        if train.global_batch == ALL_SAMPLES:
+            raise train.reject("global_batch", "must be a whole number >= 1")
+        length, given = optimizer.schedule_steps or train.steps, optimizer.schedule_steps is not None
+        if optimizer.warmup > length:
+            whose = "optimizer.schedule_steps" if given else "train.steps"
+            raise optimizer.reject("warmup", f"must be at most {whose} = {length}")
 
     def with_tiles(self, tiles: dict[str, int] | None) -> Config:
         """Return this configuration with ``parallel.tiles``; itself if these are the sizes of its groups, or None."""

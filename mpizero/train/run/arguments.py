@@ -15,14 +15,16 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.comm.equality import agree_equal
 from mpizero.data import OnlineSource, Source
 from mpizero.errors import ArgumentError, ConfigError, DataError
+from mpizero.fingerprint import Fingerprint
 from mpizero.layout.flat import joined
 from mpizero.names import nearest, shown
+from mpizero.optim.vectors.bounds import Bounds
 from mpizero.parallel import ShardedModelBase, ShardingConfig
 from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.train.callbacks.callback import check_callbacks, state_name
 from mpizero.train.callbacks.user_metrics import check_metrics
 from mpizero.train.config.builder import lay_out
-from mpizero.train.config.loop_section import LoopSection
+from mpizero.train.config.loop_section import ALL_SAMPLES, LoopSection
 from mpizero.train.config.model_and_data import data_fingerprint, task_of, units_per_sample
 from mpizero.train.config.parallel_section import ParallelSection
 from mpizero.train.config.sections import CheckpointSection
@@ -210,8 +212,9 @@ class TrainerArguments:
         with all_ranks(comm):
             self._check(ranks)
             layout = parallel_section(self.strategy, self.parallel)
-            loop, checkpoints = sections_of(self.run, self.settings)
+            loop, checkpoints = sections_of(self.run, self._settings)
             source, validation = sources_of(self.source, self.validation, loop.global_batch)
+            loop = self._with_batch(loop, source)
             check_validation(loop, checkpoints, validation, ranks.ema)
             metrics, callbacks = check_metrics(self.metrics or {}), check_callbacks(self.callbacks or ())
             require("Trainer: progress", self.progress, flag)
@@ -233,6 +236,49 @@ class TrainerArguments:
             callbacks=callbacks,
             shows_progress=self.progress,
         )
+
+    @property
+    def _method(self) -> optim.VectorMethod | None:
+        """The method of whole vectors that trains the model; None if the optimizer is another."""
+        given = self.model.optimizer if self.is_sharded else self.optimizer
+        found = getattr(given, "wrapped_optimizer", given)
+        return found if isinstance(found, optim.VectorMethod) else None
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """The arguments of loop and checkpoints; without ``global_batch``, a method of whole vectors takes all samples.
+
+        Raises
+        ------
+        ArgumentError
+            If any other optimizer is given no ``global_batch``.
+        """
+        if self.settings["global_batch"] is not None:
+            return dict(self.settings)
+        if self._method is None:
+            raise ArgumentError("Trainer: global_batch is missing: give the number of samples of a step, such as 64")
+        return {**self.settings, "global_batch": ALL_SAMPLES}
+
+    def _with_batch(self, loop: LoopSection, source: Source | OnlineSource) -> LoopSection:
+        """Return the settings of the loop with the number of samples of a step. Not collective.
+
+        Raises
+        ------
+        ConfigError
+            If a method of whole vectors does not get the same samples in every step.
+        """
+        method = self._method
+        if method is None:
+            if loop.global_batch == ALL_SAMPLES:
+                raise ConfigError("Trainer: global_batch=0: expected a whole number >= 1")
+            return loop
+        name = type(method).__name__
+        if isinstance(source, OnlineSource):
+            raise ConfigError(f"Trainer: {name} needs the same samples in every step; an OnlineSource gives each once")
+        if isinstance(method, optim.NewtonCG) and method.exact:
+            raise ConfigError(f"Trainer: {name}(exact=True): only mz.minimize takes products of the model")
+        with plain_settings():
+            return loop.of_all(len(source), name)
 
     def _check(self, ranks: ShardingConfig) -> None:
         given = {name: getattr(self, name) for name in ("config", "optimizer", "strategy", "parallel")}
@@ -304,8 +350,13 @@ def _model_settings(wrapped: Any) -> dict[str, Any]:
 
 def _optimizer_settings(optimizer: Any) -> dict[str, Any]:
     """Return the settings of the library's own optimizers, but for the learning rate, which a load compares itself."""
-    if not isinstance(optimizer, optim.FlatOptimizer):
+    if not isinstance(optimizer, optim.FlatOptimizer | optim.VectorMethod):
         return {"name": type(optimizer).__name__}
     own = {name: value for name, value in vars(optimizer).items() if name != "lr" and not name.startswith("_")}
-    simple = {name: value if isinstance(value, int | float | str | None) else str(value) for name, value in own.items()}
-    return {"name": type(optimizer).__name__, **simple}
+    return {"name": type(optimizer).__name__, **{name: _recorded(value) for name, value in own.items()}}
+
+
+def _recorded(value: Any) -> int | float | str | None:
+    if isinstance(value, Bounds):  # which may hold large arrays
+        return Fingerprint().digest(value).hex()
+    return value if isinstance(value, int | float | str | None) else str(value)

@@ -28,6 +28,7 @@ from mpizero.train.run.run_folder import DECISION, RunFolder
 from mpizero.train.run.saver import Saver
 from mpizero.train.run.setup import RunSetup
 from mpizero.train.run.validation import validate
+from mpizero.train.run.vector_run import MethodWatch, SameBatch
 from mpizero.train.stopping.stop_requests import StopDecision, StopRequests
 from mpizero.train.stopping.wall_time import WallTime
 
@@ -85,6 +86,7 @@ class TrainingLoop:
         self.saver = Saver(setup, folder, self.control, clock, progress.say)
         self.saver.on_saved = lambda path: self.callbacks.call("on_checkpoint", self.host, path)
         self.numbers = NumberWatch(setup, folder, progress)
+        self.method = MethodWatch(setup.model)
         self.overrides: list[dict[str, Any]] = []
         self._failure: MpizeroError | None = None
 
@@ -113,6 +115,7 @@ class TrainingLoop:
                 raise self._failure
             if decision is StopDecision.STOP and self.control.rank == 0:
                 self.folder.obey_stop()
+        self.method.show_iterate()
         if not self._complete:
             self.callbacks.call("on_end", self.host, None)
             return None
@@ -128,12 +131,15 @@ class TrainingLoop:
             self.callbacks.reason = "the producers have ended"
             return StopDecision.GO_ON
         x, y = batch
+        self.method.go_on()
         self.stop.ask(self.saver.busy)
         model.train(x, y, epoch=stream.epoch)
         decision = self.stop.answer()
         self.step += 1
         seconds = time.perf_counter() - started
-        more = self.numbers.see(self.step, model.last_step, (x, y))
+        more = self.numbers.see(self.step, model.last_step, (x, y)) | self.method.figures()
+        if self.setup.callbacks or self._validation_due() or self._checkpoint_due(decision):
+            self.method.show_iterate()
         self._finish_step(model.last_step, seconds, more)
         self.clock.worked(time.perf_counter() - started)
         if self.stop.all_finished:
@@ -151,6 +157,8 @@ class TrainingLoop:
     @property
     def reason(self) -> str:
         """The reason for which the run ends before its last step; "" if it does not. The same on every rank."""
+        if self.method.reason:
+            return self.method.reason
         if self.improvement is not None and self.improvement.exhausted:
             return self.improvement.reason
         return self.callbacks.reason
@@ -170,6 +178,7 @@ class TrainingLoop:
             if self.control.rank == 0:
                 self._move_aside([] if start is None else start.newer)
                 self.folder.continue_metrics(self.step)
+        self.method.begin()
         self.saver.start(self.step, None if self.improvement is None else self.improvement.step)
         self.progress.begin(self.step)
         self.progress.say(setup.described())
@@ -206,7 +215,9 @@ class TrainingLoop:
     def _nothing_left(self) -> str:
         """Return a message about a resumed run that has reached its end already, with the way on."""
         way_on = "more steps train on"
-        if self.callbacks.reason:
+        if self.method.reason:
+            way_on = "another run may start from its parameters"
+        elif self.callbacks.reason:
             way_on = f"{self.setup.record.wording.resume_from.format(self.step)} trains on from there"
         elif self.reason:
             way_on = "a larger patience trains on"
@@ -222,6 +233,8 @@ class TrainingLoop:
 
     def _batches(self) -> Any:
         setup, loop = self.setup, self.setup.loop
+        if setup.takes_all:
+            return SameBatch(setup.source, setup.model)
         return batches(
             setup.source,
             setup.model,
@@ -233,13 +246,13 @@ class TrainingLoop:
         )
 
     def _finish_step(self, report: StepReport, seconds: float, more: Mapping[str, Any]) -> None:
-        self.loss = report.loss
+        self.loss = report.loss if self.method.loss is None else self.method.loss
         self.losses.append(report.loss)
         rate = self.speed.step(self.setup.loop.global_batch * self.setup.record.units_per_sample, seconds)
         line: dict[str, Any] = {
             "step": self.step,
             "loss": finite(report.loss),
-            "learning_rate": report.learning_rate,
+            "learning_rate": finite(report.learning_rate),
             "gradient_norm": finite(report.gradient_norm),
             f"{self.speed.unit}_per_second": rate,
             "bytes_sent": report.bytes_sent,
@@ -253,7 +266,7 @@ class TrainingLoop:
         if report.buckets_tried:
             tried = ", ".join(f"{size:g}" for size in report.buckets_tried)
             self.progress.say(f"bucket_mb = {report.bucket_mb:g} from now on (tried {tried})")
-        shown = ["loss", f"{self.speed.unit}_per_second"]
+        shown = [*(self.method.figures() or ["loss"]), f"{self.speed.unit}_per_second"]
         self.figures = line
         self.callbacks.call("on_step", self.host, report)
         self._is_best = False
@@ -308,6 +321,8 @@ class TrainingLoop:
         if self.saver.step != self.step:
             self._save(wait=True)
         setup, best = self.setup, self.improvement
+        if self.losses and (told := self.method.told()):
+            self.progress.say(told)
         result = TrainingResult(
             steps=self.step,
             loss=finite(self.loss),
@@ -321,7 +336,8 @@ class TrainingLoop:
             losses=self.losses,
             overrides=tuple(self.overrides),
             validations=tuple(self.validations),
-            stopped=self.reason if self.step < setup.loop.steps else "",
+            stopped=self.method.reason or (self.reason if self.step < setup.loop.steps else ""),
+            method=self.method.result(),
             best=None if best is None or best.value is None else self._best(best),
         )
         decision = {DECISION: self.callbacks.reason} if self.callbacks.reason else {}

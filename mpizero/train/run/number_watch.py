@@ -88,7 +88,8 @@ class NumberWatch:
         """Check a step; return entries for its line of metrics, empty if nothing is unusual.
 
         ``batch`` holds the samples of this rank. If the step was skipped, they are written to the run's folder, and the
-        call is collective over the run's ranks; samples are not kept if only the loss scale was too high.
+        call is collective over the run's ranks; samples are not kept if only the loss scale was too high, or if every
+        step has all of them.
 
         Raises
         ------
@@ -96,18 +97,18 @@ class NumberWatch:
             After too many skipped steps in a row, not counting steps after which the loss scale was lowered.
         """
         if skipped := self._skipped.told(report):
-            kept = "" if report.backing_off else self._keep(step, batch)
+            kept = "" if report.backing_off or self.setup.takes_all else self._keep(step, batch)
             if self._policy.warn:
                 self.progress.say("; ".join(filter(None, (skipped, kept))))
             if self._policy.callback is not None:
                 self._policy.callback(report)
-            self._skipped.enforce(
-                report,
-                "lower the learning rate, clip gradients, or look at the data; the checkpoints in "
-                f"{self.folder.checkpoints} are from before; {kept}",
-            )
+            way_on = "lower the learning rate, clip gradients, or look at the data"
+            if self.setup.takes_all:
+                way_on = "give other start values or bounds, or look at the data"
+            advice = f"{way_on}; the checkpoints in {self.folder.checkpoints} are from before"
+            self._skipped.enforce(report, "; ".join(filter(None, (advice, kept))))
             return {"skipped": report.skipped}
-        told = self.spikes.see(report.loss)
+        told = None if self.setup.takes_all else self.spikes.see(report.loss)  # a trial may well be worse
         if told is None:
             return {}
         self.progress.say(f"step {step}: {told}")

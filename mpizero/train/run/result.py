@@ -19,7 +19,7 @@ class TrainingResult:
     steps : int
         Number of steps that the run has done, those before a resume included.
     loss : float or None
-        Loss of the last step; None if it was not finite.
+        Loss of the last step, or of the last iterate of a method of whole vectors; None if it was not finite.
     parameters_sha256 : str
         SHA-256 of the bytes of all parameters, in declared order.
     ranks : int
@@ -42,10 +42,14 @@ class TrainingResult:
     overrides : tuple of dict
         Settings that were changed when the run was resumed, each with "step", "key", "was" and "now".
     stopped : str
-        The reason for which the run has ended before its last step: no improvement, or a callback; else "".
+        The reason for which the run has ended before its last step: no improvement, a callback, or "converged: " with
+        the message of a method of whole vectors; else "".
     best : dict or None
         The best value of the metric that decides: "metric", "value", "step", and "checkpoint" (its path, None if it is
         not kept). None without such a metric.
+    method : dict or None
+        The end of a method of whole vectors: "converged", "message", "iterations", and "largest_gradient", the largest
+        magnitude in the gradient at the last iterate. None with any other optimizer.
     """
 
     steps: int
@@ -62,6 +66,7 @@ class TrainingResult:
     overrides: Sequence[dict[str, Any]] = ()
     stopped: str = ""
     best: dict[str, Any] | None = None
+    method: dict[str, Any] | None = None
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -92,4 +97,6 @@ class TrainingResult:
             found["stopped"] = self.stopped
         if self.best is not None:
             found["best"] = self.best
+        if self.method is not None:
+            found["method"] = self.method
         return found

@@ -125,6 +125,11 @@ class RunSetup:
         return self.model.config.communicator
 
     @property
+    def takes_all(self) -> bool:
+        """True if every step takes all samples, because the optimizer is a method of whole vectors."""
+        return self.model.engine.updater.method is not None
+
+    @property
     def strategy(self) -> str:
         """The name of the model's ZeRO strategy, such as "zero2"."""
         saved_as = self.model.engine.placement.saved_as

@@ -46,7 +46,8 @@ class Trainer:
     optimizer : optimizer
         The optimizer, such as ``mz.AdamW(1e-3)``. Left out with a sharded model.
     steps, global_batch : int
-        Number of training steps, and of samples in each.
+        Number of training steps, and of samples in each. A method of whole vectors such as ``mz.LBFGS()`` takes all
+        samples: ``global_batch`` may be left out, and ``steps`` is the most evaluations.
     strategy : {"ddp", "zero1", "zero2", "zero3"}
         What the ranks shard; "zero2" if it is not given. Left out with a sharded model.
     parallel : dict
@@ -88,7 +89,7 @@ class Trainer:
         *,
         optimizer: Any = None,
         steps: int,
-        global_batch: int,
+        global_batch: int | None = None,
         strategy: str | None = None,
         parallel: Mapping[str, Any] | None = None,
         validation: Source | float | None = None,

@@ -65,12 +65,13 @@ class TrainingState(NamedTuple):
     """Hold the parameters, as this rank sees them, and the optimizer's arrays, as flat vectors of the whole model.
 
     ``slots`` has the optimizer's arrays by name, such as "exp_avg", as :meth:`ObservedTraining.entries_of` places them;
-    ``step_count`` is the optimizer's step number.
+    ``step_count`` is the optimizer's step number, ``progress`` what a method of whole vectors has saved of itself.
     """
 
     parameters: Array
     slots: dict[str, Array]
     step_count: int
+    progress: Any = None
 
 
 class BatchGradient(NamedTuple):
@@ -167,7 +168,8 @@ class ObservedTraining:
         """Gather and return the parameters and the optimizer's arrays of the whole model."""
         updater = self.updater
         slots = {slot: gather_slot(self.engine, slot) for slot in updater.state}
-        return TrainingState(self.engine.whole.vector(), slots, updater.step_count)
+        progress = None if updater.method is None else updater.method.progress.saved()
+        return TrainingState(self.engine.whole.vector(), slots, updater.step_count, progress)
 
     def entries_of(self, slot: str) -> tuple[ParameterUse, ...]:
         """Return where each array of a slot of :meth:`state` lies in the slot's vector. Not collective."""
@@ -295,6 +297,8 @@ class ObservedTraining:
                 held[slot][piece.state : piece.state + piece.size] = values[start : start + piece.size]
         self.updater.take_state(held)
         self.updater.step_count = state.step_count
+        if self.updater.method is not None:
+            self.updater.method.restore(state.progress)
 
     def update_from(self, gradient: BatchGradient, values: Array) -> StepUpdate:
         """Train one step with ``values``, the averaged gradient of another layout, in place of ``gradient``.

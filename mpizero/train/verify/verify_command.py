@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,15 @@ import numpy as np
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.data import Source, batches
+from mpizero.data.batches import whole_batch
 from mpizero.errors import ConfigError, ExitStatus
 from mpizero.parallel import ShardingConfig
 from mpizero.text import notice
 from mpizero.train.config.builder import build_optimizer, computing_settings
-from mpizero.train.config.model_and_data import build_model, build_source, check_samples, user_functions, users_modules
+from mpizero.train.config.model_and_data import build_model, build_source, user_functions, users_modules, with_batch
 from mpizero.train.config.sections import Config, TensorSection
 from mpizero.train.config.setting_checks import check_option, optional
+from mpizero.train.config.vector_sections import VectorMethodSection
 from mpizero.train.modelcheck.check import examine
 from mpizero.train.modelcheck.model_report import ModelReport
 from mpizero.train.run.progress import Progress
@@ -51,10 +54,12 @@ def verify(config: Config, comm: Communicator, options: argparse.Namespace) -> i
 def _verify(config: Config, comm: Communicator, options: argparse.Namespace) -> int:
     with all_ranks(comm):
         source, validation = build_source(config)
-        check_samples(config, source)
+        config = with_batch(config, source)
         layouts = choose(config, build_model(config, source, validation), comm, options.layouts, options.ranks)
 
     def feed(sharding: ShardingConfig, group: Communicator) -> Iterator[Any]:
+        if isinstance(config.optimizer, VectorMethodSection):
+            return repeat(whole_batch(source, sharding, group=group))
         return batches(source, sharding, config.train.global_batch, seed=config.train.seed, group=group)
 
     # The comparison of layouts would not find a model that is wrong in one process, too: check the model first.
