@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpizero.optim.vectors.bounds import Bounds
+from mpizero.optim.vectors.diagonal import Diagonal
 from mpizero.optim.vectors.method import DIRECTION, GRADIENT, POINT, MethodProgress
 from mpizero.optim.vectors.searching import SearchingMethod
 from mpizero.optim.vectors.space import TRIAL, VectorSpace
@@ -35,10 +36,15 @@ class LBFGS(SearchingMethod):
     bounds : pair, dict of str to pair, or None
         Lower and upper bound of all parameters, or pairs by the names of parameters or patterns of names. A bound is a
         number, an array of the parameter's shape, or None. Start values beyond a bound are moved to it.
+    preconditioner : dict of str to float or Array, or None
+        Positive factors by the names of parameters or patterns of names, each a number or an array of the parameter's
+        shape; 1 for other parameters. They are the diagonal of the inverse Hessian, up to one factor, from which the
+        approximation begins in every iteration: large where the loss depends little on an element.
     """
 
     history: int = 10
     bounds: Any = None
+    preconditioner: Any = None
 
     def __post_init__(self) -> None:
         """Raise :class:`~mpizero.errors.ConfigError` if a setting is out of range."""
@@ -46,6 +52,7 @@ class LBFGS(SearchingMethod):
         owner = type(self).__name__
         require(f"{owner}: history", self.history, whole(1))
         object.__setattr__(self, "bounds", Bounds.parse(self.bounds, owner))
+        object.__setattr__(self, "preconditioner", Diagonal.parse(self.preconditioner, owner))
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -61,7 +68,9 @@ class LBFGS(SearchingMethod):
         space.add(-1.0, POINT, s)
         space.copy(TRIAL, y)
         space.add(-1.0, GRADIENT, y)
-        curvature, square = space.dot(s, y), space.dot(y, y)
+        space.copy(y, DIRECTION)  # which the search has ended
+        space.precondition(DIRECTION)
+        curvature, square = space.dot(s, y), space.dot(y, DIRECTION)
         steepness = -space.dot(GRADIENT, s)
         if curvature <= _LEAST_CURVATURE * steepness or square == 0.0:
             return
@@ -85,6 +94,7 @@ class LBFGS(SearchingMethod):
             space.add(-alphas[place], y, DIRECTION)
             space.drop_fixed(GRADIENT, gamma, DIRECTION)
         space.scale(-gamma, DIRECTION)
+        space.precondition(DIRECTION)
         for place in reversed(newest_first):
             s, y = _pair(place)
             space.add(-alphas[place] - rho[place] * space.dot(y, DIRECTION), s, DIRECTION)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, Self, get_args
 import numpy as np
 
 from mpizero.optim.vectors.bounds import Bounds
+from mpizero.optim.vectors.diagonal import Diagonal
 from mpizero.optim.vectors.line_search import LineSearch
 from mpizero.optim.vectors.regularization import Regularization
 from mpizero.optim.vectors.space import TRIAL, VectorSpace
@@ -150,9 +151,14 @@ class VectorMethod(ABC):
         """The bounds of the parameters; None if there are none."""
         return None
 
+    @property
+    def preconditioner(self) -> Diagonal | None:
+        """The factors of a diagonal preconditioner; None if there is none."""
+        return None
+
     def check_names(self, names: Sequence[str]) -> None:
-        """Raise :class:`~mpizero.errors.ConfigError` if bounds or terms are for parameters that a model lacks."""
-        for given in (self.bounds, self.regularization):
+        """Raise :class:`~mpizero.errors.ConfigError` if bounds, say, are for parameters that a model lacks."""
+        for given in (self.bounds, self.preconditioner, self.regularization):
             if given is not None:
                 given.check_names(names, type(self).__name__)
 

@@ -65,11 +65,12 @@ class SearchingMethod(VectorMethod):
             self._descend(space, progress)
 
     def _descend(self, space: VectorSpace, progress: MethodProgress) -> None:
-        """Begin a search along the negative gradient, without what was learned."""
+        """Begin a search along the negative gradient, preconditioned if it can be, without what was learned."""
         progress.numbers = {"steepest": [1.0]}
         space.copy(GRADIENT, DIRECTION)
         space.scale(-1.0, DIRECTION)
-        self._search_along(space, progress, 1.0 / math.sqrt(space.dot(GRADIENT, GRADIENT)))
+        space.precondition(DIRECTION)
+        self._search_along(space, progress, 1.0 / math.sqrt(space.dot(DIRECTION, DIRECTION)))
 
     def _search_along(self, space: VectorSpace, progress: MethodProgress, step: float) -> None:
         """Begin a search along ``DIRECTION`` with its first step; with bounds, of the way to where that step ends."""

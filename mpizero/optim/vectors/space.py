@@ -34,6 +34,10 @@ class VectorSpace(Protocol):
         """Add ``factor`` times one vector to another. Not collective."""
         ...
 
+    def precondition(self, target: str) -> None:
+        """Multiply a vector by the preconditioner, if there is one. Not collective."""
+        ...
+
     def parameters(self, target: str) -> None:
         """Copy the parameters to a vector. Not collective."""
         ...

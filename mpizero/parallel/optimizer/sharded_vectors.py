@@ -11,6 +11,7 @@ import numpy as np
 from mpizero import kernels
 from mpizero.kernels import pool
 from mpizero.optim.vectors.bounds import Bounds, Limit
+from mpizero.optim.vectors.diagonal import Diagonal
 from mpizero.optim.vectors.method import POINT
 from mpizero.parallel.optimizer.sharded_update import Updater
 from mpizero.parallel.optimizer.tied_parameters import home_of
@@ -39,9 +40,11 @@ class ShardedVectors:
         Holds the arrays and the parameters.
     bounds : Bounds or None
         The bounds of the parameters.
+    preconditioner : Diagonal or None
+        Factors of the elements of the parameters.
     """
 
-    def __init__(self, updater: Updater, bounds: Bounds | None) -> None:
+    def __init__(self, updater: Updater, bounds: Bounds | None, preconditioner: Diagonal | None = None) -> None:
         self._updater, self._bounds = updater, bounds
         self.bounded = bounds is not None
         self.precision = float(np.finfo(updater.dtype).eps)
@@ -49,6 +52,15 @@ class ShardedVectors:
         self.threads = 1
         self._starts = [piece.state for piece in updater.trees.own]
         self._limited = tuple(self._limits())
+        self._factors = () if preconditioner is None else tuple(self._scaled(preconditioner))
+
+    def _scaled(self, preconditioner: Diagonal) -> Iterator[tuple[UpdatePiece, Any]]:
+        """Yield pieces and their factors, numbers or arrays, where these are not 1. Not collective."""
+        for piece in self._updater.pieces:
+            spec = piece.entry.spec
+            factors = self._side(piece, preconditioner.of(spec, home_of(spec)))
+            if isinstance(factors, np.ndarray) or factors != 1.0:
+                yield piece, factors
 
     def _limits(self) -> Iterator[_Limited]:
         """Yield the pieces that have bounds. Not collective."""
@@ -60,7 +72,7 @@ class ShardedVectors:
                     yield _Limited(piece, *sides)
 
     def _side(self, piece: UpdatePiece, limit: Limit) -> Limit:
-        """Return the elements of a bound that belong to a piece. Not collective."""
+        """Return the elements of a bound, or factors, that belong to a piece. Not collective."""
         if not isinstance(limit, np.ndarray):
             return limit
         found = np.empty(piece.size, self._updater.dtype)
@@ -88,6 +100,12 @@ class ShardedVectors:
 
     def _add(self, factor: float, x: Array, y: Array) -> None:
         pool.run(kernels.cpu.optimizer.add_scaled, (y, x, np.array([factor], y.dtype)), 0, y.size, self.threads)
+
+    def precondition(self, target: str) -> None:
+        """Multiply a vector by the preconditioner, if there is one. Not collective."""
+        for piece, factors in self._factors:
+            values = self._of(target, piece)
+            np.multiply(values, values.dtype.type(factors) if np.isscalar(factors) else factors, out=values)
 
     def parameters(self, target: str) -> None:
         """Copy the parameters to a vector. Not collective."""

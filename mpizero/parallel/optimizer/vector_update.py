@@ -29,7 +29,7 @@ class VectorUpdater(Updater):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.vectors = ShardedVectors(self, self.optimizer.bounds)
+        self.vectors = ShardedVectors(self, self.optimizer.bounds, self.optimizer.preconditioner)
         self.method = VectorRun(self.optimizer, self.vectors)
         terms = self.optimizer.regularization
         _, store, scope = args

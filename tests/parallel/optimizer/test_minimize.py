@@ -403,3 +403,52 @@ def test_data_may_be_trees_of_arrays_and_are_compared_by_their_paths() -> None:
     assert set(run_in_threads(2, lambda comm: run(comm, whole))) == {expected}
     with pytest.raises(ConfigError, match=r"the data \(x\['matrix'\]\)"):
         run_in_threads(2, lambda comm: run(comm, ({"matrix": MATRIX + comm.rank}, TARGETS)))
+
+
+SCALES = np.logspace(0, 3, 6)
+
+
+def scaled_squares(parameters: Any, batch: Any) -> tuple[float, Any, float]:
+    """Least squares in unknowns of very different sizes."""
+    value, slope, weight = squares({"w": parameters["w"] * SCALES}, batch)
+    return value, {"w": slope["w"] * SCALES}, weight
+
+
+def test_a_preconditioner_of_the_right_scales_makes_the_steps_of_the_problem_in_these_scales() -> None:
+    model = mz.FunctionModel({"w": np.zeros(6)}, scaled_squares)
+    choice = {"data": (MATRIX, TARGETS), "options": {"gtol": 1e-9}}
+    natural = minimized("self", linear(), **choice)
+    found = minimized("self", model, **choice | {"options": {"gtol": 1e-9, "preconditioner": {"w": SCALES**-2.0}}})
+    plain = minimized("self", model, **choice)
+    assert plain[0][4]
+    assert found[0][4]
+    np.testing.assert_allclose(found[2] * SCALES, natural[2], rtol=1e-7)
+    assert found[0][3] <= natural[0][3] + 3 < plain[0][3]
+
+
+@pytest.mark.parametrize("factors", [{"w": SCALES**-2.0}, {"*": 0.1}], ids=["array", "number"])
+def test_a_preconditioner_keeps_the_bits_of_one_process(factors: Any) -> None:
+    model = mz.FunctionModel({"w": np.zeros(6)}, scaled_squares)
+    choice = {
+        "data": (MATRIX, TARGETS),
+        "bounds": (-0.5, 0.5),
+        "options": {"preconditioner": factors, "maxiter": 6},
+    }
+    expected = minimized("self", model, **choice)[1]
+    for ranks in (2, 3):
+        for strategy, memory in EVERY[:: 2 if ranks == 2 else 3]:
+            found = run_in_threads(
+                ranks, lambda c, s=strategy, m=memory: minimized(c, model, strategy=s, settings=m, **choice)[1]
+            )
+            assert set(found) == {expected}, (strategy, memory)
+
+
+def test_wrong_preconditioners_are_told() -> None:
+    for wrong, said in (
+        ({"w": 0.0}, r"preconditioner\['w'\]=0.0: expected positive factors"),
+        (2.0, "preconditioner=2.0: expected positive factors by the names"),
+        ({"v": 1.0}, "preconditioner"),
+        ({"w": np.ones(5)}, r"the preconditioner of 'w' has shape \(5,\), the parameter \(6,\)"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            minimized("self", linear(), (MATRIX, TARGETS), options={"preconditioner": wrong})
