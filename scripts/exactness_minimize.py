@@ -1,8 +1,8 @@
 """Show that minimizers of whole vectors have the same bits on every number of ranks, strategy and kind of memory.
 
-Each case is minimized with every strategy, on shared windows, on private memory and on simulated nodes of two ranks,
-as processes and as threads, for ``--steps`` evaluations. All minimizations of a case must end with one SHA-256, that
-of the parameters and of what is known of the result.
+Each case is minimized with every strategy, on shared windows, on private memory, on simulated nodes of two ranks, and
+with grains that ranks claim, as processes and as threads, for ``--steps`` evaluations. All minimizations of a case must
+end with one SHA-256, that of the parameters and of what is known of the result.
 """
 
 from __future__ import annotations
@@ -80,21 +80,36 @@ CASES: dict[str, tuple[Callable[[], Any], Any, dict[str, Any]]] = {
     "CG, float32 network": (network, IMAGES, {"method": "cg"}),
     "Newton-CG": (chained, None, {"method": "newton-cg"}),
     "Gauss-Newton": (decay, (TIMES, CURVE), {"method": "gauss-newton"}),
+    "L-BFGS, terms, preconditioner": (
+        network,
+        IMAGES,
+        {
+            "regularization": {"*.weight": mz.TotalVariation(0.01), "*": mz.Tikhonov(0.01)},
+            "options": {"preconditioner": {"*.bias": 2.0}},
+        },
+    ),
+    "Gauss-Newton, terms": (
+        decay,
+        (TIMES, CURVE),
+        {"method": "gauss-newton", "regularization": {"p": mz.Tikhonov(0.01, np.array([2.0, 1.0, 0.0]))}},
+    ),
 }
-#: Name of a case, strategy, kind of memory.
+#: Kinds of memory, and claims of grains in shared memory.
+WAYS = {**MEMORIES, "claimed": {"grain_assignment": "dynamic"}}
+#: Name of a case, strategy, way.
 Minimization = tuple[str, str, str]
 
 
 def minimizations(size: int) -> list[Minimization]:
     """Return all minimizations on ``size`` ranks."""
-    return list(product(CASES, STRATEGIES, MEMORIES))
+    return list(product(CASES, STRATEGIES, WAYS))
 
 
 def minimize(minimization: Minimization, comm: Any, args: argparse.Namespace) -> Row:
     """Minimize, and return a row with the hash of the result. Collective over ``comm``."""
-    name, strategy, memory = minimization
+    name, strategy, way = minimization
     make, data, choice = CASES[name]
-    settings = {"micro_batch": 3, "minimum_parameter_group_size": 1, **MEMORIES[memory]}
+    settings = {"micro_batch": 3, "minimum_parameter_group_size": 1, **WAYS[way]}
     options = {**choice.get("options", {}), "maxfun": args.steps, "gtol": 1e-12}
     with (
         mz.ShardingConfig(comm=comm, **settings) as config,
@@ -103,7 +118,7 @@ def minimize(minimization: Minimization, comm: Any, args: argparse.Namespace) ->
         found = mz.minimize(model, data, **{**choice, "options": options})
         known = np.array([found.fun, found.norm, found.nit, found.nfev])
         digest = sha256(model.parameters_sha256().encode() + known.tobytes()).hexdigest()
-    return {"case": name, "way": f"{strategy}, {memory}", "sha256": digest, "evaluations": found.nfev}
+    return {"case": name, "way": f"{strategy}, {way}", "sha256": digest, "evaluations": found.nfev}
 
 
 MATRIX = Matrix(__file__, minimizations, lambda minimization: minimization, minimize)
