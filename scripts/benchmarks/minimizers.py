@@ -2,8 +2,8 @@
 
 All are given the same functions, starts and history, and are judged by the same test: how many evaluations of value and
 gradient, and products with the Hessian, until no element of the gradient (of the projected gradient, with bounds) is
-larger than 1e-9. The functions are compiled once, by ``cc``, and called by ctypes from both interpreters. How far value
-and point are from the minimum is told by whole Newton steps, which are no part of any of them.
+larger than 1e-5, and than 1e-9. The functions are compiled once, by ``cc``, and called by ctypes from both interpreters.
+How far value and point are from the minimum is told by whole Newton steps, which are no part of any of them.
 
 With ``--squares`` Gauss-Newton is compared with SciPy's ``least_squares``: residuals, and products with the Jacobian
 (tangents) and its transpose (adjoints). A Jacobian that is formed is a tangent for each of its columns.
@@ -20,7 +20,6 @@ import argparse
 import hashlib
 import json
 import os
-import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -29,10 +28,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 from comparing import minima, squares
-from comparing.minima import CountedObjective, Row, minimum
-from comparing.objectives import WELLS, Objective, build, load
+from comparing.minima import TOLERANCES, CountedObjective, Row, minimum
+from comparing.objectives import FOR_NEWTON, Objective, build, load
 from comparing.timing import RANKS, timed_by_mpizero, timed_by_tao
-from harness import alternate, one_thread, parser, result_of
+from harness import alternate, output_of, parser, result_of
 
 #: Title, bounds, products with the Hessian, and the method of mpizero, SciPy and TAO ("" if it has none).
 CASES = (
@@ -42,6 +41,10 @@ CASES = (
     ("Newton-CG", False, True, "newton-cg", "trust-ncg", "bnls"),
     ("Newton-CG, differences", False, False, "newton-cg", "Newton-CG", ""),
 )
+#: Of these the sums are the work; values alone are told, too.
+WORK = ("evaluations", "products", "residuals", "tangents", "adjoints")
+#: Values that differ by less are of the same minimum.
+SAME = 1e-8
 
 
 def arguments() -> argparse.Namespace:
@@ -65,87 +68,94 @@ def start_hash(objective: Objective) -> str:
     return hashlib.sha256(np.append(slope, value).tobytes()).hexdigest()
 
 
-def run_tao(args: argparse.Namespace, title: str, name: str, objective: Objective) -> Row:
-    """Minimize by TAO's interpreter; end the script if it has other bits at the start."""
+def by_other_interpreter(args: argparse.Namespace, title: str, name: str, objective: Objective) -> dict[float, Row]:
+    """Minimize by TAO; return a row for each tolerance, and end the script if the start has other bits there."""
     command = [args.tao, __file__, "--folder", str(args.folder), "--be", f"{title}/{name}"]
-    told = subprocess.run(command, env=one_thread(), capture_output=True, text=True, check=False)
-    if told.returncode:
-        raise SystemExit(f"TAO, {title}, {name}:\n{told.stderr}")
-    row: Row = json.loads(told.stdout.splitlines()[-1])
-    if row.pop("start") != start_hash(objective):
+    start, rows = json.loads(output_of(command).splitlines()[-1])
+    if start != start_hash(objective):
         raise SystemExit(f"{name}: value and gradient at the start differ between the interpreters")
-    return row | {"x": np.array(row["x"])}
+    return {tolerance: row | {"x": np.array(row["x"])} for tolerance, row in zip(TOLERANCES, rows, strict=True)}
 
 
 def be_tao(args: argparse.Namespace) -> None:
-    """Run as TAO's interpreter, and print the row."""
+    """Run as TAO's interpreter, and print the rows."""
     title, name = args.be.split("/")
     _, bounded, exact, _, _, kind = next(case for case in CASES if case[0] == title)
     objective = load(args.folder)[name]
-    row = minima.by_tao(CountedObjective(objective, bounded), kind, bounded, exact)
-    print(json.dumps(row | {"x": row["x"].tolist(), "start": start_hash(objective)}))
+    counted = CountedObjective(objective, bounded)
+    minima.by_tao(counted, kind, bounded, exact)
+    rows = [counted.row(tolerance) for tolerance in TOLERANCES]
+    print(json.dumps([start_hash(objective), rows], default=np.ndarray.tolist))
 
 
 def evaluations(args: argparse.Namespace) -> list[Row]:
-    """Return a row for each case and objective."""
+    """Return a row for each case, objective and tolerance."""
     rows = []
     for title, bounded, exact, ours, scipys, taos in CASES:
         for name, objective in load(args.folder).items():
-            if name == WELLS and "Newton" not in title:
+            if name in FOR_NEWTON and not exact:
                 continue
-            found = {
-                "mpizero": minima.by_mpizero(CountedObjective(objective, bounded), ours, bounded, exact),
-                "SciPy": minima.by_scipy(CountedObjective(objective, bounded), scipys, bounded, exact),
-            }
-            if args.tao and taos:
-                found["TAO"] = run_tao(args, title, name, objective)
-            limits = objective.bounds if bounded else (-np.inf, np.inf)
-            best = minimum(objective.evaluate, found["mpizero"]["x"], limits)
-            rows.append({"method": title, "objective": name, "who": found, "minimum": best})
+            counted = {who: CountedObjective(objective, bounded) for who in ("mpizero", "SciPy")}
+            minima.by_mpizero(counted["mpizero"], ours, bounded, exact)
+            minima.by_scipy(counted["SciPy"], scipys, bounded, exact)
+            tao = by_other_interpreter(args, title, name, objective) if args.tao and taos else {}
+            best = minimum(objective.evaluate, counted["mpizero"].last["x"], counted["mpizero"].bounds)
+            for tolerance in TOLERANCES:
+                found = {who: each.row(tolerance) for who, each in counted.items()}
+                found |= {"TAO": tao[tolerance]} if tao else {}
+                case = {"method": title, "tolerance": tolerance, "objective": name}
+                rows.append({**case, "who": found, "minimum": best})
     return rows
 
 
 # ------------------------------------------------------------------------------------------------ tables
 
 
-def counts(row: Row) -> str:
-    """Return the counts of a row that are not 0, as words."""
-    kinds = ("evaluations", "products", "values", "residuals", "tangents", "adjoints")
-    told = ", ".join(f"{row[kind]} {kind}" for kind in kinds if row.get(kind))
-    return told if row["met"] else f"{told} (not met)"
+def counts(row: Row, least: Row) -> str:
+    """Return a cell: the counts that are not 0, and how far value and point are from the minimum."""
+    told = ", ".join(f"{row[kind]} {kind}" for kind in (*WORK, "values") if row.get(kind))
+    away = float(np.abs(row["x"] - least["x"]).max())
+    return f"{told}{'' if row['met'] else ' (not met)'}; {above(row, least):.0e}, {away:.0e}"
 
 
-def distances(row: Row, least: Row) -> tuple[float, float]:
-    """Return how far value and point are from the minimum; the value's in parts of the value if this is above 1."""
-    return (row["value"] - least["value"]) / max(1.0, abs(least["value"])), float(np.abs(row["x"] - least["x"]).max())
+def above(row: Row, least: Row) -> float:
+    """Return how far a value is above the minimum's, in parts of the latter if that is above 1."""
+    return float((row["value"] - least["value"]) / max(1.0, abs(least["value"])))
 
 
-def table(rows: list[Row], names: list[str]) -> str:
-    """Return the rows as a table of Markdown, and the sums of evaluations and products."""
+def table(rows: list[Row], names: list[str], tolerance: float) -> str:
+    """Return the rows of a tolerance as a table of Markdown, and sums over those that two have ended alike."""
+    rows = [row for row in rows if row["tolerance"] == tolerance]
     names = [who for who in names if any(who in row["who"] for row in rows)]
-    lines = [f"| method | objective | least eigenvalue | {' | '.join(names)} |", "|---" * (3 + len(names)) + "|"]
+    lines = [f"until {tolerance:.0e}:", ""]
+    lines.append(f"| method | objective | least eigenvalue | {' | '.join(names)} |")
+    lines.append("|---" * (3 + len(names)) + "|")
     for row in rows:
-        cells = [row["method"], row["objective"], f"{row['minimum']['least eigenvalue']:.1e}"]
-        for who in names:
-            if found := row["who"].get(who):
-                value, point = distances(found, row["minimum"])
-                cells.append(f"{counts(found)}; {value:.0e}, {point:.0e}")
-            else:
-                cells.append("")
-        lines.append("| " + " | ".join(cells) + " |")
-    lines.append(f"largest projected gradient of a minimum: {max(row['minimum']['norm'] for row in rows):.1e}")
+        least = row["minimum"]
+        told = [counts(row["who"][who], least) if who in row["who"] else "" for who in names]
+        cells = [row["method"], row["objective"], f"{least['least eigenvalue']:.1e}", *told]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", f"largest projected gradient of a minimum: {max(row['minimum']['norm'] for row in rows):.1e}"]
     for method in dict.fromkeys(row["method"] for row in rows):
         for who in names[1:]:
-            both = [row["who"] for row in rows if row["method"] == method and who in row["who"]]
-            if both:
-                ours, theirs = (sum(map(work, (row[name] for row in both))) for name in (names[0], who))
-                lines.append(f"{method}: {ours}, {who} {theirs}: {ours / theirs:.2f}")
+            lines += sums([row for row in rows if row["method"] == method and who in row["who"]], names[0], who)
     return "\n".join(lines)
+
+
+def sums(rows: list[Row], ours: str, other: str) -> list[str]:
+    """Return a line with sums over the rows in which both have met the tolerance, at the same minimum."""
+    found = [[(row["who"][who], row["minimum"]) for who in (ours, other)] for row in rows]
+    alike = [pair for pair in found if all(row["met"] and above(row, least) <= SAME for row, least in pair)]
+    if not alike:
+        return []
+    a, b = (sum(work(pair[place][0]) for pair in alike) for place in (0, 1))
+    which = f"{rows[0]['method']}, {len(alike)} of {len(rows)}"
+    return [f"{which}: {ours} {a}, {other} {b}: {a / b:.2f}"]
 
 
 def work(row: Row) -> int:
     """Return the number of evaluations and products; values alone are left out."""
-    return int(sum(row.get(kind, 0) for kind in ("evaluations", "products", "residuals", "tangents", "adjoints")))
+    return int(sum(row.get(kind, 0) for kind in WORK))
 
 
 # ------------------------------------------------------------------------------------------------ seconds
@@ -164,8 +174,7 @@ def seconds(args: argparse.Namespace) -> dict[str, Any]:
             told[who] = result_of(args.mpiexec, RANKS, *words)
         else:
             command = [args.tao_mpiexec, "--allow-run-as-root", "-n", str(RANKS), args.tao, *words]
-            done = subprocess.run(command, env=one_thread(), capture_output=True, text=True, check=True)
-            told[who] = json.loads(done.stdout.splitlines()[-1])
+            told[who] = json.loads(output_of(command).splitlines()[-1])
         return float(told[who]["seconds"])
 
     names = ["mpizero", *["TAO"] * bool(args.tao)]
@@ -186,7 +195,10 @@ def compare(args: argparse.Namespace) -> None:
             return
         rows = squares.compare() if args.squares else evaluations(args)
         names = list(squares.WHO) if args.squares else ["mpizero", "SciPy", "TAO"]
-        print(json.dumps(rows, default=np.ndarray.tolist) if args.json else table(rows, names))
+        if args.json:
+            print(json.dumps(rows, default=np.ndarray.tolist))
+        else:
+            print("\n\n".join(table(rows, names, tolerance) for tolerance in TOLERANCES))
 
 
 def main() -> None:

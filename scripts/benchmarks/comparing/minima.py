@@ -9,29 +9,56 @@ import numpy as np
 
 from comparing.objectives import Objective
 
-TOLERANCE, HISTORY, MOST = 1e-9, 10, 30_000
+HISTORY, MOST = 10, 30_000
+#: The methods go on until the last one, and what it took is told for each: the first is the default of mpizero.
+TOLERANCES = (1e-5, 1e-9)
+TOLERANCE = TOLERANCES[-1]
 Array = Any
 Row = dict[str, Any]
 Evaluate = Callable[[Array], tuple[float, Array]]
 
 
-class CountedObjective:
-    """Count calls of an objective; remember the counts where its (projected) gradient first met the tolerance.
+class Counted:
+    """Count what a minimization computes; remember the counts where the gradient first met each tolerance.
 
-    So everybody is judged by the same test, whatever its own is: the largest element.
+    So everybody is judged by the same test, whatever its own is: the largest element of the (projected) gradient.
     """
 
+    def __init__(self, *kinds: str) -> None:
+        self.counts = dict.fromkeys(kinds, 0)
+        self.met: dict[float, Row] = {}
+        self.last: Row = {}
+        self.message = ""
+
+    def look(self, value: float, slope: Array, x: Array) -> None:
+        """Remember the counts if the gradient meets a tolerance that none before has met."""
+        norm = np.abs(slope).max()
+        for tolerance in TOLERANCES:
+            if norm <= tolerance and tolerance not in self.met:
+                self.met[tolerance] = {**self.counts, "value": value, "x": x.copy()}
+
+    def end(self, value: float, x: Array, message: str) -> None:
+        """Remember how the minimization has ended."""
+        self.last, self.message = {**self.counts, "value": value, "x": x}, message
+
+    def row(self, tolerance: float) -> Row:
+        """Return counts, value and point where a tolerance was met; those of the end if it never was."""
+        found = self.met.get(tolerance, self.last)
+        return {**found, "met": tolerance in self.met, "in all": self.counts, "message": self.message}
+
+
+class CountedObjective(Counted):
+    """Count calls of an objective."""
+
     def __init__(self, objective: Objective, bounded: bool) -> None:
+        super().__init__("evaluations", "products", "values")
         self.objective, self.bounds = objective, objective.bounds if bounded else (-np.inf, np.inf)
-        self.counts = {"evaluations": 0, "products": 0, "values": 0}
-        self.met: Row | None = None
 
     def evaluate(self, x: Array) -> tuple[float, Array]:
         """Return value and gradient."""
         self.counts["evaluations"] += 1
         value, slope = self.objective.evaluate(x)
-        if self.met is None and np.abs(projected(x, slope, self.bounds)).max() <= TOLERANCE:
-            self.met = {**self.counts, "value": value, "x": x.copy()}
+        self.look(value, projected(x, slope, self.bounds), x)
         return value, slope
 
     def value(self, x: Array) -> float:
@@ -44,18 +71,13 @@ class CountedObjective:
         self.counts["products"] += 1
         return self.objective.product(x, v)
 
-    def row(self, value: float, x: Array, message: str) -> Row:
-        """Return counts, value and point where the tolerance was met; those at the end if it never was."""
-        found = self.met or {**self.counts, "value": value, "x": x}
-        return {**found, "met": self.met is not None, "in all": self.counts, "message": message}
-
 
 def projected(x: Array, slope: Array, bounds: tuple[float, float]) -> Array:
     """Return the gradient without the elements that point out of the bounds."""
     return np.where(((x <= bounds[0]) & (slope > 0.0)) | ((x >= bounds[1]) & (slope < 0.0)), 0.0, slope)
 
 
-def by_mpizero(counted: CountedObjective, method: str, bounded: bool, exact: bool) -> Row:
+def by_mpizero(counted: CountedObjective, method: str, bounded: bool, exact: bool) -> None:
     """Minimize by mpizero, with exact products with the Hessian or without any."""
     import mpizero as mz
 
@@ -74,10 +96,10 @@ def by_mpizero(counted: CountedObjective, method: str, bounded: bool, exact: boo
     plain = mz.FunctionModel(start, loss_and_grad, product=product if exact else None)
     with mz.ShardingConfig(comm="self") as config, mz.ZeRO1Model(plain, config) as model:
         found = mz.minimize(model, method=method, options=options, **limits)
-        return counted.row(found.fun, found.x, found.message)
+        counted.end(found.fun, found.x, found.message)
 
 
-def by_scipy(counted: CountedObjective, method: str, bounded: bool, exact: bool) -> Row:
+def by_scipy(counted: CountedObjective, method: str, bounded: bool, exact: bool) -> None:
     """Minimize by SciPy; Newton-CG has no tolerance for the gradient, so it goes on until its steps vanish."""
     from scipy.optimize import minimize
 
@@ -92,17 +114,16 @@ def by_scipy(counted: CountedObjective, method: str, bounded: bool, exact: bool)
     if exact:
         more["hessp"] = counted.product
     found = minimize(counted.evaluate, start, jac=True, method=method, options=options[method], **more)
-    return counted.row(found.fun, found.x, found.message)
+    counted.end(found.fun, found.x, found.message)
 
 
-def by_tao(counted: CountedObjective, kind: str, bounded: bool, exact: bool) -> Row:
+def by_tao(counted: CountedObjective, kind: str, bounded: bool, exact: bool) -> None:
     """Minimize by PETSc/TAO, whose tolerance is for the gradient's length."""
     import petsc4py
 
-    petsc4py.init(["tao", "-tao_max_funcs", str(MOST), "-tao_max_it", str(MOST)])
+    petsc4py.init(["tao", "-tao_max_funcs", str(MOST), "-tao_max_it", str(MOST), *history_for_tao(kind)])
     from petsc4py import PETSc
 
-    PETSc.Options()["mat_lmvm_hist_size"] = HISTORY
     size = counted.objective.start.size
 
     def evaluate(tao: Any, x: Any, slope: Any) -> float:
@@ -128,7 +149,12 @@ def by_tao(counted: CountedObjective, kind: str, bounded: bool, exact: bool) -> 
     tao.setTolerances(gatol=TOLERANCE, grtol=0.0, gttol=0.0)
     tao.setFromOptions()
     tao.solve(x)
-    return counted.row(tao.getObjectiveValue(), np.array(x.getArray()), str(tao.getConvergedReason()))
+    counted.end(tao.getObjectiveValue(), np.array(x.getArray()), str(tao.getConvergedReason()))
+
+
+def history_for_tao(kind: str) -> list[str]:
+    """Return the option that gives ``lmvm`` or ``blmvm`` the history; the others ignore it."""
+    return [f"-tao_{kind}_mat_lmvm_hist_size", str(HISTORY)]
 
 
 class _Products:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from comparing.minima import MOST, TOLERANCE, Row, minimum
+from comparing.minima import MOST, TOLERANCE, TOLERANCES, Counted, Row, minimum
 from comparing.objectives import conductivity_fields, conductivity_matrix, edge_differences
 
 Array = Any
@@ -100,22 +100,20 @@ def peaks() -> LeastSquares:
 PROBLEMS: dict[str, Callable[[], LeastSquares]] = {
     "Rosenbrock, 1,001": rosenbrock, "conductivity": conductivity, "three peaks": peaks,
 }  # fmt: skip
-#: Who minimizes, and whether whole Jacobians are formed. These are for up to 100 unknowns: one more a column.
-WHO = {"mpizero": False, "trf, lsmr": False, "trf, exact": True, "lm": True}
+#: Who minimizes, and whether whole Jacobians are formed; those are for up to 100 unknowns.
+WHO = {"mpizero": False, "trf, lsmr": False, "trf, lsmr 1e-12": False, "trf, exact": True, "lm": True}
 DENSE = 100
 
 
-class CountedSquares:
-    """Count residuals and products of a problem; remember the counts where the gradient first met the tolerance.
+class CountedSquares(Counted):
+    """Count residuals and products of a problem.
 
-    The gradient is a product with the transposed Jacobian, and counted among them. Looking whether the tolerance is met
-    is not counted.
+    The gradient is a product with the transposed Jacobian, and counted among them unless whole Jacobians are formed.
     """
 
     def __init__(self, problem: LeastSquares) -> None:
+        super().__init__("residuals", "tangents", "adjoints")
         self.problem = problem
-        self.counts = {"residuals": 0, "tangents": 0, "adjoints": 0}
-        self.met: Row | None = None
 
     def residual(self, x: Array) -> Array:
         """Return the residuals."""
@@ -133,33 +131,25 @@ class CountedSquares:
         def backwards(w: Array) -> Array:
             self.counts["adjoints"] += 1
             result = adjoint(np.ravel(w))
-            if self.met is None:
-                self._look(x, adjoint)
+            self._look_at(x, adjoint)
             return result
 
         return forwards, backwards
 
-    def _look(self, x: Array, adjoint: Products) -> None:
-        r = self.problem.residual(x)
-        if np.abs(adjoint(r)).max() <= TOLERANCE:
-            self.met = {**self.counts, "value": 0.5 * float(r @ r), "x": x.copy()}
+    def _look_at(self, x: Array, adjoint: Products) -> None:
+        if TOLERANCE not in self.met:
+            r = self.problem.residual(x)
+            self.look(0.5 * float(r @ r), adjoint(r), x)
 
     def jacobian(self, x: Array) -> Array:
         """Return the whole Jacobian: a product for each of its columns."""
         tangent, adjoint = self.linearize(x)
         columns = np.stack([tangent(unit) for unit in np.eye(x.size)], 1)
-        if self.met is None:
-            self._look(x, self.problem.linearize(x)[1])
+        self._look_at(x, self.problem.linearize(x)[1])
         return columns
 
-    def row(self, x: Array, message: str) -> Row:
-        """Return counts, value and point where the tolerance was met; those at the end, ``x``, if it never was."""
-        r = self.problem.residual(x)
-        found = self.met or {**self.counts, "value": 0.5 * float(r @ r), "x": x}
-        return {**found, "met": self.met is not None, "in all": self.counts, "message": message}
 
-
-def by_mpizero(counted: CountedSquares) -> Row:
+def by_mpizero(counted: CountedSquares) -> None:
     """Minimize by mpizero's Gauss-Newton."""
     import mpizero as mz
 
@@ -176,15 +166,15 @@ def by_mpizero(counted: CountedSquares) -> Row:
     plain = mz.FunctionModel({"x": counted.problem.start.copy()}, loss_and_grad, product=product)
     with mz.ShardingConfig(comm="self") as config, mz.ZeRO1Model(plain, config) as model:
         found = mz.minimize(model, method="gauss-newton", options=options)
-        return counted.row(found.x, found.message)
+        counted.end(found.fun, found.x, found.message)
 
 
-def by_scipy(counted: CountedSquares, who: str) -> Row:
+def by_scipy(counted: CountedSquares, who: str) -> None:
     """Minimize by ``least_squares``: "trf" or "lm" with whole Jacobians, or with products alone by LSMR."""
     from scipy.optimize import least_squares
     from scipy.sparse.linalg import LinearOperator
 
-    method, _, solver = who.partition(", ")
+    method, solver, exactly = (*who.replace(",", "").split(), "", "")[:3]
     size = counted.problem.start.size
 
     def products(x: Array) -> Any:
@@ -192,29 +182,35 @@ def by_scipy(counted: CountedSquares, who: str) -> Row:
         rows = counted.problem.residual(x).size  # its shape alone, so not counted
         return LinearOperator((rows, size), matvec=tangent, rmatvec=adjoint, dtype=np.float64)
 
-    limits = {"ftol": None, "xtol": None} if method == "trf" else {"ftol": 2.3e-16, "xtol": 2.3e-16}
-    found = least_squares(
-        counted.residual, counted.problem.start, jac=counted.jacobian if WHO[who] else products, method=method,
-        tr_solver=solver or None, gtol=TOLERANCE if method == "trf" else 2.3e-16, max_nfev=MOST, **limits,
-    )  # fmt: skip
-    return counted.row(found.x, found.message)
+    options: Row = {"gtol": TOLERANCE, "ftol": None, "xtol": 1e-15, "tr_solver": solver}
+    if exactly:
+        options["tr_options"] = {"atol": 1e-12, "btol": 1e-12}
+    if method == "lm":  # its gtol is an angle, and it has no other tolerance than these three
+        options = dict.fromkeys(["gtol", "ftol", "xtol"], 2.3e-16)
+    jac = counted.jacobian if WHO[who] else products
+    start = counted.problem.start
+    found = least_squares(counted.residual, start, jac=jac, method=method, max_nfev=MOST, **options)
+    counted.end(found.cost, found.x, found.message)
 
 
 def compare() -> list[Row]:
     """Return a row for each problem and who has solved it."""
     rows = []
     for name, make in PROBLEMS.items():
-        problem, row = make(), {}
+        problem, everyone = make(), {}
         for who, dense in WHO.items():
             if dense and problem.start.size > DENSE:
                 continue
-            counted = CountedSquares(problem)
-            row[who] = by_mpizero(counted) if who == "mpizero" else by_scipy(counted, who)
+            everyone[who] = CountedSquares(problem)
+            by_mpizero(everyone[who]) if who == "mpizero" else by_scipy(everyone[who], who)
 
         def evaluate(x: Array, problem: LeastSquares = problem) -> tuple[float, Array]:
             r = problem.residual(x)
             return 0.5 * float(r @ r), problem.linearize(x)[1](r)
 
-        best = minimum(evaluate, row["mpizero"]["x"])
-        rows.append({"method": "Gauss-Newton", "objective": name, "who": row, "minimum": best})
+        best = minimum(evaluate, everyone["mpizero"].last["x"])
+        for tolerance in TOLERANCES:
+            found = {who: counted.row(tolerance) for who, counted in everyone.items()}
+            case = {"method": "Gauss-Newton", "tolerance": tolerance, "objective": name}
+            rows.append({**case, "who": found, "minimum": best})
     return rows

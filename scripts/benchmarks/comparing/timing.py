@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from comparing.minima import HISTORY
+from comparing.minima import HISTORY, history_for_tao
 from comparing.objectives import load_pairs
 
 RANKS, TIMED = 2, 30
@@ -46,7 +46,7 @@ def timed_by_tao(folder: Path, parameters: int) -> None:
     """Run as one of the ranks of PETSc; rank 0 prints the seconds outside of the function, for each evaluation."""
     import petsc4py
 
-    petsc4py.init(["tao", "-tao_max_funcs", str(TIMED), "-mat_lmvm_hist_size", str(HISTORY)])
+    petsc4py.init(["tao", "-tao_max_funcs", str(TIMED), *history_for_tao("blmvm")])
     from petsc4py import PETSc
 
     pairs, world, inside, count = load_pairs(folder), PETSc.COMM_WORLD, [0.0], [0]
