@@ -2,8 +2,8 @@
 
 All are given the same functions, starts and history, and are judged by the same test: how many evaluations of value and
 gradient, and products with the Hessian, until no element of the gradient (of the projected gradient, with bounds) is
-larger than 1e-5, and than 1e-9. The functions are compiled once, by ``cc``, and called by ctypes from both interpreters.
-How far value and point are from the minimum is told by whole Newton steps, which are no part of any of them.
+larger than 1e-5, and than 1e-9. The functions are compiled once, by ``cc``, and called by ctypes from both
+interpreters. How far value and point are from the minimum is told by whole Newton steps, which are part of no method.
 
 With ``--squares`` Gauss-Newton is compared with SciPy's ``least_squares``: residuals, and products with the Jacobian
 (tangents) and its transpose (adjoints). A Jacobian that is formed is a tangent for each of its columns.
