@@ -41,9 +41,10 @@ class LineSearch:
     """Search a step in (0, ``longest``] with enough decrease and a small slope.
 
     These are the conditions ``value <= start.value + decrease * step * start.slope`` and ``abs(slope) <= curvature *
-    abs(start.slope)``. Where the values differ by rounding only, the first one says nothing; then ``slope <= (2 *
-    decrease - 1) * start.slope`` takes its place (Hager & Zhang 2005, "A new conjugate gradient method with guaranteed
-    descent and an efficient line search", section 4).
+    abs(start.slope)``. A value that may differ from that of the start by rounding only says nothing; the one that
+    follows from the slopes, ``start.value + step * (start.slope + slope) / 2``, takes its place. The first condition
+    is then ``slope <= (2 * decrease - 1) * start.slope``, as in Hager & Zhang 2005, "A new conjugate gradient method
+    with guaranteed descent and an efficient line search", section 4.
 
     Attributes
     ----------
@@ -58,7 +59,7 @@ class LineSearch:
     most : int
         The number of evaluations after which the search gives up.
     rounding : float
-        Values that differ by no more than this differ by rounding only.
+        Values that differ by no more than this may differ by rounding only.
     best : Point
         The end of the interval at which the function is smallest.
     other : Point
@@ -118,12 +119,12 @@ class LineSearch:
             return "found"
         if not (math.isfinite(value) and math.isfinite(slope)):
             return self._shorten()
+        if abs(value - self.start.value) <= self.rounding:  # so the interval shrinks to where the slope is small
+            value = self.start.value + 0.5 * self.step * (self.start.slope + slope)
         here, line = Point(self.step, value, slope), self.decrease * self.start.slope
         enough = value <= self.start.value + self.step * line
         flat = abs(slope) <= self.curvature * abs(self.start.slope)
-        equal = abs(value - self.start.value) <= self.rounding
-        equal &= slope <= (2.0 * self.decrease - 1.0) * self.start.slope
-        if flat and (enough or equal):
+        if flat and enough:
             return "found"
         if enough and slope <= line and self.step >= self.longest:
             return "longest"

@@ -14,8 +14,9 @@ from mpizero.validation import require, whole
 
 #: The longest step of a line search; the natural one is 1.
 _LONGEST = 1e10
-#: Losses closer than so many units of rounding are taken as equal.
-_ROUNDING = 4.0
+#: Losses closer than so many units of rounding are taken as equal, because sums of many terms have errors of many
+#: units; but not losses that differ by more than this part, and always those that differ by so few units.
+_ROUNDING, _PART, _FEW = 1e4, 1e-6, 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,7 @@ class SearchingMethod(VectorMethod):
             return
         longest = min(_LONGEST, space.longest_step(POINT, DIRECTION))
         search = LineSearch(Point(0.0, progress.loss, slope), step, self.decrease, self.curvature, longest)
-        search.most, search.rounding = self.most_trials, _ROUNDING * space.precision * abs(progress.loss)
+        search.most, search.rounding = self.most_trials, _rounding(space.precision) * abs(progress.loss)
         progress.search = search
         self._want(space, progress, "search", step, DIRECTION)
 
@@ -96,3 +97,8 @@ class SearchingMethod(VectorMethod):
     @abstractmethod
     def _choose(self, space: VectorSpace, progress: MethodProgress) -> float:
         """Set ``DIRECTION`` from ``GRADIENT``, and return the first step along it. Collective."""
+
+
+def _rounding(precision: float) -> float:
+    """Return the part of a loss by which equal losses may differ in a type with this distance from 1 to the next."""
+    return max(_FEW * precision, min(_ROUNDING * precision, _PART))

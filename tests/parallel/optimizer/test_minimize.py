@@ -452,3 +452,20 @@ def test_wrong_preconditioners_are_told() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             minimized("self", linear(), (MATRIX, TARGETS), options={"preconditioner": wrong})
+
+
+@pytest.mark.parametrize("method", ["l-bfgs", "cg"])
+def test_losses_with_the_errors_of_long_sums_do_not_end_a_search_early(method: str) -> None:
+    """Values are wrong by up to 2,000 units of rounding, gradients are exact."""
+
+    def noisy(parameters: Any, batch: Any) -> tuple[float, Any, float]:
+        x = parameters["w"]
+        value = 1.0 + float(np.log(np.cosh(MATRIX @ x - TARGETS)).sum())
+        noise = np.random.default_rng(np.frombuffer(x.tobytes(), np.uint32)).uniform(-1.0, 1.0)
+        slope = MATRIX.T @ np.tanh(MATRIX @ x - TARGETS)
+        return value * (1.0 + 2000.0 * np.finfo(float).eps * noise), {"w": slope}, 1.0
+
+    model = mz.FunctionModel({"w": np.ones(6)}, noisy)
+    told = minimized("self", model, method=method, options={"gtol": 1e-10})[0]
+    assert told[4], told[5]
+    assert told[1] <= 1e-10
