@@ -6,6 +6,7 @@ For samples of 4 and 64 KiB, contiguous and in gzip chunks of 64 samples, one pr
 ``shuffled``    `Hdf5Source` in the order of an epoch
 ``copy``        the same from `cached`, which is filled meanwhile
 ``second``      the next epoch from the full copy
+``blocks``      `BlockShuffledSource` of 16 blocks of 64 samples, in the order of an epoch
 ``loader``      PyTorch's DataLoader with one worker, which reads one sample after the other by h5py (if torch is there)
 
 The page cache forgets the file before each measurement but ``second``. A contender that has not read the file in
@@ -97,11 +98,11 @@ def measure(path: Path, rounds: int, seconds: float) -> dict[str, tuple[Measurem
                     second.append(timed(epoch(copy, config, 1), math.inf))
                 source.close()
             return rate
-        contender = {"sequential": sequential, "shuffled": shuffled, "loader": loader}[name]
+        contender = {"sequential": sequential, "shuffled": shuffled, "blocks": by_blocks, "loader": loader}[name]
         forget(path)
         return timed(contender(path), seconds)
 
-    names = ["sequential", "shuffled", "copy"] + (["loader"] if find_spec("torch") else [])
+    names = ["sequential", "shuffled", "copy", "blocks"] + (["loader"] if find_spec("torch") else [])
     rates = alternate(rounds, names, one)
     rates["second"] = second
     return {
@@ -131,6 +132,14 @@ def shuffled(path: Path) -> Iterator[Any]:
     with mz.ShardingConfig(comm="self") as config:
         source = mz.data.Hdf5Source(path, "x", "y")
         yield from epoch(source, config)
+        source.close()
+
+
+def by_blocks(path: Path) -> Iterator[Any]:
+    """Yield all samples in the order of an epoch that is shuffled by blocks."""
+    with mz.ShardingConfig(comm="self") as config:
+        source = mz.data.Hdf5Source(path, "x", "y")
+        yield from epoch(mz.data.BlockShuffledSource(source, block=CHUNK), config)
         source.close()
 
 

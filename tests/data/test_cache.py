@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mpizero import data
-from mpizero.data import cache as cache_module
+from mpizero.data.blocks import cache as cache_module
 from mpizero.errors import ConfigError, DataError, RemoteError, StateError
 from mpizero.testing import run_in_threads
 

@@ -12,7 +12,7 @@ from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.equality import agree_equal
 from mpizero.data.batches import BatchConfig, BatchModel, ranks_of
-from mpizero.data.block_locks import BlockLocks
+from mpizero.data.blocks.block_locks import BlockLocks
 from mpizero.data.mapped import room_in_memory
 from mpizero.data.source import Indices, Source
 from mpizero.errors import ConfigError, DataError, StateError
@@ -124,6 +124,15 @@ class CachedSource(Source):
     def origin(self, indices: Indices) -> Indices:
         """Return the indices, in the original source before any split, of the samples ``indices`` of this source."""
         return self.source.origin(indices)
+
+    def sample_order(self, start: int, stop: int, length: int, seed: int) -> Indices:
+        """Return the indices at positions ``start:stop`` of the order of the other source."""
+        return self.source.sample_order(start, stop, length, seed)
+
+    @property
+    def block_samples(self) -> int:
+        """Number of samples that must be read together: 1 from the copy, or else that of the source."""
+        return 1 if self._window is not None else self.source.block_samples
 
     def describe(self) -> dict[str, Any]:
         """Return what the source of the samples returns: a copy is the same data."""
