@@ -130,11 +130,19 @@ class Batches:
         grains = Grains(self._batch, self._sizes.grain_size(self._batch))
         return grains.samples_of(self._group.rank, self._group.size)
 
-    @property
-    def own_samples(self) -> int:
-        """Number of samples of each global batch that this rank reads."""
-        own = self._own()
-        return int(own.stop - own.start)
+    def tell_cost(self, comm: Communicator) -> Self:
+        """Say so on rank 0 if blocks that are stored together are read many times an epoch. Not collective."""
+        own, size = self._own(), self._source.block_samples
+        count, blocks = max(1, own.stop - own.start), -(-len(self._source) // size)
+        # Of b blocks m random samples are in b (1 - (1 - 1/b)^m) of them, on average.
+        times = len(self._source) / count * (1 - (1 - 1 / blocks) ** count)
+        if comm.rank == 0 and size > 1 and times >= COSTLY_READS:
+            _notice_once(
+                f"batches: the data is stored in blocks of {size} samples, and shuffled batches read, and decompress, "
+                f"each of its {blocks} blocks about {times:.0f} times an epoch; mpizero.data.cached and "
+                "mpizero.data.BlockShuffledSource read it once (docs/data.md)"
+            )
+        return self
 
     def close(self) -> None:
         """End the thread that reads ahead, if there is one; the iteration can go on, and starts a new one.
@@ -232,24 +240,7 @@ def batches(
     if isinstance(source, OnlineSource):
         return OnlineBatches(source, config, global_batch, steps, consumed, group)
     made = Batches(source, config, global_batch, seed, steps, consumed, group=group, prefetch=prefetch)
-    _tell_cost(comm, source, made.own_samples)
-    return made
-
-
-def _tell_cost(comm: Communicator, source: Source, own: int) -> None:
-    """Say so on rank 0 if each block of samples that is stored together is read many times an epoch. Not collective.
-
-    ``own`` is the number of samples of a global batch that one rank reads.
-    """
-    blocks = -(-len(source) // source.block_samples)
-    # Of b blocks m random samples are in b (1 - (1 - 1/b)^m) of them, on average.
-    times = len(source) / max(1, own) * (1 - (1 - 1 / blocks) ** own)
-    if comm.rank == 0 and source.block_samples > 1 and times >= COSTLY_READS:
-        _notice_once(
-            f"batches: the data is stored in blocks of {source.block_samples} samples, and shuffled batches read, and "
-            f"decompress, each of its {blocks} blocks about {times:.0f} times an epoch; mpizero.data.cached and "
-            "mpizero.data.BlockShuffledSource read it once (docs/data.md)"
-        )
+    return made.tell_cost(comm)
 
 
 @lru_cache(maxsize=64)
