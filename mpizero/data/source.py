@@ -94,6 +94,11 @@ class Source(ABC):
         """Number of neighbouring samples that are stored together, so that reading one costs as much as reading all."""
         return 1
 
+    @property
+    def in_page_cache(self) -> bool:
+        """Tell whether the kernel keeps the samples that were read in memory anyway, one copy a node."""
+        return False
+
     @cached_property
     def takes_run(self) -> bool:  # used for every batch, and reading signatures is slow
         """True if :meth:`read` has a parameter ``run``."""
@@ -218,6 +223,11 @@ class Subset(Source):
     def block_samples(self) -> int:
         """Number of samples that the other source stores together."""
         return self.source.block_samples
+
+    @property
+    def in_page_cache(self) -> bool:
+        """Tell whether the kernel keeps the samples of the other source in memory."""
+        return self.source.in_page_cache
 
     def _places(self, indices: Indices) -> Indices:
         places = indices + self.start

@@ -83,8 +83,8 @@ class FileArray:
 
 
 def _is_run(numbers: Indices) -> bool:
-    """Tell whether each number follows the one before it."""
-    return bool((np.diff(numbers) == 1).all())
+    """Tell whether there are several numbers, each of which follows the one before it."""
+    return numbers.size > 1 and bool((np.diff(numbers) == 1).all())
 
 
 class JoinedArray:

@@ -328,7 +328,8 @@ def test_hdf5_gives_its_rows_however_they_are_stored(tmp_path, storage):
         file["y"] = y
     source = data.Hdf5Source(tmp_path / "d.h5", "in/x", "y")
     assert len(source) == 100
-    for order in (np.random.default_rng(1).permutation(100), [99, 0, 0, 50], []):
+    runs = (range(100), [*range(14, 34), 3, 3, *range(60, 70), 4, 5], range(99, 0, -1))
+    for order in (np.random.default_rng(1).permutation(100), [99, 0, 0, 50], [], *runs):
         got_x, got_y = source.samples(order)
         np.testing.assert_array_equal(got_x, x[np.asarray(order, int)])
         np.testing.assert_array_equal(got_y, y[np.asarray(order, int)])
