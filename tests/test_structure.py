@@ -56,7 +56,7 @@ DOORS = {
     "tqdm": {"train"},
     "tensorboardX": {"train"},
     "safetensors": {"checkpoint"},
-    "isal": {"crc"},
+    "isal": {"crc", "data"},
     "cupy": {"kernels"},
     "cupy_backends": {"kernels"},
     "sklearn": {"data"},

@@ -6,8 +6,9 @@ The samples of a global batch do not depend on the number of ranks.
 from typing import TYPE_CHECKING
 
 from mpizero.data.arrays import ArraySource, NpySource, digits
-from mpizero.data.batches import Batches, batches, sample_order
-from mpizero.data.cache import CachedSource, cached
+from mpizero.data.batches import Batches, batches
+from mpizero.data.blocks.block_shuffle import BlockShuffledSource
+from mpizero.data.blocks.cache import CachedSource, cached
 from mpizero.data.files import FileSource
 from mpizero.data.hdf5 import Hdf5Source
 from mpizero.data.moments import Statistics, statistics
@@ -16,7 +17,7 @@ from mpizero.data.online.job import OnlineJob
 from mpizero.data.online.producer import OnlineProducer
 from mpizero.data.online.spool import SpoolProducer, spool_source
 from mpizero.data.online.stream import OnlineBatches, OnlineSource
-from mpizero.data.source import Source, Subset
+from mpizero.data.source import Source, Subset, sample_order
 from mpizero.data.text import TextSource
 from mpizero.data.transforms import SampleRandom, TransformedSource
 from mpizero.data.zarr_source import ZarrSource
@@ -25,6 +26,7 @@ from mpizero.names import unknown_names
 __all__ = [
     "ArraySource",
     "Batches",
+    "BlockShuffledSource",
     "CachedSource",
     "FileSource",
     "Hdf5Source",

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, Protocol, Self, runtime_checkable
-
-import numpy as np
 
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.communicator import Communicator
@@ -14,13 +13,16 @@ from mpizero.data.online.stream import OnlineBatches, OnlineSource
 from mpizero.data.read_ahead import ReadAhead
 from mpizero.data.source import Indices, Source
 from mpizero.errors import ArgumentError, ConfigError, DataError
-from mpizero.kernels import cpu
 from mpizero.layout.grains import Grains
 from mpizero.names import explains
 from mpizero.sampletree import join
+from mpizero.text import notice
 from mpizero.types import Run
 from mpizero.validation import require, whole
 from mpizero.validation import seed as whole_seed
+
+#: Reads of each block in an epoch from which on :func:`batches` says that they are many.
+COSTLY_READS = 4
 
 
 class GrainSizes(Protocol):
@@ -49,25 +51,6 @@ class BatchModel(GrainSizes, Protocol):
     @property
     def batch_group(self) -> Communicator:
         """The communicator over whose ranks a global batch is divided."""
-
-
-def sample_order(start: int, stop: int, length: int, seed: int) -> Indices:
-    """Return the sample indices at positions ``start:stop`` of the endless shuffled order of ``length`` samples.
-
-    Positions ``e * length`` to ``(e + 1) * length - 1`` are epoch e: a random permutation of all samples, computed from
-    the seed and e. So every sample occurs exactly once in each epoch. The index at a position depends on the position,
-    ``length`` and ``seed`` alone. The function allocates no array of ``length`` elements. Not collective.
-    """
-    order = np.arange(start, stop, dtype=np.int64)
-    done = 0
-    while done < order.size:
-        epoch, inside = divmod(start + done, length)
-        count = min(order.size - done, length - inside)
-        part = order[done : done + count]
-        part -= epoch * length
-        cpu.random.permutation(part, length, seed, epoch)
-        done += count
-    return order
 
 
 class Batches:
@@ -136,12 +119,30 @@ class Batches:
 
     def _read(self, start: int) -> tuple[Any, Any]:
         """Read this rank's samples of the global batch after ``start`` samples. It sends nothing."""
-        grains = Grains(self._batch, self._sizes.grain_size(self._batch))
-        own = grains.samples_of(self._group.rank, self._group.size)
-        order = sample_order(start + own.start, start + own.stop, len(self._source), self._seed)
+        own = self._own()
+        order = self._source.sample_order(start + own.start, start + own.stop, len(self._source), self._seed)
         if self._source.takes_run:
             return self._samples_with_run(order, start, own.start)
         return self._source.samples(order)
+
+    def _own(self) -> slice:
+        """Return which samples of a global batch this rank reads."""
+        grains = Grains(self._batch, self._sizes.grain_size(self._batch))
+        return grains.samples_of(self._group.rank, self._group.size)
+
+    def tell_cost(self, comm: Communicator) -> Self:
+        """Say so on rank 0 if blocks that are stored together are read many times an epoch. Not collective."""
+        own, size = self._own(), self._source.block_samples
+        count, blocks = max(1, own.stop - own.start), -(-len(self._source) // size)
+        # Of b blocks m random samples are in b (1 - (1 - 1/b)^m) of them, on average.
+        times = len(self._source) / count * (1 - (1 - 1 / blocks) ** count)
+        if comm.rank == 0 and size > 1 and times >= COSTLY_READS:
+            _notice_once(
+                f"batches: the data is stored in blocks of {size} samples, and shuffled batches read, and decompress, "
+                f"each of its {blocks} blocks about {times:.0f} times an epoch; mpizero.data.cached and "
+                "mpizero.data.BlockShuffledSource read it once (docs/data.md)"
+            )
+        return self
 
     def close(self) -> None:
         """End the thread that reads ahead, if there is one; the iteration can go on, and starts a new one.
@@ -193,8 +194,8 @@ def batches(
 ) -> Batches | OnlineBatches:
     """Return an iterator over this rank's samples ``(x, y)`` of successive global batches.
 
-    A global batch is the next ``global_batch`` samples of :func:`sample_order`; it may contain the end of one epoch and
-    the start of the next. It is cut into grains. Each rank is assigned a contiguous range of grains, in the order of
+    A global batch is the next ``global_batch`` samples of ``source.sample_order``; it may contain the end of one epoch
+    and the start of the next. It is cut into grains. Each rank is assigned a contiguous range of them, in the order of
     the ranks, or none. This call is collective over the ranks of ``config``; the iteration is not.
 
     Parameters
@@ -218,10 +219,9 @@ def batches(
         The ranks among which a global batch is divided: the ``batch_group`` of a model. None means that of the model
         given as ``config``, or all ranks of the configuration given.
     prefetch : int
-        Number of this rank's batches that a background thread reads ahead, so that reading and training overlap; 0
-        reads each batch when it is asked for. The thread sends no message; ``source`` must allow reads from another
-        thread. An error in it is raised where its batch is asked for. :meth:`Batches.close`, the end of the iteration
-        and an error end the thread.
+        Number of this rank's batches that a background thread reads ahead; 0 reads each when it is asked for. The
+        thread sends no message; ``source`` must allow reads from another thread. An error in it is raised where its
+        batch is asked for, and ends it, as :meth:`Batches.close` and the end of the iteration do.
 
     Raises
     ------
@@ -239,7 +239,13 @@ def batches(
     agree_equal(comm, lambda: _arguments(source, settings), "agree batches")
     if isinstance(source, OnlineSource):
         return OnlineBatches(source, config, global_batch, steps, consumed, group)
-    return Batches(source, config, global_batch, seed, steps, consumed, group=group, prefetch=prefetch)
+    made = Batches(source, config, global_batch, seed, steps, consumed, group=group, prefetch=prefetch)
+    return made.tell_cost(comm)
+
+
+@lru_cache(maxsize=64)
+def _notice_once(text: str) -> None:
+    notice(text)
 
 
 def whole_batch(

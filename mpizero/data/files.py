@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from mpizero.data.mapped import on_own_disk, room_in_memory
 from mpizero.data.source import Indices, Source, check_samples
 from mpizero.data.stored import FileArray, JoinedArray
 from mpizero.data.windows import Windows
@@ -131,6 +132,14 @@ class FileSource(Source):
     def block_samples(self) -> int:
         """Number of neighbouring samples that the files store, and decompress, together."""
         return max(1, *(array.chunk for array in leaves_of(self._joined))) if self.windows.are_rows else 1
+
+    @property
+    def in_page_cache(self) -> bool:
+        """Tell whether all arrays are mapped into memory, of files that are on a disk of this machine and fit."""
+        mapped = not any(part.chunk for array in leaves_of(self._joined) for part in array.parts)
+        return (
+            mapped and all(map(on_own_disk, self.paths)) and sum(map(os.path.getsize, self.paths)) <= room_in_memory()
+        )
 
     def read(self, indices: Indices) -> tuple[Any, Any]:
         """Return the samples ``(x, y)`` of ``indices``, in the order of ``indices``, which the caller has checked."""

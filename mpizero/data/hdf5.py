@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from mpizero.data.deflated import DeflatedArray
 from mpizero.data.files import FileSource
 from mpizero.data.mapped import MappedArray
 from mpizero.errors import DataError
@@ -19,7 +20,8 @@ class Hdf5Source(FileSource):
 
     The parameters and errors are those of :class:`~mpizero.data.FileSource`. Contiguous datasets are memory-mapped, so
     reading shuffled samples needs no HDF5 call. Of a chunked dataset, each call of :meth:`read` reads every chunk that
-    contains a requested sample only once, in ascending order.
+    contains a requested sample only once, in ascending order. Chunks of whole rows that gzip has compressed, maybe
+    after a shuffle of bytes, are decompressed by ISA-L, in half of HDF5's time; HDF5 reads all others.
     """
 
     kind, array_word = "hdf5", "dataset"
@@ -32,7 +34,7 @@ class Hdf5Source(FileSource):
             dataset = dataset_of(file, path, name)
             mapped = _map(path, dataset)
             chunk = dataset.chunks[0] if dataset.chunks else max(1, len(dataset)) if dataset.ndim else 1
-            found[name] = (dataset, chunk) if mapped is None else (mapped, 0)
+            found[name] = (DeflatedArray.of(dataset) or dataset, chunk) if mapped is None else (mapped, 0)
         return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,14 @@ def room_in_memory() -> int:
     with open("/proc/meminfo", encoding="ascii") as file:
         lines = dict(line.split(":", 1) for line in file)
     return int(lines["MemAvailable"].split()[0]) * 1024 // 2
+
+
+def on_own_disk(path: str) -> bool:
+    """Tell whether a file is on a disk of this machine, whose pages nothing but a lack of memory drops. Not collective.
+
+    File systems that are not on one block device (NFS, Lustre, tmpfs) have devices with the major number 0.
+    """
+    return os.major(os.stat(path).st_dev) != 0
 
 
 class MappedArray:

@@ -25,6 +25,25 @@ SPLIT_SEED = 0x5EED
 Indices = NDArray[np.int64]
 
 
+def sample_order(start: int, stop: int, length: int, seed: int) -> Indices:
+    """Return the sample indices at positions ``start:stop`` of the endless shuffled order of ``length`` samples.
+
+    Positions ``e * length`` to ``(e + 1) * length - 1`` are epoch e: a random permutation of all samples, computed from
+    the seed and e. So every sample occurs exactly once in each epoch. The index at a position depends on the position,
+    ``length`` and ``seed`` alone. The function allocates no array of ``length`` elements. Not collective.
+    """
+    order = np.arange(start, stop, dtype=np.int64)
+    done = 0
+    while done < order.size:
+        epoch, inside = divmod(start + done, length)
+        count = min(order.size - done, length - inside)
+        part = order[done : done + count]
+        part -= epoch * length
+        cpu.random.permutation(part, length, seed, epoch)
+        done += count
+    return order
+
+
 class Source(ABC):
     """Provide samples ``(x, y)`` by index, the same on every rank; each sample is read when it is requested.
 
@@ -62,10 +81,23 @@ class Source(ABC):
         """Return the indices, in the original source before any split, of the samples ``indices`` of this source."""
         return indices
 
+    def sample_order(self, start: int, stop: int, length: int, seed: int) -> Indices:
+        """Return the indices at positions ``start:stop`` of the endless shuffled order of the first ``length`` samples.
+
+        Positions ``e * length`` to ``(e + 1) * length - 1`` must be a permutation of these samples, the same on every
+        rank. Here it is that of :func:`sample_order`.
+        """
+        return sample_order(start, stop, length, seed)
+
     @property
     def block_samples(self) -> int:
         """Number of neighbouring samples that are stored together, so that reading one costs as much as reading all."""
         return 1
+
+    @property
+    def in_page_cache(self) -> bool:
+        """Tell whether the kernel keeps the samples that were read in memory anyway, one copy a node."""
+        return False
 
     @cached_property
     def takes_run(self) -> bool:  # used for every batch, and reading signatures is slow
@@ -182,6 +214,20 @@ class Subset(Source):
     def origin(self, indices: Indices) -> Indices:
         """Return the indices, in the original source before any split, of the samples ``indices`` of this source."""
         return self.source.origin(self._places(indices))
+
+    def sample_order(self, start: int, stop: int, length: int, seed: int) -> Indices:
+        """Return the indices at positions ``start:stop`` of the order that the other source has for so many samples."""
+        return self.source.sample_order(start, stop, length, seed)
+
+    @property
+    def block_samples(self) -> int:
+        """Number of samples that the other source stores together."""
+        return self.source.block_samples
+
+    @property
+    def in_page_cache(self) -> bool:
+        """Tell whether the kernel keeps the samples of the other source in memory."""
+        return self.source.in_page_cache
 
     def _places(self, indices: Indices) -> Indices:
         places = indices + self.start

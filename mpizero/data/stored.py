@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -46,8 +47,14 @@ class FileArray:
 
     def block(self, where: Block) -> Array:
         """Return the elements in ``where``; raise DataError, naming file and range, if they cannot be read."""
-        try:
+        with self._named(where):
             return np.asarray(self.values()[where])
+
+    @contextmanager
+    def _named(self, where: Block) -> Iterator[None]:
+        """Raise errors of the block again as DataError that names file and range."""
+        try:
+            yield
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             ranges = ", ".join(f"{part.start}:{part.stop}" for part in where)
             raise DataError(f"{self.label}, elements [{ranges}]: {error}") from error
@@ -55,7 +62,8 @@ class FileArray:
     def rows(self, indices: Indices, out: Array, places: Indices) -> None:
         """Read the rows ``indices`` into ``out[places]``.
 
-        Of a chunked array, the rows of each chunk are read with one call, from the first to the last one requested.
+        Of a chunked array, the rows of each chunk are read with one call, from the first to the last one requested;
+        neighbouring rows for neighbouring places without a copy in between, where the array can.
         """
         if not self.chunk:
             out[places] = self.values()[indices]
@@ -65,7 +73,18 @@ class FileArray:
         borders = np.flatnonzero(np.diff(wanted // self.chunk)) + 1
         for own in np.split(order, borders) if wanted.size else []:
             low, high = int(indices[own[0]]), int(indices[own[-1]]) + 1
-            out[places[own]] = self.block((slice(low, high),))[indices[own] - low]
+            where, into = (slice(low, high),), slice(int(places[own[0]]), int(places[own[-1]]) + 1)
+            values = self.values()
+            if hasattr(values, "read_direct") and _is_run(indices[own]) and _is_run(places[own]):
+                with self._named(where):
+                    values.read_direct(out, where, into)
+            else:
+                out[places[own]] = self.block(where)[indices[own] - low]
+
+
+def _is_run(numbers: Indices) -> bool:
+    """Tell whether there are several numbers, each of which follows the one before it."""
+    return numbers.size > 1 and bool((np.diff(numbers) == 1).all())
 
 
 class JoinedArray:

@@ -128,6 +128,15 @@ class TransformedSource(Source):
         """Return the indices, in the original source before any split, of the samples ``indices`` of this source."""
         return self.source.origin(indices)
 
+    def sample_order(self, start: int, stop: int, length: int, seed: int) -> Indices:
+        """Return the indices at positions ``start:stop`` of the order of the other source."""
+        return self.source.sample_order(start, stop, length, seed)
+
+    @property
+    def block_samples(self) -> int:
+        """Number of samples that the other source stores together."""
+        return self.source.block_samples
+
     def describe(self) -> dict[str, Any]:
         """Return the fingerprints of the function, with the values that it uses, and of the other source."""
         return {"transformed by": Fingerprint().digest(self.function).hex(), "of": self.source.fingerprint}

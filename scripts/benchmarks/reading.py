@@ -4,8 +4,10 @@ For samples of 4 and 64 KiB, contiguous and in gzip chunks of 64 samples, one pr
 
 ``sequential``  h5py, in file order
 ``shuffled``    `Hdf5Source` in the order of an epoch
-``copy``        the same from `cached`, which is filled meanwhile
+``copy``        the same from `cached`, which is filled meanwhile; of contiguous files the page cache is the copy
 ``second``      the next epoch from the full copy
+``blocks``      `BlockShuffledSource` of 16 blocks of 64 samples, in the order of an epoch
+``memory``      new memory for all samples, written once: less than what any copy takes
 ``loader``      PyTorch's DataLoader with one worker, which reads one sample after the other by h5py (if torch is there)
 
 The page cache forgets the file before each measurement but ``second``. A contender that has not read the file in
@@ -42,6 +44,7 @@ def main() -> None:
     made = parser(__doc__ or "", rounds=5, json=True)
     made.add_argument("--samples", type=int, default=20_000, help="(default: %(default)s)")
     made.add_argument("--kib", type=int, nargs="+", default=[4, 64], help="sizes of a sample (default: 4 64)")
+    made.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS, help="(default: all)")
     made.add_argument("--seconds", type=float, default=10.0, help="longest measurement (default: %(default)s)")
     made.add_argument("--folder", help="where the files are made (default: the folder for temporary files)")
     options = made.parse_args()
@@ -50,9 +53,9 @@ def main() -> None:
     found = {}
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for kib in options.kib:
-            for layout, storage in LAYOUTS.items():
+            for layout in options.layouts:
                 path = Path(folder) / f"{layout}-{kib}.h5"
-                write(path, options.samples, kib * 256, storage)
+                write(path, options.samples, kib * 256, LAYOUTS[layout])
                 found[f"{kib} KiB, {layout}"] = measure(path, options.rounds, options.seconds)
                 path.unlink()
                 if not options.json:
@@ -97,11 +100,10 @@ def measure(path: Path, rounds: int, seconds: float) -> dict[str, tuple[Measurem
                     second.append(timed(epoch(copy, config, 1), math.inf))
                 source.close()
             return rate
-        contender = {"sequential": sequential, "shuffled": shuffled, "loader": loader}[name]
         forget(path)
-        return timed(contender(path), seconds)
+        return timed(CONTENDERS[name](path), seconds)
 
-    names = ["sequential", "shuffled", "copy"] + (["loader"] if find_spec("torch") else [])
+    names = ["sequential", "shuffled", "copy", "blocks", "memory"] + (["loader"] if find_spec("torch") else [])
     rates = alternate(rounds, names, one)
     rates["second"] = second
     return {
@@ -134,10 +136,29 @@ def shuffled(path: Path) -> Iterator[Any]:
         source.close()
 
 
+def by_blocks(path: Path) -> Iterator[Any]:
+    """Yield all samples in the order of an epoch that is shuffled by blocks."""
+    with mz.ShardingConfig(comm="self") as config:
+        source = mz.data.Hdf5Source(path, "x", "y")
+        yield from epoch(mz.data.BlockShuffledSource(source, block=CHUNK), config)
+        source.close()
+
+
 def epoch(source: mz.data.Source, config: mz.ShardingConfig, number: int = 0) -> Iterator[Any]:
     """Yield the batches of one epoch."""
     steps = len(source) // BATCH
     yield from mz.data.batches(source, config, BATCH, steps=steps, consumed=number * len(source))
+
+
+def memory(path: Path) -> Iterator[Any]:
+    """Yield new memory for all samples, written once."""
+    with h5py.File(path, locking=False) as file:
+        samples = np.zeros(file["x"].shape, "f4")
+    part = np.ones_like(samples[:BATCH])
+    for start in range(0, len(samples), BATCH):
+        found = samples[start : start + BATCH]
+        found[...] = part[: len(found)]
+        yield found, None
 
 
 def loader(path: Path) -> Iterator[Any]:
@@ -156,6 +177,15 @@ def loader(path: Path) -> Iterator[Any]:
             return self.file["x"][index], self.file["y"][index]
 
     yield from torch.utils.data.DataLoader(Samples(), batch_size=BATCH, shuffle=True, num_workers=1)
+
+
+CONTENDERS = {
+    "sequential": sequential,
+    "shuffled": shuffled,
+    "blocks": by_blocks,
+    "memory": memory,
+    "loader": loader,
+}
 
 
 def show(title: str, rows: dict[str, tuple[Measurement, Measurement]]) -> None:

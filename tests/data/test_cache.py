@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from mpizero import data
-from mpizero.data import cache as cache_module
+from mpizero.data import files as files_module
+from mpizero.data.blocks import cache as cache_module
 from mpizero.errors import ConfigError, DataError, RemoteError, StateError
 from mpizero.testing import run_in_threads
 
@@ -55,6 +56,32 @@ def test_a_copy_that_does_not_fit_is_left_out_and_told(compressed, ranks, capsys
         assert source.nbytes == 0
         np.testing.assert_array_equal(source.samples([7])[0], compressed[1][[7]])
     assert "a node has room for 1000: every rank reads the files itself" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("own_disk", [True, False])
+def test_mapped_files_on_a_disk_of_the_node_are_not_copied(tmp_path, ranks, monkeypatch, capsys, own_disk):
+    monkeypatch.setattr(files_module, "on_own_disk", lambda path: own_disk)
+    values = RNG.normal(size=(100, 5))
+    with h5py.File(tmp_path / "d.h5", "w") as file:
+        file["x"], file["y"] = values, np.arange(100)
+
+    def run(comm):
+        with data.cached(data.Hdf5Source(tmp_path / "d.h5", "x", "y").split(0.5)[0], ranks(comm)) as source:
+            x, y = source.samples([40, 2])
+            np.testing.assert_array_equal(x, values[y], strict=True)
+            return source.nbytes > 0
+
+    assert run_in_threads(2, run) == [not own_disk] * 2
+    assert capsys.readouterr().err == ""
+
+
+def test_the_page_cache_is_no_copy_of_what_does_not_fit_into_memory(compressed, monkeypatch):
+    monkeypatch.setattr(files_module, "on_own_disk", lambda path: True)
+    source = data.Hdf5Source(compressed[0], "y", "y")
+    assert source.in_page_cache
+    assert not data.Hdf5Source(compressed[0], "x", "y").in_page_cache  # chunks are not mapped
+    monkeypatch.setattr(files_module, "room_in_memory", lambda: 100)
+    assert not source.in_page_cache
 
 
 def test_an_error_in_a_block_is_told_and_the_block_can_be_read_by_another_rank(compressed, ranks):

@@ -151,6 +151,8 @@ def test_a_damaged_chunk_is_told_by_file_and_range(tmp_path):
     source.samples([399])
     with pytest.raises(DataError, match=r"d\.h5: dataset 'x', elements \[410:421\]"):
         source.samples([410, 420])
+    with pytest.raises(DataError, match=r"d\.h5: dataset 'x', elements \[400:500\]"):
+        source.samples(range(350, 550))
 
 
 def test_the_configuration_file_has_every_argument(series):

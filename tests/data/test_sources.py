@@ -13,6 +13,7 @@ import pytest
 
 import mpizero as mz
 from mpizero import data
+from mpizero.data import deflated
 from mpizero.data import text as text_module
 from mpizero.errors import ConfigError, DataError
 from mpizero.testing import run_in_threads
@@ -317,7 +318,53 @@ STORAGE = {
     "chunked": {"chunks": (7, 2)},
     "compressed": {"chunks": (16, 3), "compression": "gzip", "shuffle": True},
     "one chunk": {"chunks": (100, 3)},
+    "gzip": {"chunks": (16, 3), "compression": "gzip"},
+    "parts of rows": {"chunks": (16, 2), "compression": "gzip"},
+    "sums": {"chunks": (16, 3), "compression": "gzip", "fletcher32": True},
+    "another filter": {"chunks": (16, 3), "compression": "lzf"},
 }
+#: Types of elements, in either order of bytes.
+TYPES = (">f4", "<f4", "f8", "f2", "i2", ">u8", "u1", "?", "c8")
+
+
+@pytest.mark.parametrize("kept", [0, 1 << 20])
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_gzip_chunks_have_the_elements_that_hdf5_reads(tmp_path, monkeypatch, dtype, shuffled, kept):
+    monkeypatch.setattr(deflated, "KEPT", kept)
+    values = np.random.default_rng(0).integers(0, 100, (50, 3, 2)).astype(dtype)
+    with h5py.File(tmp_path / "d.h5", "w") as file:
+        file.create_dataset("x", data=values, chunks=(8, 3, 2), compression="gzip", shuffle=shuffled)
+        file["y"] = np.arange(50)
+    source = data.Hdf5Source(tmp_path / "d.h5", "x", "y")
+    assert isinstance(source._values(source.paths[0], "x"), deflated.DeflatedArray) == (values.dtype.kind in "fiu")
+    for order in (np.random.default_rng(1).permutation(50), range(50), range(10, 14), [49, 3, 3]):
+        np.testing.assert_array_equal(source.samples(order)[0], values[np.asarray(order)])
+    windows = data.Hdf5Source(tmp_path / "d.h5", "x", "x", window={0: 4, 1: 2}, stride={0: 3, 1: 1})
+    x, _ = windows.samples([0, 5, 31])
+    for found, (begin, row) in zip(x, [(0, 0), (6, 1), (45, 1)], strict=True):
+        np.testing.assert_array_equal(found, values[begin : begin + 4, row : row + 2])
+    source.close()
+
+
+def test_chunks_that_gzip_has_not_compressed_are_read_by_hdf5(tmp_path):
+    with h5py.File(tmp_path / "d.h5", "w") as file:
+        x = file.create_dataset("x", (30, 2), "f4", chunks=(10, 2), compression="gzip", fillvalue=7)
+        x[:10] = 1
+        x.id.write_direct_chunk((20, 0), np.full((10, 2), 3, "f4").tobytes(), filter_mask=1)  # and one is missing
+        file["y"] = np.arange(30)
+    x, _ = data.Hdf5Source(tmp_path / "d.h5", "x", "y").samples(range(30))
+    np.testing.assert_array_equal(x, np.repeat(np.array([1, 7, 3], "f4"), 10)[:, None] + np.zeros((1, 2), "f4"))
+
+
+def test_a_closed_source_has_closed_its_files(tmp_path):
+    with h5py.File(tmp_path / "d.h5", "w") as file:
+        file.create_dataset("x", data=np.arange(100.0), chunks=(10,), compression="gzip")
+    source = data.Hdf5Source(tmp_path / "d.h5", "x", "x")
+    source.samples([3, 50])
+    source.close()
+    with h5py.File(tmp_path / "d.h5", "a") as file:  # which HDF5 refuses while it is open for reading
+        assert len(file["x"]) == 100
 
 
 @pytest.mark.parametrize("storage", STORAGE)
@@ -328,7 +375,8 @@ def test_hdf5_gives_its_rows_however_they_are_stored(tmp_path, storage):
         file["y"] = y
     source = data.Hdf5Source(tmp_path / "d.h5", "in/x", "y")
     assert len(source) == 100
-    for order in (np.random.default_rng(1).permutation(100), [99, 0, 0, 50], []):
+    runs = (range(100), [*range(14, 34), 3, 3, *range(60, 70), 4, 5], range(99, 0, -1))
+    for order in (np.random.default_rng(1).permutation(100), [99, 0, 0, 50], [], *runs):
         got_x, got_y = source.samples(order)
         np.testing.assert_array_equal(got_x, x[np.asarray(order, int)])
         np.testing.assert_array_equal(got_y, y[np.asarray(order, int)])

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpizero.data.batches import sample_order
 from mpizero.errors import DataError, RemoteError
 from mpizero.layout import Grains
 from mpizero.parallel import BadSteps, StepReport, dump_bad_step
@@ -151,4 +150,4 @@ class NumberWatch:
         group = model.batch_group
         own = Grains(loop.global_batch, model.grain_size(loop.global_batch)).samples_of(group.rank, group.size)
         start = (step - 1) * loop.global_batch
-        return source.origin(sample_order(start + own.start, start + own.stop, len(source), loop.seed))
+        return source.origin(source.sample_order(start + own.start, start + own.stop, len(source), loop.seed))

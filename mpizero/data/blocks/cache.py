@@ -38,7 +38,8 @@ class CachedSource(Source):
     source : Source
         The source of the samples.
     nbytes : int
-        Size of the node's copy; 0 if it does not fit, and every rank reads from ``source``.
+        Size of the node's copy; 0 if there is none, because it does not fit or the page cache is one: every rank reads
+        from ``source``.
     blocks_read : int
         Number of blocks that this rank has read.
     """
@@ -58,8 +59,11 @@ class CachedSource(Source):
             sizes = [leaf.nbytes * len(source) for leaf in self._tree.leaves]
             needed = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes) + blocks
             room = _room(self._node, limit)
-        fits = np.array(needed <= room, np.int8)
-        comm.allreduce(fits, "min", tag="cache")
+            votes = np.array([needed <= room, source.in_page_cache], np.int8)
+        comm.allreduce(votes, "min", tag="cache")
+        fits, kept = votes.tolist()
+        if kept:  # another copy would take as much memory again, and time
+            return
         if fits:
             with all_ranks(comm, "cache"):  # on all ranks of a node together, or on none
                 self._window = self._node.allocate_shared(needed, "cache")
@@ -125,6 +129,15 @@ class CachedSource(Source):
         """Return the indices, in the original source before any split, of the samples ``indices`` of this source."""
         return self.source.origin(indices)
 
+    def sample_order(self, start: int, stop: int, length: int, seed: int) -> Indices:
+        """Return the indices at positions ``start:stop`` of the order of the other source."""
+        return self.source.sample_order(start, stop, length, seed)
+
+    @property
+    def block_samples(self) -> int:
+        """Number of samples that must be read together: 1 from the copy, or else that of the source."""
+        return 1 if self._window is not None else self.source.block_samples
+
     def describe(self) -> dict[str, Any]:
         """Return what the source of the samples returns: a copy is the same data."""
         return self.source.describe()
@@ -157,7 +170,9 @@ def cached(source: Source, config: BatchConfig | BatchModel, limit: int | None =
 
     Collective over the ranks of ``config``. The memory for all samples is allocated at once; samples are read from
     ``source``, and decompressed, when a rank of the node needs them first. If the copy does not fit, rank 0 says so,
-    and every rank reads from ``source``. Split the result, not ``source``: neighbouring samples are read together.
+    and every rank reads from ``source``. So it does, without a word, if all of it is contiguous datasets on the node's
+    own disk: they are mapped into memory, and the kernel's page cache is one copy a node already. Split the result,
+    not ``source``: neighbouring samples are read together.
     Close it on all ranks together, or use it as a context manager.
 
     Parameters
