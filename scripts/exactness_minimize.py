@@ -76,6 +76,7 @@ CASES: dict[str, tuple[Callable[[], Any], Any, dict[str, Any]]] = {
     "L-BFGS": (chained, None, {}),
     "L-BFGS, bounds": (chained, None, {"bounds": {"even": (-1.0, 0.5)}}),
     "L-BFGS, float32 network": (network, IMAGES, {"options": {"history": 3}}),
+    "L-BFGS, diagonal": (network, IMAGES, {"bounds": (-1.0, 1.0), "options": {"initial": "diagonal", "history": 3}}),
     "CG": (chained, None, {"method": "cg"}),
     "CG, float32 network": (network, IMAGES, {"method": "cg"}),
     "Newton-CG": (chained, None, {"method": "newton-cg"}),

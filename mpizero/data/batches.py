@@ -6,6 +6,8 @@ from functools import lru_cache
 from types import TracebackType
 from typing import Any, Protocol, Self, runtime_checkable
 
+import numpy as np
+
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.equality import agree_equal

@@ -37,6 +37,8 @@ from harness import alternate, output_of, parser, result_of
 CASES = (
     ("L-BFGS", False, False, "l-bfgs", "L-BFGS-B", "lmvm"),
     ("L-BFGS, bounds", True, False, "l-bfgs", "L-BFGS-B", "blmvm"),
+    ("L-BFGS, diagonal", False, False, "l-bfgs, diagonal", "L-BFGS-B", "lmvm"),
+    ("L-BFGS, diagonal, bounds", True, False, "l-bfgs, diagonal", "L-BFGS-B", "blmvm"),
     ("CG", False, False, "cg", "CG", "cg"),
     ("Newton-CG", False, True, "newton-cg", "trust-ncg", "bnls"),
     ("Newton-CG, differences", False, False, "newton-cg", "Newton-CG", ""),

@@ -38,6 +38,26 @@ class VectorSpace(Protocol):
         """Multiply a vector by the preconditioner, if there is one. Not collective."""
         ...
 
+    def fill(self, value: float, target: str) -> None:
+        """Set all elements of a vector to a number. Not collective."""
+        ...
+
+    def multiply(self, factors: str, target: str) -> None:
+        """Multiply one vector by another, element by element. Not collective."""
+        ...
+
+    def divide(self, divisors: str, target: str) -> None:
+        """Divide one vector by another, element by element. Not collective."""
+        ...
+
+    def update_diagonal(self, target: str, y: str, curvature: float, bs: str, square: float) -> None:
+        """Add ``y**2 / curvature - bs**2 / square``, by element, to ``target``, which stays positive. Not collective.
+
+        That is the diagonal of the BFGS update of a diagonal matrix B by a pair s and y, if ``bs`` is B s,
+        ``curvature`` is s^T y and ``square`` is s^T B s.
+        """
+        ...
+
     def parameters(self, target: str) -> None:
         """Copy the parameters to a vector. Not collective."""
         ...

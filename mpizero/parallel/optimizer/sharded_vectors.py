@@ -19,6 +19,9 @@ from mpizero.parallel.parameters.global_view import take
 from mpizero.parallel.parameters.shards import UpdatePiece
 from mpizero.types import Array, as_reals
 
+#: Elements of which temporary arrays are made at a time.
+_BLOCK = 1 << 15
+
 
 class _Limited(NamedTuple):
     """Hold the bounds of a piece: a number, or an array as long as the piece; None is no bound."""
@@ -106,6 +109,29 @@ class ShardedVectors:
         for piece, factors in self._factors:
             values = self._of(target, piece)
             np.multiply(values, values.dtype.type(factors) if np.isscalar(factors) else factors, out=values)
+
+    def fill(self, value: float, target: str) -> None:
+        """Set all elements of a vector to a number. Not collective."""
+        self._updater.state[target].fill(value)
+
+    def multiply(self, factors: str, target: str) -> None:
+        """Multiply one vector by another, element by element. Not collective."""
+        array = self._updater.state[target]
+        np.multiply(array, self._updater.state[factors], out=array)
+
+    def divide(self, divisors: str, target: str) -> None:
+        """Divide one vector by another, element by element. Not collective."""
+        array = self._updater.state[target]
+        np.divide(array, self._updater.state[divisors], out=array)
+
+    def update_diagonal(self, target: str, y: str, curvature: float, bs: str, square: float) -> None:
+        """Add ``y**2 / curvature - bs**2 / square`` by element to ``target``, which stays positive. Not collective."""
+        values, ys, products = (self._updater.state[slot] for slot in (target, y, bs))
+        kind = values.dtype.type
+        for start in range(0, values.size, _BLOCK):  # so that temporary arrays stay in the cache
+            there = slice(start, start + _BLOCK)
+            old, grown, lost = values[there], ys[there] * kind(curvature**-0.5), products[there] * kind(square**-0.5)
+            values[there] = np.maximum(old + grown * grown - lost * lost, old * kind(self.precision))
 
     def parameters(self, target: str) -> None:
         """Copy the parameters to a vector. Not collective."""

@@ -78,7 +78,10 @@ def projected(x: Array, slope: Array, bounds: tuple[float, float]) -> Array:
 
 
 def by_mpizero(counted: CountedObjective, method: str, bounded: bool, exact: bool) -> None:
-    """Minimize by mpizero, with exact products with the Hessian or without any."""
+    """Minimize by mpizero, with exact products with the Hessian or without any.
+
+    "l-bfgs, diagonal" is L-BFGS with ``initial="diagonal"``.
+    """
     import mpizero as mz
 
     def loss_and_grad(parameters: Any, batch: Any) -> tuple[float, Any, float]:
@@ -89,6 +92,9 @@ def by_mpizero(counted: CountedObjective, method: str, bounded: bool, exact: boo
         return {"x": counted.product(parameters["x"], direction["x"])}, 1.0
 
     options: Row = {"gtol": TOLERANCE, "maxiter": MOST, "maxfun": MOST}
+    method, _, initial = method.partition(", ")
+    if initial:
+        options["initial"] = initial
     if method == "l-bfgs":
         options["history"] = HISTORY
     limits = {"bounds": counted.bounds} if bounded else {}

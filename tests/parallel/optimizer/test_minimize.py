@@ -469,3 +469,65 @@ def test_losses_with_the_errors_of_long_sums_do_not_end_a_search_early(method: s
     told = minimized("self", model, method=method, options={"gtol": 1e-10})[0]
     assert told[4], told[5]
     assert told[1] <= 1e-10
+
+
+def test_a_learned_diagonal_needs_fewer_evaluations_where_scales_differ() -> None:
+    model = mz.FunctionModel({"w": np.zeros(6)}, scaled_squares)
+    choice = {"data": (MATRIX, TARGETS)}
+    plain = minimized("self", model, **choice, options={"gtol": 1e-9, "history": 3})
+    found = minimized("self", model, **choice, options={"gtol": 1e-9, "history": 3, "initial": "diagonal"})
+    assert plain[0][4]
+    assert found[0][4]
+    np.testing.assert_allclose(found[2], plain[2], rtol=1e-6)
+    assert found[0][3] < plain[0][3]
+
+
+def test_a_learned_diagonal_is_that_of_the_bfgs_update() -> None:
+    """The first two updates, once more in NumPy, from the pairs that the method keeps."""
+    model = mz.FunctionModel({"w": np.zeros(6)}, squares)
+    learned: list[Any] = []
+
+    def look(placed: Any, found: Any) -> Any:
+        return {slot: array.copy() for slot, array in placed.engine.updater.state.items()}
+
+    options = {"initial": "diagonal", "preconditioner": {"w": SCALES}, "history": 5}
+    for iterations in (2, 3):
+        choice = {"options": options | {"maxiter": iterations, "gtol": 0.0}, "then": look}
+        learned.append(minimized("self", model, (MATRIX, TARGETS), **choice)[3])
+    s, y = ([state[f"{kind}_difference_{i}"] for i in (0, 1)] for kind, state in
+            (("parameter", learned[1]), ("gradient", learned[1])))  # fmt: skip
+    b = 1.0 / SCALES
+    b *= (y[0] @ (y[0] / b)) / (s[0] @ y[0])
+    b = b + y[1] ** 2 / (s[1] @ y[1]) - (b * s[1]) ** 2 / (s[1] @ (b * s[1]))
+    b *= (y[1] @ (y[1] / b)) / (s[1] @ y[1])
+    np.testing.assert_allclose(learned[0]["diagonal"], b, rtol=1e-10)
+
+
+@pytest.mark.parametrize("bounds", [None, (-0.5, 0.5)])
+def test_a_learned_diagonal_keeps_the_bits_of_one_process_also_after_a_resume(bounds: Any, tmp_path: Any) -> None:
+    model = mz.FunctionModel({"w": np.zeros(6)}, scaled_squares)
+    choice = {"data": (MATRIX, TARGETS), "bounds": bounds}
+    options = {"initial": "diagonal", "history": 3}
+    expected = minimized("self", model, **choice, options=options | {"maxiter": 7})[1]
+    for strategy, memory in EVERY[::2]:
+        found = run_in_threads(
+            3,
+            lambda c, s=strategy, m=memory: minimized(
+                c, model, strategy=s, settings=m, **choice, options=options | {"maxiter": 7}
+            )[1],
+        )
+        assert set(found) == {expected}, (strategy, memory)
+
+    def save(placed: Any, found: Any) -> None:
+        placed.save_model(tmp_path / "half")
+
+    run_in_threads(2, lambda c: minimized(c, model, **choice, options=options | {"maxiter": 4}, then=save))
+    resumed = run_in_threads(
+        3, lambda c: minimized(c, model, **choice, options=options | {"maxiter": 7}, resume=tmp_path / "half")[1]
+    )
+    assert set(resumed) == {expected}
+
+
+def test_another_initial_matrix_is_refused() -> None:
+    with pytest.raises(ConfigError, match="LBFGS: initial='identity': expected 'scalar' or 'diagonal'"):
+        mz.LBFGS(initial="identity")
