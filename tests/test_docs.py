@@ -97,6 +97,14 @@ def test_the_recipes_are_the_examples():
     assert sorted(blocks(RECIPES, "python")) == programs
 
 
+def test_the_page_of_examples_links_every_program():
+    """A folder with ``__init__.py`` holds the parts of a program."""
+    page = ROOT / "docs" / "examples.md"
+    programs = [p for folder in ("examples", "scripts/examples") for p in (ROOT / folder).rglob("*.py")]
+    linked = {(page.parent / name).resolve() for name in re.findall(r"\]\(([^)#]*\.py)\)", page.read_text("utf-8"))}
+    assert {p for p in programs if not p.with_name("__init__.py").exists()} <= linked
+
+
 def test_the_section_about_fortran_shows_lines_of_its_example():
     page = (ROOT / "docs" / "bring_your_model.md").read_text(encoding="utf-8")
     section = page.partition("## From a Fortran program")[2]
