@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mpizero.optim.vectors.lbfgs import INITIAL
 from mpizero.train.config.setting_checks import ConfigSection, allowed, choice, many, optional, setting
 from mpizero.validation import number, positive, whole
 
@@ -87,6 +88,7 @@ class LbfgsSection(VectorMethodSection):
     most_trials: int = setting(20, whole(1))
     history: int = setting(10, whole(1))
     bounds: Any = setting(None, optional(_bounds))
+    initial: str = setting("scalar", choice(*INITIAL))
 
 
 @dataclass(frozen=True, kw_only=True)
