@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from mpizero.errors import ConfigError, ExitStatus, MpizeroError
 from mpizero.launched import BY_ANY, launched_rank
-from mpizero.train.cli import bench_command, checkpoint_command, ensemble_command, parsers, replay_command
+from mpizero.train.cli import bench_command, checkpoint_command, ensemble_command, new_command, parsers, replay_command
 from mpizero.train.cli.options import layout_of, named_as_options
 from mpizero.train.cli.output import accept_all_characters, show
 from mpizero.train.cli.verify_options import add_verify
@@ -127,6 +127,7 @@ def build_parser() -> argparse.ArgumentParser:
     parsers.add_plan(commands, _plan)
     add_verify(commands, _verify)
     parsers.add_doctor(commands, _doctor)
+    new_command.add_command(commands, lambda options: _on_first_rank(new_command.run, options))
     replay_command.add_command(commands, _replay)
     ensemble_command.add_command(commands, lambda options: _on_first_rank(ensemble_command.run, options))
     bench_command.add_command(commands, _bench)
