@@ -13,9 +13,17 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from mpizero.errors import ConfigError, ExitStatus, MpizeroError
 from mpizero.launched import BY_ANY, launched_rank
-from mpizero.train.cli import bench_command, checkpoint_command, ensemble_command, new_command, parsers, replay_command
+from mpizero.train.cli import (
+    bench_command,
+    checkpoint_command,
+    completion_command,
+    ensemble_command,
+    new_command,
+    parsers,
+    replay_command,
+)
 from mpizero.train.cli.options import layout_of, named_as_options
-from mpizero.train.cli.output import accept_all_characters, show
+from mpizero.train.cli.output import accept_all_characters, show, wants_colour
 from mpizero.train.cli.verify_options import add_verify
 from mpizero.train.stopping.signals import StopSignals
 
@@ -132,6 +140,7 @@ def build_parser() -> argparse.ArgumentParser:
     ensemble_command.add_command(commands, lambda options: _on_first_rank(ensemble_command.run, options))
     bench_command.add_command(commands, _bench)
     checkpoint_command.add_command(commands, _checkpoint)
+    completion_command.add_command(commands, _completion)
     return parser
 
 
@@ -239,20 +248,25 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from mpizero.train.doctor import examination
+    from mpizero.train.doctor import bug_report, examination
 
+    comm = None
     try:
         comm = _launched_world() if options.comm is None else options.comm
+        findings = examination.examine(comm, _threads(), os.environ, clean=options.clean)
     except ConfigError as error:  # ranks that think they are alone: the first one speaks
-        findings, rank, size = [examination.alone(error)], launched_rank(os.environ), 1
+        if comm is not None:
+            raise
+        findings = [examination.alone(error)]
+    rank, size = (launched_rank(os.environ), 1) if comm is None else (comm.rank, comm.size)
+    if options.report:
+        text = bug_report.bug_report(comm, findings, os.environ)
+    elif options.json:
+        text = examination.as_json(findings, size)
     else:
-        findings, rank, size = (
-            examination.examine(comm, _threads(), os.environ, clean=options.clean),
-            comm.rank,
-            comm.size,
-        )
+        text = examination.report(findings, colour=wants_colour(sys.stdout, os.environ))
     if rank == 0:
-        print(examination.as_json(findings, size) if options.json else examination.report(findings), flush=True)
+        print(text, flush=True)
     return examination.exit_status(findings)
 
 
@@ -266,6 +280,10 @@ def _replay(options: argparse.Namespace) -> int:
 
 def _checkpoint(options: argparse.Namespace) -> int:
     return _on_first_rank(options.tool, options)
+
+
+def _completion(options: argparse.Namespace) -> int:
+    return _on_first_rank(lambda given: completion_command.run(given, build_parser()), options)
 
 
 # ------------------------------------------------------------------ surroundings

@@ -99,6 +99,11 @@ def add_doctor(commands: Any, run: Run) -> None:
     )
     add_json(parser)
     parser.add_argument(
+        "--report",
+        action="store_true",
+        help="print a block to copy into a report of a fault, without names of users and hosts",
+    )
+    parser.add_argument(
         "--clean", action="store_true", help="remove shared memory of killed jobs of yours, on every node, if unused"
     )
     parser.set_defaults(run=run)
