@@ -308,7 +308,7 @@ wheel_trains() {
     local installed=$PWD/build/installed folder status=0
     rm -rf "$installed"
     "$PY" -m venv --without-pip "$installed" &&
-        "$VENV/bin/pip" --python "$installed/bin/python" install -q --no-deps build/wheel/*.whl &&
+        env -u PYTHONPATH "$VENV/bin/pip" --python "$installed/bin/python" install -q --no-deps build/wheel/*.whl &&
         "$installed/bin/python" - "$("$PY" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')" <<'LINK' || return 1
 import pathlib, sys, sysconfig
 pathlib.Path(sysconfig.get_paths()["purelib"], "test-environment.pth").write_text(sys.argv[1] + "\n")
