@@ -124,12 +124,6 @@ def test_every_program_of_the_gallery_has_a_page_with_its_pictures_its_command_a
         assert str(program.relative_to(ROOT)) in {words[0] for words in commands(page)}
 
 
-def test_the_picture_of_the_readme_is_that_of_the_measurements(tmp_path):
-    drawn = tmp_path / "drawn.svg"
-    run("scripts/drawings/bits_and_speed.py", "--output", str(drawn), folder=ROOT)
-    assert drawn.read_bytes() == (ROOT / "docs" / "pictures" / "bits_and_speed.svg").read_bytes()
-
-
 def test_the_section_about_fortran_shows_lines_of_its_example():
     page = (ROOT / "docs" / "bring_your_model.md").read_text(encoding="utf-8")
     section = page.partition("## From a Fortran program")[2]
@@ -189,6 +183,12 @@ def test_files_named_in_the_docs_exist(page):
         assert (ROOT / name).exists(), name
 
 
+def test_drawings_are_those_of_their_script(tmp_path):
+    run("scripts/draw.py", "--folder", str(tmp_path), folder=ROOT)
+    drawn = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
+    assert drawn == {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "pictures").glob("*.svg")}
+
+
 def test_every_setting_is_documented():
     from mpizero.train.config.model_sections import MODELS
     from mpizero.train.config.sections import OPTIMIZERS, Config
@@ -225,5 +225,5 @@ def test_test_script_lists_its_parts():
     shown = subprocess.run(
         ["bash", ROOT / "scripts" / "test.sh", "--help"], capture_output=True, text=True, check=True, timeout=60
     ).stdout
-    parts = "lint types package serial mpich cuda ptx torch openmpi exactness hybrid torture slurm"
+    parts = "lint types package serial mpich cuda ptx torch openmpi exactness hybrid torture slurm site"
     assert [line.split()[0] for line in shown.splitlines() if re.match(r"  [a-z]+  ", line)] == parts.split()

@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """Draw the README's picture: different results of one training, and tokens a second, beside other libraries.
 
 Every figure is read from a table of docs/measurements.md, which names the command that measured it.
@@ -6,7 +5,6 @@ Every figure is read from a table of docs/measurements.md, which names the comma
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Iterator
@@ -99,16 +97,3 @@ def draw() -> str:
         f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>\n'
         f"{lines}\n</svg>\n"
     )
-
-
-def main() -> None:
-    """Write the picture."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "pictures" / "bits_and_speed.svg")
-    options = parser.parse_args()
-    options.output.write_text(draw(), encoding="utf-8")
-    print(options.output)
-
-
-if __name__ == "__main__":
-    main()
