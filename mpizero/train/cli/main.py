@@ -18,6 +18,7 @@ from mpizero.train.cli import (
     checkpoint_command,
     completion_command,
     ensemble_command,
+    new_command,
     parsers,
     replay_command,
 )
@@ -134,6 +135,7 @@ def build_parser() -> argparse.ArgumentParser:
     parsers.add_plan(commands, _plan)
     add_verify(commands, _verify)
     parsers.add_doctor(commands, _doctor)
+    new_command.add_command(commands, lambda options: _on_first_rank(new_command.run, options))
     replay_command.add_command(commands, _replay)
     ensemble_command.add_command(commands, lambda options: _on_first_rank(ensemble_command.run, options))
     bench_command.add_command(commands, _bench)
