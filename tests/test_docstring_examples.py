@@ -19,7 +19,6 @@ with mock.patch.object(sys, "path", [str(DOCS), *sys.path]):
 
 #: Modules whose names have no examples, and why.
 WITHOUT = {
-    "mpizero.adapters": "in work",
     "mpizero.checkpoint": "in work",
     "mpizero.comm": "in work",
     "mpizero.data": "in work",
