@@ -1,4 +1,13 @@
-"""Compute which rank owns which elements, and which pipeline stage computes what, from integers and without MPI."""
+"""Compute which rank owns which elements, and which pipeline stage computes what, from integers and without MPI.
+
+Examples
+--------
+>>> from mpizero.layout import AXES, SCHEDULES
+>>> AXES  # slowest first
+('pipeline', 'tensor', 'data', 'context')
+>>> SCHEDULES
+('gpipe', '1f1b', 'interleaved', 'zero_bubble', 'zero_bubble_v')
+"""
 
 from mpizero.layout.axes import AXES, Axes, Coordinates
 from mpizero.layout.grains import GrainRule, Grains

@@ -52,6 +52,17 @@ class Gradients:
         Whether the values are summed over the ranks and divided by the weight.
     layout : FlatLayout or None
         Names and offsets of the parameters in a gathered gradient; None for the other kinds.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> x, y = np.eye(2, dtype=np.float32), np.array([0, 1])
+    >>> with mz.DDPModel(mz.nn.MLP(2, [], 2), mz.ShardingConfig(comm="self")) as model:
+    ...     gradients = model.compute_gradients(x, y, gather=True)
+    ...     model.apply_gradients(gradients, learning_rate=0.1)
+    >>> gradients.weight, gradients.synchronized, {name: g.shape for name, g in gradients.named().items()}
+    (2.0, True, {'output.linear.weight': (2, 2), 'output.linear.bias': (2,)})
     """
 
     values: Array

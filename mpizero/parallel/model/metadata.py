@@ -65,6 +65,16 @@ class ModelMetadata:
         The largest number of bytes that this rank has held at once.
     bytes_sent_last_step : int
         Bytes that this rank sent to other ranks in the last training step.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> with mz.ZeRO3Model(mz.nn.MLP(2, [4], 2), mz.ShardingConfig(comm="self"), optimizer=mz.AdamW()) as model:
+    ...     found = model.metadata()
+    >>> found.strategy, found.sharded, found.parameter_count
+    ('ZeRO-3', ('parameters', 'gradients', 'optimizer state'), 22)
+    >>> found.formula_bytes["optimizer state"]  # two arrays of 22 float32
+    176.0
     """
 
     strategy: str

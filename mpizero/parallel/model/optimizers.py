@@ -56,6 +56,12 @@ class ShardedOptimizer:
     ------
     TypeError
         If ``wrapped_optimizer`` is not gradient-based. The message names the missing method.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> isinstance(mz.ZeRO1Optimizer(mz.AdamW()), mz.ShardedOptimizer)
+    True
     """
 
     #: Strategies of the models to which this class can be bound; empty for any strategy.
