@@ -50,6 +50,7 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
+html_search_scorer = str(DOCS / "static" / "scorer.js")
 html_show_search_summary = False  # fetched from the pages, which browsers refuse where the site is a folder of files
 
 

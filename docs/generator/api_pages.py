@@ -87,7 +87,8 @@ def bases(cls: type, names: dict[str, PublicName]) -> tuple[dict[str, list[str]]
             inherited = {n: v for one in ours for n, v in vars(one).items()}
             documented[full] = sorted(n for n, v in inherited.items() if is_member(n, v) and n not in seen)
             seen |= set(inherited)
-        if full or not base.__module__.startswith("mpizero"):
+            left_out += [one.__name__ for one in base.__mro__]
+        if not base.__module__.startswith("mpizero"):
             left_out.append(base.__name__)
         seen |= set(vars(base))
     return documented, sorted(set(left_out))
@@ -119,13 +120,22 @@ def module_page(module: str, names: dict[str, PublicName], pages: dict[str, str]
 
 
 def index_page(names: dict[str, PublicName], pages: dict[str, str]) -> str:
-    """Return the index: the names of ``mpizero`` itself in the groups of ``docs/library.md``, and the modules."""
-    lines = [INDEX]
-    for group, said in library_groups():
-        rows = [names[f"mpizero.{name}"] for name in group if f"mpizero.{name}" in names]
-        inner = [name for name in group if f"mpizero.{name}" in pages.keys() - names.keys()]
-        rows += [PublicName("mpizero", name, import_module(f"mpizero.{name}")) for name in inner]
+    """Return the index: the names of ``mpizero`` itself in the groups of ``docs/library.md``, and the modules.
+
+    Neighbouring groups of one name each, of which the name's own docstring says all, share a table.
+    """
+    of_root = {one.name: one for one in names.values() if one.module == "mpizero"}
+    of_root |= {m[8:]: PublicName("mpizero", m[8:], import_module(m)) for m in pages if m not in names}
+    lines: list[str] = [INDEX]
+    alone: list[PublicName] = []
+    for group, said in [*library_groups(), ([], "")]:
+        rows = [of_root[name] for name in group if name in of_root]
+        if len(rows) == 1:
+            alone += rows
+            continue
+        lines += table(alone, pages) if alone else []
+        alone = []
         said = said.replace("](#", "](../library.md#").replace("](", "](../").replace("](../../", "](../")
-        lines += [f"{said[0].upper()}{said[1:]}:", "", *table(rows, pages)]
+        lines += [f"{said[0].upper()}{said[1:]}:", "", *table(rows, pages)] if rows else []
     modules = [pages[module] for module in pages if module not in names and module.count(".") == 1]
     return "\n".join([*lines, *toctree(modules)])

@@ -12,21 +12,12 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 OPTIONS = "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --hide-scrollbars --no-first-run"
 #: Seconds until a page must have loaded, or a search must have found something.
 PATIENCE = 60
-
-
-@dataclass
-class Look:
-    """What a page did while it was open: errors on its console, and addresses that it asked a network for."""
-
-    errors: list[str] = field(default_factory=list)
-    requests: list[str] = field(default_factory=list)
 
 
 class Browser:
@@ -95,26 +86,36 @@ class Browser:
             time.sleep(0.05)
         return value
 
-    def look(self) -> Look:
-        """Return what the open page has done so far."""
-        self.evaluate("1")  # takes in what has been said until now
-        seen = Look()
-        for event in self._events:
-            said = event["params"]
-            if event["method"] == "Runtime.exceptionThrown":
-                seen.errors.append(str(said["exceptionDetails"]))
-            elif event["method"] == "Runtime.consoleAPICalled" and said["type"] in ("error", "assert", "warning"):
-                seen.errors.append(str(said["args"]))
-            elif event["method"] == "Log.entryAdded" and said["entry"]["level"] in ("error", "warning"):
-                seen.errors.append(str(said["entry"]))
-            elif event["method"] == "Network.requestWillBeSent":
-                address = said["request"]["url"]
-                seen.requests += [] if address.startswith(("file:", "data:", "blob:", "about:")) else [address]
-        return seen
+    def faults(self, address: str | Path, widths: tuple[int, ...] = (1400, 400)) -> list[str]:
+        """Open a page, and return what is wrong with it.
 
-    def too_wide(self) -> int:
-        """Return by how many pixels the open page is wider than the window."""
-        return int(self.evaluate("document.scrollingElement.scrollWidth - window.innerWidth"))
+        That is errors and warnings on its console, addresses that it asked a network for, pictures that it has not, and
+        by how many pixels it is wider than a window of these widths.
+        """
+        self.open(address, widths[0])
+        wrong = []
+        for width in widths:
+            self.resize(width)
+            over = self.evaluate("document.scrollingElement.scrollWidth - window.innerWidth")
+            wrong += [f"{over} pixels wider than {width}"] if over > 0 else []
+        broken = self.evaluate("[...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src)")
+        return [*wrong, *(f"no picture {address}" for address in broken), *self.said()]
+
+    def said(self) -> list[str]:
+        """Return what the open page has said on its console, and asked a network for, since it was opened."""
+        found = []
+        for event in self._events:
+            method, values = event["method"], event["params"]
+            if method == "Runtime.exceptionThrown":
+                found.append(str(values["exceptionDetails"]))
+            elif method == "Runtime.consoleAPICalled" and values["type"] in ("error", "assert", "warning"):
+                found.append(str(values["args"]))
+            elif method == "Log.entryAdded" and values["entry"]["level"] in ("error", "warning"):
+                found.append(str(values["entry"]))
+            elif method == "Network.requestWillBeSent":
+                address = values["request"]["url"]
+                found += [] if address.startswith(("file:", "data:", "blob:", "about:")) else [f"asked {address}"]
+        return found
 
     def screenshot(self, path: Path, whole: bool = False) -> None:
         """Save a picture of the open page, or of all of it, as PNG."""

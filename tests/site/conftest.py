@@ -21,7 +21,7 @@ def site() -> Path:
 
 @pytest.fixture(scope="session")
 def browser():
-    """A headless Chromium: ``open`` a file, then ``look``, ``too_wide``, ``screenshot`` (``tests/site/browser.py``)."""
+    """A headless Chromium: ``faults(page)``, or ``open``, ``evaluate``, ``screenshot`` (``tests/site/browser.py``)."""
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if program is None:
         pytest.skip("there is no Chromium")
