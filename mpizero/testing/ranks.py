@@ -24,6 +24,19 @@ def parallel_assert(comm: Communicator, condition: object, message: str = "") ->
     AssertionError
         On every rank, if ``condition`` is false on any rank. The message names these ranks and contains their
         ``message``.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> from mpizero.testing import parallel_assert, run_in_threads
+    >>> def check(comm):
+    ...     parallel_assert(comm, comm.rank < 2, "there is no data")
+    >>> run_in_threads(2, check)
+    [None, None]
+    >>> run_in_threads(3, check)
+    Traceback (most recent call last):
+        ...
+    AssertionError: rank 2: there is no data
     """
     answers = comm.allgather_object((bool(condition), message), tag="parallel_assert")
     if wrong := [f"rank {rank}: {text or 'false'}" for rank, (right, text) in enumerate(answers) if not right]:
@@ -80,11 +93,22 @@ def assert_same_as_serial(
         If the model cannot be split so, or ``tiles`` or ``axis`` is wrong or does not fit ``comm``.
     RemoteError
         On the other ranks if the function or the layer raises any other error on some; names these and the first error.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> x = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
+    >>> mz.testing.assert_same_as_serial(mz.nn.MLP(6, [8], 2), x=x, y=np.array([0, 1, 1, 0]), tiles=2, steps=1)
     """
+    _assert_same(checked, comm, (x, y), {"tiles": tiles, "axis": axis, "steps": steps, "settings": settings})
+
+
+def _assert_same(checked: Any, comm: Any, batch: tuple[Any, Any], options: dict[str, Any]) -> None:
     if isinstance(checked, BlockModel | Layer) and not isinstance(checked, type):
         from mpizero.testing.split_layers import split_training
 
-        training = split_training(checked, x, y, tiles=tiles, axis=axis, steps=steps, settings=settings)
+        training = split_training(checked, *batch, **options)
         with nullcontext() if comm is None else communicator_of(comm) as ranks:
             training.check(ranks)
         return

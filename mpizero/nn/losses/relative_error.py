@@ -30,6 +30,14 @@ class RelativeL2Loss:
     ----------
     eps : float
         Added to the norm of the target. With 0 a target whose norm is 0 is an error.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> prediction, target = np.array([[3.0, 3.0]]), np.array([[3.0, 4.0]])
+    >>> mz.nn.RelativeL2Loss().forward(prediction, target)[:2]  # 1 / 5
+    (0.2, 1.0)
     """
 
     eps: float = 0.0
