@@ -2,11 +2,10 @@
 
 from typing import TYPE_CHECKING
 
+from mpizero.checkpoint.best_link import mark_best, marked_best
 from mpizero.checkpoint.folders import (
     RemovalFailure,
     StepFolder,
-    mark_best,
-    marked_best,
     newest,
     prune,
     sound,

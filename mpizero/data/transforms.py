@@ -27,6 +27,11 @@ class SampleRandom:
     They are computed by Philox from the seed of the sample order, the epoch and the number of the sample in the data,
     so they do not depend on the ranks, the batch, or on what was drawn for other samples.
 
+    Parameters
+    ----------
+    seed, epoch, sample : int
+        Seed of the sample order, number of the epoch, and number of the sample in the data.
+
     Examples
     --------
     >>> import mpizero as mz

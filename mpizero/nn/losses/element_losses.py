@@ -291,7 +291,7 @@ class GaussianNLLLoss(ElementLoss):
 
     The last axis of the prediction has two numbers for each output: first the means of all outputs, then the natural
     logarithms of their variances. So a model may predict any number, and no layer has to make variances positive. The
-    loss of an element is (log(v) + (mean - target)**2 / v) / 2, without the constant log(2 pi) / 2, averaged over
+    loss of an element is ``(log(v) + (mean - target)**2 / v) / 2``, without the constant log(2 pi) / 2, averaged over
     outputs and summed over samples (Nix and Weigend, 1994). It is PyTorch's ``gaussian_nll_loss`` of the exponential of
     the predicted logarithm, whose gradients it has also where a variance is limited.
 

@@ -20,7 +20,7 @@ from mpizero.validation import number, require
 @explains
 @dataclass(frozen=True)
 class RelativeL2Loss:
-    """Compute ||prediction - target|| / (||target|| + eps) of each sample, summed over samples (Li et al., 2021).
+    """Compute ``||prediction - target|| / (||target|| + eps)`` of each sample, summed over samples (Li et al., 2021).
 
     The norm is the Euclidean one over all outputs of a sample, computed in float64. Weights and masks of whole samples
     (arrays (samples,)) weigh samples. Those of elements weigh the squares inside both norms, as quadrature weights do;

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mpizero.checkpoint import StepFolder
-from mpizero.checkpoint.folders import BEST
+from mpizero.checkpoint.best_link import BEST
 from mpizero.comm.agreement import all_ranks
 from mpizero.data import batches
 from mpizero.errors import MpizeroError

@@ -144,7 +144,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Report:
-    """Hold the verdicts on all layouts; the first verdict is that of one process.
+    """Hold the verdicts on all layouts; :func:`~mpizero.testing.compare_layouts` returns it.
+
+    Attributes
+    ----------
+    verdicts : tuple of Verdict
+        The verdict on each layout; the first is that of one process.
 
     Examples
     --------
