@@ -11,7 +11,7 @@ class Operations:
     """Hold the number of floating-point operations of a layer's matrix products for one sample, by pass.
 
     A product of (m, k) by (k, n) counts 2 m n k operations. Elementwise work, norms and softmax are not counted: they
-    are bound by memory, not by arithmetic. A layer of yours returns it from :meth:`Layer.operations`.
+    are bound by memory, not by arithmetic. A layer of yours returns it from :meth:`mpizero.nn.Layer.operations`.
 
     Parameters
     ----------

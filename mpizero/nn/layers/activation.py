@@ -65,7 +65,7 @@ class GELU(Activation):
     """Apply the Gaussian error linear unit in its tanh form, ``x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x**3))) / 2``.
 
     The layer has no parameters and takes arrays of any shape. Input and output are float32 or float64, of the same
-    shape; another dtype is a :class:`DataError`. No method is collective. It is GPT-2's activation, and
+    shape; another dtype is a :class:`~mpizero.errors.DataError`. No method is collective. It is GPT-2's activation, and
     ``torch.nn.GELU(approximate="tanh")`` (Hendrycks and Gimpel, *Gaussian Error Linear Units*, 2016, section 2).
 
     Examples
@@ -96,8 +96,8 @@ class SiLU(Activation):
     """Apply the sigmoid linear unit, ``x * sigmoid(x)``, which is also called swish.
 
     The layer has no parameters and takes arrays of any shape. Input and output are float32 or float64, of the same
-    shape; another dtype is a :class:`DataError`. No method is collective. The name is from Hendrycks and Gimpel,
-    *Gaussian Error Linear Units*, 2016.
+    shape; another dtype is a :class:`~mpizero.errors.DataError`. No method is collective. The name is from Hendrycks
+    and Gimpel, *Gaussian Error Linear Units*, 2016.
 
     Examples
     --------
@@ -117,7 +117,7 @@ class ReLU(Activation):
     """Apply the rectified linear unit, ``max(x, 0)``, whose slope is 0 at 0 (Nair and Hinton, 2010).
 
     The layer has no parameters and takes arrays of any shape. Input and output are float32 or float64, of the same
-    shape; another dtype is a :class:`DataError`. No method is collective.
+    shape; another dtype is a :class:`~mpizero.errors.DataError`. No method is collective.
 
     Examples
     --------
@@ -140,7 +140,7 @@ class Tanh(Activation):
     """Apply the hyperbolic tangent.
 
     The layer has no parameters and takes arrays of any shape. Input and output are float32 or float64, of the same
-    shape; another dtype is a :class:`DataError`. No method is collective.
+    shape; another dtype is a :class:`~mpizero.errors.DataError`. No method is collective.
 
     Examples
     --------

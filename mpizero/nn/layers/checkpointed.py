@@ -23,7 +23,7 @@ class Checkpointed(Wrapper):
     Parameters
     ----------
     layer : Layer
-        The layer, mostly a whole block such as a :class:`TransformerBlock`.
+        The layer, mostly a whole block such as a :class:`~mpizero.nn.TransformerBlock`.
 
     Examples
     --------

@@ -32,7 +32,7 @@ class Embedding(Layer):
     ----------
     items, features : int
         Number of rows of ``weight``, and of elements of a row. An id that is not in [0, ``items``) is a
-        :class:`DataError`.
+        :class:`~mpizero.errors.DataError`.
     init : Init
         Start values of the weight.
 
@@ -59,7 +59,7 @@ class Embedding(Layer):
         return (ParameterSpec("weight", (self.items, self.features), self.init, decay=False),)
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ids of any shape to vectors ``(*shape, features)``; return them and the cache.
+        """Map ids of any shape to vectors of shape ``(*shape, features)``; return them and the cache.
 
         Raises :class:`DataError` for an id that is not in [0, ``items``).
         """
@@ -95,7 +95,8 @@ class Position(SequenceLayer):
     Parameters
     ----------
     sequence, features : int
-        Greatest length of an input, and size of its last axis. A longer input is a :class:`DataError`.
+        Greatest length of an input, and size of its last axis. A longer input is a
+        :class:`~mpizero.errors.DataError`.
     init : Init
         Start values of the weight.
 

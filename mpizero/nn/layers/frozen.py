@@ -18,8 +18,8 @@ from mpizero.types import Array, ParameterSpec, Params
 class Frozen(Wrapper):
     """Use a layer without training it: its parameters have no gradient and no optimizer state.
 
-    The gradient of the layer's input is still computed. Parameters keep the wrapped layer's names. :func:`freeze` does
-    it for the parameters of a whole model whose names fit a pattern.
+    The gradient of the layer's input is still computed. Parameters keep the wrapped layer's names.
+    :func:`mpizero.nn.freeze` does it for the parameters of a whole model whose names fit a pattern.
 
     Parameters
     ----------
