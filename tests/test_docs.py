@@ -164,6 +164,12 @@ def test_files_named_in_the_docs_exist(page):
         assert (ROOT / name).exists(), name
 
 
+def test_drawings_are_those_of_their_script(tmp_path):
+    run("scripts/draw.py", "--folder", str(tmp_path), folder=ROOT)
+    drawn = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
+    assert drawn == {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "pictures").glob("*.svg")}
+
+
 def test_every_setting_is_documented():
     from mpizero.train.config.model_sections import MODELS
     from mpizero.train.config.sections import OPTIMIZERS, Config
@@ -196,5 +202,5 @@ def test_test_script_lists_its_parts():
     shown = subprocess.run(
         ["bash", ROOT / "scripts" / "test.sh", "--help"], capture_output=True, text=True, check=True, timeout=60
     ).stdout
-    parts = "lint types package serial mpich cuda ptx torch openmpi exactness hybrid torture slurm"
+    parts = "lint types package serial mpich cuda ptx torch openmpi exactness hybrid torture slurm site"
     assert [line.split()[0] for line in shown.splitlines() if re.match(r"  [a-z]+  ", line)] == parts.split()
