@@ -107,19 +107,68 @@ class CheckpointDamagedError(CheckpointError):
     """Raised for a checkpoint whose checksums or sizes are not the ones that were written.
 
     Only this error means that the checkpoint is useless. After any other error the files may still be intact.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from mpizero import checkpoint
+    >>> with tempfile.TemporaryDirectory() as run:  # doctest: +ELLIPSIS
+    ...     checkpoint.write(f"{run}/start", [], {}, comm="self")
+    ...     with open(f"{run}/start/state.h5", "r+b") as file:
+    ...         size = file.truncate(100)  # a disk has lost the rest
+    ...     checkpoint.open_checkpoint(f"{run}/start", comm="self")
+    Traceback (most recent call last):
+        ...
+    mpizero.errors.CheckpointDamagedError: cannot open checkpoint: ...: 100 bytes instead of 220: truncated or damaged
     """
 
 
 class CheckpointVersionError(CheckpointError):
-    """Raised for a checkpoint in a version of the file format that the installed mpizero does not know."""
+    """Raised for a checkpoint in a version of the file format that the installed mpizero does not know.
+
+    Examples
+    --------
+    >>> import hashlib, tempfile
+    >>> from pathlib import Path
+    >>> from mpizero import checkpoint
+    >>> with tempfile.TemporaryDirectory() as run:  # doctest: +ELLIPSIS
+    ...     checkpoint.write(f"{run}/start", [], {}, comm="self")
+    ...     manifest = Path(run, "start", "manifest.json")
+    ...     body = manifest.read_text().splitlines(True)[0].replace('"version":1', '"version":2')  # of a newer mpizero
+    ...     with manifest.open("w") as file:
+    ...         print(body, '{"sha256":"', hashlib.sha256(body.encode()).hexdigest(), '"}', sep="", file=file)
+    ...     checkpoint.open_checkpoint(f"{run}/start", comm="self")
+    Traceback (most recent call last):
+        ...
+    mpizero.errors.CheckpointVersionError: cannot open checkpoint: ...format version 2, this mpizero reads version 1
+    """
 
 
 class CheckpointMissingError(CheckpointError, FileNotFoundError):
-    """Raised for a checkpoint, or a file of it, that does not exist."""
+    """Raised for a checkpoint, or a file of it, that does not exist.
+
+    Examples
+    --------
+    >>> from mpizero import checkpoint
+    >>> checkpoint.open_checkpoint("no such folder", comm="self")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    mpizero.errors.CheckpointMissingError: cannot open checkpoint: .../no such folder: does not exist
+    """
 
 
 class CheckpointIOError(CheckpointError, OSError):
-    """Raised when the operating system refuses to write or read a checkpoint; ``errno`` says why."""
+    """Raised when the operating system refuses to write or read a checkpoint; ``errno`` says why.
+
+    Examples
+    --------
+    >>> from mpizero import checkpoint
+    >>> try:
+    ...     checkpoint.write("/dev/null/start", [], {}, comm="self")  # below a file that is no folder
+    ... except checkpoint.CheckpointIOError as error:
+    ...     print(error.errno, error)
+    17 checkpoint /dev/null/start was not written: /dev/null: File exists
+    """
 
     status = ExitStatus.INPUT_OUTPUT
 

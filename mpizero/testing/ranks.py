@@ -68,13 +68,11 @@ def assert_same_as_serial(
     Parameters
     ----------
     checked : callable, BlockModel or Layer
-        A layer is trained behind a :class:`mpizero.nn.LayerNorm`, if ``x`` is of floats, with
-        :class:`mpizero.nn.MeanSquaredError`.
+        If ``x`` is of floats, a layer is trained behind a ``LayerNorm``; its loss is ``MeanSquaredError``.
     comm : Communicator or mpi4py communicator, optional
         The ranks of the group. None, for models and layers only: threads of this process, in groups of all sizes.
     x, y : array
-        Inputs and targets, the same in every step and on every rank. ``y=None`` means zeros, for a layer with a method
-        ``output_shape``.
+        Inputs and targets, the same in every step on all ranks. ``y=None`` is zeros, for a layer with ``output_shape``.
     tiles : int
         Number of tiles, a power of two of at least 2.
     axis : {"tensor", "context"}
@@ -98,8 +96,10 @@ def assert_same_as_serial(
     --------
     >>> import numpy as np
     >>> import mpizero as mz
-    >>> x = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
-    >>> mz.testing.assert_same_as_serial(mz.nn.MLP(6, [8], 2), x=x, y=np.array([0, 1, 1, 0]), tiles=2, steps=1)
+    >>> from mpizero.testing import assert_same_as_serial, run_in_threads
+    >>> model, x, y = mz.nn.MLP(6, [8], 2), np.eye(6, dtype=np.float32), np.arange(6) % 2
+    >>> run_in_threads(2, lambda comm: assert_same_as_serial(model, comm, x, y, tiles=2))
+    [None, None]
     """
     _assert_same(checked, comm, (x, y), {"tiles": tiles, "axis": axis, "steps": steps, "settings": settings})
 
