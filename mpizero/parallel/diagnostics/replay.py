@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from mpizero.errors import ConfigError
-from mpizero.layout import Unit
 from mpizero.layout.flat import joined
+from mpizero.layout.unit import Unit
 from mpizero.parallel.diagnostics.bad_steps import BadStep, read_bad_step
 from mpizero.parallel.execution.black_box import BlackBoxEvaluator
 from mpizero.parallel.execution.evaluators import BlockEvaluator, Evaluator

@@ -12,8 +12,7 @@ import numpy as np
 from mpizero import nn
 from mpizero.comm import ProcessGrid
 from mpizero.errors import ConfigError
-from mpizero.layout import FlatLayout
-from mpizero.layout.flat import joined
+from mpizero.layout.flat import FlatLayout, joined
 from mpizero.nn.split.model import run_on, whole_scores
 from mpizero.nn.tiles.tiled_model import tiled_model
 from mpizero.parallel.partition.blocks import blocks_of
