@@ -232,9 +232,19 @@ class CheckpointVersionError(CheckpointError):
 
     Examples
     --------
-    >>> import mpizero as mz
-    >>> mz.errors.CheckpointVersionError.status.name
-    'DATA'
+    >>> import hashlib, tempfile
+    >>> from pathlib import Path
+    >>> from mpizero import checkpoint
+    >>> with tempfile.TemporaryDirectory() as run:
+    ...     checkpoint.write(f"{run}/start", [], {}, comm="self")
+    ...     manifest = Path(run, "start", "manifest.json")
+    ...     body = manifest.read_text().splitlines(True)[0].replace('"version":1', '"version":2')  # of a newer mpizero
+    ...     with manifest.open("w") as file:
+    ...         print(body, '{"sha256":"', hashlib.sha256(body.encode()).hexdigest(), '"}', sep="", file=file)
+    ...     checkpoint.open_checkpoint(f"{run}/start", comm="self")
+    Traceback (most recent call last):
+        ...
+    mpizero.errors.CheckpointVersionError: cannot open checkpoint: ...format version 2, this mpizero reads version 1
     """
 
 
@@ -255,11 +265,12 @@ class CheckpointIOError(CheckpointError, OSError):
 
     Examples
     --------
-    >>> import errno
-    >>> import mpizero as mz
-    >>> error = mz.errors.CheckpointIOError(errno.ENOSPC, "No space left on device")
-    >>> error.errno == errno.ENOSPC, error.status.name  # the way to tell a full disk from a damaged file
-    (True, 'INPUT_OUTPUT')
+    >>> from mpizero import checkpoint
+    >>> try:
+    ...     checkpoint.write("/dev/null/start", [], {}, comm="self")  # below a file that is no folder
+    ... except checkpoint.CheckpointIOError as error:
+    ...     print(error.errno, error)
+    17 checkpoint /dev/null/start was not written: /dev/null: File exists
     """
 
     status = ExitStatus.INPUT_OUTPUT
