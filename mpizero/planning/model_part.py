@@ -12,7 +12,7 @@ import numpy as np
 from mpizero import nn
 from mpizero.comm.group.tree_form import TreeForm
 from mpizero.errors import ConfigError, DataError
-from mpizero.layout import FlatLayout
+from mpizero.layout.flat import FlatLayout
 from mpizero.nn.operations import Operations
 from mpizero.parallel.partition.local_model import PartitionedModel, partition_model
 from mpizero.parallel.partition.parallel_layout import ParallelLayout

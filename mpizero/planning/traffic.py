@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from mpizero.comm.reduce.codecs import Codec
-from mpizero.layout import Instruction, Unit, build_schedule
+from mpizero.layout import Instruction, build_schedule
+from mpizero.layout.unit import Unit
 from mpizero.nn.integers import integers_of
 from mpizero.parallel.gradients.overlap import Bucket, cut_buckets
 from mpizero.parallel.optimizer.global_norm import tiles_of
@@ -68,7 +69,7 @@ class PlannedTraining:
     config : ShardingConfig
         The settings; the communicator is not used.
     optimizer : optimizer
-        The optimizer, as :func:`mpizero.optim.adapt` returns it.
+        The optimizer, as :func:`mpizero.optim.adapted.adapt` returns it.
     step : StepBatches
         The grains of a global batch, and how they are assigned to ranks.
     itemsize : int

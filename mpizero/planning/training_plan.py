@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from mpizero import optim
 from mpizero.layout import Axes, Coordinates, Costs, Grains, Simulation, build_schedule, simulate
+from mpizero.optim.averaging import averaging
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.optimizer.tensor_plan import TensorPlan
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
@@ -101,7 +101,7 @@ class TrainingPlan:
     model : BlockModel or BlackBoxModel
         The model to be trained.
     optimizer : optimizer
-        Any optimizer that :func:`mpizero.optim.adapt` accepts.
+        Any optimizer that :func:`mpizero.optim.adapted.adapt` accepts.
     config : ShardingConfig
         The settings; the communicator is not used.
     row : Placement
@@ -192,7 +192,7 @@ class TrainingPlan:
         return PlannedTraining(
             row=row,
             config=self.config,
-            optimizer=optim.averaging(self.optimizer, self.config.ema),
+            optimizer=averaging(self.optimizer, self.config.ema),
             step=StepBatches(self.grains, self.config.accumulate, waves, scratch, self._claims_grains),
             itemsize=np.dtype(self.model.dtype).itemsize,
             sample_bytes=tuple(leaf[:1].nbytes for leaf in SampleTree.of(x=self.x, y=self.y).leaves),

@@ -8,7 +8,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpizero.checkpoint import BEST, StepFolder
+from mpizero.checkpoint import StepFolder
+from mpizero.checkpoint.best_link import BEST
 from mpizero.comm.agreement import all_ranks
 from mpizero.data import batches
 from mpizero.errors import MpizeroError

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from mpizero.checkpoint.folders import BEST, step_folders
+from mpizero.checkpoint.best_link import BEST
+from mpizero.checkpoint.folders import step_folders
 from mpizero.checkpoint.format.regular_files import open_regular
 from mpizero.errors import CheckpointError, ExitStatus, MpizeroError
 from mpizero.train.record.events import EVENTS, METRICS, RESULT, SUPERSEDED

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from mpizero import checkpoint
 from mpizero.checkpoint import PendingSave, RemovalFailure
+from mpizero.checkpoint.atomic_folder import remove_leftovers
+from mpizero.checkpoint.writer import check_backend
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.startup.same_software import versions
@@ -87,11 +89,11 @@ class Saver:
         self.best: int | None = None
         self.on_saved: Callable[[SavedCheckpoint], object] | None = None
         with all_ranks(comm):
-            checkpoint.check_backend(setup.comm, self._section.backend)
+            check_backend(setup.comm, self._section.backend)
             if self._section.asynchronous:
                 setup.model.reserve_snapshot()
             if comm.rank == 0:  # a run that was killed after its last save, and is complete, saves no more
-                checkpoint.remove_leftovers(folder.checkpoints)
+                remove_leftovers(folder.checkpoints)
         # Those of rank 0: what a checkpoint holds is the same on all ranks.
         self._versions = comm.broadcast_object(versions())
 

@@ -26,6 +26,15 @@ class Preempted(MpizeroError, SystemExit):  # noqa: N818 - it is the outcome of 
     It was asked by SIGUSR1 or SIGTERM on any rank, by a file ``STOP`` in the run's folder, or the time limit of the job
     is near. The message names the reason. A program that does not catch it ends with status 75, by which a batch system
     knows that the job is to be queued again, with or without a launcher: this is a ``SystemExit``, too.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> try:
+    ...     raise mz.Preempted("SIGUSR1 on rank 0")  # as trainer.fit() does, after it has saved
+    ... except mz.Preempted as stop:
+    ...     print(stop, stop.code)
+    SIGUSR1 on rank 0 75
     """
 
     status = ExitStatus.PREEMPTED
