@@ -303,7 +303,8 @@ class RankTraffic:
     @cached_property
     def calls(self) -> tuple[tuple[PlannedGroup, Counter[GroupCall]], ...]:
         """The tensor and the context group, if they have several ranks: calls in a step, and how often each is made."""
-        found = {axis: Counter[GroupCall]() for axis in ("tensor", "context") if getattr(self.grid, axis).size > 1}
+        split = [axis for axis in ("tensor", "context") if getattr(self.grid, axis).size > 1]
+        found = {axis: Counter[GroupCall]() for axis in split if self.part.trials is not None}
         for samples, micro_batches in sorted(Counter(job for job in self.jobs if job).items()) if found else ():
             for chunk in self.part.partitioned.chunks:
                 for call in self.part.calls(chunk, samples):

@@ -11,6 +11,7 @@ from mpizero.train.config.setting_checks import rejected
 from mpizero.train.run.improvement import check_metric
 from mpizero.train.run.loop import TrainingLoop
 from mpizero.train.run.progress import Progress
+from mpizero.train.run.recorder import RunRecorder
 from mpizero.train.run.result import TrainingResult
 from mpizero.train.run.run_folder import RunFolder
 from mpizero.train.run.setup import RunSetup
@@ -76,7 +77,8 @@ def run_visit(
                 if comm.rank == 0:
                     open_folder(folder, progress, setup.record.wording.resume, resume=resumes)
                     stop.listen(clock.reason, StopFile(folder.stop_file, report=progress.say).reason)
-            loop = TrainingLoop(setup, folder, stop, clock, progress)
+            recorder = RunRecorder(setup, folder, control, context.environment)
+            loop = TrainingLoop(setup, folder, stop, clock, progress, recorder)
             loop.host = attach(loop)
             result = loop.run(resume=resume, resume_from=resume_from)
     finally:
