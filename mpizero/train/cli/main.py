@@ -9,11 +9,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from mpizero.errors import ConfigError, ExitStatus, MpizeroError
 from mpizero.launched import BY_ANY, launched_rank
-from mpizero.train.cli import bench_command, checkpoint_command, ensemble_command, replay_command
+from mpizero.train.cli import bench_command, checkpoint_command
+from mpizero.train.cli.one_process import ONE_PROCESS
 from mpizero.train.cli.options import (
     add_changes,
     add_json,
@@ -135,8 +137,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     add_verify(commands, _verify)
     _add_doctor(commands)
-    replay_command.add_command(commands, _replay)
-    ensemble_command.add_command(commands, lambda options: _on_first_rank(ensemble_command.run, options))
+    for one in ONE_PROCESS:
+        one.add_command(commands, partial(_on_first_rank, one.run))
     bench_command.add_command(commands, _bench)
     checkpoint_command.add_command(commands, _checkpoint)
     return parser
@@ -354,10 +356,6 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     return bench_command.run(options, lambda: _world(options), _threads())
-
-
-def _replay(options: argparse.Namespace) -> int:
-    return _on_first_rank(replay_command.run, options)
 
 
 def _checkpoint(options: argparse.Namespace) -> int:

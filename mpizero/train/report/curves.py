@@ -16,7 +16,7 @@ from mpizero.train.report.picture import SKIPPED, label_amounts, label_steps, pi
 MOST_POINTS, GROUPS = 1000, 500
 #: Marks on an axis that are drawn at most.
 MOST_MARKS = 200
-#: The ratio of the largest value to the least from which an axis is logarithmic.
+#: The ratio of large values to small ones, but for the outer per cent, from which an axis is logarithmic.
 _WIDE = 50.0
 
 
@@ -48,7 +48,7 @@ class Marks(NamedTuple):
 
 
 class Envelope(NamedTuple):
-    """Hold a curve in groups of neighbouring points: the middle of each group's steps, and its values' range and mean."""
+    """Hold a curve in groups of neighbouring points: each group's mean step, and the range and mean of its values."""
 
     steps: npt.NDArray[np.float64]
     low: npt.NDArray[np.float64]
@@ -73,27 +73,28 @@ def envelope(steps: Sequence[float], values: Sequence[float], groups: int = GROU
     )
 
 
-def is_grouped(curves: Sequence[Curve]) -> bool:
-    """Tell whether one of the curves is drawn in groups."""
-    return any(len(curve.steps) > MOST_POINTS for curve in curves)
-
-
-def draw_curves(name: str, label: str, curves: Sequence[Curve], marks: Marks = Marks(), axis: str = "") -> Markup:
-    """Return the picture of some curves, named as in :func:`picture`; ``axis`` labels the vertical axis."""
+def draw_curves(name: str, label: str, curves: Sequence[Curve], marks: Marks, *, wide: bool = False) -> Markup:
+    """Return the picture of some curves, named as in :func:`picture`; ``wide`` allows a logarithmic axis."""
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
         for curve in curves:
             _draw_curve(axes, curve)
-        logarithmic = _is_wide(curves)
-        label_amounts(axes.yaxis, logarithmic=logarithmic)
-        axes.set_ylabel(axis)
+        label_amounts(axes.yaxis, logarithmic=wide and _is_wide(curves))
+        low, high = axes.yaxis.get_data_interval()
+        if 0 < high <= low * (1 + 1e-9):
+            axes.set_ylim(0, 1.25 * high)
         label_steps(axes)
         for step in _thinned(marks.resumed):
             axes.axvline(step - 0.5, color="#888888", linestyle=":", linewidth=1)
         if skipped := _thinned(marks.skipped):
             axes.plot(
-                skipped, [0.03] * len(skipped), "^", color=SKIPPED, markersize=6, transform=axes.get_xaxis_transform()
+                skipped,
+                [0.03] * len(skipped),
+                "^",
+                color=SKIPPED,
+                markersize=6 if len(skipped) <= 10 else 4,
+                transform=axes.get_xaxis_transform(),
             )
 
     return picture(name, label, draw)
@@ -102,7 +103,8 @@ def draw_curves(name: str, label: str, curves: Sequence[Curve], marks: Marks = M
 def _draw_curve(axes: Any, curve: Curve) -> None:
     style: dict[str, Any] = {"color": curve.colour}
     if curve.dots:
-        style |= {"linestyle": "--", "marker": "o", "markersize": 3.5, "linewidth": 0.9}
+        style |= {"linestyle": "--", "linewidth": 0.9}
+        style |= {"marker": "o", "markersize": 3.5 if len(curve.steps) <= 40 else 2}
     if len(curve.steps) <= MOST_POINTS:
         if len(curve.steps) == 1:
             style["marker"] = "o"
@@ -116,7 +118,10 @@ def _draw_curve(axes: Any, curve: Curve) -> None:
 def _is_wide(curves: Sequence[Curve]) -> bool:
     values = np.concatenate([np.asarray(curve.values, np.float64) for curve in curves] or [np.zeros(0)])
     values = values[np.isfinite(values)]
-    return bool(len(values) and values.min() > 0 and values.max() / values.min() > _WIDE)
+    if not len(values) or np.mean(values > 0) < 0.99:
+        return False
+    low, high = np.quantile(values[values > 0], (0.01, 0.99))
+    return bool(high / low > _WIDE)
 
 
 def _thinned(steps: Sequence[int]) -> list[int]:

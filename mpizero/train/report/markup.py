@@ -40,7 +40,9 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> M
     ``head`` is empty for a table of names and values.
     """
     top = element("thead", element("tr", *(element("th", cell, scope="col") for cell in head))) if head else ""
-    body = (element("tr", element("th", row[0], scope="row"), *(element("td", cell) for cell in row[1:])) for row in rows)
+    body = (
+        element("tr", element("th", row[0], scope="row"), *(element("td", cell) for cell in row[1:])) for row in rows
+    )
     inner = joined([element("caption", caption), Markup(top), element("tbody", *body)])
     return element("div", element("table", inner), class_="wide", tabindex=0, role="region", aria_label=caption)
 
