@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
 from typing import Any
 
 from mpizero.checkpoint.format.skeleton import hdf5_version
@@ -12,8 +13,12 @@ from mpizero.errors import ConfigError
 from mpizero.train.doctor.machine_facts import blas, cores, processor
 
 
+@lru_cache(maxsize=1)
 def library_versions() -> dict[str, str]:
-    """Return the versions of Python, mpizero and the libraries that it uses, by name. Not collective."""
+    """Return the versions of Python, mpizero and the libraries that it uses, by name. Not collective.
+
+    The result is cached, so the caller must not change it.
+    """
     mpi = mpi_facts() if "mpi4py.MPI" in sys.modules else None
     try:
         product = blas()
