@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 
-
 def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
     """Add ``mpizero watch`` to the commands; ``run`` executes it, given the parsed options."""
     parser = commands.add_parser(

@@ -206,7 +206,7 @@ def _checkpoints(story: RunStory) -> Iterator[str]:
         beside = " beside the training" if last.beside else ""
         were = "was" if len(written) == 1 else "were"
         yield (
-            f"{counted(len(written), 'checkpoint')} {were} written, the last after step {last.step:,}: "
+            f"{counted(len(written), 'checkpoint')} {were} written, the last after step {last.step:,} ({last.path}): "
             f"{amount(last.bytes)}B in {duration(last.seconds)}{beside}."
         )
 

@@ -82,7 +82,7 @@ def test_findings_name_steps_ranks_and_bytes(eventful):
         "Rank 3 waits most for other ranks: 41 % of a step of 1 s; rank 0 waits least: 10 %.",
         "idle for 25 % of the measured step 4; the plan has 50 %.",
         "Counted memory differs from the plan by at most 1.0 %: on rank 3, 1.01 kB instead of 1 kB.",
-        "1 checkpoint was written, the last after step 50: 4 kB in 500 ms.",
+        "1 checkpoint was written, the last after step 50 (checkpoints/step_00000050): 4 kB in 500 ms.",
         "50 samples a second",
     ):
         assert sentence in told
