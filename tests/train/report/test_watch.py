@@ -7,7 +7,6 @@ import json
 import math
 import shutil
 import threading
-from collections import Counter
 
 import pytest
 
@@ -28,16 +27,19 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("ascii_only", [False, True])
-def test_a_curve_keeps_its_ends_and_its_extremes(ascii_only):
-    """A dot for the first and the last point, in the rows of the largest and the least value."""
+def test_a_curve_joins_its_points_between_the_least_and_the_largest_value(ascii_only):
+    """Down from the largest value at the left to the least one in the middle, and up a little to the right."""
     drawn = terminal_curve([1, 2, 3, 4], [math.nan, 8.0, 0.5, 1.0], 40, 8, ascii_only=ascii_only)
     assert len(drawn) == 8
     assert max(map(len, drawn)) <= 40
     assert drawn[0].startswith("  8 ")
     assert drawn[-2].startswith("0.5 ")
-    dots = Counter(c for row in drawn[:-1] for c in row[5:] if c not in " |│")
-    assert sum(dots.values()) == 3
-    assert ("*" in dots) == ascii_only
+    plane = [row[5:].ljust(35) for row in drawn[:-1]]
+    assert plane[0][0] == "*" if ascii_only else "\u2800" < plane[0][0] <= "\u28ff"
+    assert plane[-1][17] != " "
+    assert plane[-1][34] != " " or plane[-2][34] != " "
+    assert all(any(row[column] != " " for row in plane) for column in range(35))
+    assert all(sum(row[column] != " " for row in plane) == 1 for column in (0, 34))
     assert "step 2 to 4" in drawn[-1]
 
 
