@@ -11,6 +11,20 @@ from mpizero.train.record.reader import VisitRecords
 #: Name of the phase in which a rank waits for others.
 WAITING = "waiting"
 
+#: What a step does in each phase.
+MEANINGS = {
+    "forward": "forward passes",
+    "backward": "backward passes",
+    "layers' messages": "messages of tensor and context groups, and between pipeline stages",
+    "local sums": "checks and sums of gradients inside a rank",
+    "reduction": "sums of gradients over ranks",
+    "optimizer": "update of parameters",
+    "publication": "updated parameters to all ranks",
+    "agreement": "samples to their ranks; losses and norms",
+    "other": "none of the others",
+    WAITING: "for other ranks, in any phase",
+}
+
 
 class MeanPhases(NamedTuple):
     """Hold mean seconds of the measured steps of a visit.

@@ -13,6 +13,7 @@ from mpizero.train.report.findings import counted, described_resume, described_s
 from mpizero.train.report.layout_drawing import described_layout, draw_layout
 from mpizero.train.report.markup import Markup, element, figure, joined, key, listed, section, spot, table
 from mpizero.train.report.measures import (
+    MEANINGS,
     MemoryTable,
     idle_shares,
     last_with_memory,
@@ -101,6 +102,7 @@ def _phases(story: RunStory, name: str) -> Iterator[Markup]:
                     duration(sum(taken) / len(taken)),
                     f"{duration(taken[worst])} (rank {worst})",
                     percent(taken[worst] / found.seconds[worst] if found.seconds[worst] else 0.0),
+                    MEANINGS.get(phase, ""),
                 )
             )
     steps = ", ".join(f"{step:,}" for step in found.steps[:8]) + (", …" if len(found.steps) > 8 else "")
@@ -112,7 +114,7 @@ def _phases(story: RunStory, name: str) -> Iterator[Markup]:
         f"Time of a step by phase and rank, the mean of {counted(len(found.steps), 'measured step')} ({steps}) of the "
         f"last visit. Grey is waiting for other ranks, in whatever phase." + _few_ranks(len(ranks)),
     )
-    tables = [table("Seconds by phase", ("phase", "mean of ranks", "most", "share of that rank's step"), rows)]
+    tables = [table("Seconds by phase", ("phase", "mean of ranks", "most", "of its step", "what it is"), rows)]
     if len(ranks) > 1:
         waits = [
             (
