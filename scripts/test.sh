@@ -18,7 +18,7 @@ usage: scripts/test.sh [--quick] [--only PART]... [--help]
 
   lint       ruff check, ruff format --check
   types      mypy --strict on the package
-  package    a wheel is built and holds every module
+  package    sdist and wheel are built, hold all they should, and train where they are installed, outside of the tree
   serial     tests without MPI
   mpich      tests with MPI on 1, 2, 3 and 8 ranks (MPICH from PyPI, no system package needed)
   cuda       the GPU kernels in Numba's CUDA simulator
@@ -284,8 +284,14 @@ part_types() {
 }
 
 part_package() {
-    rm -rf build/wheel build/lib build/bdist* && "$VENV/bin/pip" wheel -q --no-deps --wheel-dir build/wheel . &&
-        "$PY" - <<'CHECK'
+    local missing
+    rm -rf build/wheel build/lib build/bdist*
+    "$PY" -m build -q --no-isolation --outdir build/wheel . >"$LOGS/build.log" 2>&1 || { cat "$LOGS/build.log" && return 1; }
+    "$PY" -m twine check --strict build/wheel/* || return 1
+    missing=$(LC_ALL=C comm -23 <(git ls-files | grep -v '^\.' | LC_ALL=C sort) \
+        <(tar tzf build/wheel/*.tar.gz | sed 's,^[^/]*/,,' | LC_ALL=C sort))
+    [ -z "$missing" ] || { echo "not in the source distribution, see MANIFEST.in: $missing" && return 1; }
+    "$PY" - <<'CHECK' || return 1
 import glob, pathlib, sys, zipfile
 (wheel,) = glob.glob("build/wheel/*.whl")
 packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("mpizero/")}
@@ -293,6 +299,33 @@ source = {str(p) for p in pathlib.Path("mpizero").rglob("*") if p.suffix == ".py
 print(f"{wheel}: {len(packed)} files")
 sys.exit(f"missing: {sorted(source - packed)}, too many: {sorted(packed - source)}" if packed != source else 0)
 CHECK
+    wheel_trains
+}
+
+# The wheel in an environment of its own, in a folder without sources. The libraries are the test environment's; a plain
+# path brings no links of that one, so none to the sources either.
+wheel_trains() {
+    local installed=$PWD/build/installed folder status=0
+    rm -rf "$installed"
+    "$PY" -m venv --without-pip "$installed" &&
+        "$VENV/bin/pip" --python "$installed/bin/python" install -q --no-deps build/wheel/*.whl &&
+        "$installed/bin/python" - "$("$PY" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')" <<'LINK' || return 1
+import pathlib, sys, sysconfig
+pathlib.Path(sysconfig.get_paths()["purelib"], "test-environment.pth").write_text(sys.argv[1] + "\n")
+LINK
+    folder=$(mktemp -d)
+    cat >"$folder/tiny.toml" <<'TOML'
+model = { name = "gpt", dim = 16, layers = 1, heads = 2, sequence = 16 }
+data = { text = "*.toml" }
+train = { steps = 2, global_batch = 4, validate_every = 0 }
+TOML
+    (
+        cd "$folder" && unset PYTHONPATH && export MPI4PY_LIBMPI=$VENV/lib/libmpi.so.12 &&
+            "$installed/bin/python" -c "import mpizero, sys; sys.exit(not mpizero.__file__.startswith('$installed'))" &&
+            "$installed/bin/mpizero" doctor && "$VENV/bin/mpiexec" -n 2 "$installed/bin/mpizero" train tiny.toml
+    ) || status=1
+    rm -rf "$folder"
+    return $status
 }
 
 # Three at a time, on two cores as well: some of these tests wait for timeouts. More would only make jobs that they start

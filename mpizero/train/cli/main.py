@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from mpizero.errors import ConfigError, ExitStatus, MpizeroError
 from mpizero.launched import BY_ANY, launched_rank
-from mpizero.train.cli import bench_command, checkpoint_command
-from mpizero.train.cli.one_process import ONE_PROCESS
-from mpizero.train.cli.options import (
-    add_changes,
-    add_json,
-    add_layout_options,
-    add_overrides,
-    layout_of,
-    named_as_options,
-    whole_number,
+from mpizero.train.cli import (
+    bench_command,
+    checkpoint_command,
+    completion_command,
+    ensemble_command,
+    parsers,
+    replay_command,
+    report_command,
+    watch_command,
 )
-from mpizero.train.cli.output import accept_all_characters, show
+from mpizero.train.cli.options import layout_of, named_as_options
+from mpizero.train.cli.output import accept_all_characters, show, wants_colour
 from mpizero.train.cli.verify_options import add_verify
 from mpizero.train.stopping.signals import StopSignals
 
@@ -132,105 +132,17 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"mpizero {_version()}")
     parser.set_defaults(comm=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    _add_train(commands)
-    _add_generate(commands)
-    _add_plan(commands)
+    parsers.add_train(commands, _train)
+    parsers.add_generate(commands, _generate)
+    parsers.add_plan(commands, _plan)
     add_verify(commands, _verify)
-    _add_doctor(commands)
-    for one in ONE_PROCESS:
+    parsers.add_doctor(commands, _doctor)
+    for one in (replay_command, ensemble_command, report_command, watch_command):
         one.add_command(commands, partial(_on_first_rank, one.run))
     bench_command.add_command(commands, _bench)
     checkpoint_command.add_command(commands, _checkpoint)
+    completion_command.add_command(commands, _completion)
     return parser
-
-
-def _add_train(commands: Any) -> None:
-    parser = commands.add_parser(
-        "train",
-        help="train a model as a TOML file describes it; runs under mpiexec or srun",
-        description="Train a model. Ends with one line of JSON on standard output; metrics, checkpoints and the "
-        "marker run_complete go into the run's folder. SIGUSR1, SIGTERM, a file STOP in that folder or the coming end "
-        "of the job's time: save and exit with status 75.",
-        epilog="Example: mpiexec -n 8 python -m mpizero train config.toml --set train.steps=500",
-    )
-    parser.add_argument("config", metavar="CONFIG.toml", help="what to train")
-    add_overrides(parser)
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue from the newest checkpoint, on any number of ranks and with any layout; damaged ones are passed "
-        "over and moved to earlier/; with one that exists and cannot be opened, end with status 65 and touch nothing",
-    )
-    parser.add_argument(
-        "--resume-from",
-        metavar="STEP",
-        type=whole_number,
-        help="continue from the checkpoint of this step; later ones are moved to earlier/ in the run's folder",
-    )
-    add_changes(parser)
-    parser.set_defaults(run=_train)
-
-
-def _add_generate(commands: Any) -> None:
-    parser = commands.add_parser(
-        "generate",
-        help="write text with a trained language model",
-        description="Write text, byte by byte. The same seed gives the same text. Under mpiexec the ranks share the "
-        "model: each holds its part of the parameters, whatever layout the checkpoint was written by.",
-        epilog='Example: python -m mpizero generate run --prompt "def " --length 400',
-    )
-    parser.add_argument("checkpoint", metavar="RUN_OR_CHECKPOINT", help="a run's folder (newest checkpoint), or one")
-    parser.add_argument("--prompt", metavar="TEXT", default="", help="what the text starts with")
-    parser.add_argument("--length", metavar="N", type=int, default=200, help="bytes to write (default: %(default)s)")
-    parser.add_argument(
-        "--temperature", metavar="T", type=float, default=0.8, help="0 takes the likeliest (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--top-k", metavar="K", type=int, default=40, help="choose among the K likeliest; 0: all (default: %(default)s)"
-    )
-    parser.add_argument("--seed", metavar="S", type=int, default=0, help="of the choices (default: %(default)s)")
-    add_layout_options(parser)
-    parser.add_argument(
-        "--strategy", metavar="NAME", default="zero3", help="how replicas hold parameters (default: %(default)s)"
-    )
-    parser.set_defaults(run=_generate)
-
-
-def _add_plan(commands: Any) -> None:
-    parser = commands.add_parser(
-        "plan",
-        help="tell the memory, messages and work of a training on so many ranks, without starting any",
-        description="Compute what every rank would hold, send and do. Nothing is started and no model is made: one "
-        "block of each kind runs once, to see what it keeps. With --memory-per-node: status 1 if it does not fit.",
-        epilog="Example: python -m mpizero plan config.toml --ranks 64 --ranks-per-node 16 --memory-per-node 120GB",
-    )
-    parser.add_argument("config", metavar="CONFIG.toml", help="what would be trained")
-    parser.add_argument("--ranks", metavar="N", type=int, required=True, help="how many there would be")
-    parser.add_argument("--ranks-per-node", metavar="K", type=int, help="of one node (default: all on one)")
-    add_overrides(parser)
-    parser.add_argument("--memory-per-node", metavar="BYTES", help="what a node has: 64e9, 64GB, 60GiB")
-    speed = parser.add_mutually_exclusive_group()
-    speed.add_argument("--gflops", metavar="G", type=float, help="of a rank (default: 50)")
-    speed.add_argument(
-        "--machine", metavar="FILE", help="also expect seconds, on what `mpizero bench machine` has measured"
-    )
-    parser.add_argument("--timetable", action="store_true", help="print what every stage of a pipeline does when")
-    add_json(parser)
-    parser.set_defaults(run=_plan)
-
-
-def _add_doctor(commands: Any) -> None:
-    parser = commands.add_parser(
-        "doctor",
-        help="look at MPI, cores, shared memory, HDF5 and kernels, and say how to mend what is wrong",
-        description="Try what training needs. Run it the way you would train, to see what training would see.",
-        epilog="Example: mpiexec -n 8 python -m mpizero doctor",
-    )
-    add_json(parser)
-    parser.add_argument(
-        "--clean", action="store_true", help="remove shared memory of killed jobs of yours, on every node, if unused"
-    )
-    parser.set_defaults(run=_doctor)
 
 
 # ------------------------------------------------------------------ commands
@@ -337,20 +249,25 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from mpizero.train.doctor import examination
+    from mpizero.train.doctor import bug_report, examination
 
+    comm = None
     try:
         comm = _launched_world() if options.comm is None else options.comm
+        findings = examination.examine(comm, _threads(), os.environ, clean=options.clean)
     except ConfigError as error:  # ranks that think they are alone: the first one speaks
-        findings, rank, size = [examination.alone(error)], launched_rank(os.environ), 1
+        if comm is not None:
+            raise
+        findings = [examination.alone(error)]
+    rank, size = (launched_rank(os.environ), 1) if comm is None else (comm.rank, comm.size)
+    if options.report:
+        text = bug_report.bug_report(comm, findings, os.environ)
+    elif options.json:
+        text = examination.as_json(findings, size)
     else:
-        findings, rank, size = (
-            examination.examine(comm, _threads(), os.environ, clean=options.clean),
-            comm.rank,
-            comm.size,
-        )
+        text = examination.report(findings, colour=wants_colour(sys.stdout, os.environ))
     if rank == 0:
-        print(examination.as_json(findings, size) if options.json else examination.report(findings), flush=True)
+        print(text, flush=True)
     return examination.exit_status(findings)
 
 
@@ -360,6 +277,10 @@ def _bench(options: argparse.Namespace) -> int:
 
 def _checkpoint(options: argparse.Namespace) -> int:
     return _on_first_rank(options.tool, options)
+
+
+def _completion(options: argparse.Namespace) -> int:
+    return _on_first_rank(lambda given: completion_command.run(given, build_parser()), options)
 
 
 # ------------------------------------------------------------------ surroundings

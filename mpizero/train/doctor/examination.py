@@ -17,6 +17,10 @@ from mpizero.train.doctor.check_result import CheckResult, counted
 
 Check = Callable[[Communicator, int], CheckResult]
 
+#: Codes of terminals: green, yellow, bold red; cyan.
+_COLOURS = {"ok": "32", "warn": "33", "FAIL": "1;31"}
+_REMEDY = "36"
+
 
 def check_versions(comm: Communicator, threads: int) -> CheckResult:
     """Compare Python and library versions over the ranks. Collective over ``comm``."""
@@ -234,17 +238,23 @@ def exit_status(results: Sequence[CheckResult]) -> int:
     return next((int(result.code) for result in results if result.status == "FAIL"), 0)
 
 
-def report(results: Sequence[CheckResult]) -> str:
+def report(results: Sequence[CheckResult], *, colour: bool = False) -> str:
     """Format the results as text for people.
 
-    Not collective.
+    Not collective. With ``colour``, statuses and remedies are wrapped in escape sequences for terminals; the text
+    without these is the same.
     """
     lines = []
     for result in results:
-        lines.append(f"{result.status:4}  {result.name:13}  {result.text}")
+        status = _painted(f"{result.status:4}", _COLOURS[result.status], colour)
+        lines.append(f"{status}  {result.name:13}  {result.text}")
         if result.remedy:
-            lines.append(f"{'':4}  {'':13}  -> {result.remedy}")
+            lines.append(f"{'':4}  {'':13}  {_painted(f'-> {result.remedy}', _REMEDY, colour)}")
     return "\n".join(lines)
+
+
+def _painted(text: str, codes: str, colour: bool) -> str:
+    return f"\x1b[{codes}m{text}\x1b[0m" if colour else text
 
 
 def as_json(results: Sequence[CheckResult], ranks: int) -> str:
