@@ -295,7 +295,7 @@ part_package() {
 import glob, pathlib, sys, zipfile
 (wheel,) = glob.glob("build/wheel/*.whl")
 packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("mpizero/")}
-source = {str(p) for p in pathlib.Path("mpizero").rglob("*") if p.suffix == ".py" or p.name == "py.typed"}
+source = {str(p) for p in pathlib.Path("mpizero").rglob("*") if p.suffix in (".py", ".in") or p.name == "py.typed"}
 print(f"{wheel}: {len(packed)} files")
 sys.exit(f"missing: {sorted(source - packed)}, too many: {sorted(packed - source)}" if packed != source else 0)
 CHECK
@@ -308,7 +308,7 @@ wheel_trains() {
     local installed=$PWD/build/installed folder status=0
     rm -rf "$installed"
     "$PY" -m venv --without-pip "$installed" &&
-        "$VENV/bin/pip" --python "$installed/bin/python" install -q --no-deps build/wheel/*.whl &&
+        env -u PYTHONPATH "$VENV/bin/pip" --python "$installed/bin/python" install -q --no-deps build/wheel/*.whl &&
         "$installed/bin/python" - "$("$PY" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')" <<'LINK' || return 1
 import pathlib, sys, sysconfig
 pathlib.Path(sysconfig.get_paths()["purelib"], "test-environment.pth").write_text(sys.argv[1] + "\n")

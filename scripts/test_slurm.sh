@@ -281,6 +281,27 @@ timed() {
     [ -z "$REASON" ]
 }
 
+# The batch script of a new project, signalled: it saves, and puts itself into the queue again.
+projected() {
+    local job steps=train.steps=900 whole
+    "$PYTHON" -m mpizero new project --kind numpy >/dev/null || return 1
+    (cd project && "$PYTHON" -m mpizero train config.toml --set $steps --set checkpoint.folder=whole/checkpoints) >project.log 2>&1
+    whole=$(told project/whole parameters_sha256)
+    job=$(PATH=$(dirname "$PYTHON"):$PATH sbatch --parsable --chdir=project --output=project.log --time=20 \
+        project/job_openmpi.sbatch --set $steps) || return 1
+    wait_for 120 has_steps project/run 5 || { REASON="no step in 120 s" && return 1; }
+    scancel --signal=USR1 --batch "$job"
+    wait_for 120 was_requeued "$job" || { REASON="not requeued: $(field "$job" JobState)" && return 1; }
+    NOTE="stopped after step $(steps project/run)"
+    again "$job"
+    wait_for 240 state_is "$job" 'COMPLETED|FAILED|CANCELLED|TIMEOUT'
+    expect state "$(field "$job" JobState)" COMPLETED
+    expect restarts "$(field "$job" Restarts)" 1
+    expect hash "$(told project/run parameters_sha256)" "$whole"
+    NOTE+=", requeued, ended with the hash of one process"
+    [ -z "$REASON" ]
+}
+
 # A rank that is killed at the same step in every visit: requeued once, then never again.
 failing() {
     local job
@@ -345,6 +366,7 @@ if start_cluster; then
     check "signal, requeue, 8 -> 4 tasks" signalled
     check "Slurm's time limit, 4 -> 3 tasks" timed
     check "the same failure twice" failing
+    check "a new project's script, 4 tasks" projected
     check "doctor" examined
 else
     tail -n 5 "$BASE"/*.out "$BASE"/*.log

@@ -19,6 +19,7 @@ from mpizero.train.cli import (
     checkpoint_command,
     completion_command,
     ensemble_command,
+    new_command,
     parsers,
     replay_command,
     report_command,
@@ -137,7 +138,7 @@ def build_parser() -> argparse.ArgumentParser:
     parsers.add_plan(commands, _plan)
     add_verify(commands, _verify)
     parsers.add_doctor(commands, _doctor)
-    for one in (replay_command, ensemble_command, report_command, watch_command):
+    for one in (new_command, replay_command, ensemble_command, report_command, watch_command):
         one.add_command(commands, partial(_on_first_rank, one.run))
     bench_command.add_command(commands, _bench)
     checkpoint_command.add_command(commands, _checkpoint)

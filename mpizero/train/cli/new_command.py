@@ -1,0 +1,46 @@
+"""Define the command ``mpizero new``: its options and its output."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+from mpizero.errors import ConfigError, ExitStatus
+from mpizero.train.cli.output import show
+
+
+def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:
+    """Add ``mpizero new`` to the commands; ``run`` executes it, given the parsed options."""
+    from mpizero.train.projects.new_project import listed
+
+    parser = commands.add_parser(
+        "new",
+        help="write a small project that trains as it is, to begin with",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Write a folder with a configuration, a model, data, tests, batch scripts for Slurm and a README.\n"
+        f"Kinds:\n\n{listed()}",
+        epilog="Example: mpizero new digits --kind torch && cd digits && cat README.md",
+    )
+    parser.add_argument("folder", metavar="FOLDER", help="a folder that is new or empty")
+    parser.add_argument("--kind", metavar="KIND", help="of project, see above")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write a project, print how to go on, and return the exit status."""
+    from mpizero.train.projects import new_project
+    from mpizero.train.projects.kinds import KINDS
+
+    if options.kind is None:
+        raise ConfigError(f"mpizero new: --kind is missing; there are:\n{new_project.listed()}")
+    folder = new_project.new_project(options.folder, options.kind)
+    show(f"{folder}: {KINDS[options.kind].summary}. Its README.md leads on:")
+    show(f"  cd {shlex.quote(options.folder)}")
+    if build := KINDS[options.kind].build:
+        show(f"  {build}")
+    show("  python -m mpizero train config.toml")
+    if told := new_project.missing(options.kind):
+        show(f"mpizero: {told}")
+    return int(ExitStatus.OK)

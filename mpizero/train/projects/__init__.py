@@ -1,0 +1,1 @@
+"""Write small projects to begin with, from templates."""
