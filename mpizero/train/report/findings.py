@@ -72,14 +72,18 @@ def _lowers_scale(skip: Skip) -> bool:
 
 def described_skip(skip: Skip) -> str:
     """Return a sentence about a skipped step: why it was skipped, and where."""
-    if skip.message:
-        return f"Step {skip.step:,} was skipped: {skip.message} of the global batch."
-    if skip.event is None or not skip.event.found:
-        return f"Step {skip.step:,} was skipped: a value was not finite."
+    return f"Step {skip.step:,} was skipped: {reason(skip)} of the global batch."
+
+
+def reason(skip: Skip) -> str:
+    """Return why a step was skipped, and the range of its samples in the global batch."""
+    if skip.message or skip.event is None or not skip.event.found:
+        return skip.message or "a value was not finite, in some samples"
     one = skip.event.found[0]
+    name = str(one.get("tensor"))
+    what = f"the {name}" if name in ("loss", "weight") else f"the gradient of {name!r}"
     return (
-        f"Step {skip.step:,} was skipped: {one.get('tensor')} was not finite on rank {one.get('rank')}, samples "
-        f"{one.get('start')} to {int(one.get('stop', 1)) - 1} of the global batch."
+        f"{what} is not finite on rank {one.get('rank')}, samples {one.get('start')} to {int(one.get('stop', 1)) - 1}"
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from mpizero.train.number_format import amount, duration
 from mpizero.train.record.events import VisitStart
 from mpizero.train.record.reader import VisitRecords
-from mpizero.train.report.findings import counted, described_resume, described_skip, percent
+from mpizero.train.report.findings import counted, described_resume, percent, reason
 from mpizero.train.report.layout_drawing import described_layout, draw_layout
 from mpizero.train.report.markup import Markup, element, figure, joined, key, listed, section, spot, table
 from mpizero.train.report.measures import (
@@ -51,8 +51,7 @@ def _skips(story: RunStory) -> Iterator[Markup]:
         for skip in story.skips:
             dump = f"bad_steps/step_{skip.step:08d}"
             replay = f"mpizero replay {story.name}/{dump}" if (story.records.folder / dump).is_dir() else "not kept"
-            why = skip.message or described_skip(skip).partition(": ")[2]
-            rows.append((f"{skip.step:,}", why, replay))
+            rows.append((f"{skip.step:,}", reason(skip), replay))
         yield table(
             "Skipped steps: parameters and optimizer state stayed as they were",
             ("step", "why; samples of the global batch", "a look at the samples"),

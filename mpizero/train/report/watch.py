@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import textwrap
@@ -188,7 +189,7 @@ def _figures(story: RunStory) -> list[str]:
     found = []
     for name, title in (("loss", "loss"), ("learning_rate", "lr"), ("gradient_norm", "gradient")):
         _, values = story.series(name)
-        if values:
+        if values and (name == "loss" or math.isfinite(values[-1])):
             found.append(f"{title} {values[-1]:.4g}")
     if story.rate and (rates := story.series(story.rate)[1]):
         found.append(f"{speed_text(rates[-1])} {story.rate.removesuffix('_per_second')}/s")

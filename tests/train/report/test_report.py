@@ -100,6 +100,14 @@ def test_steps_that_lower_the_loss_scale_are_no_fault(tmp_path):
     assert findings(story(run))[0] == "2 steps (1, 2) only lowered the loss scale: nothing is wrong with them."
 
 
+def test_the_step_that_ended_a_run_is_told_from_its_event(tmp_path):
+    """Its line of metrics was not written any more."""
+    found = [{"rank": 1, "tensor": "w", "start": 2, "stop": 4}]
+    run = write_run(tmp_path / "run", [line(1, loss=None)], [start(), SkippedStep(step=2, found=found)])
+    told = "Step 2 was skipped: the gradient of 'w' is not finite on rank 1, samples 2 to 3 of the global batch."
+    assert findings(story(run))[0] == told
+
+
 @pytest.mark.parametrize(
     ("end", "age", "state", "told"),
     [
