@@ -56,8 +56,8 @@ def _losses(stories: Sequence[RunStory]) -> Markup:
             colour = colour_of(number) if len(stories) > 1 else COLOURS[1]
             curves.append(Curve(steps, values, colour, dots=True))
     if not any(value == value for curve in curves for value in curve.values):
-        steps = any(curve.steps for curve in curves)
-        return element("p", "No loss was finite." if steps else "No step has been recorded yet.")
+        begun = any(curve.steps for curve in curves)
+        return element("p", "No loss was finite." if begun else "No step has been recorded yet.")
     checked = any(curve.dots for curve in curves)
     caption = "Loss of the training (line), the mean over the global batch"
     caption += ", and of the validation (dots, dashed)." if checked else "."

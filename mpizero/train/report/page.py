@@ -46,6 +46,7 @@ th, td { text-align: left; vertical-align: top; padding: .2rem .9rem .2rem 0; bo
 th { font-weight: 600; } tbody th { font-weight: 500; }
 td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; min-width: 5ch; max-width: min(75ch, 70vw); }
 .pictures td, th[scope=row] { white-space: nowrap; max-width: none; }
+.pictures td:last-child { white-space: normal; }
 .long svg { min-width: 640px; }
 .pictures > * { min-width: 0; }
 .key { list-style: none; padding: 0; margin: .4rem 0; display: flex; flex-wrap: wrap; gap: .1rem 1.2rem;
