@@ -67,7 +67,7 @@ def picture(name: str, label: str, draw: Callable[[Any], None], size: tuple[floa
     with rc_context({**_STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=size)
         width, height = size  # margins in inches: matplotlib's own layouts draw everything twice to find them
-        figure.subplots_adjust(0.75 / width, 0.52 / height, 1 - 0.15 / width, 1 - 0.1 / height)
+        figure.subplots_adjust(0.75 / width, 0.52 / height, 1 - 0.3 / width, 1 - 0.1 / height)
         draw(figure)
         figure.savefig(text, format="svg", transparent=True)
     return _embedded(text.getvalue(), name, label)
