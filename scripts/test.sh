@@ -4,13 +4,13 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 . scripts/environment.sh
 
-PARTS=(lint types package serial mpich cuda ptx torch openmpi exactness hybrid torture slurm)
+PARTS=(lint types package serial mpich cuda ptx torch openmpi exactness hybrid torture slurm site)
 # They wait or keep one core busy, so they run one after the other beside the parts that use all cores.
-BESIDE=(types ptx torch slurm package torture)
+BESIDE=(types ptx torch slurm package torture site)
 # The parts that share a budget, and its minutes on two cores: half of the processor time. The other parts are "core".
-declare -A GROUP=([openmpi]='second MPI' [slurm]='second MPI' [torch]='PyTorch, JAX' [setup]=installs)
-declare -A BUDGET=([core]=9 ['second MPI']=4 ['PyTorch, JAX']=3 [installs]=2)
-LIMIT=20 # minutes of everything on two cores, waiting included; what the budgets leave is for pages and pictures
+declare -A GROUP=([openmpi]='second MPI' [slurm]='second MPI' [torch]='PyTorch, JAX' [setup]=installs [site]=pages)
+declare -A BUDGET=([core]=9 ['second MPI']=4 ['PyTorch, JAX']=3 [installs]=2 [pages]=2)
+LIMIT=20 # minutes of everything on two cores, waiting included
 
 usage() {
     cat <<HELP
@@ -30,14 +30,16 @@ usage: scripts/test.sh [--quick] [--only PART]... [--help]
   hybrid     the same for pipeline x tensor x context x data, schedule and ZeRO stage: the same bits in equal tiles
   torture    saves killed, refused, damaged, on full disks: a sample of scripts/torture.py
   slurm      the batch scripts under a real Slurm on this machine: signal, requeue, time limit
+  site       the documentation built, warnings are errors; its links, and in a headless Chromium errors, search, widths
 
   --quick      lint, types, serial, and MPI tests on 2 ranks only
   --only PART  this part (may be repeated)
 
 Environment: PYTHON (interpreter, >= 3.11), TEST_VENV (.venv-test), OPENMPI_VENV (.venv-openmpi),
-CUDA_VENV (.venv-cuda), TORCH_VENV (.venv-torch), TEST_LOGS (build/test-logs: the output of all ranks), RANKS ("1 2 3 8").
-Open MPI, parallel HDF5, gfortran and Slurm are installed with apt-get when this is run by root and they are missing.
-Where one cannot be had, its part fails, unless SKIP_PARTS names it: SKIP_PARTS="slurm openmpi" leaves out these two.
+CUDA_VENV (.venv-cuda), TORCH_VENV (.venv-torch), SITE_VENV (.venv-site), TEST_LOGS (build/test-logs: the output of all
+ranks), RANKS ("1 2 3 8"). Open MPI, parallel HDF5, gfortran, Slurm and Chromium are installed with apt-get when this is
+run by root and they are missing. Where one cannot be had, its part fails, unless SKIP_PARTS names it:
+SKIP_PARTS="slurm openmpi" leaves out these two.
 These parts wait or keep one core busy, so they run beside the others, and what they print comes at the end:
 ${BESIDE[*]}.
 
@@ -72,6 +74,7 @@ VENV=${TEST_VENV:-$PWD/.venv-test}
 OPENMPI_VENV=${OPENMPI_VENV:-$PWD/.venv-openmpi}
 CUDA_VENV=${CUDA_VENV:-$PWD/.venv-cuda}
 TORCH_VENV=${TORCH_VENV:-$PWD/.venv-torch}
+SITE_VENV=${SITE_VENV:-$PWD/.venv-site}
 LOGS=${TEST_LOGS:-$PWD/build/test-logs}
 RANKS=${RANKS:-$($QUICK && echo 2 || echo 1 2 3 8)}
 PY=$VENV/bin/python
@@ -127,7 +130,22 @@ install_cuda() {
 install_torch() {
     "$1/bin/pip" install -q --no-compile torch==2.13.0 jax==0.10.2 optax &&
         "$1/bin/pip" install -q --no-compile --no-deps pytorch-optimizer==4.1.0 &&
-        "$1/bin/python" - "$("$PY" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')" <<'LINK'
+        link_test_environment "$1"
+}
+
+# What the extra "docs" asks for, over what the test environment has.
+install_site() {
+    "$1/bin/python" - >"$LOGS/docs-requirements" <<'LIST' &&
+import configparser
+setup = configparser.ConfigParser()
+setup.read("setup.cfg")
+print(setup["options.extras_require"]["docs"])
+LIST
+        "$1/bin/pip" install -q --no-compile -r "$LOGS/docs-requirements" && link_test_environment "$1"
+}
+
+link_test_environment() {
+    "$1/bin/python" - "$("$PY" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')" <<'LINK'
 import pathlib, sys, sysconfig
 link = pathlib.Path(sysconfig.get_paths()["purelib"], "test-environment.pth")
 link.write_text(f"import site; site.addsitedir({sys.argv[1]!r})\n")
@@ -157,6 +175,16 @@ prepare_cuda() {
 prepare_torch() {
     ensure_venv "$TORCH_VENV" install_torch >"$LOGS/torch-venv.log" 2>&1 && echo yes && return
     echo "PyTorch cannot be installed (see $LOGS/torch-venv.log)"
+}
+
+prepare_site() {
+    if ! command -v chromium >/dev/null; then
+        can_apt || { echo "needs chromium; root could install it" && return; }
+        apt_install chromium >"$LOGS/chromium.log" 2>&1 ||
+            { echo "chromium cannot be installed (see $LOGS/chromium.log)" && return; }
+    fi
+    ensure_venv "$SITE_VENV" install_site >"$LOGS/site-venv.log" 2>&1 && echo yes && return
+    echo "Sphinx cannot be installed (see $LOGS/site-venv.log)"
 }
 
 prepare_openmpi() {
@@ -409,6 +437,14 @@ part_slurm() {
     return $status
 }
 
+part_site() {
+    wait_prepared site || return 1
+    rm -rf build/site # pages of files that are gone
+    timeout -k 10 900 "$SITE_VENV/bin/python" -m sphinx -q -W --keep-going -b html docs build/site || return 1
+    PY=$SITE_VENV/bin/python run_pytest site 600 --durations=5 tests/site || return 1
+    ! grep -E '[0-9]+ skipped' "$LOGS/site.log" || { echo 'a page was not looked at' && return 1; }
+}
+
 # ---------------------------------------------------------------------------------------------- the parts in order
 
 chosen() {
@@ -466,6 +502,7 @@ chosen 'openmpi|exactness|slurm|torch' && ! { skipped openmpi && skipped slurm; 
 SETUP=$((SECONDS - STARTED))
 ! chosen ptx || skipped ptx || start_preparing cuda
 ! chosen torch || skipped torch || start_preparing torch
+! chosen site || skipped site || start_preparing site
 start_group run_beside >/dev/null
 RUNNING_BESIDE=$!
 for part in "${ONLY[@]}"; do

@@ -62,7 +62,7 @@ class AdaptedOptimizer:
         Raises
         ------
         TypeError
-            If ``update`` has changed ``state["step"]``, added an entry that :attr:`slots` does not name, or set an
+            If ``update`` has changed ``state["step"]``, added an entry that ``slots`` does not name, or set an
             entry to anything but an array as long as ``w``.
         """
         step = int(hyper[0])

@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 #: Autograd's engine; None in versions of PyTorch that do not have it here.
 _run = getattr(torch.autograd.graph, "_engine_run_backward", None)
 #: A gradient for each weight; None for those that the outputs do not depend on.
-Gradients = Sequence[torch.Tensor | None]
+Gradients = Sequence["torch.Tensor | None"]
 
 
 class Pass(NamedTuple):

@@ -39,7 +39,7 @@ class Embedding(Layer):
         return (ParameterSpec("weight", (self.items, self.features), self.init, decay=False),)
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ids of any shape to vectors (*shape, features); return them and the cache.
+        """Map ids of any shape to vectors of shape ``(*shape, features)``; return them and the cache.
 
         Raises :class:`DataError` for an id that is not in [0, ``items``).
         """

@@ -112,7 +112,7 @@ def to_torch(model: GPT, named: Mapping[str, Array]) -> dict[str, Array]:
     Returns
     -------
     dict of str to Array
-        NumPy arrays by PyTorch's names. Apply :func:`torch.from_numpy` to each value to get a state dict.
+        NumPy arrays by PyTorch's names. Apply ``torch.from_numpy`` to each value to get a state dict.
         ``lm_head.weight`` is always included; if the model is tied, it is the same array as ``transformer.wte.weight``.
     """
     state = {}

@@ -86,7 +86,7 @@ def _gradient_like(array: Array) -> Array | None:
 
 
 def measured_costs(model: BlockModel, x: Array, y: Array, config: ShardingConfig, repeats: int = 3) -> list[float]:
-    """Measure the seconds that each block takes, forward plus backward, for the ``costs`` of a :class:`ParallelLayout`.
+    """Measure the seconds that each block takes, forward plus backward, for ``costs`` of a model in pipeline stages.
 
     Collective over ``config.comm``. Rank 0 measures as :func:`measure_blocks` does, and every rank returns its times in
     the order of the blocks, so that all ranks cut the model at the same blocks.

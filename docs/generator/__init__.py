@@ -1,0 +1,1 @@
+"""Parts of the documentation site's build, which ``docs/conf.py`` puts together."""

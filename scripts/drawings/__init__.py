@@ -1,0 +1,1 @@
+"""The drawings of the documentation, one module each, which ``scripts/draw.py`` writes."""

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.site.browser import started
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def site() -> Path:
+    """The folder of the site, which ``scripts/test.sh --only site`` has built."""
+    pytest.importorskip("sphinx", reason="needs the site's environment, and its pages in build/site")
+    folder = ROOT / "build" / "site"
+    assert (folder / "index.html").exists(), "python -m sphinx -W --keep-going -b html docs build/site"
+    return folder
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """A headless Chromium: ``faults(page)``, or ``open``, ``evaluate``, ``screenshot`` (``tests/site/browser.py``)."""
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if program is None:
+        pytest.skip("there is no Chromium")
+    with started(program) as running:
+        yield running
