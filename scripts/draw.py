@@ -6,10 +6,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from drawings import checkpoint, grains, grid, pipeline, window, zero_stages
+from drawings import bits_and_speed, checkpoint, grains, grid, pipeline, window, zero_stages
 
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 DRAWINGS = {
+    "bits_and_speed": bits_and_speed.draw,
     "checkpoint": checkpoint.draw,
     "grains": grains.draw,
     "grid": grid.draw,

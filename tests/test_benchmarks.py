@@ -145,6 +145,7 @@ def test_what_is_missing_or_unknown_is_named_before_anything_runs(script, option
 
 
 def test_the_example_of_512_ranks_compares_a_smaller_grid_with_one_process(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(FOLDER.parent / "examples"))
     program = runpy.run_path(str(FOLDER.parent / "examples" / "grid_512.py"))
     options = "--pipeline 2 --tensor 2 --data 2 --steps 2 --batch 4 --dim 16 --blocks 2 --heads 2 --sequence 4"
     monkeypatch.setattr(sys, "argv", ["grid_512.py", *options.split(), "--zero", "2"])

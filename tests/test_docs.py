@@ -18,7 +18,13 @@ from unittest import mock
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "examples").glob("*.md")),
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
+]
 ids = [str(page.relative_to(ROOT)) for page in PAGES]
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -103,6 +109,19 @@ def test_the_page_of_examples_links_every_program():
     programs = [p for folder in ("examples", "scripts/examples") for p in (ROOT / folder).rglob("*.py")]
     linked = {(page.parent / name).resolve() for name in re.findall(r"\]\(([^)#]*\.py)\)", page.read_text("utf-8"))}
     assert {p for p in programs if not p.with_name("__init__.py").exists()} <= linked
+
+
+def test_every_program_of_the_gallery_has_a_page_with_its_pictures_its_command_and_a_place_in_the_overview():
+    folder, docs = ROOT / "scripts" / "examples", ROOT / "docs"
+    programs = {p.parent.name if p.parent != folder else p.stem: p for p in SCRIPTS if folder in p.parents}
+    assert set(programs) == {page.stem for page in (docs / "examples").glob("*.md")}
+    overview = (docs / "examples.md").read_text(encoding="utf-8")
+    for name, program in programs.items():
+        page = docs / "examples" / f"{name}.md"
+        pictures = re.findall(r"!\[[^]]+\]\(../(pictures/[\w.]+)\)", page.read_text(encoding="utf-8"))
+        assert f"]({pictures[0]})](examples/{name}.md)" in overview
+        assert max((docs / picture).stat().st_size for picture in pictures) < 150e3
+        assert str(program.relative_to(ROOT)) in {words[0] for words in commands(page)}
 
 
 def test_the_section_about_fortran_shows_lines_of_its_example():

@@ -65,7 +65,7 @@ def write_programs() -> None:
     """Write a page for every file and folder outside of ``docs/`` that a page of ``docs/`` or the README links."""
     folder = DOCS / PROGRAMS
     written: dict[Path, str] = {}
-    for page in [*(ROOT / name for name in PAGES), *DOCS.rglob("*.md")]:
+    for page in [*(ROOT / name for name in PAGES), *DOCS.glob("*.md"), *DOCS.glob("examples/*.md")]:
         for target in (match[1] for match in LINK.findall(page.read_text(encoding="utf-8"))):
             path = page.parent.joinpath(target).resolve()
             if path.exists() and path.is_relative_to(ROOT) and not path.is_relative_to(DOCS):

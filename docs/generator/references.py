@@ -12,7 +12,7 @@ from typing import Any
 from docutils import nodes
 from sphinx.ext.autodoc.mock import mock
 
-from generator.api_pages import toctree, write_reference
+from generator.api_pages import write_reference
 from generator.program_pages import rewritten, write_programs
 from generator.public_names import is_member, public_names
 
@@ -52,12 +52,10 @@ def write_pages(app: Any) -> None:
 
 
 def read_source(app: Any, docname: str, source: list[str]) -> None:
-    """Rewrite the links of a Markdown page; the pages in a folder of its name get their place below it."""
+    """Rewrite the links of a Markdown page."""
     path = Path(app.env.doc2path(docname))
     if path.suffix == ".md":
         source[0] = rewritten(source[0], path.relative_to(app.srcdir).as_posix())
-        below = sorted(f"{path.stem}/{one.name}" for one in path.with_suffix("").glob("*.md"))
-        source[0] += "\n".join(["\n", *toctree(below)])
 
 
 def documented() -> dict[int, str]:

@@ -86,6 +86,21 @@ class FunctionModel:
     ConfigError
         If there is no parameter, the parameters have another type or not one precision, ``frozen`` or ``averaged``
         names an unknown parameter, both name the same one, or a function cannot be called with the arguments above.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> def squares(parameters, batch):
+    ...     x, y = batch
+    ...     error = parameters["slope"] * x - y
+    ...     return float(error @ error), {"slope": np.array([2 * error @ x])}, float(len(x))
+    >>> x = np.arange(4.0)
+    >>> model = mz.FunctionModel({"slope": np.zeros(1)}, squares)
+    >>> with mz.distribute(model, mz.SGD(lr=0.1), comm="self") as placed:
+    ...     losses = [placed.train(x, 3 * x) for _ in range(20)]
+    ...     placed.get_parameters().round(3)
+    array([3.])
     """
 
     def __init__(

@@ -2,13 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from mpizero.checkpoint.atomic_folder import remove_leftovers
+from mpizero.checkpoint.best_link import mark_best, marked_best
 from mpizero.checkpoint.folders import (
-    BEST,
     RemovalFailure,
     StepFolder,
-    mark_best,
-    marked_best,
     newest,
     prune,
     sound,
@@ -16,14 +13,13 @@ from mpizero.checkpoint.folders import (
     step_of,
     survey,
 )
-from mpizero.checkpoint.format.skeleton import ALIGNMENT, ALIGNMENT_LIMIT
 from mpizero.checkpoint.format.table import LocalArray
 from mpizero.checkpoint.full_check import verify
 from mpizero.checkpoint.image import from_bytes, to_bytes
 from mpizero.checkpoint.pending import PendingSave, begin
 from mpizero.checkpoint.reader import Reader, open_checkpoint
 from mpizero.checkpoint.snapshot import SnapshotBuffer
-from mpizero.checkpoint.writer import check_backend, write
+from mpizero.checkpoint.writer import write
 from mpizero.errors import (
     CheckpointDamagedError,
     CheckpointIOError,
@@ -33,9 +29,6 @@ from mpizero.errors import (
 from mpizero.names import unknown_names
 
 __all__ = [
-    "ALIGNMENT",
-    "ALIGNMENT_LIMIT",
-    "BEST",
     "CheckpointDamagedError",
     "CheckpointIOError",
     "CheckpointMissingError",
@@ -47,14 +40,12 @@ __all__ = [
     "Reader",
     "SnapshotBuffer",
     "begin",
-    "check_backend",
     "from_bytes",
     "mark_best",
     "marked_best",
     "newest",
     "open_checkpoint",
     "prune",
-    "remove_leftovers",
     "sound",
     "step_folder",
     "step_of",

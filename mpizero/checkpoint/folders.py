@@ -8,26 +8,38 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from mpizero.checkpoint.atomic_folder import STEP_NAME, remove_folder, remove_leftovers, sync_folder
+from mpizero.checkpoint.atomic_folder import STEP_NAME, remove_folder, remove_leftovers
 from mpizero.checkpoint.failures import on_root, portable_error
 from mpizero.checkpoint.open_manifest import read_manifest
 from mpizero.comm.startup.convert import communicator_of
 from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError
 
 _NAME = re.compile(STEP_NAME)
-#: Name of the link to a run's best checkpoint, beside the step folders.
-BEST = "best"
 
 
 def step_folder(folder: str | os.PathLike[str], step: int) -> str:
-    """Return the path of the checkpoint of ``step`` in ``folder``, a folder of checkpoints. Not collective."""
+    """Return the path of the checkpoint of ``step`` in ``folder``, a folder of checkpoints. Not collective.
+
+    Examples
+    --------
+    >>> from mpizero import checkpoint
+    >>> checkpoint.step_folder("run", 20)
+    'run/step_00000020'
+    """
     if step < 0:
         raise ConfigError(f"a step is >= 0, got {step}")
     return os.path.join(os.fspath(folder), f"step_{step:08d}")
 
 
 def step_of(path: str | os.PathLike[str]) -> int | None:
-    """Return the number in the folder name ``step_<number>``; None if ``path`` has another name. Not collective."""
+    """Return the number in the folder name ``step_<number>``; None if ``path`` has another name. Not collective.
+
+    Examples
+    --------
+    >>> from mpizero import checkpoint
+    >>> checkpoint.step_of("run/step_00000020"), checkpoint.step_of("run/best")
+    (20, None)
+    """
     name = os.path.basename(os.fspath(path))
     return int(name.removeprefix("step_")) if _NAME.fullmatch(name) else None
 
@@ -60,6 +72,18 @@ class StepFolder:
         Whether a wrong checksum or size proves that the checkpoint is damaged. A checkpoint with another problem (no
         permission, a failing disk, a missing file, a newer version of the format) may be undamaged. It is never treated
         as if it did not exist.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from mpizero import checkpoint
+    >>> with tempfile.TemporaryDirectory() as run:
+    ...     checkpoint.write(checkpoint.step_folder(run, 1), [], {}, comm="self")
+    ...     with open(checkpoint.step_folder(run, 1) + "/state.h5", "r+b") as file:
+    ...         size = file.truncate(100)  # a disk has lost the rest
+    ...     found, = checkpoint.survey(run, comm="self")
+    >>> found.step, found.sound, found.damaged
+    (1, False, True)
     """
 
     path: str
@@ -88,6 +112,17 @@ class RemovalFailure:
         Path of the folder.
     reason : str
         Why the folder was not removed; the text does not contain the path.
+
+    Examples
+    --------
+    >>> import os
+    >>> import tempfile
+    >>> from mpizero import checkpoint
+    >>> with tempfile.TemporaryDirectory() as run:
+    ...     checkpoint.write(checkpoint.step_folder(run, 2), [], {}, comm="self")
+    ...     os.symlink("archive", checkpoint.step_folder(run, 1))
+    ...     removed = checkpoint.prune(run, 1, comm="self", report=lambda failure: print(failure.reason))
+    it is a link; remove it by hand
     """
 
     path: str
@@ -116,6 +151,16 @@ def survey(folder: str | os.PathLike[str], comm: object = None) -> list[StepFold
     """Return a description of every step folder in ``folder``, newest first, including damaged ones.
 
     Collective over ``comm``; only rank 0 reads the folders.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from mpizero import checkpoint
+    >>> with tempfile.TemporaryDirectory() as run:
+    ...     for step in (1, 2, 3):
+    ...         checkpoint.write(checkpoint.step_folder(run, step), [], {}, comm="self")
+    ...     print([(found.step, found.sound) for found in checkpoint.survey(run, comm="self")])
+    [(3, True), (2, True), (1, True)]
     """
     where = os.path.abspath(os.fspath(folder))
     with communicator_of(comm) as world:
@@ -140,6 +185,18 @@ def newest(
     CheckpointError
         If a checkpoint newer than the newest sound one cannot be opened, and no checksum or size proves that it is
         damaged.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from mpizero import checkpoint
+    >>> with tempfile.TemporaryDirectory() as run:
+    ...     for step in (1, 2, 3):
+    ...         checkpoint.write(checkpoint.step_folder(run, step), [], {}, comm="self")
+    ...     print(checkpoint.step_of(checkpoint.newest(run, comm="self")))
+    3
+    >>> print(checkpoint.newest("no such folder", comm="self"))
+    None
     """
     where = os.path.abspath(os.fspath(folder))
 
@@ -178,6 +235,16 @@ def sound(
     to load, the caller can try the next one. Collective over ``comm``; rank 0 calls ``report`` with one line of text
     for each step folder that is not sound. If the list is empty, :func:`survey` tells whether there are step folders at
     all.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from mpizero import checkpoint
+    >>> with tempfile.TemporaryDirectory() as run:
+    ...     for step in (1, 2, 3):
+    ...         checkpoint.write(checkpoint.step_folder(run, step), [], {}, comm="self")
+    ...     print([checkpoint.step_of(path) for path in checkpoint.sound(run, comm="self")])
+    [3, 2, 1]
     """
     paths = []
     with communicator_of(comm) as world:
@@ -187,48 +254,6 @@ def sound(
             elif world.rank == 0:
                 report(_passed_over(found))
     return paths
-
-
-def marked_best(folder: str | os.PathLike[str]) -> int | None:
-    """Return the step to which the link ``best`` in ``folder`` points; None if there is no link. Not collective."""
-    try:
-        return step_of(os.readlink(os.path.join(os.fspath(folder), BEST)))
-    except OSError:
-        return None
-
-
-def mark_best(folder: str | os.PathLike[str], step: int | None, comm: object = None) -> None:
-    """Make the link ``best`` in ``folder`` point to the checkpoint of ``step``; None removes the link.
-
-    A link that exists is replaced in one step, so there is always a link to a whole checkpoint, also if the process is
-    killed. Collective over ``comm``; only rank 0 changes the link.
-
-    Raises
-    ------
-    CheckpointError
-        If ``best`` is no link, or cannot be made.
-    """
-    where = os.path.abspath(os.fspath(folder))
-    link, new = os.path.join(where, BEST), os.path.join(where, f".{BEST}.new")
-
-    def point() -> None:
-        if os.path.lexists(link) and not os.path.islink(link):
-            raise CheckpointError(f"{link} is no link to a checkpoint: rename it")
-        if step is None:
-            if os.path.islink(link):
-                os.unlink(link)
-            return
-        name = os.path.basename(step_folder(where, step))
-        if os.path.islink(link) and os.readlink(link) == name:
-            return
-        if os.path.lexists(new):  # of a process that was killed
-            os.unlink(new)
-        os.symlink(name, new)
-        os.replace(new, link)
-        sync_folder(where)
-
-    with communicator_of(comm) as world:
-        on_root(world, f"cannot mark the best checkpoint of {os.fspath(folder)}", point)
 
 
 def prune(
@@ -255,6 +280,16 @@ def prune(
     ------
     ConfigError
         If ``keep < 1``, because the last sound checkpoint is never removed, or if ``keep_every < 0``.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from mpizero import checkpoint
+    >>> with tempfile.TemporaryDirectory() as run:
+    ...     for step in (1, 2, 3):
+    ...         checkpoint.write(checkpoint.step_folder(run, step), [], {}, comm="self")
+    ...     print([checkpoint.step_of(path) for path in checkpoint.prune(run, 1, comm="self", spare=[2])])
+    [1]
     """
     if keep < 1:
         raise ConfigError(f"keep must be >= 1, got {keep}")

@@ -28,6 +28,18 @@ def verify(folder: str | os.PathLike[str], report: Callable[[int], object] | Non
     CheckpointError
         If something is wrong. The message names the file, the array and the reason. The error is a
         ``CheckpointMissingError`` if the checkpoint does not exist.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import numpy as np
+    >>> from mpizero import checkpoint
+    >>> weight = np.arange(6.0).reshape(2, 3)
+    >>> whole = checkpoint.LocalArray("parameters/weight", (2, 3), weight.dtype, ((0, weight.reshape(-1)),))
+    >>> with tempfile.TemporaryDirectory() as run:
+    ...     checkpoint.write(f"{run}/start", [whole], {}, comm="self")
+    ...     print(checkpoint.verify(f"{run}/start") > weight.nbytes)  # bytes of state.h5
+    True
     """
     where = os.path.abspath(os.fspath(folder))
     manifest = verify_checksums(where, report)

@@ -36,6 +36,16 @@ def to_bytes(arrays: Sequence[LocalArray], attributes: Mapping[str, Any], comm: 
     Collective over ``comm``; the arguments have the same meaning as for :func:`~mpizero.checkpoint.writer.write`. The
     result starts with the HDF5 file, so h5py can open ``io.BytesIO(result)``. This is meant for small models, because
     every rank holds all bytes.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpizero import checkpoint
+    >>> weight = np.arange(6.0).reshape(2, 3)
+    >>> whole = checkpoint.LocalArray("parameters/weight", (2, 3), weight.dtype, ((0, weight.reshape(-1)),))
+    >>> data = checkpoint.to_bytes([whole], {"step": 3}, comm="self")
+    >>> data[1:4], data == checkpoint.to_bytes([whole], {"step": 3}, comm="self")
+    (b'HDF', True)
     """
     with communicator_of(comm) as world:
         return _to_bytes(world, arrays, attributes)
@@ -75,6 +85,17 @@ def from_bytes(data: bytes | bytearray | memoryview) -> Reader:
     ------
     CheckpointError
         If the bytes are damaged, crafted, or not a checkpoint.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpizero import checkpoint
+    >>> weight = np.arange(6.0).reshape(2, 3)
+    >>> whole = checkpoint.LocalArray("parameters/weight", (2, 3), weight.dtype, ((0, weight.reshape(-1)),))
+    >>> data = checkpoint.to_bytes([whole], {"step": 3}, comm="self")
+    >>> with checkpoint.from_bytes(data) as reader:
+    ...     print(reader.attributes, reader.read_whole("parameters/weight")[0])
+    {'step': 3} [0. 1. 2.]
     """
     name = "of serialized bytes"
     view = memoryview(data).cast("B")

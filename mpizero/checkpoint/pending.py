@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -104,6 +104,22 @@ class PendingSave:
 
     Only :meth:`commit` makes the checkpoint. If the object is deleted or the interpreter exits before :meth:`commit`,
     everything that was written is removed.
+
+    Examples
+    --------
+    >>> import os
+    >>> import tempfile
+    >>> import numpy as np
+    >>> from mpizero import checkpoint
+    >>> weight = np.arange(6.0).reshape(2, 3)
+    >>> whole = checkpoint.LocalArray("parameters/weight", (2, 3), weight.dtype, ((0, weight.reshape(-1)),))
+    >>> with tempfile.TemporaryDirectory() as run:
+    ...     save = checkpoint.begin(f"{run}/start", [whole], {}, comm="self")
+    ...     print(os.path.exists(save.target))
+    ...     save.commit()
+    ...     print(os.path.exists(save.target), save.ended)
+    False
+    True True
     """
 
     def __init__(
@@ -198,10 +214,35 @@ def begin(
     CheckpointError, ConfigError
         On every rank, as for :func:`~mpizero.checkpoint.writer.write`. Errors in the thread are raised by
         :meth:`PendingSave.commit`.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import numpy as np
+    >>> from mpizero import checkpoint
+    >>> weight = np.arange(6.0).reshape(2, 3)
+    >>> whole = checkpoint.LocalArray("parameters/weight", (2, 3), weight.dtype, ((0, weight.reshape(-1)),))
+    >>> with tempfile.TemporaryDirectory() as run:
+    ...     save = checkpoint.begin(f"{run}/start", [whole], {}, comm="self")
+    ...     weight[...] = 0  # training goes on; the copy is what is saved
+    ...     save.commit()
+    ...     with checkpoint.open_checkpoint(f"{run}/start", comm="self") as reader:
+    ...         print(reader.read_whole("parameters/weight")[1])
+    [3. 4. 5.]
     """
+    return _begin(
+        comm,
+        SnapshotBuffer() if buffer is None else buffer,
+        replace,
+        lambda world, repeated: make_plan(world, folder, arrays, attributes, alignment, repeated),
+    )
+
+
+def _begin(
+    comm: object, buffer: SnapshotBuffer, replace: bool, planned: Callable[[Communicator, RepeatedSave], SavePlan]
+) -> PendingSave:
     with ExitStack() as comm_stack, ExitStack() as local:
         world = comm_stack.enter_context(communicator_of(comm))
-        buffer = SnapshotBuffer() if buffer is None else buffer
         temporary, copied = local.enter_context(TemporaryFolder(world, replace)), list[LocalArray]()
 
         def copy(wanted: Sequence[LocalArray]) -> None:
@@ -212,7 +253,7 @@ def begin(
             copy(wanted)
             return temporary.open(target, buffer.layout.skeleton) if world.rank == 0 else ""
 
-        plan = make_plan(world, folder, arrays, attributes, alignment, RepeatedSave(buffer.layout, start))
+        plan = planned(world, RepeatedSave(buffer.layout, start))
         # No rank writes before all have copied: writing would slow down the ranks that are still copying.
         temporary.agree(plan, lambda: copy(plan.local))
         writing = WriterThread(

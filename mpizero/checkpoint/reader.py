@@ -33,6 +33,20 @@ class Reader:
         The attributes that were given to :func:`~mpizero.checkpoint.writer.write`.
     arrays : dict
         Shape and element type of every array, by its path in the file.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpizero import checkpoint
+    >>> weight = np.arange(6.0).reshape(2, 3)
+    >>> whole = checkpoint.LocalArray("parameters/weight", (2, 3), weight.dtype, ((0, weight.reshape(-1)),))
+    >>> with checkpoint.from_bytes(checkpoint.to_bytes([whole], {"step": 3}, comm="self")) as reader:
+    ...     print(reader.attributes, reader.arrays["parameters/weight"])
+    ...     last = checkpoint.LocalArray("parameters/weight", (2, 3), weight.dtype, ((4, np.empty(2)),))
+    ...     reader.read([last])  # two elements of six
+    {'step': 3} ((2, 3), dtype('float64'))
+    >>> last.pieces[0][1]
+    array([4., 5.])
     """
 
     def __init__(
@@ -155,6 +169,17 @@ def open_checkpoint(folder: str | os.PathLike[str], comm: object = None) -> Read
         If there is no such checkpoint. This error is also a ``FileNotFoundError``.
     CheckpointError
         If the folder is damaged, crafted or not a checkpoint. The message names the file and what is wrong.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import mpizero as mz
+    >>> with mz.ShardingConfig(comm="self") as config, tempfile.TemporaryDirectory() as run:
+    ...     with mz.DDPModel(mz.nn.MLP(2, [3], 2), config) as model:
+    ...         model.save_model(f"{run}/final")
+    ...     with mz.checkpoint.open_checkpoint(f"{run}/final", comm="self") as reader:
+    ...         print(reader.read_whole("parameters/output.linear.weight").shape)
+    (3, 2)
     """
     world = as_communicator(comm)
     try:

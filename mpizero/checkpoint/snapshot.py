@@ -25,6 +25,20 @@ class SnapshotBuffer:
         its memory passes its own function. The default is ``numpy.empty``.
     release : function, optional
         Function that is called with an array from ``allocate`` when the array is no longer used.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import numpy as np
+    >>> from mpizero import checkpoint
+    >>> weight = np.arange(6.0).reshape(2, 3)
+    >>> whole = checkpoint.LocalArray("parameters/weight", (2, 3), weight.dtype, ((0, weight.reshape(-1)),))
+    >>> buffer = checkpoint.SnapshotBuffer()
+    >>> with tempfile.TemporaryDirectory() as run:
+    ...     for step in (1, 2):  # both saves copy into the same memory
+    ...         checkpoint.begin(f"{run}/{step}", [whole], {}, comm="self", buffer=buffer).commit()
+    >>> buffer.nbytes >= weight.nbytes
+    True
     """
 
     def __init__(

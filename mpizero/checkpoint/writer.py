@@ -12,7 +12,7 @@ from mpizero.checkpoint.failures import agreed
 from mpizero.checkpoint.format.skeleton import ALIGNMENT
 from mpizero.checkpoint.format.table import LocalArray
 from mpizero.checkpoint.publish import TemporaryFolder, publish
-from mpizero.checkpoint.save_plan import make_plan
+from mpizero.checkpoint.save_plan import SavePlan, make_plan
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.startup.convert import communicator_of
 from mpizero.errors import ConfigError
@@ -35,10 +35,9 @@ def write(
 ) -> None:
     """Save arrays and attributes as a checkpoint; its folder appears only when the checkpoint is complete.
 
-    Collective over ``comm``. The ranks write into a hidden folder beside ``folder`` and sync its files to disk. Then
-    rank 0 renames the hidden folder to ``folder``. If one rank fails, for example because the disk is full, every rank
-    raises the same error, the hidden folder is removed, and older checkpoints are not changed. Leftovers of killed
-    saves are removed.
+    Collective over ``comm``. The ranks write into a hidden folder beside ``folder`` and sync its files to disk; rank 0
+    then renames it to ``folder``. If one rank fails, for example because the disk is full, every rank raises the same
+    error, the hidden folder is removed, and older checkpoints do not change. Leftovers of killed saves are removed.
 
     Parameters
     ----------
@@ -50,11 +49,9 @@ def write(
     attributes : dict
         Dictionary of JSON values for the manifest, equal on every rank.
     comm : communicator, "self" or None
-        mpi4py communicator, :class:`~mpizero.comm.communicator.Communicator`, "self" for this process alone, or None
-        for all ranks that a launcher has started.
+        mpi4py communicator, Communicator, "self" (this process alone), or None (all ranks that a launcher started).
     backend : {"direct", "mpio"}
-        "direct": each rank writes its elements by system calls. "mpio": the ranks write with parallel HDF5. The
-        resulting files are the same.
+        "direct": each rank writes its elements by system calls. "mpio": by parallel HDF5. The files are the same.
     replace : bool
         Whether an existing checkpoint at ``folder`` may be replaced, by one rename after the new one is complete. If
         False, only a checkpoint that is damaged, as its checksums or sizes prove, is replaced. A checkpoint that cannot
@@ -71,15 +68,30 @@ def write(
         an ``OSError`` with ``errno``.
     ConfigError
         If the back end is unknown or not installed, or the alignment is not allowed.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import numpy as np
+    >>> from mpizero import checkpoint
+    >>> whole = checkpoint.LocalArray("parameters/w", (3,), np.dtype("f8"), ((0, np.arange(3.0)),))
+    >>> with tempfile.TemporaryDirectory() as run:
+    ...     checkpoint.write(f"{run}/start", [whole], {"loss": 0.5}, comm="self")
+    ...     with checkpoint.open_checkpoint(f"{run}/start", comm="self") as reader:
+    ...         print(reader.attributes, reader.read_whole("parameters/w"))
+    {'loss': 0.5} [0. 1. 2.]
     """
     with communicator_of(comm) as world:
-        plan = make_plan(world, folder, arrays, attributes, alignment)
-        with agreed(world, plan.prefix):
-            check_backend(world, backend)
-        with TemporaryFolder(world, replace) as temporary:
-            temporary.agree(plan)
-            sums = _BACKENDS[backend](world, temporary.state, plan.local, plan.offsets, plan.prefix)
-            publish(world, plan, temporary, sums)
+        _store(world, make_plan(world, folder, arrays, attributes, alignment), backend, replace)
+
+
+def _store(world: Communicator, plan: SavePlan, backend: str, replace: bool) -> None:
+    with agreed(world, plan.prefix):
+        check_backend(world, backend)
+    with TemporaryFolder(world, replace) as temporary:
+        temporary.agree(plan)
+        sums = _BACKENDS[backend](world, temporary.state, plan.local, plan.offsets, plan.prefix)
+        publish(world, plan, temporary, sums)
 
 
 def check_backend(comm: Communicator, backend: str) -> None:

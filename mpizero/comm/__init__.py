@@ -3,16 +3,13 @@
 No other package of the library imports mpi4py, except :mod:`mpizero.testing`.
 """
 
-from mpizero.comm.communicator import CallTrace, Communicator, Counters, Request, SharedMemory
+from mpizero.comm.communicator import Communicator, Counters, Request, SharedMemory
 from mpizero.comm.grid import ProcessGrid
-from mpizero.comm.group.model_group import CommunicatorGroup
 from mpizero.comm.inmemory import InMemoryCommunicator
 from mpizero.comm.startup.convert import as_communicator
 
 __all__ = [
-    "CallTrace",
     "Communicator",
-    "CommunicatorGroup",
     "Counters",
     "InMemoryCommunicator",
     "ProcessGrid",

@@ -43,6 +43,12 @@ class Communicator(Transport):
         Bytes and messages sent by this rank through this communicator.
     trace : CallTrace
         The call that this rank is in now, if any, and the last collectives before it.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> mz.testing.run_in_threads(2, lambda comm: comm.allgather_object(10 * comm.rank))
+    [[0, 10], [0, 10]]
     """
 
     def __enter__(self) -> Self:
@@ -68,10 +74,7 @@ class Communicator(Transport):
         self._call(("barrier", tag), self._barrier)
 
     def ibarrier(self, tag: str = "") -> Request:
-        """Start a barrier; the returned request ends when all ranks have called this.
-
-        Collective over the communicator.
-        """
+        """Start a barrier: the request ends when all ranks have called this. Collective over the communicator."""
         request: Request = self._call(("ibarrier", tag), self._ibarrier)
         return request
 
@@ -92,10 +95,7 @@ class Communicator(Transport):
         self._call(call, self._broadcast, buffer, root)
 
     def ibroadcast(self, buffer: Array, root: int = 0, tag: str = "") -> Request:
-        """Start :meth:`broadcast`; ``buffer`` must not be used before the request has ended.
-
-        Collective over the communicator.
-        """
+        """Start :meth:`broadcast`, which uses ``buffer`` until the request ends. Collective over the communicator."""
         call = self._count_broadcast("ibroadcast", tag, buffer, root)
         request: Request = self._call(call, self._ibroadcast, buffer, root)
         return request
@@ -197,10 +197,7 @@ class Communicator(Transport):
         self._call(call, self._allreduce, buffer, op)
 
     def iallreduce(self, buffer: Array, op: str = "sum", tag: str = "") -> Request:
-        """Start :meth:`allreduce`; ``buffer`` must not be used before the request has ended.
-
-        Collective over the communicator.
-        """
+        """Start :meth:`allreduce`, which uses ``buffer`` until the request ends. Collective over the communicator."""
         call = self._count_allreduce("iallreduce", tag, buffer, op)
         request: Request = self._call(call, self._iallreduce, buffer, op)
         return request

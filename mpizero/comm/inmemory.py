@@ -119,6 +119,15 @@ class InMemoryCommunicator(Communicator):
     Results have the same bits as over MPI, except sums, which are added in rank order. A thread that fails must call
     :meth:`abort`; ``mpizero.testing.run_in_threads`` and the ``with`` statement of a communicator do so. Every other
     thread of the job then raises PeerFailure in its present or next call.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> with mz.InMemoryCommunicator.group(1)[0] as comm:
+    ...     comm.rank, comm.size
+    (0, 1)
+    >>> mz.testing.run_in_threads(3, lambda comm: comm.broadcast_object(comm.rank, root=2))  # makes a group of three
+    [2, 2, 2]
     """
 
     def __init__(self, group: _Group, rank: int, name: str, shares_memory: bool = False) -> None:

@@ -23,6 +23,16 @@ def run_in_threads(size: int, function: Callable[[InMemoryCommunicator], T]) -> 
     ------
     StateError
         If the system does not start that many threads.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> from mpizero.testing import run_in_threads
+    >>> def train(comm):
+    ...     with mz.ShardingConfig(comm=comm) as config, mz.FSDPModel(mz.nn.MLP(2, [8], 2), config) as model:
+    ...         return comm.rank, model.shard_size
+    >>> run_in_threads(3, train)
+    [(0, 14), (1, 14), (2, 14)]
     """
     if not callable(function):
         raise ArgumentError(f"run_in_threads: function must be one of a communicator, got {function!r}")

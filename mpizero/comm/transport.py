@@ -35,6 +35,16 @@ class Counters:
     Non-blocking calls count like blocking ones. ``bytes_sent`` is the sum, and ``messages`` is the number of calls that
     sent data. ``bytes_by_tag`` and ``messages_by_tag`` hold the same numbers for each tag of collectives, and under
     :data:`POINT_TO_POINT` for all point-to-point messages.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> def sent(comm):
+    ...     comm.allreduce(np.zeros(100), tag="norms")
+    ...     return comm.counters.bytes_sent, comm.counters.messages, dict(comm.counters.bytes_by_tag)
+    >>> mz.testing.run_in_threads(2, sent)[0]
+    (800, 1, {'norms': 800})
     """
 
     __slots__ = ("bytes_by_tag", "bytes_sent", "messages", "messages_by_tag")
@@ -65,7 +75,21 @@ class Counters:
 
 
 class Request(ABC):
-    """Represent a non-blocking operation in flight, and keep its buffers alive until the operation has ended."""
+    """Represent a non-blocking operation in flight, and keep its buffers alive until the operation has ended.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> def overlapped(comm):
+    ...     values = np.array([comm.rank + 1])
+    ...     request = comm.iallreduce(values)
+    ...     assert isinstance(request, mz.comm.Request)  # compute something else here, then
+    ...     request.wait()
+    ...     return int(values[0])
+    >>> mz.testing.run_in_threads(2, overlapped)
+    [3, 3]
+    """
 
     @abstractmethod
     def wait(self) -> None:
@@ -84,6 +108,20 @@ class SharedMemory(ABC):
     buffer : numpy.ndarray
         The whole window, the same memory on every rank: one-dimensional, uint8, 64-byte aligned, zero at first. Views
         of it must not be used after :meth:`close`, which unmaps the memory.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> def written(comm):
+    ...     with comm.split_node() as node:
+    ...         shared = node.allocate_shared(8)
+    ...         shared.buffer[node.rank] = node.rank + 1
+    ...         node.node_barrier(shared)
+    ...         found = shared.buffer[:3].tolist()
+    ...         shared.close()
+    ...         return found
+    >>> mz.testing.run_in_threads(2, written)
+    [[1, 2, 0], [1, 2, 0]]
     """
 
     buffer: Array

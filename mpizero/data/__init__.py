@@ -36,7 +36,6 @@ __all__ = [
     "OnlineJob",
     "OnlineProducer",
     "OnlineSource",
-    "Source",
     "SpoolProducer",
     "SampleRandom",
     "Source",

@@ -35,6 +35,20 @@ class ArraySource(Source):
     ------
     DataError
         If there are no samples, the arrays have different numbers of samples, or elements are not numbers.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> source = mz.data.ArraySource(np.arange(8.0).reshape(4, 2), {"label": [0, 1, 1, 0]})
+    >>> len(source)
+    4
+    >>> x, y = source.samples([3, 1])
+    >>> x.tolist(), y["label"].tolist()
+    ([[6.0, 7.0], [2.0, 3.0]], [0, 1])
+    >>> training, validation = source.split(0.25)
+    >>> len(training), len(validation)
+    (3, 1)
     """
 
     def __init__(self, x: Any, y: Any) -> None:
@@ -72,6 +86,20 @@ class NpySource(Source):
     DataError
         If a file is missing, damaged or empty, its array does not hold numbers, or the files have different numbers of
         samples.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     np.save(Path(folder, "x.npy"), np.arange(6.0).reshape(3, 2))
+    ...     np.save(Path(folder, "y.npy"), np.arange(3))
+    ...     source = mz.data.NpySource(Path(folder, "x.npy"), Path(folder, "y.npy"))
+    ...     x, y = source.samples([2, 0])
+    >>> x.tolist(), y.tolist()
+    ([[4.0, 5.0], [0.0, 1.0]], [2, 0])
     """
 
     def __init__(self, x_path: str | os.PathLike[str], y_path: str | os.PathLike[str]) -> None:
@@ -104,6 +132,14 @@ def digits() -> ArraySource:
     ------
     DataError
         If scikit-learn is not installed.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> source = mz.data.digits()
+    >>> x, y = source.samples([0, 1])
+    >>> len(source), x.shape, y.tolist()
+    (1797, (2, 64), [0, 1])
     """
     try:
         images, targets = _digits()

@@ -63,6 +63,17 @@ class Batches:
     consumed : int
         Number of samples of all global batches that the iterator has passed, over all ranks. It is the whole state of
         the iterator: ``batches(..., consumed=consumed)`` on any number of ranks continues with the next global batch.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> source = mz.data.ArraySource(np.arange(6.0), np.arange(6))
+    >>> with mz.ShardingConfig(comm="self", micro_batch=2) as config:
+    ...     with mz.data.batches(source, config, global_batch=4, steps=3, prefetch=1) as stream:
+    ...         sizes = [len(x) for x, y in stream]
+    >>> type(stream).__name__, sizes, stream.consumed, stream.epoch
+    ('Batches', [4, 4, 4], 12, 1)
     """
 
     def __init__(
@@ -207,8 +218,8 @@ def batches(
         ``seed`` has no effect, and the iteration is collective.
     config : ShardingConfig or sharded model
         The ranks and the size of a grain. With a DDP or ZeRO-1 model, each rank gets the samples of the grains that it
-        computes. Otherwise ``train`` may send samples to the ranks that compute them, also because a configuration does
-        not know a model's default grain (see ``docs/concepts.md``). The results are the same.
+        computes. Otherwise ``train`` may send samples to the ranks that compute them, with the same results: a
+        configuration does not know a model's default grain (``docs/concepts.md``).
     global_batch : int
         Number of samples of one training step, over all ranks.
     seed : int
@@ -221,9 +232,8 @@ def batches(
         The ranks among which a global batch is divided: the ``batch_group`` of a model. None means that of the model
         given as ``config``, or all ranks of the configuration given.
     prefetch : int
-        Number of this rank's batches that a background thread reads ahead; 0 reads each when it is asked for. The
-        thread sends no message; ``source`` must allow reads from another thread. An error in it is raised where its
-        batch is asked for, and ends it, as :meth:`Batches.close` and the end of the iteration do.
+        Number of this rank's batches that a background thread, which sends no message, reads ahead; ``source`` must
+        allow that. An error in it is raised where its batch is asked for, and ends it, as :meth:`Batches.close` does.
 
     Raises
     ------
@@ -233,16 +243,32 @@ def batches(
         If ``source`` is no :class:`Source`, or has no samples.
     MpizeroError
         If ranks have different data or arguments.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> with mz.ShardingConfig(comm="self") as config:
+    ...     stream = mz.data.batches(mz.data.digits(), config, global_batch=1000, seed=0, steps=2)
+    ...     print([(x.shape, stream.consumed, stream.epoch) for x, y in stream])
+    [((1000, 64), 1000, 0), ((1000, 64), 2000, 0)]
     """
-    comm, group = ranks_of(config, group)
     settings = {"global_batch": global_batch, "seed": seed, "steps": steps, "consumed": consumed, "prefetch": prefetch}
+    return _agreed_batches(source, config, group, settings)
+
+
+def _agreed_batches(
+    source: Source | OnlineSource,
+    config: BatchConfig | BatchModel,
+    group: Communicator | None,
+    settings: dict[str, Any],
+) -> Batches | OnlineBatches:
+    comm, group = ranks_of(config, group)
     with all_ranks(comm):
         _check(source, comm, settings)
     agree_equal(comm, lambda: _arguments(source, settings), "agree batches")
     if isinstance(source, OnlineSource):
-        return OnlineBatches(source, config, global_batch, steps, consumed, group)
-    made = Batches(source, config, global_batch, seed, steps, consumed, group=group, prefetch=prefetch)
-    return made.tell_cost(comm)
+        return OnlineBatches(source, config, settings["global_batch"], settings["steps"], settings["consumed"], group)
+    return Batches(source, config, **settings, group=group).tell_cost(comm)
 
 
 @lru_cache(maxsize=64)

@@ -59,6 +59,24 @@ class FileSource(Source):
         If a file or an array is missing, damaged or empty, does not hold numbers, or does not fit the others.
     ConfigError
         If another argument cannot be used.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> class NpzSource(mz.data.FileSource):
+    ...     kind = "npz"
+    ...     def open_file(self, path):
+    ...         with np.load(path) as file:
+    ...             return {name: (file[name], 1) for name in self.names}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     np.savez(Path(folder, "a.npz"), wind=np.arange(3.0), rain=np.arange(3))
+    ...     np.savez(Path(folder, "b.npz"), wind=np.arange(3.0, 6.0), rain=np.arange(3, 6))
+    ...     source = NpzSource(f"{folder}/*.npz", x="wind", y="rain")
+    ...     print(len(source), source.samples([4]))
+    6 (array([4.]), array([4]))
     """
 
     #: Kind of the source in :meth:`describe`, and the file format's word for an array.

@@ -22,6 +22,23 @@ class Hdf5Source(FileSource):
     reading shuffled samples needs no HDF5 call. Of a chunked dataset, each call of :meth:`read` reads every chunk that
     contains a requested sample only once, in ascending order. Chunks of whole rows that gzip has compressed, maybe
     after a shuffle of bytes, are decompressed by ISA-L, in half of HDF5's time; HDF5 reads all others.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> import h5py
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with h5py.File(Path(folder, "2001.h5"), "w") as file:
+    ...         file["wind"] = np.arange(24.0).reshape(6, 4)
+    ...     days = mz.data.Hdf5Source(f"{folder}/*.h5", x="wind", y="wind", window={0: 2}, stride={0: 1}, lead=1)
+    ...     x, y = days.samples([0])
+    >>> len(days), x.shape  # windows of two days
+    (4, (1, 2, 4))
+    >>> (y - x)[0, :, 0]  # one day later
+    array([4., 4.])
     """
 
     kind, array_word = "hdf5", "dataset"

@@ -75,6 +75,19 @@ class Statistics:
     mean, std, least, most : mapping of str to array
         Mean, standard deviation (of the population), smallest and largest element of each channel, float64; arrays of
         shape (channels,), or () without channels.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> source = mz.data.ArraySource(np.arange(5.0), np.arange(5))
+    >>> with mz.ShardingConfig(comm="self") as config, tempfile.TemporaryDirectory() as folder:
+    ...     mz.data.statistics(source, config).save(Path(folder, "statistics.json"))
+    ...     known = mz.data.Statistics.load(Path(folder, "statistics.json"))
+    >>> known.samples, float(known.least["x"]), float(known.most["x"]), float(known.mean["x"])
+    (5, 0.0, 4.0, 2.0)
     """
 
     samples: int
@@ -141,6 +154,16 @@ def statistics(source: Source, config: BatchConfig | BatchModel, channel: int | 
     ------
     DataError
         If there are no samples, or samples that are no arrays of real numbers, or NaN among them.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> source = mz.data.ArraySource(np.array([[[1.0, 10.0]], [[3.0, 30.0]]]), np.zeros(2))  # (samples, place, channel)
+    >>> with mz.ShardingConfig(comm="self") as config:
+    ...     known = mz.data.statistics(source, config, channel=1)
+    >>> known.mean["x"], known.std["x"]
+    (array([ 2., 20.]), array([ 1., 10.]))
     """
     comm, _ = ranks_of(config, None)
     with all_ranks(comm, "statistics"):

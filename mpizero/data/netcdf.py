@@ -23,6 +23,22 @@ class NetcdfSource(FileSource):
     variables (``scale_factor``, ``add_offset``) are unpacked to the type of these attributes, at least float32.
     Elements that are missing (``_FillValue``, ``missing_value``) become NaN; in whole numbers that are not packed they
     are an error.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> import h5netcdf
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with h5netcdf.File(Path(folder, "2001.nc"), "w") as file:
+    ...         file.dimensions = {"day": 3, "place": 2}
+    ...         variable = file.create_variable("wind", ("day", "place"), data=np.array([[1, 2], [3, 4], [5, 6]], "i2"))
+    ...         variable.attrs["scale_factor"] = np.float32(0.5)
+    ...     days = mz.data.NetcdfSource(f"{folder}/*.nc", x="wind", y="wind")
+    ...     print(len(days), days.samples([2])[0])  # unpacked
+    3 [[2.5 3. ]]
     """
 
     kind, array_word = "netcdf", "variable"

@@ -31,6 +31,16 @@ def sample_order(start: int, stop: int, length: int, seed: int) -> Indices:
     Positions ``e * length`` to ``(e + 1) * length - 1`` are epoch e: a random permutation of all samples, computed from
     the seed and e. So every sample occurs exactly once in each epoch. The index at a position depends on the position,
     ``length`` and ``seed`` alone. The function allocates no array of ``length`` elements. Not collective.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> mz.data.sample_order(0, 5, length=5, seed=1)  # the first epoch
+    array([4, 1, 2, 0, 3])
+    >>> mz.data.sample_order(5, 10, length=5, seed=1)  # the second
+    array([1, 0, 2, 4, 3])
+    >>> mz.data.sample_order(3, 7, length=5, seed=1)
+    array([0, 3, 1, 0])
     """
     order = np.arange(start, stop, dtype=np.int64)
     done = 0
@@ -60,6 +70,23 @@ class Source(ABC):
     ``default_validation`` is the share of the samples that :meth:`split` takes for validation by default. ``in_order``
     is True if neighbouring samples belong together, as in text: :meth:`split` then takes the last samples for
     validation. Otherwise it takes random samples.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> class Squares(mz.data.Source):
+    ...     def __len__(self):
+    ...         return 100
+    ...     def read(self, indices):
+    ...         return indices / 100, (indices / 100) ** 2
+    ...     def describe(self):
+    ...         return {"squares": 100}
+    >>> training, validation = Squares().split(0.1)
+    >>> len(training), len(validation)
+    (90, 10)
+    >>> Squares().samples([10])
+    (array([0.1]), array([0.01]))
     """
 
     default_validation: float = VALIDATION
@@ -189,6 +216,15 @@ class Subset(Source):
         The source that holds the samples.
     start, stop : int
         Range of positions.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> source = mz.data.ArraySource(np.arange(100.0), np.arange(100))
+    >>> few = mz.data.Subset(source, 0, 10)  # ten random samples, the same in every run
+    >>> len(few), len(set(few.samples(range(10))[1].tolist()))
+    (10, 10)
     """
 
     def __init__(self, source: Source, start: int, stop: int) -> None:

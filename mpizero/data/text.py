@@ -56,6 +56,18 @@ class TextSource(Source):
     DataError
         If a path matches nothing or cannot be read, a file given by its own name is empty, or the text has fewer than
         ``sequence + 1`` bytes.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> import mpizero as mz
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     size = Path(folder, "text.txt").write_text("to be, or not to be")
+    ...     source = mz.data.TextSource(f"{folder}/*.txt", sequence=5)
+    ...     x, y = source.samples([0])
+    >>> len(source), bytes(x[0].tolist()), bytes(y[0].tolist())
+    (3, b'to be', b'o be,')
     """
 
     in_order = True

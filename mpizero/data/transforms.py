@@ -26,6 +26,21 @@ class SampleRandom:
 
     They are computed by Philox from the seed of the sample order, the epoch and the number of the sample in the data,
     so they do not depend on the ranks, the batch, or on what was drawn for other samples.
+
+    Parameters
+    ----------
+    seed, epoch, sample : int
+        Seed of the sample order, number of the epoch, and number of the sample in the data.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> random = mz.data.SampleRandom(seed=0, epoch=2, sample=5)
+    >>> angle, flip = random.uniform(0.0, 360.0), random.integer(2)
+    >>> random.normal(0.1, (3,)).shape
+    (3,)
+    >>> bool(mz.data.SampleRandom(0, 2, 5).uniform(0.0, 360.0) == angle)  # the same sample and epoch
+    True
     """
 
     def __init__(self, seed: int, epoch: int, sample: int) -> None:
@@ -88,6 +103,20 @@ class TransformedSource(Source):
         If ``function`` cannot be called.
     DataError
         If ``source`` is no :class:`Source`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> def noisy(x, y, random):
+    ...     return (x if random is None else x + random.normal(0.1, x.shape)), y
+    >>> source = mz.data.TransformedSource(mz.data.ArraySource(np.zeros((4, 2)), np.arange(4)), noisy)
+    >>> source.samples([0])[0]  # outside of training nothing is random
+    array([[0., 0.]])
+    >>> with mz.ShardingConfig(comm="self", micro_batch=2) as config:
+    ...     (x, y), = mz.data.batches(source, config, global_batch=4, steps=1)
+    >>> bool((x != 0).all())
+    True
     """
 
     def __init__(self, source: Source, function: Callable[[Any, Any, SampleRandom | None], tuple[Any, Any]]) -> None:

@@ -18,6 +18,20 @@ class ZarrSource(FileSource):
 
     The parameters and errors are those of :class:`~mpizero.data.FileSource`; it needs the extra ``zarr``. A chunk that
     is not in the store is made of the array's fill value, as the format says.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> import zarr
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     store = zarr.open_group(Path(folder, "2001.zarr"), mode="w")
+    ...     store["wind"] = np.arange(6.0).reshape(3, 2)
+    ...     days = mz.data.ZarrSource(f"{folder}/*.zarr", x="wind", y="wind")
+    ...     print(len(days), days.samples([2])[0])
+    3 [[4. 5.]]
     """
 
     kind = "zarr"

@@ -29,6 +29,15 @@ class Coordinates(NamedTuple):
         Number of the replica that the rank belongs to.
     context : int
         Which part the rank holds of every sequence.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> here = mz.layout.Axes(pipeline=2, tensor=2, data=2).coordinates(5)
+    >>> here
+    Coordinates(pipeline=1, tensor=0, data=1, context=0)
+    >>> here.pipeline == 1  # the second stage
+    True
     """
 
     pipeline: int
@@ -58,7 +67,8 @@ class Axes:
 
     Examples
     --------
-    >>> Axes(8, 8, 8).coordinates(75)
+    >>> import mpizero as mz
+    >>> mz.layout.Axes(8, 8, 8).coordinates(75)
     Coordinates(pipeline=1, tensor=1, data=3, context=0)
     """
 

@@ -27,6 +27,15 @@ class GrainRule:
     efficient : int or None
         Number of samples with which the model's matrix products are about as fast as they can be; None if it is not
         known.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> rule = mz.layout.GrainRule(micro_batch=2, accumulate=3)
+    >>> rule.grain_size(20), rule.grains(20).count
+    (6, 4)
+    >>> mz.layout.GrainRule().grain_size(64)  # a sixteenth of the global batch
+    4
     """
 
     micro_batch: int | None = None
@@ -59,6 +68,20 @@ class Grains:
         Number of samples of the global batch.
     size : int
         Number of samples of one grain.
+
+    Raises
+    ------
+    ConfigError
+        If ``samples`` is negative or ``size`` is less than 1.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> grains = mz.layout.Grains(samples=10, size=4)
+    >>> grains.count, grains.span(2)
+    (3, slice(8, 10, None))
+    >>> [list(grains.assigned(rank, 2)) for rank in range(2)]
+    [[0, 1], [2]]
     """
 
     samples: int

@@ -28,6 +28,15 @@ class Instruction(NamedTuple):
         Number of the chunk, counted from the model's input.
     micro : int
         Number of the micro-batch.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> backward = mz.layout.Instruction("backward", chunk=0, micro=2)
+    >>> print(backward)
+    backward of chunk 0, micro-batch 2
+    >>> [str(needed) for needed in backward.needs(chunks=2)]
+    ['forward of chunk 0, micro-batch 2', 'backward_input of chunk 1, micro-batch 2']
     """
 
     kind: str

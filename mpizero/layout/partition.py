@@ -28,7 +28,8 @@ class Partition:
 
     Examples
     --------
-    >>> [(s.start, s.stop) for s in Partition(10, 3)]
+    >>> import mpizero as mz
+    >>> [(s.start, s.stop) for s in mz.layout.Partition(10, 3)]
     [(0, 4), (4, 7), (7, 10)]
     """
 

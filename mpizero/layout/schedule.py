@@ -30,6 +30,15 @@ class Schedule:
         The stage of every chunk. Chunks are numbered from the model's input.
     programs : tuple of tuple of Instruction
         The instructions of every stage, in order.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> schedule = mz.layout.build_schedule("1f1b", stages=2, micro_batches=3)
+    >>> [f"{step.kind[0]}{step.micro}" for step in schedule.programs[0]]  # forward and backward passes of stage 0
+    ['f0', 'f1', 'b0', 'f2', 'b1', 'b2']
+    >>> schedule.caches()
+    (2, 1)
     """
 
     name: str

@@ -259,6 +259,7 @@ def chunk_stages(name: str, stages: int, virtual: int = 1) -> tuple[int, ...]:
 
     Examples
     --------
+    >>> from mpizero.layout import chunk_stages
     >>> chunk_stages("interleaved", 2, 3), chunk_stages("zero_bubble_v", 2)
     ((0, 1, 0, 1, 0, 1), (0, 1, 1, 0))
     """
@@ -290,6 +291,15 @@ def build_schedule(name: str, stages: int, micro_batches: int, virtual: int = 1)
     ------
     ConfigError
         If the name is unknown, or the schedule does not allow one of the three numbers.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> mz.layout.build_schedule("gpipe", 2, 4).caches(), mz.layout.build_schedule("1f1b", 2, 4).caches()
+    ((4, 4), (2, 1))
+    >>> mz.layout.build_schedule("2f2b", 2, 4)
+    Traceback (most recent call last):
+    mpizero.errors.ConfigError: unknown schedule '2f2b'; expected one of gpipe, 1f1b, interleaved, ...
     """
     stage_of = chunk_stages(name, stages, virtual)
     _require_whole(name, "micro-batches", micro_batches)

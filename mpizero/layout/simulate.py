@@ -35,6 +35,13 @@ class Costs:
     ------
     ConfigError
         If the three tuples have different lengths, or a number is negative or not finite.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> costs = mz.layout.Costs.uniform(2, forward=1.0, backward_input=1.0, backward_weights=0.5)
+    >>> costs.seconds(mz.layout.Instruction("backward", chunk=0, micro=0))
+    1.5
     """
 
     forward: tuple[float, ...]
@@ -78,7 +85,23 @@ class Costs:
 
 
 class TimedInstruction(NamedTuple):
-    """Hold one instruction with its start and its end, in seconds since the start of the simulation."""
+    """Hold one instruction with its start and its end, in seconds since the start of the simulation.
+
+    Attributes
+    ----------
+    instruction : Instruction
+        The instruction.
+    start, end : float
+        Its start and its end.
+
+    Examples
+    --------
+    >>> from mpizero.layout import Costs, build_schedule, simulate
+    >>> found = simulate(build_schedule("1f1b", stages=2, micro_batches=4), Costs.uniform(2))
+    >>> last = found.events[0][-1]
+    >>> str(last.instruction), last.start, last.end
+    ('backward of chunk 0, micro-batch 3', 13.0, 15.0)
+    """
 
     instruction: Instruction
     start: float
@@ -95,6 +118,13 @@ class Simulation:
         The schedule that was simulated.
     events : tuple of tuple of TimedInstruction
         The instructions of every stage, in order.
+
+    Examples
+    --------
+    >>> from mpizero.layout import Costs, build_schedule, simulate
+    >>> found = simulate(build_schedule("1f1b", stages=2, micro_batches=4), Costs.uniform(2))
+    >>> found.makespan, found.bubble, found.bubble_share
+    (15.0, 3.0, 0.2)
     """
 
     schedule: Schedule
@@ -161,6 +191,12 @@ def simulate(schedule: Schedule, costs: Costs, present: int | None = None) -> Si
     ScheduleError
         If an instruction is missing, repeated, unknown or on the wrong stage; if the backward passes of a chunk are not
         in ascending order of the micro-batches; or if stages wait for each other for ever.
+
+    Examples
+    --------
+    >>> from mpizero.layout import Costs, build_schedule, simulate
+    >>> [simulate(build_schedule(name, 4, 8), Costs.uniform(4)).bubble for name in ("gpipe", "1f1b", "zero_bubble")]
+    [9.0, 9.0, 3.0]
     """
     if len(costs.forward) != schedule.chunks:
         raise ConfigError(f"costs of {len(costs.forward)} chunks were given, but the schedule has {schedule.chunks}")
@@ -288,13 +324,18 @@ def bubble_formula(name: str, stages: int, micro_batches: int, virtual: int, cos
     Returns
     -------
     float
-        The bubble in seconds, as in :attr:`Simulation.bubble`. Its share of the makespan is
-        ``bubble / (m * (F + B + W) + bubble)``.
+        The bubble in seconds. Its share of the makespan is ``bubble / (m * (F + B + W) + bubble)``.
 
     Raises
     ------
     ConfigError
         If there is no formula for ``name``.
+
+    Examples
+    --------
+    >>> from mpizero.layout import Costs, bubble_formula
+    >>> bubble_formula("1f1b", stages=4, micro_batches=8, virtual=1, costs=Costs.uniform(4))
+    9.0
     """
     forward, inputs, weights = (
         sum(row) / stages for row in (costs.forward, costs.backward_input, costs.backward_weights)

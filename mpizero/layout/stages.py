@@ -40,6 +40,7 @@ def balanced_cuts(costs: Sequence[float], parts: int) -> tuple[int, ...]:
 
     Examples
     --------
+    >>> from mpizero.layout import balanced_cuts
     >>> balanced_cuts([1, 1, 1, 1, 4], 2)
     (0, 4, 5)
     """
@@ -79,6 +80,7 @@ def balanced_chunks(costs: Sequence[float], stage_of: Sequence[int]) -> tuple[in
 
     Examples
     --------
+    >>> from mpizero.layout import balanced_chunks
     >>> balanced_chunks([1, 1, 1, 1, 1, 1], (0, 1, 1, 0))
     (0, 1, 2, 4, 6)
     """

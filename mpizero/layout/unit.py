@@ -15,7 +15,15 @@ from mpizero.types import ParameterSpec
 
 
 class Span(NamedTuple):
-    """Represent the range of elements ``start`` to ``stop - 1`` of a flat array."""
+    """Represent the range of elements ``start`` to ``stop - 1`` of a flat array.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> span = mz.layout.Span(4, 7)
+    >>> span.start, span.stop, list(range(10))[slice(*span)]
+    (4, 7, [4, 5, 6])
+    """
 
     start: int
     stop: int

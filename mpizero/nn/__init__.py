@@ -3,10 +3,8 @@
 from typing import TYPE_CHECKING
 
 from mpizero.names import unknown_names
-from mpizero.nn.context.context_forms import ContextModel, context_model, cut_batch
+from mpizero.nn.context.context_forms import context_model, cut_batch
 from mpizero.nn.context.ring import Zigzag
-from mpizero.nn.context.ring_attention import RingSelfAttention
-from mpizero.nn.initialize import initial_values
 from mpizero.nn.layer import Layer, poll
 from mpizero.nn.layers.activation import GELU, ReLU, SiLU, Tanh
 from mpizero.nn.layers.attention import CausalSelfAttention
@@ -14,7 +12,7 @@ from mpizero.nn.layers.block import FeedForward, TransformerBlock
 from mpizero.nn.layers.checkpointed import Checkpointed
 from mpizero.nn.layers.dropout import Dropout
 from mpizero.nn.layers.embedding import Embedding, Position, TokenEmbedding
-from mpizero.nn.layers.frozen import Frozen, PartlyFrozen
+from mpizero.nn.layers.frozen import Frozen
 from mpizero.nn.layers.language_head import LanguageHead
 from mpizero.nn.layers.linear import Linear, Projection
 from mpizero.nn.layers.norm import LayerNorm, RMSNorm
@@ -37,18 +35,16 @@ from mpizero.nn.models.block_model import (
     loss_and_gradients,
     model_operations,
     model_specs,
-    nest,
 )
-from mpizero.nn.models.frozen_model import FrozenFunction, FrozenModel, freeze, unfrozen
+from mpizero.nn.models.frozen_model import freeze
 from mpizero.nn.models.gpt import GPT
 from mpizero.nn.models.mlp import MLP, Select
-from mpizero.nn.models.weights import from_torch, to_torch, torch_name
+from mpizero.nn.models.weights import from_torch, to_torch
 from mpizero.nn.operations import Operations
 from mpizero.nn.sequential import Sequential
 from mpizero.nn.split import split_forms  # noqa: F401 - fills the table of split forms
 from mpizero.nn.split.linear import ColumnLinear, RowLinear
-from mpizero.nn.split.model import SplitModel, run_on, split_model, whole_prediction
-from mpizero.nn.tiles.tiled_model import tiled_model
+from mpizero.nn.split.model import SplitModel, split_model, whole_prediction
 
 __all__ = [
     "GELU",
@@ -58,14 +54,11 @@ __all__ = [
     "CausalSelfAttention",
     "Checkpointed",
     "ColumnLinear",
-    "ContextModel",
     "CrossEntropy",
     "Dropout",
     "Embedding",
     "FeedForward",
     "Frozen",
-    "FrozenFunction",
-    "FrozenModel",
     "GaussianNLLLoss",
     "HuberLoss",
     "L1Loss",
@@ -75,13 +68,11 @@ __all__ = [
     "Linear",
     "MeanSquaredError",
     "Operations",
-    "PartlyFrozen",
     "Position",
     "Projection",
     "RMSNorm",
     "ReLU",
     "RelativeL2Loss",
-    "RingSelfAttention",
     "RowLinear",
     "Select",
     "Sequential",
@@ -100,19 +91,13 @@ __all__ = [
     "from_torch",
     "gradient_slots",
     "initial_parameters",
-    "initial_values",
     "keep_freed_memory",
     "loss_and_gradients",
     "model_operations",
     "model_specs",
-    "nest",
     "poll",
-    "run_on",
     "split_model",
-    "tiled_model",
     "to_torch",
-    "torch_name",
-    "unfrozen",
     "whole_prediction",
 ]
 

@@ -18,8 +18,7 @@ from mpizero.kernels import blas, device_products
 from mpizero.layout.flat import nested
 from mpizero.nn.graph import Graph, NodeOutput
 from mpizero.nn.operations import Operations
-from mpizero.types import EVALUATE, Array, Group, Init, IntegerSpec, ParameterSpec, Params, Run
-from mpizero.validation import fraction, require, whole
+from mpizero.types import EVALUATE, Array, Group, IntegerSpec, ParameterSpec, Params, Run
 
 #: ``dtype.kind`` of real numbers, and ``dtype.char`` of the types that kernels take.
 _REAL, _FLOATS = frozenset("biuf"), frozenset("fd")
@@ -43,6 +42,28 @@ class Layer(ABC):
       ``grads[name]`` takes the new value after these samples in place of a gradient;
     - a large layer made of others may call :func:`poll` between them, so that messages in flight make progress;
     - the caller may overwrite a returned array that is neither one of the arguments nor part of the cache.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> from mpizero.types import EVALUATE, Init, ParameterSpec
+    >>> class Scale(mz.nn.Layer):
+    ...     def own_specs(self):
+    ...         return (ParameterSpec("scale", (3,), Init("ones")),)
+    ...     def forward(self, params, x, run=EVALUATE):
+    ...         return x * params["scale"], x
+    ...     def backward_input(self, params, cache, dy):
+    ...         return dy * params["scale"], dy
+    ...     def backward_weights(self, params, cache, pending, grads):
+    ...         grads["scale"][...] = (cache * pending).sum(axis=0)
+    >>> params, grads = {"scale": np.array([1.0, 2.0, 3.0])}, {"scale": np.empty(3)}
+    >>> y, cache = Scale().forward(params, np.ones((2, 3)))
+    >>> Scale().backward(params, cache, np.ones((2, 3)), grads)  # the gradient of x
+    array([[1., 2., 3.],
+           [1., 2., 3.]])
+    >>> grads
+    {'scale': array([2., 2., 2.])}
     """
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
@@ -164,6 +185,16 @@ def poll(params: Params) -> None:
 
     A layer calls this function between its children. MPI moves most messages only while a rank is inside an MPI call.
     Not collective.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> class InFlight(dict):
+    ...     def poll(self):
+    ...         print("messages make progress")
+    >>> mz.nn.poll(InFlight(weight=1.0))
+    messages make progress
+    >>> mz.nn.poll({"weight": 1.0})  # parameters without messages: nothing happens
     """
     found = getattr(params, "poll", None)
     if found is not None:
@@ -366,35 +397,3 @@ def as_ids(x: Array, bound: int, where: str) -> Array:
         )
     ids: Array = namespace(x).ascontiguousarray(x, dtype=np.int64)
     return ids
-
-
-def require_layer(where: str, layer: Any) -> None:
-    """Raise :class:`ConfigError` unless ``layer`` is an instance (not a class) with a method ``specs``.
-
-    ``where`` is the caller's name in the message.
-    """
-    if isinstance(layer, type) or not callable(getattr(layer, "specs", None)):
-        raise ConfigError(f"{where} takes a layer, got {layer!r:.80}")
-
-
-def require_init(where: str, init: Any) -> None:
-    """Raise :class:`ConfigError` unless ``init`` is None or an :class:`~mpizero.types.Init`.
-
-    ``where`` is the caller's name in the message.
-    """
-    if init is not None and not isinstance(init, Init):
-        raise ConfigError(f'{where}: init={init!r} must be None or an mpizero.types.Init, such as Init("normal", 0.02)')
-
-
-def require_positive(where: str, **values: int) -> None:
-    """Raise :class:`ConfigError` for the first of ``values`` that is not a positive integer.
-
-    The message names the caller (``where``) and the value's keyword.
-    """
-    for name, value in values.items():
-        require(f"{where}: {name}", value, whole(1))
-
-
-def require_rate(where: str, rate: float) -> None:
-    """Raise :class:`ConfigError` unless 0 <= ``rate`` < 1, as a dropout rate must be; ``where`` names the caller."""
-    require(f"{where}: dropout rate", rate, fraction)

@@ -24,6 +24,12 @@ def keep_freed_memory() -> bool:
     -------
     bool
         Whether the setting took effect; False without glibc.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> mz.nn.keep_freed_memory()  # at the start of a program that trains; with glibc
+    True
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -10,9 +10,22 @@ from dataclasses import dataclass
 class Operations:
     """Hold the number of floating-point operations of a layer's matrix products for one sample, by pass.
 
-    A product of (m, k) by (k, n) counts 2 m n k operations.
+    A product of (m, k) by (k, n) counts 2 m n k operations. Elementwise work, norms and softmax are not counted: they
+    are bound by memory, not by arithmetic. A layer of yours returns it from :meth:`mpizero.nn.Layer.operations`.
 
-    Elementwise work, norms and softmax are not counted: they are bound by memory, not by arithmetic.
+    Parameters
+    ----------
+    forward, backward_input, backward_weights : int
+        Operations of the forward pass, and of the two halves of the backward pass.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> first, second = mz.nn.Linear(3, 4).operations((3,)), mz.nn.Linear(4, 2).operations((4,))
+    >>> first + second
+    Operations(forward=40, backward_input=40, backward_weights=40)
+    >>> (first + second).total  # of one training step on one sample
+    120
     """
 
     forward: int = 0

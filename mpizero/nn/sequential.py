@@ -18,12 +18,25 @@ from mpizero.types import EVALUATE, Array, Group, Params, Run
 @explains
 @dataclass(frozen=True, init=False)
 class Sequential(Layer):
-    """Apply layers in order.
+    """Apply layers in order: each takes the output of the one before it.
+
+    Parameters are named "<layer>.<name in the layer>". No method is collective, unless a layer's is.
 
     Parameters
     ----------
     layers : mapping of str to Layer, or iterable of Layer
         The layers in the order in which they are applied. Those of an iterable without names are named "0", "1", ...
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> net = mz.nn.Sequential([mz.nn.Linear(3, 4), mz.nn.Tanh(), mz.nn.Linear(4, 1)])
+    >>> [spec.name for spec in net.specs()]
+    ['0.weight', '0.bias', '2.weight', '2.bias']
+    >>> net.output_shape((3,))
+    (1,)
+    >>> mz.nn.Sequential({"down": mz.nn.Linear(3, 2), "up": mz.nn.Linear(2, 3)}).specs()[0].name
+    'down.weight'
     """
 
     layers: tuple[tuple[str, Layer], ...]

@@ -27,7 +27,7 @@ class AveragingOptimizer:
     Parameters
     ----------
     inner : optimizer
-        What :func:`mpizero.optim.adapt` returns.
+        What :func:`mpizero.optim.adapted.adapt` returns.
     decay : float
         Between 0 and 1.
     """

@@ -34,6 +34,16 @@ class ParameterGroup:
     weight_decay : float or None
         Weight decay of all matching parameters, including biases. None means the weight decay of the optimizer, for
         matching parameters with ``spec.decay`` only.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> head = mz.ParameterGroup("head.*", lr_scale=0.1, weight_decay=0.0)
+    >>> head.matches("head.weight"), head.matches("blocks.0.weight")
+    (True, False)
+    >>> mz.AdamW(lr=1e-3, groups=[head]).check_names(["blocks.0.weight", "blocks.0.bias"])
+    Traceback (most recent call last):
+    mpizero.errors.ConfigError: AdamW: ParameterGroup('head.*') matches no parameter: the parameters are ...
     """
 
     pattern: str
@@ -118,6 +128,18 @@ class FlatOptimizer:
         Weight decay of the parameters with ``spec.decay``, which is False for biases, norms and embeddings.
     groups : sequence of ParameterGroup
         Other settings for the parameters whose names match the pattern of a group.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> adam = mz.Adam(lr=0.1)
+    >>> isinstance(adam, mz.optim.FlatOptimizer), adam.slots
+    (True, ('exp_avg', 'exp_avg_sq'))
+    >>> w, g, state = np.zeros(3), np.array([1.0, -2.0, 0.0]), {slot: np.zeros(3) for slot in adam.slots}
+    >>> adam.apply(w, g, state, adam.hyper(step=1, group=0, dtype=w.dtype))
+    >>> w.round(4)
+    array([-0.1,  0.1,  0. ])
     """
 
     lr: LearningRate = field(default=1e-3, kw_only=False)

@@ -49,6 +49,17 @@ class Muon(TensorOptimizer):
     output_axis : int
         The axis of a matrix that counts outputs: 1 in the layers of :mod:`mpizero.nn`, which compute ``x @ w``, and 0
         in those of PyTorch.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> muon = mz.Muon(lr=0.02, exclude=["head.*"])
+    >>> w, g, state = np.zeros((2, 2)), np.array([[3.0, 0.0], [0.0, 1.0]]), {"momentum_buffer": np.zeros((2, 2))}
+    >>> muon.update_tensor(w, g, state, mz.TensorStep(number=1, lr=1.0, weight_decay=0.0))
+    >>> w.round(1)  # nearly minus the orthogonal factor of the gradient
+    array([[-0.8,  0. ],
+           [ 0. , -1.1]])
     """
 
     lr: LearningRate = field(default=2e-2, kw_only=False)

@@ -31,11 +31,24 @@ class SGD(FlatOptimizer):
 
     Attributes
     ----------
+    lr, weight_decay, groups
+        As in :class:`~mpizero.optim.FlatOptimizer`; ``lr`` is 0.001 by default, and ``weight_decay`` 0.0.
     momentum, dampening : float
         The momentum array m is updated with the gradient g: ``m = momentum * m + (1 - dampening) * g``, and ``m = g``
         in the first step. With ``momentum = 0`` there is no momentum array.
     nesterov : bool
         Whether to step along ``g + momentum * m`` instead of ``m``. It requires ``momentum > 0`` and ``dampening = 0``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> w, g, sgd = np.array([1.0, 2.0]), np.array([0.5, -0.5]), mz.SGD(lr=0.1)
+    >>> sgd.apply(w, g, {}, sgd.hyper(step=1, group=0, dtype=w.dtype))  # as a sharded model does, on its shard
+    >>> w
+    array([0.95, 2.05])
+    >>> mz.SGD(lr=0.1, momentum=0.9, nesterov=True).slots
+    ('momentum_buffer',)
     """
 
     momentum: float = 0.0
@@ -74,10 +87,25 @@ class Adam(FlatOptimizer):
 
     Attributes
     ----------
+    lr, weight_decay, groups
+        As in :class:`~mpizero.optim.FlatOptimizer`; ``lr`` is 0.001 by default, and ``weight_decay`` 0.0.
     betas : pair of float
         Decay rates, in [0, 1), of the moving averages of the gradient and of the squared gradient.
     eps : float
         Number > 0 that is added to the square root in the denominator.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> x, y = np.array([[1.0], [2.0], [3.0]]), np.array([[2.0], [4.0], [6.0]])
+    >>> line = mz.nn.MLP(1, [], 1, task="regression", dtype="float64")
+    >>> with mz.ZeRO1Model(line, mz.ShardingConfig(comm="self"), optimizer=mz.Adam(lr=0.5)) as model:
+    ...     losses = [model.train(x, y) for _ in range(20)]
+    ...     sorted(model.optimizer.state_dict()["state"])
+    ['exp_avg', 'exp_avg_sq']
+    >>> losses[-1] < losses[0] / 10
+    True
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -110,7 +138,27 @@ class Adam(FlatOptimizer):
 @explains
 @dataclass(frozen=True, kw_only=True)
 class AdamW(Adam):
-    """Implement Adam with decoupled weight decay (Loshchilov & Hutter 2019); it has the arguments of :class:`Adam`."""
+    """Implement Adam with decoupled weight decay (Loshchilov & Hutter 2019, algorithm 2).
+
+    Before a step, parameters are multiplied by ``1 - lr * weight_decay``.
+
+    Attributes
+    ----------
+    lr, weight_decay, groups
+        As in :class:`~mpizero.optim.FlatOptimizer`; ``lr`` is 0.001 by default, and ``weight_decay`` 0.01.
+    betas, eps
+        As in :class:`Adam`.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> adamw = mz.AdamW(lr=mz.optim.cosine(3e-3, steps=100, warmup=10), weight_decay=0.1)
+    >>> adamw.lr(9), adamw.weight_decay
+    (0.003, 0.1)
+    >>> mz.AdamW(lr=-1.0)
+    Traceback (most recent call last):
+    mpizero.errors.ConfigError: AdamW: lr=-1.0: expected a finite number >= 0
+    """
 
     weight_decay: float = 0.01
 
@@ -126,10 +174,22 @@ class RMSprop(FlatOptimizer):
 
     Attributes
     ----------
+    lr, weight_decay, groups
+        As in :class:`~mpizero.optim.FlatOptimizer`; ``lr`` is 0.01 by default, and ``weight_decay`` 0.0.
     alpha : float
         Decay rate, in [0, 1), of the moving average of the squared gradient.
     eps : float
         Number > 0 that is added to the square root in the denominator.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> rmsprop, w, g = mz.RMSprop(lr=0.1), np.zeros(2), np.array([1.0, -4.0])
+    >>> state = {slot: np.zeros(2) for slot in rmsprop.slots}
+    >>> rmsprop.apply(w, g, state, rmsprop.hyper(step=1, group=0, dtype=w.dtype))
+    >>> w.round(4), state["square_avg"]
+    (array([-1.,  1.]), array([0.01, 0.16]))
     """
 
     lr: LearningRate = field(default=1e-2, kw_only=False)
@@ -156,9 +216,21 @@ class Lion(FlatOptimizer):
 
     Attributes
     ----------
+    lr, weight_decay, groups
+        As in :class:`~mpizero.optim.FlatOptimizer`; ``lr`` is 0.0001 by default, and ``weight_decay`` 0.0.
     betas : pair of float
         Weights, in [0, 1), of the moving average m of the gradient g. The step goes along the sign of ``betas[0] * m +
         (1 - betas[0]) * g``; then m becomes ``betas[1] * m + (1 - betas[1]) * g``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> lion, w, g = mz.Lion(lr=0.25), np.zeros(2), np.array([1.0, -40.0])
+    >>> state = {slot: np.zeros(2) for slot in lion.slots}
+    >>> lion.apply(w, g, state, lion.hyper(step=1, group=0, dtype=w.dtype))
+    >>> w  # steps have the size of the learning rate, whatever the gradient's
+    array([-0.25,  0.25])
     """
 
     lr: LearningRate = field(default=1e-4, kw_only=False)
@@ -183,8 +255,24 @@ class LAMB(Adam):
     """Implement LAMB (You et al. 2020): Adam's direction, scaled so that a tensor's step has ``lr`` times its norm.
 
     LAMB needs the norm of every tensor and the norm of the direction in which it is updated. So a step takes two passes
-    over memory: the first computes the directions, the second updates the parameters. LAMB takes the arguments of
-    :class:`Adam`.
+    over memory: the first computes the directions, the second updates the parameters.
+
+    Attributes
+    ----------
+    lr, weight_decay, groups
+        As in :class:`~mpizero.optim.FlatOptimizer`; ``lr`` is 0.001 by default, and ``weight_decay`` 0.01.
+    betas, eps
+        As in :class:`Adam`; ``eps`` is 1e-6 by default.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> lamb = mz.LAMB(lr=0.01)
+    >>> lamb.trust_ratio(weight_norm=2.0, direction_norm=0.5)  # the step of this tensor has the norm 0.01 * 2.0
+    4.0
+    >>> with mz.distribute(mz.nn.MLP(2, [4], 2), lamb, comm="self") as model:
+    ...     model.optimizer.wrapped_optimizer is lamb
+    True
     """
 
     eps: float = 1e-6

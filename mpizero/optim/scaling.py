@@ -45,6 +45,19 @@ class DynamicLossScale:
         overflow.
     interval : int
         Number of good steps in a row after which the scale grows.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> state = mz.DynamicLossScale(initial=1024.0, interval=2).start()
+    >>> state.after(finite=False).scale  # an overflow: the step is skipped
+    512.0
+    >>> state.after(finite=True).after(finite=True).scale
+    2048.0
+    >>> with mz.ShardingConfig(comm="self") as config:
+    ...     sharded = mz.ZeRO2Optimizer(mz.AdamW(), config, loss_scale=mz.DynamicLossScale(initial=1024.0))
+    ...     sharded.loss_scale.initial
+    1024.0
     """
 
     initial: float = 2.0**16

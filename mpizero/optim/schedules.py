@@ -26,6 +26,15 @@ class Schedule:
         Learning rates right after the warm-up, and from step ``steps`` on.
     steps, warmup : int
         The step at which ``end`` is reached (0 for the constant shape), and the number of steps of the warm-up.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> rate = mz.optim.linear(1.0, steps=6, warmup=2)
+    >>> isinstance(rate, mz.optim.Schedule)
+    True
+    >>> [rate(step) for step in range(8)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     """
 
     shape: str
@@ -56,17 +65,102 @@ class Schedule:
 
 @explains
 def constant(lr: float, warmup: int = 0) -> Schedule:
-    """Return a schedule that stays at ``lr`` after ``warmup`` steps of linear warm-up."""
+    """Return a schedule that stays at ``lr`` after ``warmup`` steps of linear warm-up.
+
+    Parameters
+    ----------
+    lr : float
+        Learning rate right after the warm-up.
+    warmup : int
+        Number of steps, from the first one, in which the rate rises linearly to ``lr``.
+
+    Returns
+    -------
+    Schedule
+        A function of the step, counted from 0, for the argument ``lr`` of an optimizer.
+
+    Raises
+    ------
+    ConfigError
+        If a number is negative or not finite.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> rate = mz.optim.constant(0.5, warmup=2)
+    >>> [rate(step) for step in range(4)]
+    [0.25, 0.5, 0.5, 0.5]
+    """
     return Schedule(shape="constant", lr=lr, warmup=warmup)
 
 
 @explains
 def linear(lr: float, steps: int, warmup: int = 0, end: float = 0.0) -> Schedule:
-    """Return a schedule that goes linearly from ``lr``, at step ``warmup``, to ``end``, at step ``steps``."""
+    """Return a schedule that goes linearly from ``lr``, at step ``warmup``, to ``end``, at step ``steps``.
+
+    Parameters
+    ----------
+    lr : float
+        Learning rate right after the warm-up.
+    steps : int
+        Step at which ``end`` is reached; later steps keep it.
+    warmup : int
+        Number of steps, from the first one, in which the rate rises linearly to ``lr``.
+    end : float
+        The last learning rate.
+
+    Returns
+    -------
+    Schedule
+        A function of the step, counted from 0, for the argument ``lr`` of an optimizer.
+
+    Raises
+    ------
+    ConfigError
+        If a number is negative or not finite, or ``warmup`` is more than ``steps``.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> rate = mz.optim.linear(1.0, steps=4, end=0.5)
+    >>> [rate(step) for step in range(6)]
+    [1.0, 0.875, 0.75, 0.625, 0.5, 0.5]
+    >>> mz.AdamW(lr=rate).lr(2)
+    0.75
+    """
     return Schedule(shape="linear", lr=lr, steps=steps, warmup=warmup, end=end)
 
 
 @explains
 def cosine(lr: float, steps: int, warmup: int = 0, end: float = 0.0) -> Schedule:
-    """Return a schedule that follows half a cosine from ``lr``, at step ``warmup``, to ``end``, at step ``steps``."""
+    """Return a schedule that follows half a cosine from ``lr``, at step ``warmup``, to ``end``, at step ``steps``.
+
+    Parameters
+    ----------
+    lr : float
+        Learning rate right after the warm-up.
+    steps : int
+        Step at which ``end`` is reached; later steps keep it.
+    warmup : int
+        Number of steps, from the first one, in which the rate rises linearly to ``lr``.
+    end : float
+        The last learning rate.
+
+    Returns
+    -------
+    Schedule
+        A function of the step, counted from 0, for the argument ``lr`` of an optimizer.
+
+    Raises
+    ------
+    ConfigError
+        If a number is negative or not finite, or ``warmup`` is more than ``steps``.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> rate = mz.optim.cosine(1.0, steps=4)
+    >>> [round(rate(step), 3) for step in range(6)]
+    [1.0, 0.854, 0.5, 0.146, 0.0, 0.0]
+    """
     return Schedule(shape="cosine", lr=lr, steps=steps, warmup=warmup, end=end)

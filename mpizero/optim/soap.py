@@ -31,6 +31,16 @@ class SOAP(TensorOptimizer):
         Number of updates from one correction of the bases to the next.
     max_dimension : int
         Largest side of a matrix that has a basis. A larger side is not rotated, and has no arrays.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> soap = mz.SOAP(lr=3e-3, max_dimension=1000)
+    >>> soap.state_shapes((4, 2000))  # the larger side is not rotated
+    {'momentum': (4, 2000), 'second_moment': (4, 2000), 'left': (4, 4), 'left_basis': (4, 4)}
+    >>> with mz.distribute(mz.nn.MLP(2, [4], 2), soap, comm="self") as model:
+    ...     sorted(model.optimizer.state_dict()["state"])[:4]
+    ['exp_avg', 'exp_avg_sq', 'left', 'left_basis']
     """
 
     lr: LearningRate = field(default=3e-3, kw_only=False)

@@ -15,7 +15,8 @@ from mpizero.types import ParameterSpec
 def state_specs(optimizer: Any, spec: ParameterSpec) -> dict[str, ParameterSpec]:
     """Return the state arrays that belong to a parameter, by slot; each is described like a parameter of its name.
 
-    ``optimizer`` is one that :func:`mpizero.optim.averaging` returned. A parameter that no optimizer trains has none.
+    ``optimizer`` is one that :func:`mpizero.optim.averaging.averaging` returned. A parameter that no optimizer trains
+    has none.
 
     Raises
     ------

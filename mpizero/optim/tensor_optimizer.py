@@ -24,6 +24,13 @@ class TensorStep(NamedTuple):
         Number of the step; 1 is the first.
     lr, weight_decay : float
         Learning rate and weight decay of the tensor in this step.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> step = mz.TensorStep(number=1, lr=0.1, weight_decay=0.01)
+    >>> 1.0 - step.lr * step.weight_decay  # the factor of decoupled weight decay
+    0.999
     """
 
     number: int
@@ -49,6 +56,24 @@ class TensorOptimizer(AdamW):
         Shell patterns of the names of parameters that AdamW updates although they could be taken.
     adamw_lr_scale : float
         Factor by which the learning rate of the parameters that AdamW updates is multiplied.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> class SpectralDescent(mz.TensorOptimizer):  # steps along the orthogonal factor of the gradient
+    ...     def state_shapes(self, shape):
+    ...         return {}
+    ...     def cost(self, shape):
+    ...         return shape[0] * shape[1] * min(shape)
+    ...     def update_tensor(self, w, g, state, step):
+    ...         u, _, v = np.linalg.svd(g, full_matrices=False)
+    ...         w -= step.lr * (u @ v)
+    >>> x, y = np.array([[1.0, 0.0], [0.0, 1.0]]), np.array([0, 1])
+    >>> with mz.distribute(mz.nn.MLP(2, [4], 2, dtype="float64"), SpectralDescent(0.1), comm="self") as model:
+    ...     losses = [model.train(x, y) for _ in range(5)]
+    >>> losses[-1] < losses[0] / 2
+    True
     """
 
     exclude: Sequence[str] = ()

@@ -30,14 +30,13 @@ from mpizero.parallel.model.strategies import (
     ZeRO3Optimizer,
     distribute,
 )
-from mpizero.parallel.partition.block_timing import BlockTimes, measure_blocks, measured_costs
+from mpizero.parallel.partition.block_timing import measured_costs
 from mpizero.parallel.skipped_steps import BadSteps
 from mpizero.parallel.step_report import NonFinite, StepReport
 
 __all__ = [
     "BadStep",
     "BadSteps",
-    "BlockTimes",
     "DDPModel",
     "DDPOptimizer",
     "Evaluation",
@@ -68,7 +67,6 @@ __all__ = [
     "ZeRO3Optimizer",
     "distribute",
     "dump_bad_step",
-    "measure_blocks",
     "measured_costs",
     "minimize",
     "read_bad_step",

@@ -114,6 +114,16 @@ class ShardingConfig:
     ------
     ConfigError
         If a value is invalid.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> with mz.ShardingConfig(comm="self", micro_batch=4, clip=1.0) as config:
+    ...     config.communicator.size, config.micro_batch, config.threads
+    (1, 4, 1)
+    >>> mz.ShardingConfig(micro_batch=0)
+    Traceback (most recent call last):
+    mpizero.errors.ConfigError: micro_batch=0: expected a whole number >= 1
     """
 
     comm: Any = None

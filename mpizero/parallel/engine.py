@@ -20,6 +20,7 @@ import numpy as np
 from mpizero import kernels, optim
 from mpizero.comm.supervision.guard import set_context
 from mpizero.errors import CollectiveError, DataError, PeerFailure, RemoteError, StateError
+from mpizero.optim.scaling import clip_factor
 from mpizero.parallel.batch.node_claims import NodeClaims
 from mpizero.parallel.batch.redistribute import NOTHING_MORE, GlobalBatch, in_contexts, redistribute
 from mpizero.parallel.batch.step_scalars import Divisors, Totals, check_weight
@@ -203,7 +204,7 @@ class Engine(PlacedModel):
                 if tensor is not None:
                     return norm, (self.scalars.in_the_sum(tensor, updater.parts_of(tensor, reduced), norm),)
             if norm is not None and self.config.clip is not None:
-                factor = optim.clip_factor(norm, self.config.clip)
+                factor = clip_factor(norm, self.config.clip)
                 if factor != 1.0:
                     updater.scale(reduced, factor)
             updater.update(reduced, self.config.threads, loss)

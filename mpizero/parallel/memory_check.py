@@ -9,8 +9,9 @@ import numpy as np
 
 from mpizero.comm import Communicator, ProcessGrid
 from mpizero.comm.leftovers import SHARED_FOLDER, taken_by_leftovers
-from mpizero.layout import FlatLayout, rows_plan
+from mpizero.layout.flat import FlatLayout
 from mpizero.layout.grains import DEFAULT_GRAINS
+from mpizero.layout.tree import rows_plan
 from mpizero.parallel.batch.grain_owners import claimed_rows, contiguous_shares
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.parameters.allocator import paged

@@ -12,8 +12,10 @@ from mpizero import optim
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.recording.timeline import Timeline
 from mpizero.errors import ConfigError, SharedMemoryError
-from mpizero.layout import FlatLayout
+from mpizero.layout.flat import FlatLayout
 from mpizero.nn.malloc import keep_freed_memory
+from mpizero.optim.averaging import averaging
+from mpizero.optim.scaling import LossScaleState
 from mpizero.parallel.batch.node_claims import NodeClaims
 from mpizero.parallel.batch.step_scalars import GrainScalars
 from mpizero.parallel.blas_threads import limit_blas_threads
@@ -117,7 +119,7 @@ class PlacedModel:
         self.runner = self._make_runner()
         self.updater: Updater | None = None
         self.integrity = Integrity(self.grid, self.store, config.check_every)
-        self.loss_scale: optim.LossScaleState | None = None
+        self.loss_scale: LossScaleState | None = None
         #: How global batches are cut into grains; a checkpoint may replace it.
         self.grain_rule = config.grain_rule(model)
         #: Set while a failed load has left the model with some old and some new values: it then refuses to be used.
@@ -241,10 +243,10 @@ class PlacedModel:
         with all_ranks(self.grid.world, first=True):
             self.exchange.compress(self.config.gradient_compression)
             scope = UpdateScope(self.exchange.replicated, not self.reducer.waves, self.global_sums, self.ties)
-            averaging = optim.averaging(optimizer, self.config.ema)
-            if averaging.needs_vectors:
+            kept = averaging(optimizer, self.config.ema)
+            if kept.needs_vectors:
                 check_vector_method(optimizer, self.config, self.model, scaled=loss_scale is not None)
-            self.updater = self.compute_device.updater(averaging, self.store, scope)
+            self.updater = self.compute_device.updater(kept, self.store, scope)
         self.integrity.watch(self.updater)
         self.grain_rule = self.config.grain_rule(self.model)
 

@@ -35,6 +35,18 @@ class BadSteps:
     ------
     ConfigError
         If a value has another type, or ``limit`` is less than 1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> seen = []
+    >>> bad_steps = mz.BadSteps(limit=None, warn=False, callback=lambda report: seen.append(report.skipped))
+    >>> config = mz.ShardingConfig(comm="self", bad_steps=bad_steps)
+    >>> with mz.DDPModel(mz.nn.MLP(1, [], 2), config, optimizer=mz.SGD(0.1)) as model:
+    ...     _ = model.train(np.array([[np.nan]], np.float32), np.array([0]))  # changes no parameter
+    >>> seen
+    ['the loss is not finite on rank 0, samples 0 to 0']
     """
 
     limit: int | None = 5

@@ -22,6 +22,17 @@ class NonFinite:
         sum overflows, the range has all samples.
     message : str
         Readable text that says what was found.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> config = mz.ShardingConfig(comm="self", micro_batch=1, bad_steps=mz.BadSteps(warn=False))
+    >>> with mz.DDPModel(mz.nn.MLP(1, [], 2), config, optimizer=mz.SGD(0.1)) as model:
+    ...     _ = model.train(np.array([[0.0], [np.inf]], np.float32), np.array([0, 1]))
+    ...     found = model.last_step.non_finite[0]
+    >>> found.step, found.rank, found.tensor, found.start, found.stop
+    (1, 0, 'loss', 1, 2)
     """
 
     step: int
@@ -67,6 +78,17 @@ class StepReport:
         MiB of partial sums of gradients that are in flight at once from now on; 0.0 if gradients are not sent.
     buckets_tried : tuple of float
         The bucket sizes, in MiB, that ``bucket_mb="auto"`` has tried, if this step was the last trial; else empty.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> x, y = np.eye(2, dtype=np.float32), np.array([0, 1])
+    >>> config = mz.ShardingConfig(comm="self", clip=1.0)
+    >>> with mz.DDPModel(mz.nn.MLP(2, [], 2), config, optimizer=mz.SGD(0.1)) as model:
+    ...     loss, report = model.train(x, y), model.last_step
+    >>> report.step, report.weight, report.learning_rate, report.skipped, report.loss == loss
+    (1, 2.0, 0.1, None, True)
     """
 
     step: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from mpizero.comm.reduce.codecs import Codec, codec_of
-from mpizero.layout import FlatLayout
+from mpizero.layout.flat import FlatLayout
 from mpizero.layout.nodes import NodeOrder
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.placement import Placement
@@ -107,7 +107,7 @@ def fuses_update(optimizer: Any, *, norm: bool, ties: bool, peers: int, waves: b
     Parameters
     ----------
     optimizer : optimizer
-        An optimizer that :func:`mpizero.optim.adapt` returned.
+        An optimizer that :func:`mpizero.optim.adapted.adapt` returned.
     norm : bool
         Whether the norm of the sum is needed before the update (:func:`needs_norm`).
     ties : bool

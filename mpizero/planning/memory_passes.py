@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mpizero import optim
-from mpizero.layout import Program
+from mpizero.layout.tree import Program
+from mpizero.optim.state_arrays import tensor_state_size
 from mpizero.parallel.optimizer.tensor_plan import tensor_cost
 from mpizero.parallel.step_rules import fuses_update
 from mpizero.planning.traffic import RankTraffic
@@ -141,7 +141,7 @@ class StepPasses:
         elementwise = self.traffic.updated - self.traffic.updated_in_tensors
         found = [self._pass(gradients, rows, 0), self._pass(elementwise, arrays, arrays)]
         for spec in (tensors.tensors[number].spec for number in tensors.owned(self.traffic.grid.data.rank)):
-            found.append(self._pass(spec.size + optim.tensor_state_size(training.optimizer, spec), 1, 1))
+            found.append(self._pass(spec.size + tensor_state_size(training.optimizer, spec), 1, 1))
         if training.needs_norm:
             found.append(self._pass(self._owned, 1, 0))
         return [PassBytes(sum(p.read for p in found), sum(p.written for p in found))]

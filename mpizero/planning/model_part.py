@@ -12,7 +12,7 @@ import numpy as np
 from mpizero import nn
 from mpizero.comm.group.tree_form import TreeForm
 from mpizero.errors import ConfigError, DataError
-from mpizero.layout import FlatLayout
+from mpizero.layout.flat import FlatLayout
 from mpizero.nn.operations import Operations
 from mpizero.parallel.partition.local_model import PartitionedModel, partition_model
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
@@ -69,11 +69,12 @@ class ModelPart:
         minimum_unit: int,
         *,
         known: BlockTrials | None = None,
+        tries: bool = True,
     ) -> ModelPart:
         """Return the part of the model that the rank of ``grid`` would hold in a run. Not collective.
 
         ``known`` are the :meth:`even_trials` of another part: if inputs and parameters have the same shapes there, the
-        results would be the same, and the blocks are not run again.
+        results would be the same, and the blocks are not run again. With ``tries=False`` they are not run at all.
 
         Raises
         ------
@@ -85,7 +86,9 @@ class ModelPart:
             stage: partitioned.layout(stage, one_unit=row.one_unit, minimum_unit=minimum_unit)
             for stage in range(grid.pipeline.size)
         }
-        trials, untried, asked = _try_blocks(partitioned, grid, sample, known)
+        trials, untried, asked = (
+            _try_blocks(partitioned, grid, sample, known) if tries else (None, "no block has been run", ())
+        )
         first = SampleTree.of(x=sample.x).leaves[0]
         return cls(partitioned, trials, untried, asked, tuple(first.shape[1:]), layouts, grid.data.size)
 
@@ -172,7 +175,9 @@ class ModelPart:
 
         They do where no group call, with at most ``samples`` samples, cuts an array into unequal parts. Not collective.
         """
-        tried = self._trials.of(min(FEW, samples)).values()
+        if self.trials is None:
+            return None
+        tried = self.trials.of(min(FEW, samples)).values()
         return self.trials if all(len(set(call.sizes)) <= 1 for trial in tried for call in trial.calls) else None
 
     def on(self, stage: int) -> ModelPart:

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from math import lcm
 from typing import NamedTuple
 
-from mpizero import optim
 from mpizero.kernels.device import STAGING
+from mpizero.optim.averaging import EMA
+from mpizero.optim.state_arrays import tensor_state_size
 from mpizero.parallel.device.compute_device import updates_on_device
 from mpizero.parallel.device.device_parameters import gradient_places
 from mpizero.parallel.device.device_update import buffer_sizes
@@ -229,8 +230,8 @@ class RankMemory:
         in_tensors = self.traffic.updated_in_tensors
         found = len(optimizer.slots) * (self.traffic.updated - in_tensors)
         own = (tensors.tensors[number].spec for number in tensors.owned(rank))
-        average = optim.EMA in optimizer.slots
-        return found + average * in_tensors + sum(optim.tensor_state_size(optimizer, spec) for spec in own)
+        average = EMA in optimizer.slots
+        return found + average * in_tensors + sum(tensor_state_size(optimizer, spec) for spec in own)
 
     def _residuals(self) -> MemoryBytes:
         """Return the memory of the residuals of gradient compression, of the last step and of the current one.

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from mpizero.layout import FlatLayout, Span, Unit, cover
+from mpizero.layout import Span
+from mpizero.layout.flat import FlatLayout
 from mpizero.layout.parts import elements_within, tile_rows
+from mpizero.layout.tree import cover
+from mpizero.layout.unit import Unit
 from mpizero.parallel.parameters.shards import Share
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from mpizero import layout
-from mpizero.layout import Grains, RowsPlan, WavePlan, claim_parts
+from mpizero.layout import Grains
+from mpizero.layout.claims import claim_parts
+from mpizero.layout.tree import RowsPlan, WavePlan, rows_plan, wave_plan
 from mpizero.parallel.batch.grain_owners import (
     claimed_rows,
     contiguous_owners,
@@ -80,7 +81,7 @@ class StepBatches:
         count, key = self.grains.count * grid.context.size, _kind(grid)
         if key not in self._rows_plans:
             shares = contiguous_shares(grid, count)
-            self._rows_plans[key] = layout.rows_plan(shares, grid.group_sizes, count, scratch=self.scratch == "grains")
+            self._rows_plans[key] = rows_plan(shares, grid.group_sizes, count, scratch=self.scratch == "grains")
         return self._rows_plans[key]
 
     def wave_plan(self, grid: PlannedGrid) -> WavePlan:
@@ -90,7 +91,7 @@ class StepBatches:
         as a grain.
         """
         if (key := _kind(grid)) not in self._wave_plans:
-            self._wave_plans[key] = layout.wave_plan(self.grains.count * grid.context.size, grid.group_sizes)
+            self._wave_plans[key] = wave_plan(self.grains.count * grid.context.size, grid.group_sizes)
         return self._wave_plans[key]
 
     @cached_property

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from mpizero.comm.reduce.codecs import Codec
-from mpizero.layout import Instruction, Unit, build_schedule
+from mpizero.layout import Instruction, build_schedule
+from mpizero.layout.unit import Unit
 from mpizero.nn.integers import integers_of
 from mpizero.parallel.gradients.overlap import Bucket, cut_buckets
 from mpizero.parallel.optimizer.global_norm import tiles_of
@@ -68,7 +69,7 @@ class PlannedTraining:
     config : ShardingConfig
         The settings; the communicator is not used.
     optimizer : optimizer
-        The optimizer, as :func:`mpizero.optim.adapt` returns it.
+        The optimizer, as :func:`mpizero.optim.adapted.adapt` returns it.
     step : StepBatches
         The grains of a global batch, and how they are assigned to ranks.
     itemsize : int
@@ -303,7 +304,8 @@ class RankTraffic:
     @cached_property
     def calls(self) -> tuple[tuple[PlannedGroup, Counter[GroupCall]], ...]:
         """The tensor and the context group, if they have several ranks: calls in a step, and how often each is made."""
-        found = {axis: Counter[GroupCall]() for axis in ("tensor", "context") if getattr(self.grid, axis).size > 1}
+        split = [axis for axis in ("tensor", "context") if getattr(self.grid, axis).size > 1]
+        found = {axis: Counter[GroupCall]() for axis in split if self.part.trials is not None}
         for samples, micro_batches in sorted(Counter(job for job in self.jobs if job).items()) if found else ():
             for chunk in self.part.partitioned.chunks:
                 for call in self.part.calls(chunk, samples):

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from mpizero import optim
 from mpizero.layout import Axes, Coordinates, Costs, Grains, Simulation, build_schedule, simulate
+from mpizero.optim.averaging import averaging
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.optimizer.tensor_plan import TensorPlan
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
@@ -101,7 +101,7 @@ class TrainingPlan:
     model : BlockModel or BlackBoxModel
         The model to be trained.
     optimizer : optimizer
-        Any optimizer that :func:`mpizero.optim.adapt` accepts.
+        Any optimizer that :func:`mpizero.optim.adapted.adapt` accepts.
     config : ShardingConfig
         The settings; the communicator is not used.
     row : Placement
@@ -122,6 +122,8 @@ class TrainingPlan:
         Floating-point operations per second of a rank, for the simulated pipeline.
     message : callable
         Function that returns the seconds that a message of the given number of bytes takes from one stage to the next.
+    tries : bool
+        Whether blocks run. Without it the plan has :meth:`allocated` and :attr:`simulation` only, at once.
 
     Raises
     ------
@@ -143,6 +145,7 @@ class TrainingPlan:
     loss_scale: bool = False
     rate: float = 1.0
     message: Callable[[int], float] = _at_once
+    tries: bool = True
 
     @cached_property
     def axes(self) -> Axes:
@@ -189,7 +192,7 @@ class TrainingPlan:
         return PlannedTraining(
             row=row,
             config=self.config,
-            optimizer=optim.averaging(self.optimizer, self.config.ema),
+            optimizer=averaging(self.optimizer, self.config.ema),
             step=StepBatches(self.grains, self.config.accumulate, waves, scratch, self._claims_grains),
             itemsize=np.dtype(self.model.dtype).itemsize,
             sample_bytes=tuple(leaf[:1].nbytes for leaf in SampleTree.of(x=self.x, y=self.y).leaves),
@@ -207,6 +210,18 @@ class TrainingPlan:
     def by_rank(self) -> tuple[RankPlan, ...]:
         """The plans of all ranks."""
         return tuple(self._plan(rank) for rank in range(self.ranks))
+
+    def allocated(self, rank: int) -> tuple[dict[str, MemoryBytes], dict[str, int]]:
+        """Return the memory of one rank by part, on the host and on its GPU, as in :class:`RankPlan`. Not collective.
+
+        Without ``tries`` it has no activations, working arrays, messages and group buffers.
+        """
+        traffic = self.traffic(rank)
+        holdings = RankMemory(traffic, self._flow(traffic))
+        device = holdings.device()
+        if not self.tries:
+            device = {part: size for part, size in device.items() if part not in ("activations", "working arrays")}
+        return holdings.parts(), device
 
     def traffic(self, rank: int) -> RankTraffic:
         """Return the object that computes one rank's messages. Not collective."""
@@ -295,6 +310,7 @@ class TrainingPlan:
             self._parts[tensor, context] = ModelPart.build(
                 self.model, grid, self.tiled_layout, sample, self.training.row, minimum,
                 known=None if first is None else first.even_trials(max(1, self.training.step.largest)),
+                tries=self.tries,
             )  # fmt: skip
         if (stage, tensor, context) not in self._parts:
             self._parts[stage, tensor, context] = self._parts[tensor, context].on(stage)
@@ -329,12 +345,12 @@ class TrainingPlan:
             )
             return Costs(sizes, sizes, sizes)
         work = [part.work(chunk) for chunk in range(len(part.partitioned.cuts))]
-        borders = range(len(part.partitioned.cuts) - 1)
+        borders, most = range(len(part.partitioned.cuts) - 1), self.training.step.largest
         return Costs(
             tuple(samples * chunk.forward for chunk in work),
             tuple(samples * chunk.backward_input for chunk in work),
             tuple(samples * chunk.backward_weights for chunk in work),
-            latency=max(self.message(part.output(chunk, self.training.step.largest).nbytes) for chunk in borders),
+            latency=max(self.message(part.output(chunk, most).nbytes) for chunk in borders) if self.tries else 0.0,
         )
 
     @cached_property

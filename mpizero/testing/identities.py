@@ -27,6 +27,16 @@ def _like(flat: Array, value: Point) -> Point:
     return {name: p.reshape(np.shape(v)) for (name, v), p in zip(value.items(), parts, strict=True)}
 
 
+def _gradient_at(x: Point, gradient: Point | Callable[[Any], Point]) -> Array:
+    start = _flat(x)
+    if start.dtype != np.float64:
+        raise TypeError(f"taylor_test needs float64, got {start.dtype}: rounding would hide the slope")
+    slope_at_x = _flat(gradient(x) if callable(gradient) else gradient)
+    if slope_at_x.size != start.size:
+        raise ValueError(f"the gradient has {slope_at_x.size} elements, x has {start.size}")
+    return slope_at_x
+
+
 def taylor_test(
     f: Callable[[Any], float],
     gradient: Point | Callable[[Any], Point],
@@ -40,8 +50,7 @@ def taylor_test(
 
     The remainder ``|f(x + h p) - f(x) - h <g, p>|``, with the gradient ``g`` and a random direction ``p``, is computed
     for nine values of ``h``, each half of the one before. The slope is the exponent with which it falls: 2 for the
-    right gradient, 1 for a wrong gradient, even if it is wrong only by a factor 1/n. Collective if ``f`` is collective;
-    every rank uses the same direction.
+    right gradient, 1 for a wrong one, even by a factor 1/n. Collective if ``f`` is; all ranks use the same direction.
 
     Parameters
     ----------
@@ -69,14 +78,16 @@ def taylor_test(
         If the slope differs from 2 by more than ``tolerance``. The message contains the slopes between all steps.
     TypeError
         If ``x`` is not float64, because rounding would hide the slope.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpizero.testing import taylor_test
+    >>> x = np.random.default_rng(0).normal(size=5)
+    >>> round(taylor_test(lambda x: float(np.sin(x).sum()), np.cos, x), 1)
+    2.0
     """
-    start = _flat(x)
-    if start.dtype != np.float64:
-        raise TypeError(f"taylor_test needs float64, got {start.dtype}: rounding would hide the slope")
-    slope_at_x = _flat(gradient(x) if callable(gradient) else gradient)
-    if slope_at_x.size != start.size:
-        raise ValueError(f"the gradient has {slope_at_x.size} elements, x has {start.size}")
-    rest, slopes = _remainders(f, slope_at_x, x, step, seed)
+    rest, slopes = _remainders(f, _gradient_at(x, gradient), x, step, seed)
     if slopes is None:
         return math.inf
     slope = float(np.median(slopes[-3:])) if slopes else math.nan
@@ -135,6 +146,20 @@ def adjoint_test(
     ------
     AssertionError
         On every rank, if the relative difference is greater than ``rtol``. The message contains both scalar products.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> from mpizero.testing import adjoint_test
+    >>> rng = np.random.default_rng(0)
+    >>> x, y = rng.normal(size=5), rng.normal(size=5)
+    >>> adjoint_test(np.cumsum, lambda y: np.cumsum(y[::-1])[::-1], x, y, comm="self") < 1e-12
+    True
+    >>> adjoint_test(np.cumsum, np.cumsum, x, y, comm="self")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    AssertionError: <F x, y> = ...
     """
     fx, fy = np.asarray(forward(x)), np.asarray(adjoint(y))
     if fx.shape != np.shape(y) or fy.shape != np.shape(x):

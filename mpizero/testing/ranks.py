@@ -24,6 +24,19 @@ def parallel_assert(comm: Communicator, condition: object, message: str = "") ->
     AssertionError
         On every rank, if ``condition`` is false on any rank. The message names these ranks and contains their
         ``message``.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> from mpizero.testing import parallel_assert, run_in_threads
+    >>> def check(comm):
+    ...     parallel_assert(comm, comm.rank < 2, "there is no data")
+    >>> run_in_threads(2, check)
+    [None, None]
+    >>> run_in_threads(3, check)
+    Traceback (most recent call last):
+        ...
+    AssertionError: rank 2: there is no data
     """
     answers = comm.allgather_object((bool(condition), message), tag="parallel_assert")
     if wrong := [f"rank {rank}: {text or 'false'}" for rank, (right, text) in enumerate(answers) if not right]:
@@ -55,13 +68,11 @@ def assert_same_as_serial(
     Parameters
     ----------
     checked : callable, BlockModel or Layer
-        A layer is trained behind a :class:`mpizero.nn.LayerNorm`, if ``x`` is of floats, with
-        :class:`mpizero.nn.MeanSquaredError`.
+        If ``x`` is of floats, a layer is trained behind a ``LayerNorm``; its loss is ``MeanSquaredError``.
     comm : Communicator or mpi4py communicator, optional
         The ranks of the group. None, for models and layers only: threads of this process, in groups of all sizes.
     x, y : array
-        Inputs and targets, the same in every step and on every rank. ``y=None`` means zeros, for a layer with a method
-        ``output_shape``.
+        Inputs and targets, the same in every step on all ranks. ``y=None`` is zeros, for a layer with ``output_shape``.
     tiles : int
         Number of tiles, a power of two of at least 2.
     axis : {"tensor", "context"}
@@ -80,11 +91,24 @@ def assert_same_as_serial(
         If the model cannot be split so, or ``tiles`` or ``axis`` is wrong or does not fit ``comm``.
     RemoteError
         On the other ranks if the function or the layer raises any other error on some; names these and the first error.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> from mpizero.testing import assert_same_as_serial, run_in_threads
+    >>> model, x, y = mz.nn.MLP(6, [8], 2), np.eye(6, dtype=np.float32), np.arange(6) % 2
+    >>> run_in_threads(2, lambda comm: assert_same_as_serial(model, comm, x, y, tiles=2))
+    [None, None]
     """
+    _assert_same(checked, comm, (x, y), {"tiles": tiles, "axis": axis, "steps": steps, "settings": settings})
+
+
+def _assert_same(checked: Any, comm: Any, batch: tuple[Any, Any], options: dict[str, Any]) -> None:
     if isinstance(checked, BlockModel | Layer) and not isinstance(checked, type):
         from mpizero.testing.split_layers import split_training
 
-        training = split_training(checked, x, y, tiles=tiles, axis=axis, steps=steps, settings=settings)
+        training = split_training(checked, *batch, **options)
         with nullcontext() if comm is None else communicator_of(comm) as ranks:
             training.check(ranks)
         return

@@ -12,7 +12,10 @@ import numpy as np
 from mpizero import nn
 from mpizero.frames import is_users
 from mpizero.nn.integers import fresh_integers
+from mpizero.nn.models.block_model import nest
+from mpizero.nn.split.model import run_on
 from mpizero.nn.tiles.tiled_block import TiledBlock
+from mpizero.nn.tiles.tiled_model import tiled_model
 from mpizero.sampletree import leaves_of, map_leaves, paths_of
 from mpizero.testing.differences import first_difference
 from mpizero.train.rounding import Rounding, largest
@@ -44,7 +47,7 @@ class SplitPasses:
         self.model, self.axis, self.tiles = model, axis, tiles
         self.alone = cast("Group", _Alone())
         counts = (tiles, 1) if axis == "tensor" else (1, tiles)
-        self.tiled: Any = nn.tiled_model(model, self.alone, self.alone, counts, model.blocks)
+        self.tiled: Any = tiled_model(model, self.alone, self.alone, counts, model.blocks)
         self.checks = [
             _BlockCheck(name, model.blocks[name], block, model.dtype)
             for name, block in self.tiled.blocks.items()
@@ -62,7 +65,7 @@ class SplitPasses:
         ``named`` are the parameters of the whole model by name, ``batch`` inputs and targets.
         """
         params, x = nn.bind(self.model, named), leaves_of(batch[0])[0]
-        run = nn.run_on(self.model, x, Run(training=True, seed=self.model.seed, count=len(x)))
+        run = run_on(self.model, x, Run(training=True, seed=self.model.seed, count=len(x)))
         passes = _whole_passes(self.model, params, batch, run)
         if self.axis == "context":  # the positions of the first tile, then those of the next, and so on
             passes = {name: known.in_order_of(self.tiles, self.alone, x) for name, known in passes.items()}
@@ -254,7 +257,7 @@ def _trained(layer: Any) -> Iterator[ParameterSpec]:
 def _new_gradients(layer: Any, dtype: Any) -> dict[str, Any]:
     """Return arrays of NaN for the gradients of a layer, nested by name."""
     arrays = {spec.name: np.full(spec.shape, np.nan, spec.element_type(dtype)) for spec in layer.specs()}
-    return nn.nest([*arrays.items(), *fresh_integers(layer).items()])
+    return nest([*arrays.items(), *fresh_integers(layer).items()])
 
 
 def _at(tree: Any, name: str) -> Array:

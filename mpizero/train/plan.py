@@ -13,6 +13,7 @@ import numpy as np
 from mpizero import nn
 from mpizero.errors import ConfigError
 from mpizero.layout import Simulation
+from mpizero.nn.models.frozen_model import unfrozen
 from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.parallel.placement import placement
 from mpizero.planning import TrainingPlan
@@ -244,7 +245,7 @@ class PlannedRun:
                 f"the machine file was measured with {machine.threads} threads a rank in {machine.dtype}, this "
                 f"training has {train.threads} and {dtype}"
             )
-        if isinstance(nn.unfrozen(model), nn.GPT):
+        if isinstance(unfrozen(model), nn.GPT):
             mine = (self.training.training.step.largest * model.sequence, model.dim)
             found = next(((p.rows, p.inner) for p in machine.products if p.linear), mine)
             if found != mine:

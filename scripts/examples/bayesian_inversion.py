@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
+from drawing import BLUE, add_option, save
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for BLAS: each rank computes with one thread
 
 import numpy as np  # noqa: E402
@@ -165,12 +167,38 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rank", type=int, help=f"directions of the posterior (default: {LARGE[2]}; {SMALL[2]} with --small)"
     )
+    add_option(parser, "the field, what was found of it, and how uncertain that is")
     options = parser.parse_args(arguments)
     cells, _, rank = SMALL if options.small else LARGE
     options.rank = rank if options.rank is None else options.rank
     if not 0 < options.rank <= cells**2 - 5:
         parser.error(f"--rank {options.rank}: expected 1 to {cells**2 - 5} directions for {cells} x {cells} cells")
     return options
+
+
+def draw(figure: Any, aquifer: Aquifer, fields: tuple[Array, Array, Array]) -> None:
+    """Draw the true field, the found one, its deviation, and all of them along a row of wells."""
+    cells = round(len(fields[0]) ** 0.5)
+    truth, found, deviation = (field.reshape(cells, cells) for field in fields)
+    rows, columns = ((line + 0.5) / cells for line in divmod(aquifer.wells, cells))
+    limits = {"vmin": min(truth.min(), found.min()), "vmax": max(truth.max(), found.max())}
+    ((true, best), (uncertain, along)) = figure.subplots(2, 2)
+    for axes, values, title, colours in (
+        (true, truth, "true field", limits),
+        (best, found, "most probable field", limits),
+        (uncertain, deviation, "its standard deviation", {"cmap": "cividis", "vmin": 0}),
+    ):
+        image = axes.imshow(values, extent=(0, 1, 1, 0), **colours)
+        axes.plot(columns, rows, "o", color="white", markeredgecolor="black", markersize=4)
+        axes.set(title=title, xlabel="x (edge = 1)", ylabel="y (edge = 1)", xticks=(0, 0.5, 1), yticks=(0, 0.5, 1))
+        figure.colorbar(image, ax=axes, label="ln(conductivity)")
+    row, x = aquifer.wells[len(aquifer.wells) // 2] // cells, (np.arange(cells) + 0.5) / cells
+    margin = 1.96 * deviation[row]
+    along.fill_between(x, found[row] - margin, found[row] + margin, color=BLUE, alpha=0.3, label="95 %")
+    along.plot(x, found[row], color=BLUE, label="found")
+    along.plot(x, truth[row], "k--", label="true")
+    along.set(title=f"at y = {(row + 0.5) / cells:.2f}", xlabel="x (edge = 1)", ylabel="ln(conductivity)", xlim=(0, 1))
+    along.legend(fontsize=8)
 
 
 @dataclass(frozen=True)
@@ -236,6 +264,8 @@ def main(arguments: Sequence[str] | None = None, comm: Any = None) -> Found:
         print(f"relative differences to dense algebra: field {found.field_error:.1e}", end=", ")
         print(f"variances {found.variance_error:.1e}; their sha256 {found.of_variances[:16]}...")
         print(f"sha256 {digest} on {ranks} ranks")
+        if options.picture:
+            save(options.picture, (6, 4.8), partial(draw, aquifer=aquifer, fields=(truth, field, np.sqrt(variances))))
     return found
 
 

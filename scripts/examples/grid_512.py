@@ -13,7 +13,10 @@ import os
 import resource
 import sys
 import time
+from functools import partial
 from typing import Any
+
+from drawing import BLUE, ORANGE, add_option, save
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for BLAS: each rank computes with one thread
 
@@ -35,6 +38,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=16, help="sequences of a step (default: %(default)s)")
     for name, size in (("dim", 64), ("blocks", 8), ("heads", 8), ("sequence", 16)):
         parser.add_argument(f"--{name}", type=int, default=size, help="of the GPT (default: %(default)s)")
+    add_option(parser, "which ranks have the bits of one process")
     return parser.parse_args()
 
 
@@ -49,6 +53,30 @@ def train(comm: Any, args: argparse.Namespace, **sizes: int) -> tuple[list[float
     ):
         batches = mz.data.batches(source, model, global_batch=args.batch, steps=args.steps)  # this rank's samples
         return [model.train(x, y) for x, y in batches], model.parameters_sha256()
+
+
+def draw(figure: Any, args: argparse.Namespace, everyone: list[Any], alone: Any) -> None:
+    """Draw each rank in its place, coloured by whether it ends like one process, and the losses."""
+    same = np.array([one == alone for one in everyone]).reshape(args.pipeline, args.tensor, args.data)
+    grid, curve = figure.subfigures(1, 2, width_ratios=(2.2, 1))
+    across = -(-args.data // 2)
+    for replica, axes in enumerate(grid.subplots(2, across, sharex=True, sharey=True, squeeze=False).flat):
+        if replica >= args.data:
+            axes.remove()
+            continue
+        stage, part = np.indices(same.shape[:2]).reshape(2, -1)
+        colours = [BLUE if equal else ORANGE for equal in same[:, :, replica].flat]
+        axes.scatter(part, stage, c=colours, marker="s", s=900 / max(*same.shape[:2], 4) ** 1.7)
+        axes.set(title=f"replica {replica}", xlabel="part", ylabel="stage", aspect="equal")
+        axes.set(xlim=(-0.7, args.tensor - 0.3), xticks=(0, args.tensor - 1))
+        axes.set(ylim=(args.pipeline - 0.3, -0.7), yticks=(0, args.pipeline - 1))
+        axes.label_outer()
+    grid.suptitle(f"{same.sum()} of {same.size} ranks have the bits of one process", fontsize=11)
+    axes, steps = curve.subplots(), range(1, args.steps + 1)
+    axes.plot(steps, everyone[0][0], "o", color=BLUE, markersize=9, fillstyle="none", label=f"{same.size} ranks")
+    axes.plot(steps, alone[0], ".-", color="black", label="one process")
+    axes.set(xlabel="step", ylabel="loss (nats a token)")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False)
 
 
 def main() -> None:
@@ -72,6 +100,8 @@ def main() -> None:
     print(f"one process, {args.tensor} tiles: {time.monotonic() - started:.1f} s")
     for step, losses in enumerate(zip(everyone[0][0], alone[0], strict=True), 1):
         print(f"step {step}: loss {losses[0]!r} on the grid, {losses[1]!r} alone")
+    if args.picture:
+        save(args.picture, (7, 3.3), partial(draw, args=args, everyone=everyone, alone=alone))
     if everyone[0] != alone:
         sys.exit(f"not the same: the parameters have the sha256 {everyone[0][1]} on the grid, {alone[1]} alone")
     print(f"the same bits: sha256 {alone[1]}")

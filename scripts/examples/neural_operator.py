@@ -20,7 +20,10 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+from drawing import BLUE, GREEN, ORANGE, add_option, save
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for PyTorch: each rank computes with one thread
 
@@ -39,6 +42,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="few samples and steps, in seconds")
     parser.add_argument("--steps", type=int, help=f"(default: {LARGE[1]}; {SMALL[1]} with --small)")
+    add_option(parser, "unseen starts with their solutions, and the errors")
     options = parser.parse_args(arguments)
     options.samples, steps = SMALL if options.small else LARGE
     options.steps = steps if options.steps is None else options.steps
@@ -135,6 +139,30 @@ def mean_error(found: Array, expected: Array) -> float:
     return float((np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)).mean())
 
 
+def draw(figure: Any, start: Array, solution: Array, operator: Array, found: Found) -> None:
+    """Draw two unseen starts with both solutions on the fine grid, and the errors of all predictions."""
+    first, second, errors = figure.subplots(1, 3)
+    x = 2 * np.pi * np.arange(FINE) / FINE
+    for axes, sample in ((first, 0), (second, 1)):
+        axes.plot(x, start[sample], color="gray", linestyle=":", label="start")
+        axes.plot(x, solution[sample], color="black", linewidth=1, label="solution")
+        axes.plot(x[::6], operator[sample, ::6], "o", color=BLUE, markersize=3.5, label="operator")
+        axes.set(title=f"unseen start {sample + 1}", xlabel="x", ylabel="u", xticks=(0, np.pi, 2 * np.pi))
+        axes.set_xticklabels(["0", "π", "2π"])
+    figure.legend(*first.get_legend_handles_labels(), loc="outside upper left", ncols=3, frameon=False)
+    bars = (
+        ("start\nitself", found.of_start, "gray"),
+        ("linear\noperator", found.of_linear, ORANGE),
+        (f"operator,\n{POINTS} points", found.error, BLUE),
+        (f"operator,\n{FINE} points", found.on_fine_grid, GREEN),
+    )
+    names, sizes, colours = zip(*bars, strict=True)
+    drawn = errors.barh(names, sizes, color=colours)
+    errors.bar_label(drawn, fmt="%.2g", padding=2)
+    errors.set(title=f"{UNSEEN} unseen starts", xlabel="mean relative error", xscale="log", xlim=(0.01, 9))
+    errors.invert_yaxis()
+
+
 def main(arguments: Sequence[str] | None = None, comm: Any = None) -> Found:
     """Train the operator, report on rank 0, and return what was found. Collective over ``comm``."""
     options, began = parse(arguments), time.monotonic()
@@ -174,6 +202,9 @@ def main(arguments: Sequence[str] | None = None, comm: Any = None) -> Found:
             print(f"{found.on_fine_grid:.2e} on {FINE}; of the start {found.of_start:.2e}", end=", ")
             print(f"of a linear operator {found.of_linear:.2e}")
             print(f"{time.monotonic() - began:.1f} s; sha256 {found.sha256} on {model.world_size} ranks")
+            if options.picture:
+                fill = partial(draw, start=fine, solution=solved, operator=finer, found=found)
+                save(options.picture, (7, 3), fill)
     return found
 
 

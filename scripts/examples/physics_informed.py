@@ -19,7 +19,10 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+from drawing import BLUE, ORANGE, add_option, save
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for PyTorch: each rank computes with one thread
 
@@ -40,8 +43,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="few points and iterations, in seconds")
     for name, what in (("steps", "of Adam"), ("iterations", "of L-BFGS after them")):
         parser.add_argument(f"--{name}", type=int, help=f"{what} (default: {LARGE[name]}; {SMALL[name]} with --small)")
+    add_option(parser, "the solution, and both stages of the training beside the exact one")
     options = parser.parse_args(arguments)
     given = {name: value for name, value in vars(options).items() if value is not None}
+    given.setdefault("picture", None)
     for name in {"steps", "iterations"} & given.keys():
         if given[name] < 1:
             parser.error(f"--{name} {given[name]}: expected at least 1")
@@ -104,15 +109,38 @@ class Found:
     error: float
 
 
-def error_of(network: TorchModel, model: Any) -> float:
-    """Return the relative error of u, in the mean square over a grid. Collective."""
+#: Times and places at which solutions are compared.
+TIMES, PLACES = np.linspace(0.01, 1, 100), np.linspace(-1, 1, 201)
+
+
+def solution_of(network: TorchModel, model: Any) -> Array:
+    """Return the network's u at all times and places. Collective."""
     module = Residual()
     module.load_state_dict(network.state_dict(model.named_parameters()))
-    t, x = (axis.ravel() for axis in np.meshgrid(np.linspace(0.01, 1, 100), np.linspace(-1, 1, 201)))
     with torch.no_grad():
-        found = module.solution(torch.from_numpy(t), torch.from_numpy(x)).numpy()
-    reference = exact(t, x)
+        return module.solution(*map(torch.from_numpy, np.meshgrid(TIMES, PLACES, indexing="ij"))).numpy()
+
+
+def error_of(found: Array) -> float:
+    """Return the relative error of u, in the mean square over times and places."""
+    reference = np.stack([exact(np.full_like(PLACES, t), PLACES) for t in TIMES])
     return float(np.linalg.norm(found - reference) / np.linalg.norm(reference))
+
+
+def draw(figure: Any, early: Array, late: Array) -> None:
+    """Draw u after L-BFGS, and its profiles after Adam and after L-BFGS beside the exact ones."""
+    whole, *parts = figure.subplots(1, 4, width_ratios=(1.5, 1, 1, 1))
+    image = whole.pcolormesh(TIMES, PLACES, late.T, cmap="RdBu_r", vmin=-1, vmax=1, rasterized=True)
+    whole.set(title="u, found", xlabel="t", ylabel="x")
+    figure.colorbar(image, ax=whole, location="left", ticks=(-1, 0, 1))
+    for axes, t in zip(parts, (24, 49, 99), strict=True):
+        whole.axvline(TIMES[t], color="black", linestyle=":", linewidth=1)
+        axes.plot(PLACES, exact(np.full_like(PLACES, TIMES[t]), PLACES), color="black", linewidth=1, label="exact")
+        axes.plot(PLACES, early[t], color=ORANGE, linestyle="--", label="after Adam")
+        axes.plot(PLACES[::8], late[t, ::8], "o", color=BLUE, markersize=3.5, label="after L-BFGS")
+        axes.set(title=f"u at t = {TIMES[t]:.2f}", xlabel="x", ylim=(-1.1, 1.1), xticks=(-1, 0, 1))
+        axes.set_yticks((-1, 0, 1), labels=("-1", "0", "1") if axes is parts[0] else ("", "", ""))
+    figure.legend(*parts[0].get_legend_handles_labels(), loc="outside upper right", ncols=3, frameon=False)
 
 
 def main(arguments: Sequence[str] | None = None, comm: Any = None) -> Found:
@@ -128,16 +156,20 @@ def main(arguments: Sequence[str] | None = None, comm: Any = None) -> Found:
     ):
         for batch in mz.data.batches(source, model, global_batch=options.points, seed=0, steps=options.steps):
             loss = model.train(*batch)
-        after_adam, speaks = error_of(network, model), model.rank == 0
+        early, speaks = solution_of(network, model), model.rank == 0
+        after_adam = error_of(early)
         if speaks:
             print(f"Adam: loss {loss:.3e}, error {after_adam:.2e}, {time.monotonic() - began:.1f} s", flush=True)
         limits = {"maxiter": options.iterations, "gtol": 1e-7, "history": 50}
         fit = mz.minimize(model, source, options=limits)
-        found = Found(model.parameters_sha256(), after_adam, error_of(network, model))
+        late = solution_of(network, model)
+        found = Found(model.parameters_sha256(), after_adam, error_of(late))
         if speaks:
             print(f"L-BFGS: loss {fit.fun:.3e} after {fit.nit} iterations and {fit.nfev} evaluations")
             print(f"relative error {found.error:.2e}; {time.monotonic() - began:.1f} s; ", end="")
             print(f"sha256 {found.sha256} on {model.world_size} ranks")
+            if options.picture:
+                save(options.picture, (7, 3), partial(draw, early=early, late=late))
     return found
 
 

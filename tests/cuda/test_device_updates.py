@@ -19,8 +19,8 @@ import mpizero as mz
 from mpizero.errors import ConfigError, IntegrityError
 from mpizero.kernels import device as devices
 from mpizero.kernels.reference import reduction
-from mpizero.layout import cover
 from mpizero.layout.parts import tile_rows
+from mpizero.layout.tree import cover
 from mpizero.parallel.device import device_update
 from mpizero.parallel.device.device_update import DeviceUpdater
 from mpizero.parallel.optimizer import tensor_tree

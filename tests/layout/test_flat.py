@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpizero.errors import LayoutError
-from mpizero.layout import FlatLayout, Span
-from mpizero.layout.flat import nested, views
+from mpizero.layout import Span
+from mpizero.layout.flat import FlatLayout, nested, views
 from mpizero.types import ParameterSpec
 
 

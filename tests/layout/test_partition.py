@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpizero.errors import ConfigError, LayoutError
-from mpizero.layout import GrainRule, Grains, Partition, hyperslabs
+from mpizero.layout import GrainRule, Grains, Partition
+from mpizero.layout.hyperslab import hyperslabs
 
 
 def test_ten_over_three() -> None:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpizero.errors import ConfigError
-from mpizero.layout import balanced_chunks, balanced_cuts, check_parts, explicit_cuts
+from mpizero.layout import balanced_chunks, balanced_cuts
+from mpizero.layout.stages import check_parts, explicit_cuts
 
 
 def loads(costs: list[float], cuts: tuple[int, ...]) -> list[Fraction]:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from mpizero.errors import ConfigError, LayoutError
 from mpizero.layout.parts import part_shape
-from mpizero.nn import initial_values, initialize
+from mpizero.nn import initialize
+from mpizero.nn.initialize import initial_values
 from mpizero.types import Array, Init, ParameterSpec, Part
 
 INITS = [Init("normal", 0.3), Init("uniform", 0.2), Init("ones"), Init("zeros")]

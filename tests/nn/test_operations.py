@@ -24,10 +24,10 @@ from mpizero.nn import (
     initial_parameters,
     loss_and_gradients,
     model_operations,
-    nest,
-    run_on,
     split_model,
 )
+from mpizero.nn.models.block_model import nest
+from mpizero.nn.split.model import run_on
 from mpizero.types import EVALUATE, ParameterSpec, Run
 from tests.nn.tensor import Apart, Counted, on_ranks
 

@@ -26,8 +26,8 @@ from mpizero.nn import (
     Tanh,
     TokenEmbedding,
     TransformerBlock,
-    nest,
 )
+from mpizero.nn.models.block_model import nest
 from mpizero.nn.split.head import SplitCrossEntropy
 from mpizero.types import Run
 from tests.nn.tensor import Apart, Counting, assembled, on_ranks, taken

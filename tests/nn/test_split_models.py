@@ -26,10 +26,10 @@ from mpizero.nn import (
     initial_parameters,
     loss_and_gradients,
     model_specs,
-    nest,
     split_model,
     whole_prediction,
 )
+from mpizero.nn.models.block_model import nest
 from mpizero.nn.regions import Copy, Reduce
 from mpizero.testing import parallel_assert
 from mpizero.types import BlockModel, ParameterSpec, Part, Run

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from mpizero.errors import LayoutError
-from mpizero.nn import GPT, from_torch, initial_parameters, to_torch, torch_name
+from mpizero.nn import GPT, from_torch, initial_parameters, to_torch
+from mpizero.nn.models.weights import torch_name
 
 
 @pytest.fixture

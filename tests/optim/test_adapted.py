@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from mpizero import optim
+from mpizero.optim.adapted import adapt, learning_rate
+from mpizero.optim.flat_optimizer import RowSum
 from mpizero.types import ParameterSpec
 
 
@@ -48,7 +50,7 @@ class Stateless:
 
 
 def run(optimizer, cuts=(slice(None),), steps=4, dtype=np.float32):
-    adapted = optim.adapt(optimizer)
+    adapted = adapt(optimizer)
     rng = np.random.default_rng(0)
     w = rng.standard_normal(40).astype(dtype)
     state = {slot: np.zeros_like(w) for slot in adapted.slots}
@@ -68,14 +70,14 @@ def test_an_elementwise_update_gives_the_same_on_any_ranges(kind):
 
 
 def test_state_is_found_by_declaration_by_init_state_or_by_looking():
-    slots = [optim.adapt(kind()).slots for kind in (Declared, Initialized, Discovered, Stateless)]
+    slots = [adapt(kind()).slots for kind in (Declared, Initialized, Discovered, Stateless)]
     assert slots == [("m",), ("sum",), ("sum",), ()]
 
 
 def test_state_starts_with_the_users_own_values():
     assert run(Discovered())[0].tobytes() == run(Initialized())[0].tobytes()
     w, g = np.zeros(3), np.ones(3)
-    adapted = optim.adapt(Discovered())
+    adapted = adapt(Discovered())
     state = {"sum": np.zeros(3)}
     adapted.apply(w, g, state, adapted.hyper(1, 0, np.float64))
     np.testing.assert_allclose(state["sum"], 1.1)
@@ -91,26 +93,26 @@ def test_the_users_object_is_tried_on_copies_only():
             super().update(params, grads, state)
 
     user = Counting()
-    optim.adapt(user)
+    adapt(user)
     assert user.calls == 0
 
 
 def test_a_sum_over_rows_is_followed_by_the_update():
-    adapted = optim.adapt(Stateless())
+    adapted = adapt(Stateless())
     rows, w = np.arange(12.0).reshape(3, 4), np.zeros(4)
     program, divisor = np.array([0, -3, -4], np.int32), np.array([3.0])
-    adapted.apply_tree(optim.RowSum(rows, 0, program, divisor), w, {}, adapted.hyper(1, 0, np.float64))
+    adapted.apply_tree(RowSum(rows, 0, program, divisor), w, {}, adapted.hyper(1, 0, np.float64))
     np.testing.assert_array_equal(w, -0.5 * rows.mean(axis=0))
 
 
 def test_the_interface_is_the_librarys():
-    adapted = optim.adapt(Declared())
-    assert optim.adapt(adapted) is adapted
-    assert optim.adapt(own := optim.AdamW()) is own
+    adapted = adapt(Declared())
+    assert adapt(adapted) is adapted
+    assert adapt(own := optim.AdamW()) is own
     assert (adapted.elementwise_kernel, adapted.needs_tensor_norms) == (False, False)
     assert adapted.group_of(ParameterSpec("w", (2,))) == 0
-    assert optim.learning_rate(adapted, 3) == 0.1
-    assert math.isnan(optim.learning_rate(optim.adapt(Stateless()), 0))
+    assert learning_rate(adapted, 3) == 0.1
+    assert math.isnan(learning_rate(adapt(Stateless()), 0))
 
 
 class NotElementwise:
@@ -159,4 +161,4 @@ class GrowsState(Stateless):
 )
 def test_what_cannot_be_sharded_is_refused_with_the_reason(wrong, message):
     with pytest.raises(TypeError, match=message):
-        optim.adapt(wrong)
+        adapt(wrong)

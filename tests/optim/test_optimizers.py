@@ -7,6 +7,8 @@ import pytest
 
 from mpizero import optim
 from mpizero.errors import ConfigError
+from mpizero.optim.adapted import learning_rate
+from mpizero.optim.flat_optimizer import RowSum
 from mpizero.types import ParameterSpec
 
 DTYPES = (np.float32, np.float64)
@@ -129,7 +131,7 @@ def test_one_pass_over_gradients_of_several_rows_has_the_bits_of_two(optimizer, 
     w, rows = data(300_001 if threads > 1 else 5000, dtype, steps=3)
     other = w.copy()
     fast, slow = state_of(optimizer, w), state_of(optimizer, w)
-    summed = optim.RowSum(rows, 0, np.array([0, -3, -4], np.int32), np.array([6], dtype))
+    summed = RowSum(rows, 0, np.array([0, -3, -4], np.int32), np.array([6], dtype))
     for step in (1, 2):
         hyper = optimizer.hyper(step, 1, dtype)
         optimizer.apply_tree(summed, w, fast, hyper, threads)
@@ -177,8 +179,8 @@ def test_decay_spares_biases_and_groups_override_by_name():
 def test_a_schedule_sets_the_rate_of_every_step():
     optimizer = optim.SGD(lr=optim.linear(1.0, steps=4))
     assert [float(optimizer.hyper(step, 0, np.float64)[0]) for step in (1, 2, 5, 9)] == [1.0, 0.75, 0.0, 0.0]
-    assert optim.learning_rate(optimizer, 1) == 0.75
-    assert optim.learning_rate(optim.SGD(lr=0.3), 7) == 0.3
+    assert learning_rate(optimizer, 1) == 0.75
+    assert learning_rate(optim.SGD(lr=0.3), 7) == 0.3
 
 
 @pytest.mark.parametrize(

@@ -6,24 +6,25 @@ import pytest
 
 from mpizero import optim
 from mpizero.errors import ConfigError, NonFiniteError
+from mpizero.optim.scaling import clip_factor
 
 
 def test_a_norm_up_to_the_limit_is_left_alone_and_a_larger_one_brought_to_it():
-    assert optim.clip_factor(0.0, 1.0) == 1.0
-    assert optim.clip_factor(1.0, 1.0) == 1.0
-    assert optim.clip_factor(4.0, 1.0) * 4.0 == 1.0
+    assert clip_factor(0.0, 1.0) == 1.0
+    assert clip_factor(1.0, 1.0) == 1.0
+    assert clip_factor(4.0, 1.0) * 4.0 == 1.0
 
 
 def test_a_norm_that_is_not_finite_cannot_be_clipped():
     for norm in (math.inf, math.nan):
         with pytest.raises(NonFiniteError, match="must be skipped"):
-            optim.clip_factor(norm, 1.0)
+            clip_factor(norm, 1.0)
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, math.nan, math.inf])
 def test_the_limit_must_be_a_positive_number(limit):
     with pytest.raises(ConfigError, match="limit="):
-        optim.clip_factor(1.0, limit)
+        clip_factor(1.0, limit)
 
 
 def test_the_loss_scale_halves_on_overflow_and_doubles_after_good_steps_in_a_row():

@@ -9,6 +9,7 @@ import pytest
 
 import mpizero as mz
 from mpizero.errors import ConfigError, LayoutError, UnsupportedError
+from mpizero.nn.models.block_model import nest
 from mpizero.testing import run_in_threads
 from mpizero.types import Run
 
@@ -61,7 +62,7 @@ def network(hidden=residual):
 
 def leaves(layer, values):
     """A block's parameters as its layer takes them, each in memory of its own."""
-    return mz.nn.nest((spec.name, np.array(value)) for spec, value in zip(layer.specs(), values, strict=True))
+    return nest((spec.name, np.array(value)) for spec, value in zip(layer.specs(), values, strict=True))
 
 
 def digest(sharded):

@@ -20,8 +20,8 @@ from mpizero.nn import (
     SiLU,
     Tanh,
     TransformerBlock,
-    nest,
 )
+from mpizero.nn.models.block_model import nest
 
 torch = pytest.importorskip("torch")
 nn = torch.nn

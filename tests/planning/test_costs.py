@@ -306,6 +306,15 @@ def test_two_by_two_by_two_holds_and_sends_what_was_planned(zero: int) -> None:
     check_on_threads(job({"config": memory}, zero=zero, parallel_layout=way, batch=9, config={"micro_batch": 2}), 8)
 
 
+def test_a_plan_that_runs_no_block_has_what_is_allocated() -> None:
+    job = Job(3, {"pipeline": 2, "tensor": 2})
+    whole, bare = planned(job, 8), planned(job, 8, tries=False)
+    of_steps = ("activations", "working arrays", "messages", "group buffers")
+    for plan in whole.by_rank:
+        assert bare.allocated(plan.rank)[0] == {part: m for part, m in plan.memory.items() if part not in of_steps}
+    assert bare.simulation == whole.simulation
+
+
 @pytest.mark.parametrize("order", ["data,tensor,pipeline", "tensor,pipeline,data", "context,data,tensor,pipeline"])
 def test_another_order_of_ranks_is_planned_as_it_runs(order: str) -> None:
     for way in ({"tensor": 2}, {"context": 2}, {"pipeline": 2}):

@@ -20,7 +20,7 @@ SLOW = {"GPT in float32 with dropout", "tied GPT with dropout"}
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_model_raises_no_alarm(name):
-    for seed in range(5 if name in SLOW else 20):
+    for seed in range(2 if name in SLOW else 6):
         report = check_model(*RIGHT[name](np.random.default_rng(seed)), seed=seed)
         assert report.right
         assert [line.partition(":")[0] for line in report.passed][:2] == ["values", "repeats"]
@@ -29,7 +29,7 @@ def test_a_right_model_raises_no_alarm(name):
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_model_is_found_with_its_cause(name):
     make, what, cause = WRONG[name]
-    for seed in range(3):
+    for seed in range(2):
         with pytest.raises(ModelCheckError) as caught:
             check_model(*make(np.random.default_rng(seed)), seed=seed)
         assert f"- {what}" in str(caught.value), caught.value

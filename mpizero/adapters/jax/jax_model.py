@@ -75,6 +75,21 @@ class JaxModel:
     On the first samples, the loss is compared with that of their two halves, and traced twice: a mean in place of a
     sum, samples that see each other, and random numbers of ``numpy.random`` raise an error. Importing this package
     before JAX has computed anything gives XLA as many threads as ``OMP_NUM_THREADS`` says, or 1.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> from mpizero.adapters.jax import JaxModel  # before JAX computes anything
+    >>> import jax.numpy as jnp
+    >>> import numpy as np
+    >>> def squares(parameters, x, y):
+    ...     return jnp.sum((x @ parameters["weight"] + parameters["bias"] - y) ** 2)
+    >>> model = JaxModel({"weight": np.zeros((1, 1), np.float32), "bias": np.zeros(1, np.float32)}, squares)
+    >>> x = np.linspace(-1.0, 1.0, 8, dtype=np.float32).reshape(8, 1)
+    >>> with mz.distribute(model, mz.SGD(lr=0.2), comm="self") as placed:
+    ...     losses = [placed.train(x, 3 * x + 1) for _ in range(40)]
+    ...     {name: float(value.round(2).item()) for name, value in placed.named_parameters().items()}
+    {'bias': 1.0, 'weight': 3.0}
     """
 
     def __init__(

@@ -73,6 +73,22 @@ class TorchModel:
     ------
     ConfigError
         If the module or its loss cannot be trained as they are; the message tells what to change.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import torch
+    >>> import mpizero as mz
+    >>> _ = torch.manual_seed(0)
+    >>> net = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    >>> model = mz.adapters.torch.TorchModel(net, torch.nn.MSELoss(reduction="sum"), blocks=net)
+    >>> x = np.linspace(-1.0, 1.0, 8, dtype=np.float32).reshape(8, 1)
+    >>> with mz.distribute(model, mz.AdamW(lr=0.05), strategy="zero3", comm="self") as placed:
+    ...     losses = [placed.train(x, x**2) for _ in range(20)]
+    ...     list(placed.named_parameters())
+    ['0.weight', '0.bias', '2.weight', '2.bias']
+    >>> losses[-1] < losses[0]
+    True
     """
 
     def __init__(

@@ -212,3 +212,12 @@ def _groups(paths: Iterable[str]) -> list[str]:
 
 def _nbytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
     return int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+
+
+def hdf5_version() -> str:
+    """Return the version of the HDF5 library; "missing" without h5py."""
+    try:
+        import h5py
+    except ImportError:
+        return "missing"
+    return str(h5py.version.hdf5_version)

@@ -44,6 +44,14 @@ class LocalArray:
         up the whole array. For reading, they may be any ranges, and their values are overwritten. A piece of an array
         of complex numbers may be an array of real ones: then its first index counts these, of which each element has
         two, so that ranks can share an element.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpizero import checkpoint
+    >>> half = checkpoint.LocalArray("parameters/weight", (2, 3), np.dtype("f4"), ((3, np.ones(3, "f4")),))
+    >>> half.path, half.shape, half.pieces[0][0]  # this rank writes elements 3 to 5, another rank the others
+    ('parameters/weight', (2, 3), 3)
     """
 
     path: str

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.comm import Communicator, CommunicatorGroup
-from mpizero.comm.group.model_group import GpuAwareGroup
+from mpizero.comm import Communicator
+from mpizero.comm.group.model_group import CommunicatorGroup, GpuAwareGroup
 from mpizero.comm.group.pipeline_p2p import PipelineP2P, Route
 from mpizero.kernels import to_host
 from mpizero.kernels.device import Device

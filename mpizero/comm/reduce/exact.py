@@ -19,7 +19,8 @@ import numpy as np
 from mpizero.comm.communicator import Communicator, Request
 from mpizero.comm.reduce.codecs import Codec
 from mpizero.comm.reduce.segments import Arriving, RowRange, Segment, program_array
-from mpizero.layout import Program, Span
+from mpizero.layout import Span
+from mpizero.layout.tree import Program
 from mpizero.types import Array
 
 #: Default for the number of elements that one segment of an exchange moves; it bounds the size of the buffers.

@@ -14,7 +14,8 @@ import numpy as np
 from mpizero import kernels
 from mpizero.comm.transport import Request
 from mpizero.errors import LayoutError
-from mpizero.layout import Program, Span
+from mpizero.layout import Span
+from mpizero.layout.tree import Program
 from mpizero.types import Array
 
 _NO_RESIDUAL = np.empty(0, np.float32)

@@ -29,6 +29,16 @@ def as_communicator(
         If ``comm`` is none of these; it is a TypeError too.
     ConfigError
         If ``comm`` is None and MPI sees another number of processes than the launcher has started.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> with mz.comm.as_communicator("self") as comm:
+    ...     comm.size
+    1
+    >>> mz.comm.as_communicator("all")
+    Traceback (most recent call last):
+    mpizero.errors.ArgumentError: comm must be an mpi4py communicator, ... got str: 'all'
     """
     if isinstance(comm, Communicator):
         return comm

@@ -114,6 +114,17 @@ class BlockShuffledSource(Source):
         this class instead).
     DataError
         If ``source`` is no :class:`Source`, or has no samples.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> source = mz.data.ArraySource(np.arange(12.0), np.arange(12))
+    >>> shuffled = mz.data.BlockShuffledSource(source, blocks=2, block=3)
+    >>> shuffled.sample_order(0, 6, 12, seed=0)  # two blocks of three neighbours, shuffled together
+    array([8, 0, 1, 6, 7, 2])
+    >>> shuffled.samples([5, 3])[1], shuffled.blocks_read
+    (array([5, 3]), 1)
     """
 
     in_order = True

@@ -42,6 +42,18 @@ class CachedSource(Source):
         from ``source``.
     blocks_read : int
         Number of blocks that this rank has read.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> source = mz.data.ArraySource(np.arange(8.0).reshape(4, 2), np.arange(4))
+    >>> with mz.ShardingConfig(comm="self") as config, mz.data.cached(source, config) as copy:
+    ...     print(copy.blocks_read)
+    ...     x, y = copy.samples([2, 3])
+    ...     print(type(copy).__name__, copy.blocks_read)
+    0
+    CachedSource 1
     """
 
     def __init__(self, source: Source, comm: Communicator, limit: int | None) -> None:
@@ -191,6 +203,16 @@ def cached(source: Source, config: BatchConfig | BatchModel, limit: int | None =
         If ``source`` changes samples at random (transform a cached source instead), or ranks have different data.
     DataError
         If ``source`` is no :class:`Source`, has no samples, or samples that are no arrays.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> source = mz.data.ArraySource(np.arange(8.0).reshape(4, 2), np.arange(4))
+    >>> with mz.ShardingConfig(comm="self") as config, mz.data.cached(source, config) as copy:
+    ...     training, validation = copy.split(0.25)  # split the copy, not its source
+    ...     print(copy.samples([2])[0], copy.nbytes >= 8 * (8 + 4))
+    [[4. 5.]] True
     """
     comm, _ = ranks_of(config, None)
     with all_ranks(comm, "cache"):

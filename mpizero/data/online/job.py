@@ -46,6 +46,21 @@ class OnlineJob:
     ------
     ConfigError
         On every rank, if no rank is left to produce, or arguments differ between ranks.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> like = np.zeros(2), np.zeros(1)  # one sample: its shapes and dtypes
+    >>> def work(comm):  # in a job: work(None), under mpiexec -n 2
+    ...     with mz.data.OnlineJob(comm, trainers=1, like=like) as job:
+    ...         if not job.trains:
+    ...             with job.producer() as producer:
+    ...                 return [producer.put(np.full(2, 1.0 * i), np.full(1, 1.0 * i)) for i in range(4)]
+    ...         with job.source() as source, mz.ShardingConfig(comm=job.group, micro_batch=2) as config:
+    ...             return [y.ravel().tolist() for x, y in mz.data.batches(source, config, global_batch=2)]
+    >>> mz.testing.run_in_threads(2, work)
+    [[[0.0, 1.0], [2.0, 3.0]], [True, True, True, True]]
     """
 
     def __init__(self, comm: Any = None, *, trainers: int, like: Any, window: int = 64) -> None:

@@ -34,6 +34,23 @@ class OnlineProducer:
     It is a context manager: the end of the block is the end of this producer's samples, and an exception in it is told
     to the trainers, which raise it too or go on without this producer. The exception leaves the block when they are
     done.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> like = np.zeros(2), np.zeros(1)  # one sample: its shapes and dtypes
+    >>> def work(comm):
+    ...     with mz.data.OnlineJob(comm, trainers=1, like=like) as job:
+    ...         if job.trains:
+    ...             with job.source() as source, mz.ShardingConfig(comm=job.group) as config:
+    ...                 return len(next(mz.data.batches(source, config, global_batch=3))[0])
+    ...         with job.producer() as producer:
+    ...             while producer.put(np.ones(2), np.ones(1)):  # False when the trainers have done their steps
+    ...                 pass
+    ...             return "the trainers have ended"
+    >>> mz.testing.run_in_threads(2, work)
+    [3, 'the trainers have ended']
     """
 
     def __init__(self, comm: Communicator, form: SampleForm, window: int) -> None:

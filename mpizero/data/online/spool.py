@@ -65,6 +65,20 @@ class SpoolProducer:
         One sample ``(x, y)``, without an axis of samples. Only its shapes and dtypes count.
     window : int
         The most samples of this producer in the folder.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> like = np.zeros(2), np.zeros(1)  # one sample: its shapes and dtypes
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with mz.data.SpoolProducer(folder, "solver_1", like=like) as producer:
+    ...         producer.put(np.ones(2), np.ones(1))  # the sample is on the disk
+    ...     sorted(path.suffix for path in Path(folder).iterdir())
+    True
+    ['.end', '.npz']
     """
 
     def __init__(self, folder: str | os.PathLike[str], name: str, *, like: Any, window: int = 64) -> None:
@@ -204,6 +218,21 @@ def spool_source(
     Collective over ``comm``, the ranks that train (``config.communicator``). Only rank 0 reads the folder. The run ends
     when ``producers`` producers have ended and no sample is left. ``options`` are those of :class:`OnlineSource`:
     on_end, on_error, timeout, journal.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> like = np.zeros(2), np.zeros(1)  # one sample: its shapes and dtypes
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with mz.data.SpoolProducer(folder, "solver_1", like=like) as producer:  # in a process of its own
+    ...         for i in range(3):
+    ...             accepted = producer.put(np.full(2, 1.0 * i), np.full(1, 1.0 * i))
+    ...     with mz.ShardingConfig(comm="self", micro_batch=2) as config:
+    ...         with mz.data.spool_source(config.communicator, folder, like=like, producers=1) as source:
+    ...             [y.ravel().tolist() for x, y in mz.data.batches(source, config, global_batch=2)]
+    [[0.0, 1.0], [2.0]]
     """
     with all_ranks(comm):
         form = SampleForm.like(like)

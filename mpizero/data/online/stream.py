@@ -45,6 +45,19 @@ class OnlineSource:
         The ranks that train.
     form : SampleForm
         Shapes and dtypes of a sample.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> like = np.zeros(2), np.zeros(1)  # one sample: its shapes and dtypes
+    >>> with tempfile.TemporaryDirectory() as folder, mz.ShardingConfig(comm="self", micro_batch=2) as config:
+    ...     with mz.data.SpoolProducer(folder, "solver_1", like=like) as producer:
+    ...         accepted = producer.put(np.ones(2), np.ones(1))
+    ...     with mz.data.spool_source(config.communicator, folder, like=like, producers=1, timeout=60) as source:
+    ...         print(type(source).__name__, [x.shape for x, y in mz.data.batches(source, config, global_batch=2)])
+    OnlineSource [(1, 2)]
     """
 
     def __init__(
@@ -221,6 +234,20 @@ class OnlineBatches:
         Number of samples of all global batches that the iterator has passed, over all ranks.
     epoch : int
         Always 0: each sample is used once.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> like = np.zeros(2), np.zeros(1)  # one sample: its shapes and dtypes
+    >>> with tempfile.TemporaryDirectory() as folder, mz.ShardingConfig(comm="self", micro_batch=2) as config:
+    ...     with mz.data.SpoolProducer(folder, "solver_1", like=like) as producer:
+    ...         accepted = [producer.put(np.ones(2), np.ones(1)) for i in range(5)]
+    ...     with mz.data.spool_source(config.communicator, folder, like=like, producers=1) as source:
+    ...         stream = mz.data.batches(source, config, global_batch=2)
+    ...         print([len(x) for x, y in stream], stream.consumed)  # the last batch is short
+    [2, 2, 1] 5
     """
 
     epoch = 0

@@ -206,6 +206,23 @@ def context_model(model: BlockModel, group: Group) -> BlockModel:
     ConfigError
         A layer or the loss does not work on parts of sequences, or no layer (such as attention) mixes the positions of
         a sequence.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> from mpizero.layout import Axes
+    >>> from mpizero.testing import run_in_threads
+    >>> gpt, ids = mz.nn.GPT(dim=8, layers=1, heads=2, sequence=8), np.arange(9).reshape(1, 9)
+    >>> def loss(comm):
+    ...     group = mz.ProcessGrid.create(comm, axes=Axes(context=comm.size)).context_group
+    ...     part, batch = mz.nn.context_model(gpt, group), mz.nn.cut_batch(ids[:, :-1], ids[:, 1:], group)
+    ...     return mz.nn.loss_and_gradients(part, mz.nn.initial_parameters(gpt), batch)[:2]
+    >>> parts, whole = run_in_threads(2, loss), run_in_threads(1, loss)[0]
+    >>> [weight for loss_sum, weight in parts], whole[1]  # positions
+    ([4.0, 4.0], 8.0)
+    >>> abs(sum(loss_sum for loss_sum, weight in parts) - whole[0]) < 1e-4
+    True
     """
     if group.size == 1:
         return model
@@ -248,6 +265,19 @@ def cut_batch(x: Any, y: Any, group: Group, tiles: int | None = None) -> tuple[A
     ------
     DataError
         The arrays have no sequence axis, or their lengths differ. All ranks raise this error.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> from mpizero.layout import Axes
+    >>> from mpizero.testing import run_in_threads
+    >>> ids = np.arange(8).reshape(1, 8)
+    >>> def part(comm):
+    ...     group = mz.ProcessGrid.create(comm, axes=Axes(context=comm.size)).context_group
+    ...     return mz.nn.cut_batch(ids, ids + 1, group)[0].tolist()
+    >>> run_in_threads(2, part)
+    [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
     """
     shapes = [tuple(getattr(leaf, "shape", ())) for value in (x, y) for leaf in leaves_of(value)] or [()]
     if len(shapes[0]) < 2 or shapes[0][1] < 1 or any(shape[:2] != shapes[0][:2] for shape in shapes):

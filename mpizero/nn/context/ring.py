@@ -54,7 +54,8 @@ class Zigzag:
 
     Examples
     --------
-    >>> [Zigzag(10, 2).positions(rank).tolist() for rank in range(2)]
+    >>> import mpizero as mz
+    >>> [mz.nn.Zigzag(10, 2).positions(rank).tolist() for rank in range(2)]
     [[0, 1, 2, 8, 9], [3, 4, 5, 6, 7]]
     """
 

@@ -62,7 +62,20 @@ class Activation(Layer):
 @explains
 @dataclass(frozen=True)
 class GELU(Activation):
-    """Apply the Gaussian error linear unit in its tanh form (Hendrycks and Gimpel, 2016; GPT-2's choice)."""
+    """Apply the Gaussian error linear unit in its tanh form, ``x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x**3))) / 2``.
+
+    The layer has no parameters and takes arrays of any shape. Input and output are float32 or float64, of the same
+    shape; another dtype is a :class:`~mpizero.errors.DataError`. No method is collective. It is GPT-2's activation, and
+    ``torch.nn.GELU(approximate="tanh")`` (Hendrycks and Gimpel, *Gaussian Error Linear Units*, 2016, section 2).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> y, cache = mz.nn.GELU().forward({}, np.array([-1.0, 0.0, 1.0]))
+    >>> y.round(3)
+    array([-0.159,  0.   ,  0.841])
+    """
 
     kernel: ClassVar[str] = "gelu"
 
@@ -80,7 +93,20 @@ class GELU(Activation):
 @explains
 @dataclass(frozen=True)
 class SiLU(Activation):
-    """Apply the sigmoid linear unit, ``x * sigmoid(x)``."""
+    """Apply the sigmoid linear unit, ``x * sigmoid(x)``, which is also called swish.
+
+    The layer has no parameters and takes arrays of any shape. Input and output are float32 or float64, of the same
+    shape; another dtype is a :class:`~mpizero.errors.DataError`. No method is collective. The name is from Hendrycks
+    and Gimpel, *Gaussian Error Linear Units*, 2016.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> y, cache = mz.nn.SiLU().forward({}, np.array([-1.0, 0.0, 1.0]))
+    >>> y.round(3)
+    array([-0.269,  0.   ,  0.731])
+    """
 
     kernel: ClassVar[str] = "silu"
 
@@ -88,7 +114,22 @@ class SiLU(Activation):
 @explains
 @dataclass(frozen=True)
 class ReLU(Activation):
-    """Apply the rectified linear unit, ``max(x, 0)``, with slope 0 at 0."""
+    """Apply the rectified linear unit, ``max(x, 0)``, whose slope is 0 at 0 (Nair and Hinton, 2010).
+
+    The layer has no parameters and takes arrays of any shape. Input and output are float32 or float64, of the same
+    shape; another dtype is a :class:`~mpizero.errors.DataError`. No method is collective.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> relu = mz.nn.ReLU()
+    >>> y, cache = relu.forward({}, np.array([-2.0, 0.0, 3.0]))
+    >>> y
+    array([0., 0., 3.])
+    >>> relu.backward({}, cache, np.ones(3), {})
+    array([0., 0., 1.])
+    """
 
     kernel: ClassVar[str] = "relu"
 
@@ -96,7 +137,19 @@ class ReLU(Activation):
 @explains
 @dataclass(frozen=True)
 class Tanh(Activation):
-    """Apply the hyperbolic tangent."""
+    """Apply the hyperbolic tangent.
+
+    The layer has no parameters and takes arrays of any shape. Input and output are float32 or float64, of the same
+    shape; another dtype is a :class:`~mpizero.errors.DataError`. No method is collective.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> y, cache = mz.nn.Tanh().forward({}, np.array([-1.0, 0.0, 1.0]))
+    >>> y.round(3)
+    array([-0.762,  0.   ,  0.762])
+    """
 
     kernel: ClassVar[str] = "tanh"
 

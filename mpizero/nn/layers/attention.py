@@ -18,23 +18,14 @@ from mpizero import kernels
 from mpizero.errors import ConfigError, DataError
 from mpizero.names import explains
 from mpizero.nn.graph import Graph, NodeOutput
-from mpizero.nn.layer import (
-    Layer,
-    known,
-    multiply,
-    namespace,
-    operand,
-    poll,
-    require_positive,
-    require_sequences,
-    vector,
-)
+from mpizero.nn.layer import Layer, known, multiply, namespace, operand, poll, require_sequences, vector
 from mpizero.nn.layers.affine import Affine
 from mpizero.nn.layers.dropout import Dropout, SamplePart
 from mpizero.nn.layers.linear import Linear
 from mpizero.nn.layers.sequence_layer import SequenceLayer
 from mpizero.nn.layers.workspace import Workspace
 from mpizero.nn.operations import Operations
+from mpizero.nn.settings import require_positive
 from mpizero.types import EVALUATE, Array, Init, Params, Run
 
 #: Number of queries per product. 64 was fastest for 128 and 256 tokens: smaller blocks skip more of the masked scores,
@@ -126,7 +117,8 @@ class AttentionBase(Affine, SequenceLayer):
 class CausalSelfAttention(AttentionBase):
     """Let each position of a sequence attend to itself and the positions before it.
 
-    One linear map, ``qkv``, computes queries, keys and values as one array (samples, length, 3, heads, dim / heads).
+    Inputs and outputs are (samples, length, dim). One linear map, ``qkv``, computes queries, keys and values as one
+    array (samples, length, 3, heads, dim / heads) (Vaswani et al., 2017, section 3.2). No method is collective.
 
     Parameters
     ----------
@@ -136,10 +128,17 @@ class CausalSelfAttention(AttentionBase):
         Dropout rate of the attention probabilities.
     site : int
         Number that keys the dropout's random mask; unique in the model.
-    projection_init : Init or None
-        Start values of the output projection's weight; None takes the default of :class:`Linear`.
-    init : Init or None
-        Start values of the weight of ``qkv``; None takes the default of :class:`Linear`.
+    init, projection_init : Init or None
+        Start values of the weight of ``qkv`` and of the output projection; None takes the default of :class:`Linear`.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> layer = mz.nn.CausalSelfAttention(dim=8, heads=2)
+    >>> {spec.name: spec.shape for spec in layer.specs()}
+    {'qkv.weight': (8, 24), 'qkv.bias': (24,), 'projection.weight': (8, 8), 'projection.bias': (8,)}
+    >>> layer.operations((16, 8)).forward  # floating-point operations of one sequence of 16 positions
+    16384
     """
 
     dim: int

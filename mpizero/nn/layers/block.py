@@ -10,7 +10,7 @@ from typing import Any
 from mpizero import kernels
 from mpizero.names import explains
 from mpizero.nn.graph import Graph, NodeOutput
-from mpizero.nn.layer import Layer, known, namespace, poll, require_numbers, require_positive, require_sequences
+from mpizero.nn.layer import Layer, known, namespace, poll, require_numbers, require_sequences
 from mpizero.nn.layers.activation import Activation, named_activation
 from mpizero.nn.layers.affine import Affine
 from mpizero.nn.layers.attention import CausalSelfAttention
@@ -19,6 +19,7 @@ from mpizero.nn.layers.linear import Linear
 from mpizero.nn.layers.norm import LayerNorm
 from mpizero.nn.layers.sequence_layer import SequenceLayer
 from mpizero.nn.operations import Operations
+from mpizero.nn.settings import require_positive
 from mpizero.types import EVALUATE, Array, Init, Params, Run
 
 
@@ -80,6 +81,8 @@ class FeedForwardBase(Affine):
 class FeedForward(FeedForwardBase):
     """Apply two linear layers with an activation between them, to each position of a sequence by itself.
 
+    Inputs and outputs are (samples, length, dim). No method is collective.
+
     Parameters
     ----------
     dim : int
@@ -90,6 +93,13 @@ class FeedForward(FeedForwardBase):
         "gelu", "silu", "relu" or "tanh".
     init, projection_init : Init or None
         Start values of the first and the second weight; None takes the default of :class:`Linear`.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> layer = mz.nn.FeedForward(dim=8, hidden=12, activation="silu")
+    >>> {spec.name: spec.shape for spec in layer.specs()}
+    {'expand.weight': (8, 12), 'expand.bias': (12,), 'projection.weight': (12, 8), 'projection.bias': (8,)}
     """
 
     dim: int
@@ -222,6 +232,8 @@ class TransformerBlockBase(SequenceLayer):
 class TransformerBlock(TransformerBlockBase):
     """Compute a pre-norm block: ``h = x + attention(norm1(x))``, then ``h + feed_forward(norm2(h))``.
 
+    Inputs and outputs are (samples, length, dim). No method is collective.
+
     Parameters
     ----------
     dim, heads : int
@@ -234,6 +246,15 @@ class TransformerBlock(TransformerBlockBase):
     residual_scale : float
         Factor on the start values of the two projections that write into the residual stream. GPT-2 uses
         1/sqrt(2 * layers), so that the stream's variance does not grow with depth.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> block = mz.nn.TransformerBlock(dim=8, heads=2)
+    >>> list(block.children())
+    ['norm1', 'attention', 'norm2', 'feed_forward']
+    >>> sum(spec.size for spec in block.specs())  # 12 dim**2 + 13 dim parameters
+    872
     """
 
     dim: int

@@ -17,7 +17,24 @@ class Checkpointed(Wrapper):
     """Keep only a layer's input in the forward pass, and compute its cache again in the backward pass.
 
     The gradients have the same bits as without this wrapper. The second forward pass repeats the first one, including
-    dropout masks and, for a split layer, messages. Parameters keep the wrapped layer's names.
+    dropout masks and, for a split layer, messages. Parameters keep the wrapped layer's names (Chen et al., *Training
+    Deep Nets with Sublinear Memory Cost*, 2016).
+
+    Parameters
+    ----------
+    layer : Layer
+        The layer, mostly a whole block such as a :class:`~mpizero.nn.TransformerBlock`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> wide = mz.nn.Checkpointed(mz.nn.Linear(2, 1000, bias=False))
+    >>> y, cache = wide.forward({"weight": np.ones((2, 1000))}, np.array([[1.0, 2.0]]))
+    >>> cache[0]  # the input is all that is kept
+    array([[1., 2.]])
+    >>> wide.operations((2,))  # the forward pass counts again in the backward pass
+    Operations(forward=4000, backward_input=8000, backward_weights=4000)
     """
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from mpizero import kernels
 from mpizero.names import explains
 from mpizero.nn.graph import Graph, NodeOutput
-from mpizero.nn.layer import Layer, namespace, require_floats, require_rate, vector
+from mpizero.nn.layer import Layer, namespace, require_floats, vector
+from mpizero.nn.settings import require_rate
 from mpizero.types import EVALUATE, Array, Params, Pieces, Run
 from mpizero.validation import require, whole
 
@@ -36,8 +37,32 @@ class Dropout(Layer):
 
     The mask is drawn by Philox with key (``run.seed``, ``site``, ``run.step``) and counter (index of the sample in the
     global batch, element within the sample). So the mask is the same however a batch is cut over ranks or
-    micro-batches, and when a forward pass is repeated. ``site`` must be unique within a model; otherwise two dropouts
-    use the same mask.
+    micro-batches, and when a forward pass is repeated (Srivastava et al., *Dropout*, 2014). No method is collective.
+
+    Parameters
+    ----------
+    rate : float
+        Probability with which an element becomes 0, from 0 to less than 1. Inputs are (samples, ...), float32 or
+        float64.
+    site : int
+        Number that keys the mask. It must be unique within a model; otherwise two dropouts use the same mask.
+
+    Raises
+    ------
+    ConfigError
+        If ``rate`` or ``site`` is out of range.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> from mpizero.types import Run
+    >>> dropout, x = mz.nn.Dropout(0.5, site=3), np.ones((1, 6))
+    >>> y, cache = dropout.forward({}, x, Run(training=True, seed=1, step=7))
+    >>> y
+    array([[2., 0., 0., 2., 0., 0.]])
+    >>> dropout.forward({}, x)[0] is x  # outside of training
+    True
     """
 
     rate: float

@@ -12,10 +12,11 @@ from mpizero import kernels
 from mpizero.errors import DataError
 from mpizero.names import explains
 from mpizero.nn.graph import Graph, NodeOutput
-from mpizero.nn.layer import Layer, as_ids, namespace, require_array, require_numbers, require_positive
+from mpizero.nn.layer import Layer, as_ids, namespace, require_array, require_numbers
 from mpizero.nn.layers.dropout import Dropout
 from mpizero.nn.layers.sequence_layer import SequenceLayer
 from mpizero.nn.operations import Operations
+from mpizero.nn.settings import require_positive
 from mpizero.types import EVALUATE, Array, Init, ParameterSpec, Params, Pieces, Run
 
 
@@ -24,7 +25,26 @@ from mpizero.types import EVALUATE, Array, Init, ParameterSpec, Params, Pieces, 
 class Embedding(Layer):
     """Look up row ``id`` of ``weight`` (items, features) for every integer id; the weight has no weight decay.
 
-    The input has no gradient, so ``backward_input`` returns None for it.
+    Ids of any shape become vectors ``(*shape, features)`` in the dtype of ``weight``. The input has no gradient, so
+    ``backward_input`` returns None for it. No method is collective.
+
+    Parameters
+    ----------
+    items, features : int
+        Number of rows of ``weight``, and of elements of a row. An id that is not in [0, ``items``) is a
+        :class:`~mpizero.errors.DataError`.
+    init : Init
+        Start values of the weight.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> table = {"weight": np.array([[0.0, 0.1], [1.0, 1.1], [2.0, 2.1]])}
+    >>> vectors, cache = mz.nn.Embedding(items=3, features=2).forward(table, np.array([[2, 0]]))
+    >>> vectors
+    array([[[2. , 2.1],
+            [0. , 0.1]]])
     """
 
     items: int
@@ -68,7 +88,28 @@ class Embedding(Layer):
 @explains
 @dataclass(frozen=True)
 class Position(SequenceLayer):
-    """Add row t of ``weight`` (sequence, features) to position t of every sample; the weight has no weight decay."""
+    """Add row t of ``weight`` (sequence, features) to position t of every sample; the weight has no weight decay.
+
+    Inputs and outputs are (samples, length, features). No method is collective.
+
+    Parameters
+    ----------
+    sequence, features : int
+        Greatest length of an input, and size of its last axis. A longer input is a
+        :class:`~mpizero.errors.DataError`.
+    init : Init
+        Start values of the weight.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> weight = np.array([[0.5, 0.0], [0.0, 0.5], [9.0, 9.0]])
+    >>> y, cache = mz.nn.Position(sequence=3, features=2).forward({"weight": weight}, np.ones((1, 2, 2)))
+    >>> y
+    array([[[1.5, 1. ],
+            [1. , 1.5]]])
+    """
 
     sequence: int
     features: int
@@ -133,6 +174,8 @@ class Position(SequenceLayer):
 class TokenEmbedding(SequenceLayer):
     """Look up token ids, add position vectors and apply dropout: a language model's first block.
 
+    Inputs are integer ids (samples, length), outputs are (samples, length, features). No method is collective.
+
     Parameters
     ----------
     vocabulary, sequence, features : int
@@ -141,6 +184,15 @@ class TokenEmbedding(SequenceLayer):
         Dropout rate.
     site : int
         Number that keys the dropout's random mask; unique in the model.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> first = mz.nn.TokenEmbedding(vocabulary=256, sequence=8, features=4)
+    >>> [(spec.name, spec.shape) for spec in first.specs()]
+    [('token.weight', (256, 4)), ('position.weight', (8, 4))]
+    >>> first.output_shape((6,))  # of one sample of 6 ids
+    (6, 4)
     """
 
     vocabulary: int

@@ -19,6 +19,18 @@ class Frozen(Wrapper):
     """Use a layer without training it: its parameters have no gradient and no optimizer state.
 
     The gradient of the layer's input is still computed. Parameters keep the wrapped layer's names.
+    :func:`mpizero.nn.freeze` does it for the parameters of a whole model whose names fit a pattern.
+
+    Parameters
+    ----------
+    layer : Layer
+        The layer.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> [spec.trainable for spec in mz.nn.Frozen(mz.nn.Linear(3, 2)).specs()]
+    [False, False]
     """
 
     def specs(self) -> tuple[ParameterSpec, ...]:

@@ -69,9 +69,25 @@ class LanguageHeadBase(Layer):
 @explains
 @dataclass(frozen=True)
 class LanguageHead(LanguageHeadBase):
-    """Apply the final norm, then project onto the vocabulary: a language model's last block.
+    """Apply the final :class:`LayerNorm`, then project onto the vocabulary: a language model's last block.
 
-    ``tied`` is the name of the parameter that the projection uses as its weight (the token table), or None.
+    Inputs are (samples, length, dim), outputs are logits (samples, length, vocabulary). No method is collective.
+
+    Parameters
+    ----------
+    dim, vocabulary : int
+        Number of features, and number of different ids.
+    tied : str or None
+        Name of the parameter that the projection uses as its weight (the token table), or None for one of its own.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> head = mz.nn.LanguageHead(4, 256, tied="embedding.token.weight")
+    >>> [spec.name for spec in head.specs()]
+    ['norm.weight', 'norm.bias', 'projection.weight']
+    >>> head.output_shape((6, 4))  # of one sample: 6 positions of 4 features
+    (6, 256)
     """
 
     dim: int

@@ -7,9 +7,10 @@ from math import prod
 from typing import Any
 
 from mpizero.names import explains
-from mpizero.nn.layer import Layer, as_rows, matmul, require_init, require_positive, sum_rows
+from mpizero.nn.layer import Layer, as_rows, matmul, sum_rows
 from mpizero.nn.layers.affine import Affine
 from mpizero.nn.operations import Operations, linear_operations
+from mpizero.nn.settings import require_init, require_positive
 from mpizero.types import EVALUATE, Array, Init, ParameterSpec, Params, Run
 
 
@@ -22,6 +23,9 @@ class Linear(Affine):
     training step read activations row by row. To split the layer over ranks by outputs is to cut the weight's columns;
     to split it by inputs is to cut its rows.
 
+    Inputs are (..., inputs), outputs (..., outputs), in the parameters' dtype, float32 or float64. No method is
+    collective.
+
     Parameters
     ----------
     inputs, outputs : int
@@ -33,6 +37,18 @@ class Linear(Affine):
     input_gradient : bool
         Whether ``backward_input`` computes the gradient of the input. False for a model's first layer saves one of the
         three products.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> params = {"weight": np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]), "bias": np.array([0.0, 10.0])}
+    >>> layer = mz.nn.Linear(3, 2)
+    >>> y, cache = layer.forward(params, np.array([[1.0, 2.0, 3.0]]))
+    >>> y
+    array([[ 4., 15.]])
+    >>> layer.backward(params, cache, np.array([[1.0, 0.0]]), {"weight": np.empty((3, 2)), "bias": np.empty(2)})
+    array([[1., 0., 1.]])
     """
 
     inputs: int
@@ -91,9 +107,30 @@ class Linear(Affine):
 class Projection(Layer):
     """Compute ``logits = x @ weight.T``; ``weight`` (classes, features) is stored like an embedding's table.
 
-    If ``tied`` is given, it is the global name of another parameter, and ``params["weight"]`` is that parameter's
-    array. The projection writes the gradient of its own use of the array only; mpizero adds the gradients of all uses
-    afterwards.
+    Inputs are (..., features), outputs (..., classes), in the dtype of ``weight``. No method is collective.
+
+    Parameters
+    ----------
+    features, classes : int
+        Size of the last axis of the input and of the output.
+    tied : str or None
+        The global name of another parameter, such as "embedding.token.weight": ``params["weight"]`` is then that
+        parameter's array. The projection writes the gradient of its own use of the array only; mpizero adds the
+        gradients of all uses afterwards. A weight of its own has weight decay, a tied one has that of the parameter it
+        shares.
+    init : Init
+        Start values of a weight of its own.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> head = mz.nn.Projection(2, 3, tied="embedding.token.weight")
+    >>> logits, cache = head.forward({"weight": np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])}, np.array([[4.0, 5.0]]))
+    >>> logits
+    array([[4., 5., 9.]])
+    >>> head.specs()[0].tied
+    'embedding.token.weight'
     """
 
     features: int

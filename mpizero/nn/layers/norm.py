@@ -7,7 +7,8 @@ from typing import Any
 
 from mpizero import kernels
 from mpizero.names import explains
-from mpizero.nn.layer import Layer, as_rows, namespace, require_positive, vector
+from mpizero.nn.layer import Layer, as_rows, namespace, vector
+from mpizero.nn.settings import require_positive
 from mpizero.types import EVALUATE, Array, Init, ParameterSpec, Params, Run
 from mpizero.validation import positive, require
 
@@ -20,7 +21,33 @@ def _require(where: str, features: int, eps: float) -> None:
 @explains
 @dataclass(frozen=True)
 class LayerNorm(Layer):
-    """Shift and scale the last axis to mean 0 and variance 1, then apply ``weight`` and ``bias`` (Ba et al., 2016)."""
+    """Shift and scale the last axis to mean 0 and variance 1, then apply ``weight`` and ``bias``.
+
+    Parameters of the layer are ``weight`` (features,), which starts as ones, and ``bias`` (features,), which starts as
+    zeros. No method is collective. The formula is that of Ba, Kiros and Hinton, *Layer Normalization*, 2016, section 3.
+
+    Parameters
+    ----------
+    features : int
+        Size of the last axis of inputs (..., features). The output has the input's shape and the parameters' dtype,
+        float32 or float64.
+    eps : float
+        Added to the variance under the root; greater than 0.
+
+    Raises
+    ------
+    ConfigError
+        If ``features`` or ``eps`` is not positive.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> params = {"weight": np.ones(4), "bias": np.zeros(4)}
+    >>> y, cache = mz.nn.LayerNorm(4).forward(params, np.array([[1.0, 2.0, 3.0, 4.0]]))
+    >>> y.round(3)
+    array([[-1.342, -0.447,  0.447,  1.342]])
+    """
 
     features: int
     eps: float = 1e-5
@@ -72,7 +99,34 @@ class LayerNorm(Layer):
 @explains
 @dataclass(frozen=True)
 class RMSNorm(Layer):
-    """Scale the last axis to root mean square 1, then apply ``weight`` (Zhang and Sennrich, 2019)."""
+    """Scale the last axis to root mean square 1, then apply ``weight`` (Zhang and Sennrich, 2019).
+
+    Parameters of the layer are ``weight`` (features,), which starts as ones. No method is collective. Nothing is
+    shifted, so it costs less than :class:`LayerNorm`.
+
+    Parameters
+    ----------
+    features : int
+        Size of the last axis of inputs (..., features). The output has the input's shape and the parameters' dtype,
+        float32 or float64.
+    eps : float
+        Added to the mean square under the root; greater than 0.
+
+    Raises
+    ------
+    ConfigError
+        If ``features`` or ``eps`` is not positive.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> y, cache = mz.nn.RMSNorm(3).forward({"weight": np.ones(3)}, np.array([[1.0, 2.0, 2.0]]))
+    >>> y.round(3)
+    array([[0.577, 1.155, 1.155]])
+    >>> round(float((y**2).mean()), 3)
+    1.0
+    """
 
     features: int
     eps: float = 1e-6

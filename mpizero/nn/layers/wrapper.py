@@ -7,8 +7,9 @@ from typing import Any
 
 from mpizero.nn.graph import Graph, NodeOutput
 from mpizero.nn.integers import layer_integers
-from mpizero.nn.layer import Layer, require_layer
+from mpizero.nn.layer import Layer
 from mpizero.nn.operations import Operations
+from mpizero.nn.settings import require_layer
 from mpizero.types import EVALUATE, Array, Group, IntegerSpec, ParameterSpec, Params, Run
 
 

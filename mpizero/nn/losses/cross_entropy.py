@@ -18,7 +18,26 @@ from mpizero.types import Array
 @explains
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Compute softmax and the negative log-likelihood of integer targets; negative targets are ignored."""
+    """Compute softmax and the negative log-likelihood of integer targets; negative targets are ignored.
+
+    Predictions are logits (..., classes), float32 or float64, and targets class numbers (...), as :meth:`forward` says.
+    It has no parameters, and no method is collective.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> logits = np.array([[2.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
+    >>> loss_sum, weight, cache = mz.nn.CrossEntropy().forward(logits, np.array([0, 0, -1]))
+    >>> round(loss_sum, 3), weight  # two targets count
+    (2.254, 2.0)
+    >>> mz.nn.CrossEntropy().backward(cache).round(3)
+    array([[-0.119,  0.119],
+           [-0.881,  0.881],
+           [ 0.   ,  0.   ]])
+    >>> mz.nn.CrossEntropy().correct(logits, np.array([0, 0, -1]))
+    (1, 2)
+    """
 
     def forward(self, prediction: Array, target: Any) -> tuple[float, float, Any]:
         """Sum the losses of all targets that are not negative, in float64.

@@ -111,7 +111,22 @@ class ElementLoss(ABC):
 @explains
 @dataclass(frozen=True)
 class MeanSquaredError(ElementLoss):
-    """Compute the squared error, averaged over a sample's outputs and summed over samples."""
+    """Compute the squared error, averaged over a sample's outputs and summed over samples.
+
+    Predictions are (samples, ...), float32 or float64, and targets real numbers of the same shape, which may have
+    weights and masks, as :meth:`forward` says. It has no parameters, and no method is collective.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> loss = mz.nn.MeanSquaredError()
+    >>> prediction, target = np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([[1.0, 4.0], [0.0, 0.0]])
+    >>> loss.forward(prediction, target)[:2]  # the sum of the two samples' means, and their number
+    (14.5, 2.0)
+    >>> loss.forward(prediction, {"target": target, "mask": np.array([True, False])})[:2]
+    (2.0, 1.0)
+    """
 
     def losses(self, prediction: Array, targets: Array, losses: Array) -> None:
         """Write the squared error of each element to ``losses``."""
@@ -128,7 +143,19 @@ class MeanSquaredError(ElementLoss):
 class L1Loss(ElementLoss):
     """Compute the absolute error, averaged over a sample's outputs and summed over samples.
 
-    Its slope is 0 where prediction and target are equal.
+    Its slope is 0 where prediction and target are equal. Predictions and targets are as for :class:`MeanSquaredError`.
+    No method is collective.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> loss_sum, weight, cache = mz.nn.L1Loss().forward(np.array([[1.0], [3.0]]), np.array([[1.5], [0.0]]))
+    >>> loss_sum, weight
+    (3.5, 2.0)
+    >>> mz.nn.L1Loss().backward(cache)
+    array([[-1.],
+           [ 1.]])
     """
 
     def losses(self, prediction: Array, targets: Array, losses: Array) -> None:
@@ -153,6 +180,14 @@ class HuberLoss(ElementLoss):
     ----------
     delta : float
         The error from which the loss grows linearly, greater than 0.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> loss_sum, weight, cache = mz.nn.HuberLoss(delta=1.0).forward(np.array([[0.5], [3.0]]), np.zeros((2, 1)))
+    >>> loss_sum, weight  # 0.5**2 / 2, and 3 - 1 / 2
+    (2.625, 2.0)
     """
 
     delta: float = 1.0
@@ -182,6 +217,15 @@ class BCEWithLogitsLoss(ElementLoss):
     ----------
     pos_weight : float, sequence of float or None
         Factor on the loss of a target of 1: one number, or one for each output (the last axis). None is 1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> loss = mz.nn.BCEWithLogitsLoss(pos_weight=3.0)
+    >>> loss_sum, weight, cache = loss.forward(np.array([[0.0], [0.0]]), np.array([[1.0], [0.0]]))
+    >>> round(loss_sum, 3), weight  # 3 log 2 + log 2
+    (2.773, 2.0)
     """
 
     pos_weight: Any = None
@@ -247,7 +291,7 @@ class GaussianNLLLoss(ElementLoss):
 
     The last axis of the prediction has two numbers for each output: first the means of all outputs, then the natural
     logarithms of their variances. So a model may predict any number, and no layer has to make variances positive. The
-    loss of an element is (log(v) + (mean - target)**2 / v) / 2, without the constant log(2 pi) / 2, averaged over
+    loss of an element is ``(log(v) + (mean - target)**2 / v) / 2``, without the constant log(2 pi) / 2, averaged over
     outputs and summed over samples (Nix and Weigend, 1994). It is PyTorch's ``gaussian_nll_loss`` of the exponential of
     the predicted logarithm, whose gradients it has also where a variance is limited.
 
@@ -255,6 +299,15 @@ class GaussianNLLLoss(ElementLoss):
     ----------
     eps : float
         The least variance: smaller ones count as ``eps``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> prediction = np.array([[2.0, np.log(4.0)]])  # one sample: mean 2, variance 4
+    >>> loss_sum, weight, cache = mz.nn.GaussianNLLLoss().forward(prediction, np.array([[4.0]]))
+    >>> round(loss_sum, 3), weight  # (log 4 + 2**2 / 4) / 2
+    (1.193, 1.0)
     """
 
     eps: float = 1e-6

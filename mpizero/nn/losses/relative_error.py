@@ -20,7 +20,7 @@ from mpizero.validation import number, require
 @explains
 @dataclass(frozen=True)
 class RelativeL2Loss:
-    """Compute ||prediction - target|| / (||target|| + eps) of each sample, summed over samples (Li et al., 2021).
+    """Compute ``||prediction - target|| / (||target|| + eps)`` of each sample, summed over samples (Li et al., 2021).
 
     The norm is the Euclidean one over all outputs of a sample, computed in float64. Weights and masks of whole samples
     (arrays (samples,)) weigh samples. Those of elements weigh the squares inside both norms, as quadrature weights do;
@@ -30,6 +30,14 @@ class RelativeL2Loss:
     ----------
     eps : float
         Added to the norm of the target. With 0 a target whose norm is 0 is an error.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> prediction, target = np.array([[3.0, 3.0]]), np.array([[3.0, 4.0]])
+    >>> mz.nn.RelativeL2Loss().forward(prediction, target)[:2]  # 1 / 5
+    (0.2, 1.0)
     """
 
     eps: float = 0.0

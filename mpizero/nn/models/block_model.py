@@ -25,6 +25,16 @@ def model_specs(model: BlockModel) -> tuple[ParameterSpec, ...]:
     """Return the specs of all parameters of a model, in the order of its blocks. Not collective.
 
     Their names are global: ``<block>.<name in the block>``.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> for spec in mz.nn.model_specs(mz.nn.MLP(2, [3], 1)):
+    ...     print(spec.name, spec.shape, spec.decay)
+    hidden.0.linear.weight (2, 3) True
+    hidden.0.linear.bias (3,) False
+    output.linear.weight (3, 1) True
+    output.linear.bias (1,) False
     """
     return tuple(
         replace(spec, name=joined(block, spec.name)) for block, layer in model.blocks.items() for spec in layer.specs()
@@ -35,6 +45,15 @@ def initial_parameters(model: BlockModel) -> dict[str, Array]:
     """Return the start values of a model's parameters by name, as contiguous NumPy arrays.
 
     A tied use has no array of its own. Not collective.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> named = mz.nn.initial_parameters(mz.nn.MLP(2, [3], 1, seed=5))
+    >>> list(named)
+    ['hidden.0.linear.weight', 'hidden.0.linear.bias', 'output.linear.weight', 'output.linear.bias']
+    >>> named["output.linear.bias"]
+    array([0.], dtype=float32)
     """
     values: dict[str, Array] = {}
     fill = start_values_of(model)
@@ -68,6 +87,15 @@ def bind(model: BlockModel, named: Mapping[str, Array]) -> dict[str, dict[str, A
     ------
     LayoutError
         A parameter is missing, unknown, or of another shape or dtype.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> model = mz.nn.MLP(2, [3], 1)
+    >>> named = mz.nn.initial_parameters(model)
+    >>> params = mz.nn.bind(model, named)
+    >>> params["output"]["linear"]["weight"] is named["output.linear.weight"]
+    True
     """
     wanted = {spec.name: spec for spec in model_specs(model) if spec.tied is None}
     integers = start_integers(model)
@@ -108,6 +136,15 @@ def evaluate(model: BlockModel, params: Mapping[str, Params], x: Array, run: Run
         The model's input; the first axis counts samples.
     run : Run
         What layers get besides the input; ``run.training`` turns dropout on.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> model = mz.nn.MLP(2, [3], 1)
+    >>> params = mz.nn.bind(model, mz.nn.initial_parameters(model))
+    >>> mz.nn.evaluate(model, params, np.ones((5, 2))).shape
+    (5, 1)
     """
     run = run_on(model, x, run)
     if without := [block for block, layer in model.blocks.items() if layer.specs() and block not in params]:
@@ -152,26 +189,28 @@ def loss_and_gradients(
     gradients : dict of str to Array
         The gradient of ``scale * loss_sum`` for each trainable parameter, by global name; for an averaged parameter its
         new value. It includes the gradients of tied uses. If ``slots`` is given, these are its arrays.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> model = mz.nn.MLP(1, [], 1, task="regression", dtype="float64")  # y = weight x + bias
+    >>> named = {"output.linear.weight": np.array([[2.0]]), "output.linear.bias": np.array([0.0])}
+    >>> batch = np.array([[1.0], [2.0]]), np.zeros((2, 1))
+    >>> loss_sum, weight, gradients = mz.nn.loss_and_gradients(model, named, batch)
+    >>> loss_sum, weight
+    (20.0, 2.0)
+    >>> gradients["output.linear.weight"]  # the sum of 2 error x
+    array([[20.]])
     """
     params = bind(model, named)
-    try:
-        x, target = batch
-    except (TypeError, ValueError):
-        raise LayoutError(f"a batch is a pair (x, target), got a {type(batch).__name__}") from None
-    run = run_on(model, x, run)
-    caches = []
-    for block, layer in model.blocks.items():
-        x, cache = call_located("block", block, layer.forward, params[block], x, run)
-        caches.append(cache)
+    x, target, caches = _forward(model, params, batch, run)
     loss_sum, weight, loss_cache = model.loss.forward(x, target)
     dy: Array | None = model.loss.backward(loss_cache, scale)
     specs = [spec for spec in model_specs(model) if spec.trainable]
     uses = gradient_slots(model, like=x) if slots is None else slots
     for (block, layer), cache in zip(reversed(list(model.blocks.items())), reversed(caches), strict=True):
-        if dy is None:
-            raise LayoutError(f"no gradient reaches block {block!r}: the block after it returns none for its input")
-        grads = nest([*_block_items(block, layer, uses), *fresh_integers(layer).items()])
-        dy = call_located("block", block, layer.backward, params[block], cache, dy, grads)
+        dy = _backward(block, layer, (params[block], cache), dy, uses)
     gradients = {spec.name: uses[spec.name] for spec in specs if spec.tied is None}
     for spec in specs:
         if spec.tied in gradients:
@@ -184,6 +223,20 @@ def gradient_slots(model: BlockModel, like: Array | None = None) -> dict[str, Ar
 
     Tied uses have arrays of their own. ``like`` is an array of the library (NumPy or CuPy) that the gradients shall
     belong to; None is NumPy. Not collective.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> model = mz.nn.MLP(2, [3], 1, task="regression")
+    >>> named, slots = mz.nn.initial_parameters(model), mz.nn.gradient_slots(model)
+    >>> batch = np.ones((4, 2), np.float32), np.zeros((4, 1), np.float32)
+    >>> for step in range(3):  # gradient descent in the same memory
+    ...     loss_sum, weight, gradients = mz.nn.loss_and_gradients(model, named, batch, slots=slots)
+    ...     for name, gradient in gradients.items():
+    ...         named[name] -= 0.1 / weight * gradient
+    >>> gradients["output.linear.bias"] is slots["output.linear.bias"]
+    True
     """
     xp = np if like is None else namespace(like)
     slots = (spec for spec in model_specs(model) if spec.trainable)
@@ -194,6 +247,14 @@ def model_operations(model: BlockModel, input_shape: tuple[int, ...]) -> dict[st
     """Count the floating-point operations of each block's matrix products for one sample of ``input_shape``.
 
     Returns the counts by block name. For a split model they are those of this rank. Not collective.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> for block, operations in mz.nn.model_operations(mz.nn.MLP(8, [16], 2), (8,)).items():
+    ...     print(block, operations.forward, operations.total)
+    hidden.0 256 512
+    output 64 192
     """
     counts = {}
     for block, layer in model.blocks.items():
@@ -224,6 +285,15 @@ def export_computation_graph(model: BlockModel, input_shape: tuple[int, ...]) ->
         the shape of its output, its parameters (for each the global name, the shape and whether it is a tied use) and
         its settings. ``inputs`` and ``outputs`` name the model's inputs and outputs. ``format``, ``model``, ``dtype``
         and ``loss`` are the version of this description, the model's class, its dtype and the class of its loss.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> graph = mz.nn.export_computation_graph(mz.nn.MLP(8, [16], 2), (8,))
+    >>> [(node["name"], node["op"]) for node in graph["nodes"]]
+    [('hidden.0.linear', 'Linear'), ('hidden.0.activation', 'ReLU'), ('output.linear', 'Linear')]
+    >>> graph["outputs"], graph["loss"]
+    (['output.linear'], 'CrossEntropy')
     """
     graph, node = Graph(), NodeOutput("x", input_shape)
     for block, layer in model.blocks.items():
@@ -254,6 +324,33 @@ def model_dtype(where: str, dtype: Any) -> np.dtype[Any]:
             if np.dtype(dtype) == known:
                 return known
     raise ConfigError(f'{where}: dtype={dtype!r} is not supported; choose "float32" or "float64"')
+
+
+def _forward(
+    model: BlockModel, params: Mapping[str, Params], batch: tuple[Array, Array], run: Run
+) -> tuple[Array, Array, list[Any]]:
+    """Run all blocks forward; return the prediction, the target and the blocks' caches."""
+    try:
+        x, target = batch
+    except (TypeError, ValueError):
+        raise LayoutError(f"a batch is a pair (x, target), got a {type(batch).__name__}") from None
+    run = run_on(model, x, run)
+    caches = []
+    for block, layer in model.blocks.items():
+        x, cache = call_located("block", block, layer.forward, params[block], x, run)
+        caches.append(cache)
+    return x, target, caches
+
+
+def _backward(
+    block: str, layer: Any, kept: tuple[Params, Any], dy: Array | None, uses: Mapping[str, Array]
+) -> Array | None:
+    """Run a block's backward pass into its arrays of ``uses``; ``kept`` are its parameters and its cache."""
+    if dy is None:
+        raise LayoutError(f"no gradient reaches block {block!r}: the block after it returns none for its input")
+    grads = nest([*_block_items(block, layer, uses), *fresh_integers(layer).items()])
+    dx: Array | None = call_located("block", block, layer.backward, *kept, dy, grads)
+    return dx
 
 
 def _block_items(block: str, layer: Any, uses: Mapping[str, Array]) -> Iterable[tuple[str, Array]]:

@@ -35,6 +35,13 @@ def freeze(model: Any, patterns: str | Iterable[str]) -> Any:
     ------
     ConfigError
         If a pattern fits no parameter, if they leave nothing to train, or if there is none.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> tuned = mz.nn.freeze(mz.nn.MLP(2, [3], 1), ["hidden.*", "*.bias"])
+    >>> [spec.name for spec in mz.nn.model_specs(tuned) if spec.trainable]
+    ['output.linear.weight']
     """
     chosen = as_patterns("freeze", patterns)
     if not chosen:

@@ -11,13 +11,14 @@ import numpy as np
 
 from mpizero.errors import ConfigError, DataError
 from mpizero.names import explains
-from mpizero.nn.layer import Layer, namespace, require_numbers, require_positive
+from mpizero.nn.layer import Layer, namespace, require_numbers
 from mpizero.nn.layers.activation import named_activation
 from mpizero.nn.layers.linear import Linear
 from mpizero.nn.losses.named_losses import TASKS, loss_for
 from mpizero.nn.models.block_model import export_computation_graph, model_dtype
 from mpizero.nn.models.predictor import compile_mlp
 from mpizero.nn.sequential import Sequential
+from mpizero.nn.settings import require_positive
 from mpizero.nn.split.linear import ColumnLinear, RowLinear
 from mpizero.nn.split.model import SplitModel
 from mpizero.types import EVALUATE, Array, BlockModel, Group, Init, Loss, Params, Run
@@ -27,7 +28,30 @@ from mpizero.validation import require, seed
 @explains
 @dataclass(frozen=True)
 class Select(Layer):
-    """Keep the features of the input whose indices are in ``active``, and replace the other features by zeros."""
+    """Keep the features of the input whose indices are in ``active``, and replace the other features by zeros.
+
+    The layer has no parameters. Inputs and outputs are (..., features). No method is collective.
+
+    Parameters
+    ----------
+    features : int
+        Size of the last axis of the input.
+    active : tuple of int
+        Indices of the features that are kept, from 0 to ``features - 1``.
+
+    Raises
+    ------
+    ConfigError
+        If an index is out of range.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> y, cache = mz.nn.Select(features=3, active=(0, 2)).forward({}, np.array([[1.0, 2.0, 3.0]]))
+    >>> y
+    array([[1., 0., 3.]])
+    """
 
     features: int
     active: tuple[int, ...]
@@ -91,6 +115,20 @@ class MLP:
     ------
     ConfigError
         A size, name or dtype is not allowed.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> net = mz.nn.MLP(features=2, hidden=[8], outputs=1, task="regression", activation="tanh")
+    >>> list(net.blocks)
+    ['hidden.0', 'output']
+    >>> x = np.random.default_rng(0).normal(size=(16, 2))
+    >>> with mz.ShardingConfig(comm="self") as config:
+    ...     with mz.DDPModel(net, config, optimizer=mz.Adam(lr=0.05)) as model:
+    ...         losses = [model.train(x, x[:, :1] * x[:, 1:]) for step in range(20)]
+    >>> losses[-1] < losses[0]
+    True
     """
 
     features: int

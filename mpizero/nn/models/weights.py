@@ -87,6 +87,15 @@ def from_torch(model: GPT, state: Mapping[str, Any]) -> dict[str, Array]:
     ------
     LayoutError
         An entry of the state dict is missing or has another shape; the message names it.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> gpt = mz.nn.GPT(dim=8, layers=1, heads=2, sequence=16)
+    >>> state = mz.nn.to_torch(gpt, mz.nn.initial_parameters(gpt))  # or a PyTorch model's state_dict()
+    >>> named = mz.nn.from_torch(gpt, state)
+    >>> named["blocks.0.attention.qkv.weight"].shape  # inputs first
+    (8, 24)
     """
     prefix = "" if "wte.weight" in state else _PREFIX
     turned = _stores_outputs_first(model, state, prefix)
@@ -114,6 +123,14 @@ def to_torch(model: GPT, named: Mapping[str, Array]) -> dict[str, Array]:
     dict of str to Array
         NumPy arrays by PyTorch's names. Apply ``torch.from_numpy`` to each value to get a state dict.
         ``lm_head.weight`` is always included; if the model is tied, it is the same array as ``transformer.wte.weight``.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> gpt = mz.nn.GPT(dim=8, layers=1, heads=2, sequence=16)
+    >>> state = mz.nn.to_torch(gpt, mz.nn.initial_parameters(gpt))
+    >>> state["transformer.h.0.attn.c_attn.weight"].shape  # outputs first, as torch.nn.Linear has it
+    (24, 8)
     """
     state = {}
     for spec in model_specs(model):

@@ -58,6 +58,17 @@ class ColumnLinear(SplitLinearBase):
         Whether inputs hold only this rank's positions of the sequences: (samples, positions of this rank, inputs). All
         positions are then gathered before the product, and again for the weight's gradient, because a rank keeps only
         its own.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> from mpizero.layout import Axes
+    >>> from mpizero.testing import run_in_threads
+    >>> def columns(comm):
+    ...     group = mz.ProcessGrid.create(comm, axes=Axes(tensor=comm.size)).tensor_group
+    ...     return {spec.name: spec.shape for spec in mz.nn.ColumnLinear(mz.nn.Linear(3, 8), group).specs()}
+    >>> run_in_threads(2, columns)[0]
+    {'weight': (3, 4), 'bias': (4,)}
     """
 
     whole: Linear
@@ -133,6 +144,17 @@ class RowLinear(SplitLinearBase):
     sequence : bool
         Whether each rank gets the sum for its own positions of the sequences only. The bias's gradient is then computed
         from these positions only; the block that uses the layer sums it over the ranks.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> from mpizero.layout import Axes
+    >>> from mpizero.testing import run_in_threads
+    >>> def rows(comm):
+    ...     group = mz.ProcessGrid.create(comm, axes=Axes(tensor=comm.size)).tensor_group
+    ...     return {spec.name: spec.shape for spec in mz.nn.RowLinear(mz.nn.Linear(8, 3), group).specs()}
+    >>> run_in_threads(2, rows)[0]
+    {'weight': (4, 3), 'bias': (3,)}
     """
 
     whole: Linear

@@ -73,6 +73,18 @@ class SplitModel:
     sequences : bool
         Whether blocks work on this rank's positions of the sequences only. Sequences lie along the second axis of the
         model's input.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> from mpizero.layout import Axes
+    >>> from mpizero.testing import run_in_threads
+    >>> def held(comm):
+    ...     group = mz.ProcessGrid.create(comm, axes=Axes(tensor=comm.size)).tensor_group
+    ...     part = mz.nn.split_model(mz.nn.MLP(4, [6], 2), group)
+    ...     return type(part).__name__, part.held_shape("hidden.0", (6,))
+    >>> run_in_threads(2, held)  # three of six hidden features on each rank
+    [('SplitModel', (3,)), ('SplitModel', (3,))]
     """
 
     whole: BlockModel
@@ -143,6 +155,17 @@ def split_model(model: BlockModel, group: Group) -> BlockModel:
     ------
     ConfigError
         Nothing in the model can be split, or the number of ranks does not divide the number of heads.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> from mpizero.layout import Axes
+    >>> from mpizero.testing import run_in_threads
+    >>> def shapes(comm):
+    ...     group = mz.ProcessGrid.create(comm, axes=Axes(tensor=comm.size)).tensor_group
+    ...     return [spec.shape for spec in mz.nn.model_specs(mz.nn.split_model(mz.nn.MLP(4, [6], 2), group))]
+    >>> run_in_threads(2, shapes)  # columns of the first weight, rows of the second
+    [[(4, 3), (3,), (3, 2), (2,)], [(4, 3), (3,), (3, 2), (2,)]]
     """
     if group.size == 1:
         return model
@@ -163,7 +186,23 @@ def split_model(model: BlockModel, group: Group) -> BlockModel:
 
 
 def whole_prediction(model: BlockModel, y: Array) -> Array:
-    """Return the whole prediction of any model from its output ``y`` on this rank. Collective if ``model`` is split."""
+    """Return the whole prediction of any model from its output ``y`` on this rank. Collective if ``model`` is split.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> from mpizero.layout import Axes
+    >>> from mpizero.testing import run_in_threads
+    >>> gpt = mz.nn.GPT(dim=8, layers=1, heads=2, sequence=4)
+    >>> def logits(comm):
+    ...     part = mz.nn.split_model(gpt, mz.ProcessGrid.create(comm, axes=Axes(tensor=comm.size)).tensor_group)
+    ...     params = mz.nn.bind(part, mz.nn.initial_parameters(part))
+    ...     y = mz.nn.evaluate(part, params, np.zeros((1, 4), int))
+    ...     return y.shape, mz.nn.whole_prediction(part, y).shape
+    >>> run_in_threads(2, logits)[0]
+    ((1, 4, 128), (1, 4, 256))
+    """
     join = getattr(model, "whole_prediction", None)
     return y if join is None else join(y)
 
@@ -181,7 +220,7 @@ def run_on(model: BlockModel, x: Array, run: Run) -> Run:
     """Return ``run`` with the length of the sequences in the input ``x``, if the model needs it; else ``run`` itself.
 
     Models that need it have a method ``run_on``, as split models do. Collective only for a
-    :class:`~mpizero.nn.ContextModel`.
+    :class:`~mpizero.nn.context.context_forms.ContextModel`.
     """
     know = getattr(model, "run_on", None)
     return run if know is None else know(x, run)

@@ -19,6 +19,23 @@ class NonlinearCG(SearchingMethod):
 
     Each step is one evaluation, as with :class:`LBFGS`, and needs all samples; it keeps four vectors, whatever the
     number of iterations. There are no bounds.
+
+    Attributes
+    ----------
+    gtol, ftol, regularization
+        As in :class:`VectorMethod`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> def bowl(parameters, batch):
+    ...     apart = parameters["x"] - np.array([1.0, 2.0])
+    ...     return float(apart @ apart), {"x": 2 * apart}, 1.0
+    >>> with mz.DDPModel(mz.FunctionModel({"x": np.zeros(2)}, bowl), mz.ShardingConfig(comm="self")) as model:
+    ...     result = mz.minimize(model, method=mz.NonlinearCG(gtol=1e-8))
+    ...     print(result.x.round(6), result.success)
+    [1. 2.] True
     """
 
     decrease: ClassVar[float] = 1e-4

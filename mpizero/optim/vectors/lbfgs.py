@@ -50,6 +50,18 @@ class LBFGS(SearchingMethod):
         that is learned, the diagonal of the BFGS update of itself, scaled by the newest pair (Gilbert & Lemaréchal
         1989, "Some numerical experiments with variable-storage quasi-Newton algorithms"). That takes one vector more,
         and often fewer evaluations where unknowns have different scales.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> def bowl(parameters, batch):
+    ...     apart = parameters["x"] - np.array([1.0, 2.0])
+    ...     return float(apart @ apart), {"x": 2 * apart}, 1.0
+    >>> with mz.DDPModel(mz.FunctionModel({"x": np.zeros(2)}, bowl), mz.ShardingConfig(comm="self")) as model:
+    ...     result = mz.minimize(model, method=mz.LBFGS(history=5, bounds=(None, 1.5)))
+    ...     print(result.x.round(6), result.success)
+    [1.  1.5] True
     """
 
     history: int = 10

@@ -134,6 +134,16 @@ class VectorMethod(ABC):
         Terms that are added to the loss, by the names of parameters or patterns of names: :class:`Tikhonov`,
         :class:`TotalVariation`, or the user's own. ``term(values)`` is called on one rank with the whole parameter, and
         returns the value and the gradient, an array of its shape.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> method = mz.LBFGS(gtol=1e-8, regularization={"velocity": mz.Tikhonov(0.1)})
+    >>> isinstance(method, mz.optim.VectorMethod), method.gtol
+    (True, 1e-08)
+    >>> mz.NewtonCG(gtol=-1.0)
+    Traceback (most recent call last):
+    mpizero.errors.ConfigError: NewtonCG: gtol=-1.0: expected a finite number >= 0
     """
 
     gtol: float = 1e-5

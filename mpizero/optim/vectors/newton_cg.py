@@ -34,6 +34,18 @@ class NewtonCG(VectorMethod):
         The first radius of the trust region, > 0.
     exact : bool
         Whether evaluations for products are the model's own ones; only for :func:`mpizero.minimize`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> def bowl(parameters, batch):
+    ...     apart = parameters["x"] - np.array([1.0, 2.0])
+    ...     return float(apart @ apart), {"x": 2 * apart}, 1.0
+    >>> with mz.DDPModel(mz.FunctionModel({"x": np.zeros(2)}, bowl), mz.ShardingConfig(comm="self")) as model:
+    ...     result = mz.minimize(model, method=mz.NewtonCG(radius=10.0))
+    ...     print(result.x.round(6), result.success)
+    [1. 2.] True
     """
 
     radius: float = 1.0

@@ -34,6 +34,15 @@ class Tikhonov:
         Factor of the term, at least 0.
     reference : float or Array
         A number, or an array of the parameter's shape.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> term = mz.Tikhonov(0.5, reference=1.0)
+    >>> value, gradient = term(np.array([3.0, 1.0]))
+    >>> value, gradient
+    (1.0, array([1., 0.]))
     """
 
     weight: float
@@ -68,6 +77,16 @@ class TotalVariation:
         Factor of the term, at least 0.
     smoothing : float
         Differences that are much smaller than this count by their squares, so that there is a gradient; > 0.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> term = mz.TotalVariation(1.0, smoothing=1e-6)
+    >>> round(term(np.array([0.0, 0.0, 5.0, 5.0]))[0], 3)  # one jump costs its height
+    5.0
+    >>> round(term(np.array([0.0, 2.0, 3.0, 5.0]))[0], 3)  # as does a slope
+    5.0
     """
 
     weight: float

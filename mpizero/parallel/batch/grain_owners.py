@@ -5,7 +5,8 @@ Where the ranks of a node claim grains, the runs of these ranks together are the
 
 from __future__ import annotations
 
-from mpizero.layout import Grains, claim_parts, claim_rows
+from mpizero.layout import Grains
+from mpizero.layout.claims import claim_parts, claim_rows
 from mpizero.layout.nodes import NodeOrder
 
 

@@ -15,8 +15,7 @@ from mpizero.comm.calls import agree_on_call
 from mpizero.comm.failure_report import by_ranks
 from mpizero.comm.recording.call_trace import MODULUS
 from mpizero.errors import CollectiveError, ConfigError, DataError, PeerFailure
-from mpizero.layout import FlatLayout
-from mpizero.layout.flat import joined
+from mpizero.layout.flat import FlatLayout, joined
 from mpizero.parallel.batch.redistribute import GlobalBatch
 from mpizero.parallel.parameters.allocator import COMPUTING_ADVICE, refused
 from mpizero.parallel.parameters.integer_state import IntegerState

@@ -9,6 +9,7 @@ from typing import Any
 
 from mpizero import optim
 from mpizero.errors import CheckpointError
+from mpizero.optim.adapted import learning_rate
 from mpizero.parallel.optimizer.sharded_update import Updater
 
 #: Name of the checkpoint attribute that holds the learning rate.
@@ -53,7 +54,7 @@ def moved(updater: Updater, attributes: Mapping[str, Any], steps: int) -> str | 
         return f"the checkpoint was trained with the schedule {before!r:.200}, the bound optimizer has {now!r}"
     if last is None or not steps:
         return None
-    rate = optim.learning_rate(updater.optimizer, steps - 1)
+    rate = learning_rate(updater.optimizer, steps - 1)
     if math.isnan(rate) or rate == last:
         return None
     return f"the learning rate of step {steps} was {last!r}, the bound optimizer's is {rate!r} there"

@@ -15,13 +15,16 @@ from __future__ import annotations
 from typing import Any
 
 from mpizero import optim
-from mpizero.comm import Communicator, CommunicatorGroup
+from mpizero.comm import Communicator
 from mpizero.comm.group.device_p2p import GpuAwareLayerGroup, GpuAwareP2P, HostStagedGroup, HostStagedP2P
 from mpizero.comm.group.gpu_aware import prove
+from mpizero.comm.group.model_group import CommunicatorGroup
 from mpizero.comm.group.pipeline_p2p import PipelineP2P
 from mpizero.errors import ConfigError
 from mpizero.kernels.device import Device, found, open_device
-from mpizero.layout import Unit
+from mpizero.layout.unit import Unit
+from mpizero.optim.adapted import optimizer_name
+from mpizero.optim.averaging import plain
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.device.device_parameters import DeviceAllocator, DeviceParameters, UnitGradients
 from mpizero.parallel.device.device_update import DeviceUpdater, StagedUpdater
@@ -245,7 +248,7 @@ class CudaComputeDevice(ComputeDevice):
 
 
 def updates_on_device(config: ShardingConfig, optimizer: Any) -> bool:
-    """Tell whether an optimizer, as ``optim.averaging`` returns it, runs and keeps its state on a GPU. Not collective.
+    """Tell whether an optimizer, as ``averaging`` returns it, runs and keeps its state on a GPU. Not collective.
 
     It does if layers compute on a GPU, the optimizer is one of the library's that updates no whole tensors, and
     ``optimizer_device`` is not "cpu".
@@ -257,10 +260,10 @@ def updates_on_device(config: ShardingConfig, optimizer: Any) -> bool:
     """
     if config.device == "cpu" or config.optimizer_device == "cpu":
         return False
-    own = isinstance(optim.plain(optimizer), optim.FlatOptimizer) and not optimizer.needs_whole_tensors
+    own = isinstance(plain(optimizer), optim.FlatOptimizer) and not optimizer.needs_whole_tensors
     if not own and config.optimizer_device is not None:
         raise ConfigError(
-            f"optimizer_device={config.optimizer_device!r}: {optim.optimizer_name(optimizer)}.update works on "
+            f"optimizer_device={config.optimizer_device!r}: {optimizer_name(optimizer)}.update works on "
             "arrays of the host, only the library's optimizers that update no whole tensors run on a GPU: leave "
             "optimizer_device out"
         )

@@ -83,6 +83,19 @@ class BadStep:
         The grains in which the values were found, with all their samples.
     epoch : int
         The epoch that was passed to ``train``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> x, y = np.array([[0.0], [np.inf]], np.float32), np.array([0, 1])
+    >>> config = mz.ShardingConfig(comm="self", micro_batch=1, bad_steps=mz.BadSteps(warn=False))
+    >>> with mz.DDPModel(mz.nn.MLP(1, [], 2), config, optimizer=mz.SGD(0.1)) as model:
+    ...     _ = model.train(x, y)
+    ...     folder = mz.dump_bad_step(model, (x, y), "bad_steps")
+    >>> step = mz.parallel.read_bad_step(folder)
+    >>> step.step, step.global_batch, step.found[0]["tensor"], step.grains[0].x.tolist()
+    (1, 2, 'loss', [[inf]])
     """
 
     step: int
@@ -131,22 +144,26 @@ def dump_bad_step(
     Raises
     ------
     DataError
-        On every rank, if the batch contains something else than arrays of numbers, which could not be saved without
-        pickle.
+        On every rank, if the batch contains something else than arrays of numbers.
     OSError
         On rank 0, if the files cannot be written. The other ranks raise RemoteError.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> batch = np.array([[np.inf]], np.float32), np.array([0])
+    >>> with mz.distribute(mz.nn.MLP(1, [], 2), mz.AdamW(), comm="self") as model:
+    ...     _ = model.train(*batch)
+    ...     sorted(path.name for path in mz.dump_bad_step(model, batch, "bad_steps").iterdir())
+    ['grain_00000.npz', 'step.json']
     """
     report, comm = model.last_step, model.config.communicator
     if report is None or not report.non_finite:
         return None
     record_call(comm, "dump_bad_step")
     with all_ranks(comm, first=True):
-        x, y = batch
-        tree = SampleTree.of(x=x, y=y)
-        odd = [f"{path} is {leaf.dtype}" for path, leaf in tree.named if leaf.dtype.kind not in NUMBERS]
-        if why := tree.uncut or ", ".join(odd):
-            raise DataError(f"{why}: only arrays of numbers can be kept for a replay")
-        structure = {"x": outline(x, "x"), "y": outline(y, "y")}
+        tree, structure = _checked(*batch)
     grains, total = _gather(model, tree, indices, report.non_finite)
     path = Path(folder) / f"step_{report.non_finite[0].step:08d}"
     with all_ranks(comm):
@@ -154,6 +171,15 @@ def dump_bad_step(
             batch_tree = {} if structure == _ARRAYS else {"structure": structure}
             _write(path, _described(model, report, total) | batch_tree | {"about": dict(about or {})}, grains)
     return path
+
+
+def _checked(x: Any, y: Any) -> tuple[SampleTree, dict[str, Any]]:
+    """Return the tree of a batch, and its structure for ``step.json``; raise DataError if it is not all numbers."""
+    tree = SampleTree.of(x=x, y=y)
+    odd = [f"{path} is {leaf.dtype}" for path, leaf in tree.named if leaf.dtype.kind not in NUMBERS]
+    if why := tree.uncut or ", ".join(odd):
+        raise DataError(f"{why}: only arrays of numbers can be kept for a replay")
+    return tree, {"x": outline(x, "x"), "y": outline(y, "y")}
 
 
 def _gather(
@@ -228,6 +254,18 @@ def read_bad_step(path: str | os.PathLike[str]) -> BadStep:
     DataError
         If ``path`` is no folder of a bad step, or its files are damaged or of another version. The message names the
         file.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> x, y = np.array([[0.0], [np.inf]], np.float32), np.array([0, 1])
+    >>> config = mz.ShardingConfig(comm="self", micro_batch=1, bad_steps=mz.BadSteps(warn=False))
+    >>> with mz.DDPModel(mz.nn.MLP(1, [], 2), config, optimizer=mz.SGD(0.1)) as model:
+    ...     _ = model.train(x, y)
+    ...     folder = mz.dump_bad_step(model, (x, y), "bad_steps")
+    >>> mz.parallel.read_bad_step(folder).grains[0].samples
+    array([1])
     """
     folder = Path(path)
     file = folder / "step.json"

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from mpizero.errors import ConfigError
-from mpizero.layout import Unit
 from mpizero.layout.flat import joined
+from mpizero.layout.unit import Unit
 from mpizero.parallel.diagnostics.bad_steps import BadStep, read_bad_step
 from mpizero.parallel.execution.black_box import BlackBoxEvaluator
 from mpizero.parallel.execution.evaluators import BlockEvaluator, Evaluator
@@ -71,6 +71,19 @@ class Replay:
         Sum of the losses of these samples, and their total weight.
     figures : tuple of ReplayedArray
         Statistics of the parameters, then of all other arrays in the order in which they were computed.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> x, y = np.array([[0.0], [np.inf]], np.float32), np.array([0, 1])
+    >>> config = mz.ShardingConfig(comm="self", micro_batch=1, bad_steps=mz.BadSteps(warn=False))
+    >>> with mz.DDPModel(mz.nn.MLP(1, [], 2), config, optimizer=mz.SGD(0.1)) as model:
+    ...     _ = model.train(x, y)
+    ...     folder = mz.dump_bad_step(model, (x, y), "bad_steps")
+    ...     replay = mz.replay_bad_step(folder, model)[0]
+    >>> replay.start, replay.stop, replay.first.what, replay.first.name
+    (1, 2, 'input', 'x')
     """
 
     start: int
@@ -109,6 +122,19 @@ def replay_bad_step(step: BadStep | str | os.PathLike[str], model: ShardedModelB
         If the model is on several ranks.
     DataError
         If the files of the step are damaged.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> x, y = np.array([[0.0], [np.inf]], np.float32), np.array([0, 1])
+    >>> config = mz.ShardingConfig(comm="self", micro_batch=1, bad_steps=mz.BadSteps(warn=False))
+    >>> with mz.DDPModel(mz.nn.MLP(1, [], 2), config, optimizer=mz.SGD(0.1)) as model:
+    ...     _ = model.train(x, y)
+    ...     folder = mz.dump_bad_step(model, (x, y), "bad_steps")
+    ...     first = mz.replay_bad_step(folder, model)[0].first  # the first array that is not finite
+    >>> first.what, first.not_finite
+    ('input', 1)
     """
     if model.world_size != 1:
         raise ConfigError(

@@ -35,6 +35,18 @@ class Evaluation(_Sums):
         largest score is that of the target class. None if predictions are not right or wrong.
     predictions : int
         Number of predictions that ``correct`` was counted from: those whose target counts.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> x, y = np.eye(2, dtype=np.float32), np.array([0, 1])
+    >>> with mz.distribute(mz.nn.MLP(2, [4], 2), mz.AdamW(lr=0.1), comm="self") as model:
+    ...     for _ in range(10):
+    ...         _ = model.train(x, y)
+    ...     found = model.evaluate(x, y)
+    >>> found.weight, found.correct, found.accuracy, found.loss == found.loss_sum / 2
+    (2.0, 2, 1.0, True)
     """
 
     predictions: int = 0

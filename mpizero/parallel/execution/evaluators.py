@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from mpizero.errors import CollectiveError, PeerFailure
-from mpizero.layout import Unit
+from mpizero.layout.unit import Unit
 from mpizero.nn.error_location import add_location, call_located
 from mpizero.parallel.parameters.store import ParameterProvider
 from mpizero.parallel.return_checks import loss_and_weight

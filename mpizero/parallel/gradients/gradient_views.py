@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.layout import FlatLayout, Unit
-from mpizero.layout.flat import united, views
+from mpizero.layout.flat import FlatLayout, united, views
+from mpizero.layout.unit import Unit
 from mpizero.parallel.gradients.unwritten_gradients import GradientDict
 from mpizero.parallel.parameters.allocator import Allocator
 from mpizero.parallel.parameters.integer_state import IntegerState

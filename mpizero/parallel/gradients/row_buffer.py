@@ -15,7 +15,9 @@ import numpy as np
 from mpizero.comm.reduce.exact import RowsToSum
 from mpizero.comm.reduce.segments import RowRange, program_array, tree_sum
 from mpizero.errors import StateError
-from mpizero.layout import Folding, FoldStep, RowsPlan, Span, Unit, rows_plan
+from mpizero.layout import Span
+from mpizero.layout.tree import Folding, FoldStep, RowsPlan, rows_plan
+from mpizero.layout.unit import Unit
 from mpizero.parallel.batch.grain_owners import claimed_rows, contiguous_owners, contiguous_shares
 from mpizero.parallel.batch.node_claims import NodeClaims
 from mpizero.parallel.batch.redistribute import GlobalBatch, Grain

@@ -12,7 +12,8 @@ from mpizero import kernels
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.reduce.exact import RowsToSum
 from mpizero.comm.reduce.segments import Arriving, RowRange, program_array
-from mpizero.layout import Unit, Wave, WavePlan, wave_plan
+from mpizero.layout.tree import Wave, WavePlan, wave_plan
+from mpizero.layout.unit import Unit
 from mpizero.parallel.batch.grain_owners import wave_owners
 from mpizero.parallel.batch.redistribute import GlobalBatch, Grain
 from mpizero.parallel.batch.step_scalars import Divisors

@@ -56,6 +56,22 @@ class MinimizeResult:
         Why it has ended.
     model : ShardedModelBase
         The model, whose parameters are the result.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> def rosenbrock(parameters, batch):
+    ...     a, b = parameters["x"]
+    ...     gradient = np.array([-400 * a * (b - a**2) - 2 * (1 - a), 200 * (b - a**2)])
+    ...     return 100 * (b - a**2) ** 2 + (1 - a) ** 2, {"x": gradient}, 1.0
+    >>> model = mz.FunctionModel({"x": np.array([-1.2, 1.0])}, rosenbrock)
+    >>> with mz.DDPModel(model, mz.ShardingConfig(comm="self")) as placed:
+    ...     result = mz.minimize(placed, options={"maxiter": 2})
+    ...     result.x.size, result.nit, result.success
+    (2, 2, False)
+    >>> result.message
+    'maxiter=2 iterations have been made'
     """
 
     fun: float
@@ -117,18 +133,43 @@ def minimize(
         If the method or an option is unknown, a bound or term does not fit, or ranks differ in them or in the data.
     NonFiniteError
         If the loss or its gradient at the start values is infinite or NaN.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> def bowl(parameters, batch):
+    ...     apart = parameters["x"] - np.array([1.0, 2.0])
+    ...     return float(apart @ apart), {"x": 2 * apart}, 1.0
+    >>> with mz.ZeRO1Model(mz.FunctionModel({"x": np.zeros(2)}, bowl), mz.ShardingConfig(comm="self")) as model:
+    ...     result = mz.minimize(model, method="l-bfgs", options={"gtol": 1e-8})
+    ...     print(result.x.round(6), result.success)
+    [1. 2.] True
     """
+    terms = {"bounds": bounds, "regularization": regularization}
+    return _minimized(model, data, callback, resume, dict(options or {}), method=method, **terms)
+
+
+def _minimized(
+    model: ShardedModelBase,
+    data: Any,
+    callback: Callable[[MinimizeResult], object] | None,
+    resume: str | Path | None,
+    options: dict[str, Any],
+    **chosen: Any,
+) -> MinimizeResult:
+    """Check what :func:`minimize` was given, and minimize. Collective over the model's ranks."""
     if not isinstance(model, ShardedCore):
         raise ArgumentError(
             f"minimize takes a placed model, such as ZeRO1Model(model, config); got {type(model).__name__}"
         )
     comm = model.config.communicator
     with all_ranks(comm):
-        limits, chosen = _settings(model.wrapped_model, method, bounds, regularization, dict(options or {}))
+        limits, optimizer = _settings(model.wrapped_model, **chosen, options=options)
         source = _as_source(data)
     agree_equal(comm, lambda: {"maxiter and maxfun": limits}, "minimize")
     agree_arrays(comm, "minimize", lambda: {"the number of samples": len(source), **compared_samples(source)})
-    model.optimizer_class(chosen, model.config).set_model(model)
+    model.optimizer_class(optimizer, model.config).set_model(model)
     if resume is not None:
         model.load_model(resume)
     x, y = whole_batch(source, model)

@@ -46,6 +46,13 @@ class ShardedModelBase(ManualGradients):
     ConfigError
         If ranks pass different models, configurations or optimizers, or a sharded optimizer was created with another
         configuration or does not work with this strategy.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> with mz.ZeRO1Model(mz.nn.MLP(2, [4], 2), mz.ShardingConfig(comm="self")) as model:
+    ...     isinstance(model, mz.ShardedModelBase), model.parameter_count, list(model.named_parameters())[:1]
+    (True, 22, ['hidden.0.linear.weight'])
     """
 
     #: Class of the sharded optimizer that is made of a plain optimizer.

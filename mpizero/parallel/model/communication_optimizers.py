@@ -38,6 +38,22 @@ class GradientCompressionOptimizer(ShardedOptimizer):
     ------
     ConfigError
         If the compression is unknown, or the configuration has a ``bucket_mb``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> x, y = np.eye(4, dtype=np.float32), np.array([0, 1, 0, 1])
+    >>> def bytes_sent(comm, optimizer):
+    ...     with mz.ShardingConfig(comm=comm, share_node_memory=False) as config:
+    ...         with mz.DDPModel(mz.nn.MLP(4, [64], 2), config, optimizer=optimizer) as model:
+    ...             part = slice(2 * comm.rank, 2 * comm.rank + 2)
+    ...             model.train(x[part], y[part])
+    ...             return model.last_step.bytes_sent
+    >>> packed = mz.testing.run_in_threads(2, lambda comm: bytes_sent(
+    ...     comm, mz.GradientCompressionOptimizer(mz.AdamW(), compression="int8")))
+    >>> packed[0] < 0.7 * mz.testing.run_in_threads(2, lambda comm: bytes_sent(comm, mz.AdamW()))[0]
+    True
     """
 
     def __init__(
@@ -84,6 +100,29 @@ class LocalSGDOptimizer(ShardedOptimizer):
         As in :class:`ShardedOptimizer`.
     every : int
         Number of steps between two averages.
+
+    Raises
+    ------
+    ConfigError
+        If ``every`` is less than 1, the wrapped optimizer needs the gradient of all samples, or, when it is bound, the
+        configuration has an ``ema``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> x, y = np.eye(2, dtype=np.float32), np.array([0, 1])
+    >>> def train(comm):
+    ...     with mz.ShardingConfig(comm=comm) as config:
+    ...         local = mz.LocalSGDOptimizer(mz.SGD(lr=0.5), every=2)
+    ...         with mz.DDPModel(mz.nn.MLP(2, [], 2), config, optimizer=local) as model:
+    ...             part = slice(comm.rank, comm.rank + 1)
+    ...             for _ in range(4):
+    ...                 model.train(x[part], y[part])
+    ...             return model.metadata().averaged_every, model.parameters_sha256()
+    >>> first, second = mz.testing.run_in_threads(2, train)
+    >>> first[0], first == second  # just averaged
+    (2, True)
     """
 
     strategies = ("ddp",)

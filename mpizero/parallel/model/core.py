@@ -14,8 +14,8 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.comm.calls import check_call, collective
 from mpizero.comm.startup.same_software import agree_to_start
 from mpizero.errors import ArgumentError, CheckpointError, SharedMemoryError, StateError
-from mpizero.layout import FlatLayout, Span
-from mpizero.layout.flat import joined
+from mpizero.layout import Span
+from mpizero.layout.flat import FlatLayout, joined
 from mpizero.names import check_names, explains
 from mpizero.parallel.batch.step_scalars import Totals
 from mpizero.parallel.config import ShardingConfig

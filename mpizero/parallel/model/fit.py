@@ -51,6 +51,16 @@ class OptimizationOptions:
         Seed of the order of samples.
     restore_best : bool
         Whether the model ends with the parameters of its best epoch; otherwise it keeps those of the last.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> options = mz.OptimizationOptions(epochs=3, batch_size=4, patience=2)
+    >>> options.validation, options.restore_best
+    (0.1, True)
+    >>> mz.OptimizationOptions(validation=1.0)
+    Traceback (most recent call last):
+    mpizero.errors.ConfigError: validation=1.0: expected a finite number >= 0 and < 1
     """
 
     epochs: int = 10
@@ -89,6 +99,19 @@ class OptimizationResult:
         Number of training steps.
     stopped_early : bool
         Whether training stopped before the last epoch, because the validation loss did not improve.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> x, y = np.eye(8, 2, dtype=np.float32), np.array([0, 1] + [0] * 6)
+    >>> options = mz.OptimizationOptions(epochs=3, batch_size=4, validation=0.25)
+    >>> with mz.distribute(mz.nn.MLP(2, [4], 2), mz.AdamW(lr=0.1), comm="self") as model:
+    ...     result = model.optimizer.optimize((x, y), options)
+    >>> result.steps, len(result.history), result.stopped_early
+    (3, 3, False)
+    >>> result.best_parameters.size
+    22
     """
 
     history: tuple[dict[str, float], ...]

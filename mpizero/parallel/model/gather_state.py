@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from mpizero import optim
 from mpizero.comm.reduce.exact import gather_spans
-from mpizero.layout import FlatLayout, ParameterUse
+from mpizero.layout.flat import FlatLayout
+from mpizero.layout.unit import ParameterUse
+from mpizero.optim.state_arrays import state_specs
 from mpizero.parallel.engine import Engine
 from mpizero.parallel.optimizer.sharded_update import Updater
 from mpizero.parallel.parameters.shards import Share, UpdatePiece
@@ -63,7 +64,7 @@ def slot_entries(engine: Engine, slot: str) -> tuple[ParameterUse, ...]:
     tensors one after the other. Not collective; the engine has a bound optimizer.
     """
     optimizer = _updater(engine).optimizer
-    found = [(e, optim.state_specs(optimizer, e.spec).get(slot)) for e in engine.whole.layout.parameters]
+    found = [(e, state_specs(optimizer, e.spec).get(slot)) for e in engine.whole.layout.parameters]
     if slot in optimizer.slots:
         return tuple(entry for entry, spec in found if spec is not None)
     return FlatLayout.build({"": [spec for _, spec in found if spec is not None]}, one_unit=True).parameters

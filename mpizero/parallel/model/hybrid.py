@@ -18,7 +18,19 @@ ZERO_STAGES = ("ddp", "zero1", "zero2", "zero3")
 
 
 class HybridShardedOptimizer(ShardedOptimizer):
-    """Update a model that is split over ranks: each rank updates only ranges of its own stage and tensor part."""
+    """Update a model that is split over ranks: each rank updates only ranges of its own stage and tensor part.
+
+    Arguments and members are those of :class:`ShardedOptimizer`.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> with mz.ShardingConfig(comm="self") as config:
+    ...     model = mz.HybridShardedModel(mz.nn.MLP(2, [4], 2), config, optimizer=mz.HybridShardedOptimizer(mz.AdamW()))
+    ...     with model:
+    ...         type(model.optimizer).__name__, model.optimizer.step_count
+    ('HybridShardedOptimizer', 0)
+    """
 
     strategies = ("hybrid", "tensor", "pipeline")
 
@@ -127,6 +139,23 @@ class HybridShardedModel(ModelParallelBase):
     ValueError
         On all ranks: GridError if the product of the sizes is not the number of ranks; ConfigError if there are more
         stages than blocks, the schedule is unknown, or a layer cannot be split over that many ranks.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> x, y = np.eye(4, dtype=np.float32), np.array([0, 1, 0, 1])
+    >>> def train(comm):
+    ...     with mz.ShardingConfig(comm=comm, micro_batch=1) as config:
+    ...         ways = {"pipeline_parallel_size": 2, "zero_stage": 2, "optimizer": mz.AdamW(lr=0.1)}
+    ...         with mz.HybridShardedModel(mz.nn.MLP(4, [4], 2), config, **ways) as model:
+    ...             group = model.batch_group  # the two replicas
+    ...             part = slice(2 * group.rank, 2 * group.rank + 2)
+    ...             model.train(x[part], y[part])
+    ...             return model.metadata().group_sizes, model.parameters_sha256()
+    >>> results = mz.testing.run_in_threads(4, train)
+    >>> results[0][0], len({sha256 for _, sha256 in results})
+    ({'pipeline': 2, 'tensor': 1, 'data': 2, 'context': 1}, 1)
     """
 
     strategy: ClassVar[str] = "hybrid"
@@ -179,6 +208,15 @@ class TensorParallelModel(ModelParallelBase):
         What the replicas shard, as in :class:`ModelParallelBase`.
     optimizer : optimizer, ShardedOptimizer or None
         As in :class:`ShardedModelBase`.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> def held(comm):
+    ...     with mz.ShardingConfig(comm=comm) as config, mz.TensorParallelModel(mz.nn.MLP(4, [6], 2), config) as model:
+    ...         return model.metadata().held_count, model.parameter_count
+    >>> mz.testing.run_in_threads(2, held)
+    [(23, 44), (23, 44)]
     """
 
     strategy: ClassVar[str] = "tensor"
@@ -215,6 +253,15 @@ class PipelineParallelModel(ModelParallelBase):
         What the replicas shard, as in :class:`ModelParallelBase`.
     optimizer : optimizer, ShardedOptimizer or None
         As in :class:`ShardedModelBase`.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> def held(comm):
+    ...     with mz.ShardingConfig(comm=comm) as own, mz.PipelineParallelModel(mz.nn.MLP(4, [6], 2), own) as model:
+    ...         return model.metadata().held_count, model.parameter_count
+    >>> mz.testing.run_in_threads(2, held)
+    [(30, 44), (14, 44)]
     """
 
     strategy: ClassVar[str] = "pipeline"

@@ -14,7 +14,7 @@ from mpizero.comm.calls import collective, recorded
 from mpizero.comm.equality import agree_arrays, agree_equal
 from mpizero.comm.reduce.exact import gather_spans
 from mpizero.errors import ArgumentError, ConfigError, LayoutError, NonFiniteError, StateError
-from mpizero.layout import FlatLayout
+from mpizero.layout.flat import FlatLayout
 from mpizero.layout.nodes import GROUPS
 from mpizero.parallel.batch.redistribute import Asked
 from mpizero.parallel.batch.step_scalars import Totals
@@ -52,6 +52,17 @@ class Gradients:
         Whether the values are summed over the ranks and divided by the weight.
     layout : FlatLayout or None
         Names and offsets of the parameters in a gathered gradient; None for the other kinds.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> x, y = np.eye(2, dtype=np.float32), np.array([0, 1])
+    >>> with mz.DDPModel(mz.nn.MLP(2, [], 2), mz.ShardingConfig(comm="self")) as model:
+    ...     gradients = model.compute_gradients(x, y, gather=True)
+    ...     model.apply_gradients(gradients, learning_rate=0.1)
+    >>> gradients.weight, gradients.synchronized, {name: g.shape for name, g in gradients.named().items()}
+    (2.0, True, {'output.linear.weight': (2, 2), 'output.linear.bias': (2,)})
     """
 
     values: Array

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from mpizero import optim
+from mpizero.optim.state_arrays import state_size, tensor_state_size
 from mpizero.parallel.partition.tiles import exactness
 
 if TYPE_CHECKING:
-    from mpizero.layout import FlatLayout
+    from mpizero.layout.flat import FlatLayout
     from mpizero.parallel.config import ShardingConfig
     from mpizero.parallel.engine import Engine
 
@@ -65,6 +65,16 @@ class ModelMetadata:
         The largest number of bytes that this rank has held at once.
     bytes_sent_last_step : int
         Bytes that this rank sent to other ranks in the last training step.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> with mz.ZeRO3Model(mz.nn.MLP(2, [4], 2), mz.ShardingConfig(comm="self"), optimizer=mz.AdamW()) as model:
+    ...     found = model.metadata()
+    >>> found.strategy, found.sharded, found.parameter_count
+    ('ZeRO-3', ('parameters', 'gradients', 'optimizer state'), 22)
+    >>> found.formula_bytes["optimizer state"]  # two arrays of 22 float32
+    176.0
     """
 
     strategy: str
@@ -170,8 +180,8 @@ def _formula(engine: Engine) -> dict[str, float]:
     every = whole = 0
     if engine.updater is not None:
         optimizer, specs = engine.updater.optimizer, [entry.spec for entry in engine.layout.parameters]
-        every = sum(optim.state_size(optimizer, spec) for spec in specs)
-        whole = sum(optim.tensor_state_size(optimizer, spec) for spec in specs)
+        every = sum(state_size(optimizer, spec) for spec in specs)
+        whole = sum(tensor_state_size(optimizer, spec) for spec in specs)
     changed = sum(entry.spec.size for entry in engine.layout.parameters if entry.spec.trainable)
     feedback = {}
     if engine.exchange.feedback:

@@ -16,6 +16,9 @@ from mpizero.comm.calls import agree_on_call, check_call, collective, recorded
 from mpizero.comm.equality import agree_arrays, agree_equal
 from mpizero.errors import ArgumentError, ConfigError, LayoutError, StateError
 from mpizero.names import explains
+from mpizero.optim.adapted import adapt
+from mpizero.optim.averaging import plain
+from mpizero.optim.tensor_optimizer import tensor_slots
 from mpizero.optim.vectors.method import is_progress
 from mpizero.parallel.checkpointing import model_state
 from mpizero.parallel.checkpointing.restore import opened_alike
@@ -53,6 +56,12 @@ class ShardedOptimizer:
     ------
     TypeError
         If ``wrapped_optimizer`` is not gradient-based. The message names the missing method.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> isinstance(mz.ZeRO1Optimizer(mz.AdamW()), mz.ShardedOptimizer)
+    True
     """
 
     #: Strategies of the models to which this class can be bound; empty for any strategy.
@@ -70,7 +79,7 @@ class ShardedOptimizer:
             raise ArgumentError(f"{type(self).__name__} needs a ShardingConfig, got {config!r}")
         if loss_scale is not None and not isinstance(loss_scale, optim.DynamicLossScale):
             raise ArgumentError(f"{type(self).__name__}: loss_scale is a DynamicLossScale or None, got {loss_scale!r}")
-        self.wrapped_optimizer = optim.adapt(wrapped_optimizer)
+        self.wrapped_optimizer = adapt(wrapped_optimizer)
         self.options = self._checked(options) or OptimizationOptions()
         self._config, self._loss_scale = config, loss_scale
         self._model: ShardedModelBase | None = None
@@ -115,7 +124,7 @@ class ShardedOptimizer:
             optimizer.check_names([spec.name for spec in specs])
         groups = {optimizer.group_of(spec) for spec in specs}
         return plans | {
-            "the optimizer's state": (*optimizer.slots, *optim.tensor_slots(optimizer)),
+            "the optimizer's state": (*optimizer.slots, *tensor_slots(optimizer)),
             "the optimizer's first step": {group: optimizer.hyper(1, group, np.float64) for group in sorted(groups)},
         }
 
@@ -191,7 +200,7 @@ class ShardedOptimizer:
     @property
     def _updater(self) -> Updater:
         updater = self.model.engine.updater
-        if updater is None or optim.plain(updater.optimizer) is not self.wrapped_optimizer:
+        if updater is None or plain(updater.optimizer) is not self.wrapped_optimizer:
             raise StateError("the model has been given another optimizer meanwhile: call set_model again")
         return updater
 

@@ -16,7 +16,7 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.comm.calls import agree_on_call, collective, recorded
 from mpizero.comm.equality import agree_arrays
 from mpizero.errors import LayoutError, SharedMemoryError
-from mpizero.layout import ParameterUse
+from mpizero.layout.unit import ParameterUse
 from mpizero.names import nearest, number_array
 from mpizero.nn.integers import start_value
 from mpizero.parallel.checkpointing.model_state import copy_state

@@ -12,6 +12,7 @@ import numpy as np
 
 from mpizero import checkpoint
 from mpizero.checkpoint import LocalArray, PendingSave, SnapshotBuffer
+from mpizero.checkpoint.format.skeleton import ALIGNMENT
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.calls import collective, recorded
@@ -81,7 +82,7 @@ class Saving(ShardedCore):
         attributes: Mapping[str, Any] | None = None,
         backend: str = "direct",
         replace: bool = True,
-        alignment: int = checkpoint.ALIGNMENT,
+        alignment: int = ALIGNMENT,
     ) -> None:
         """Save parameters and optimizer state as a checkpoint folder; by default an existing checkpoint is replaced.
 
@@ -109,7 +110,7 @@ class Saving(ShardedCore):
         *,
         attributes: Mapping[str, Any] | None = None,
         replace: bool = True,
-        alignment: int = checkpoint.ALIGNMENT,
+        alignment: int = ALIGNMENT,
     ) -> PendingSave:
         """Start a save like :meth:`save_model`, and return as soon as the values are copied: training can go on.
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mpizero.comm import ProcessGrid
-from mpizero.layout import FlatLayout, evaluate, leaves_program
+from mpizero.layout.flat import FlatLayout
+from mpizero.layout.tree import evaluate, leaves_program
 from mpizero.types import Array, ParameterSpec
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from mpizero import optim
+from mpizero.optim.averaging import EMA
+from mpizero.optim.tensor_optimizer import tensor_slots
 from mpizero.parallel.optimizer.whole_tensors import WholeTensors
 from mpizero.parallel.parameters.shards import StatePiece, UpdatePiece, UpdateRun
 
@@ -20,7 +21,7 @@ def state_sizes(
     Parameters
     ----------
     optimizer : optimizer
-        What :func:`mpizero.optim.averaging` returns.
+        What :func:`mpizero.optim.averaging.averaging` returns.
     size : int
         Number of parameter elements that the rank updates.
     elementwise : iterable of UpdateRun
@@ -29,8 +30,8 @@ def state_sizes(
         The whole tensors; None if the optimizer needs none.
     """
     short = sum(run.size for run in elementwise)
-    sizes = {slot: size if slot == optim.EMA else short for slot in optimizer.slots}
-    return sizes | {slot: tensors.size(slot) if tensors else 0 for slot in optim.tensor_slots(optimizer)}
+    sizes = {slot: size if slot == EMA else short for slot in optimizer.slots}
+    return sizes | {slot: tensors.size(slot) if tensors else 0 for slot in tensor_slots(optimizer)}
 
 
 def sharded_pieces(pieces: Iterable[UpdatePiece], size: int) -> list[StatePiece]:

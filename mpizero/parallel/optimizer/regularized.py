@@ -9,7 +9,8 @@ import numpy as np
 
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ArgumentError, ConfigError
-from mpizero.layout import ParameterUse, owners_by_cost
+from mpizero.layout.partition import owners_by_cost
+from mpizero.layout.unit import ParameterUse
 from mpizero.optim.vectors.regularization import Regularization, Term
 from mpizero.parallel.optimizer.tensor_exchange import TensorExchange
 from mpizero.parallel.optimizer.tensor_plan import TensorPlan

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mpizero import kernels, optim
+from mpizero import kernels
+from mpizero.optim import adapted, averaging, flat_optimizer
 from mpizero.optim.vectors.run import VectorRun
 from mpizero.parallel.batch.step_scalars import Divisors
 from mpizero.parallel.optimizer.global_norm import GlobalSums, over_tiles
@@ -55,7 +56,7 @@ class Updater:
     Parameters
     ----------
     optimizer : optimizer
-        What :func:`mpizero.optim.averaging` returns.
+        What :func:`mpizero.optim.averaging.averaging` returns.
     store : ParameterStore
         The parameters.
     scope : UpdateScope
@@ -137,7 +138,7 @@ class Updater:
 
     def ask_rate(self) -> float:
         """Ask the optimizer for the learning rate of the next step and keep it for that step. Not collective."""
-        self._known_rate = self.step_count, optim.learning_rate(self.optimizer, self.step_count)
+        self._known_rate = self.step_count, adapted.learning_rate(self.optimizer, self.step_count)
         return self._known_rate[1]
 
     @property
@@ -181,7 +182,7 @@ class Updater:
         placed = {group: self._placed(hyper) for group, hyper in hypers.items()}
         for run in self.plain_runs:
             w, state = self._run_arrays(run.store, run.state, run.size)
-            hyper, summed = placed[run.group], optim.RowSum(rows, run.gradient, program, divisor)
+            hyper, summed = placed[run.group], flat_optimizer.RowSum(rows, run.gradient, program, divisor)
             if self.optimizer.needs_tensor_norms:
                 u = out[run.gradient : run.gradient + run.size]
                 self.optimizer.direction_tree(summed, w, u, state, hyper)
@@ -350,18 +351,18 @@ class Updater:
 
     def _follow(self, w: Array, state: int) -> None:
         """Move the average of the parameters ``w``, whose state begins at index ``state``, if there is one."""
-        if optim.EMA in self.state:
-            self.optimizer.follow(w, self.state[optim.EMA][state : state + w.size])
+        if averaging.EMA in self.state:
+            self.optimizer.follow(w, self.state[averaging.EMA][state : state + w.size])
 
     @property
     def averages_parameters(self) -> bool:
         """Tell whether the optimizer keeps an exponential moving average of the parameters."""
-        return optim.EMA in self.state
+        return averaging.EMA in self.state
 
     def begin_average(self, state: Mapping[str, Array]) -> None:
         """Set the average in ``state``, from :meth:`host_state`, to this rank's parameters on the host."""
         for piece in self.pieces:
-            state[optim.EMA][piece.state : piece.state + piece.size] = self.store.values[
+            state[averaging.EMA][piece.state : piece.state + piece.size] = self.store.values[
                 piece.store : piece.store + piece.size
             ]
 
@@ -373,7 +374,7 @@ class Updater:
         UnsupportedError
             If the optimizer's state is on a GPU.
         """
-        average = self.state[optim.EMA]
+        average = self.state[averaging.EMA]
         for run in self.runs:
             w, there = self.store.values[run.store : run.store + run.size], average[run.state : run.state + run.size]
             held = w.copy()

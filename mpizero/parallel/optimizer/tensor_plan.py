@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from mpizero import optim
 from mpizero.errors import ConfigError
-from mpizero.layout import FlatLayout, ParameterUse, Span, owners_by_cost
+from mpizero.layout import Span
+from mpizero.layout.flat import FlatLayout
+from mpizero.layout.partition import owners_by_cost
+from mpizero.layout.unit import ParameterUse
+from mpizero.optim.adapted import optimizer_name
+from mpizero.optim.tensor_optimizer import takes_whole
 from mpizero.parallel.optimizer.tied_parameters import home_of
 from mpizero.parallel.parameters.shards import Share
 from mpizero.types import ParameterSpec
@@ -65,7 +69,7 @@ class TensorPlan:
             If the optimizer takes a tensor of which a rank holds a slice only, or a complex one, or if a cost is not a
             whole number.
         """
-        tensors = tuple(entry for entry in layout.parameters if optim.takes_whole(optimizer, entry.spec))
+        tensors = tuple(entry for entry in layout.parameters if takes_whole(optimizer, entry.spec))
         for entry in tensors:
             _check(optimizer, entry.spec)
         costs = [tensor_cost(optimizer, entry.spec.shape) for entry in tensors]
@@ -130,7 +134,7 @@ class TensorPlan:
 
 def tensor_cost(optimizer: Any, shape: tuple[int, ...]) -> int:
     """Return the floating-point operations that an optimizer tells for the update of a tensor, after a check."""
-    return require(f"{optim.optimizer_name(optimizer)}.cost({shape})", optimizer.cost(shape), whole())
+    return require(f"{optimizer_name(optimizer)}.cost({shape})", optimizer.cost(shape), whole())
 
 
 def _by_rank(moves: Iterable[Move]) -> dict[int, list[Move]]:
@@ -143,7 +147,7 @@ def _by_rank(moves: Iterable[Move]) -> dict[int, list[Move]]:
 
 
 def _check(optimizer: Any, spec: ParameterSpec) -> None:
-    name = optim.optimizer_name(optimizer)
+    name = optimizer_name(optimizer)
     if spec.part is not None and spec.part.shape != spec.shape:
         raise ConfigError(
             f"{name} updates whole tensors, and a tensor group splits {home_of(spec)!r} of shape {spec.part.shape}: "

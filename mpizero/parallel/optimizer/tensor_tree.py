@@ -11,8 +11,10 @@ import numpy as np
 
 from mpizero import kernels
 from mpizero.comm import ProcessGrid
-from mpizero.layout import FlatLayout, Program, Span, TreeNode, cover, evaluate, leaves_program, merge
+from mpizero.layout import Span
+from mpizero.layout.flat import FlatLayout
 from mpizero.layout.parts import PartRows, elements_within, row_runs, take_rows, tile_rows
+from mpizero.layout.tree import Program, TreeNode, cover, evaluate, leaves_program, merge
 from mpizero.parallel.parameters.shards import Share, UpdatePiece
 from mpizero.types import Array
 

@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mpizero import optim
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ArgumentError
+from mpizero.optim.adapted import optimizer_name
+from mpizero.optim.state_arrays import state_specs
 from mpizero.parallel.optimizer.tensor_exchange import TensorExchange
 from mpizero.parallel.optimizer.tensor_plan import TensorPlan
 from mpizero.parallel.optimizer.tied_parameters import home_of
@@ -34,7 +35,7 @@ class WholeTensors:
     Parameters
     ----------
     optimizer : TensorOptimizer
-        What :func:`mpizero.optim.averaging` returns for one.
+        What :func:`mpizero.optim.averaging.averaging` returns for one.
     store : ParameterStore
         The parameters.
     plan : TensorPlan
@@ -54,7 +55,7 @@ class WholeTensors:
         """Return the arrays of this rank's state in ``slot``: one for each owned tensor that has it."""
         found, place = list[StatePiece](), 0
         for number in self.owned:
-            spec = optim.state_specs(self.optimizer, self.plan.tensors[number].spec).get(slot)
+            spec = state_specs(self.optimizer, self.plan.tensors[number].spec).get(slot)
             if spec is not None:
                 found.append(StatePiece(spec, 0, place, spec.size))
                 place += spec.size
@@ -112,6 +113,6 @@ class WholeTensors:
             raise
         if result is not None:
             raise ArgumentError(
-                f"{optim.optimizer_name(self.optimizer)}.update_tensor returned {type(result).__name__} for "
+                f"{optimizer_name(self.optimizer)}.update_tensor returned {type(result).__name__} for "
                 f"{home_of(spec)!r}; expected None: change w and the arrays of state in place"
             )

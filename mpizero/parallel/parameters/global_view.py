@@ -17,10 +17,12 @@ import numpy as np
 
 from mpizero.comm import ProcessGrid
 from mpizero.errors import LayoutError
-from mpizero.layout import FlatLayout, ParameterUse, Span, Unit
+from mpizero.layout import Span
 from mpizero.layout.axes import Coordinates
+from mpizero.layout.flat import FlatLayout
 from mpizero.layout.nodes import GROUPS
 from mpizero.layout.parts import part_rows, part_runs, part_shape, put_rows, take_rows
+from mpizero.layout.unit import ParameterUse, Unit
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.types import Array, ParameterSpec, Part, Ranges
 

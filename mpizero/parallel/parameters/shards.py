@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from mpizero.layout import FlatLayout, ParameterUse, Span
+from mpizero.layout import Span
+from mpizero.layout.flat import FlatLayout
+from mpizero.layout.unit import ParameterUse
 from mpizero.types import ParameterSpec
 
 

@@ -13,8 +13,9 @@ from mpizero.comm import ProcessGrid
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.recording.timeline import Timeline
 from mpizero.comm.reduce.exact import Gathering, begin_gather
-from mpizero.layout import FlatLayout, Span, Unit
-from mpizero.layout.flat import united, views
+from mpizero.layout import Span
+from mpizero.layout.flat import FlatLayout, united, views
+from mpizero.layout.unit import Unit
 from mpizero.parallel.message_progress import MessageProgress
 from mpizero.parallel.parameters import publication
 from mpizero.parallel.parameters.allocator import STATE_ADVICE, Memory, needing, on_all_ranks

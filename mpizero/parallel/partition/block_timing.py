@@ -90,6 +90,36 @@ def measured_costs(model: BlockModel, x: Array, y: Array, config: ShardingConfig
 
     Collective over ``config.comm``. Rank 0 measures as :func:`measure_blocks` does, and every rank returns its times in
     the order of the blocks, so that all ranks cut the model at the same blocks.
+
+    Parameters
+    ----------
+    model : BlockModel
+        The whole model.
+    x, y : array
+        Samples and targets of a micro-batch, of the shapes and types that are used in training.
+    config : ShardingConfig
+        The ranks.
+    repeats : int
+        Number of runs of each block, at least 2.
+
+    Returns
+    -------
+    list of float
+        Seconds, by block.
+
+    Raises
+    ------
+    ConfigError
+        On all ranks, if ``model`` is a black box.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> with mz.ShardingConfig(comm="self") as config:
+    ...     costs = mz.measured_costs(mz.nn.MLP(2, [4], 2), np.eye(2, dtype=np.float32), np.array([0, 1]), config)
+    >>> len(costs), min(costs) > 0.0  # one a block, for HybridShardedModel(..., costs=costs)
+    (2, True)
     """
     comm = config.communicator
     costs: list[float] = []

@@ -12,9 +12,9 @@ import numpy as np
 from mpizero import nn
 from mpizero.comm import ProcessGrid
 from mpizero.errors import ConfigError
-from mpizero.layout import FlatLayout
-from mpizero.layout.flat import joined
-from mpizero.nn.split.model import whole_scores
+from mpizero.layout.flat import FlatLayout, joined
+from mpizero.nn.split.model import run_on, whole_scores
+from mpizero.nn.tiles.tiled_model import tiled_model
 from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.sampletree import leaves_of
@@ -163,7 +163,7 @@ class PartitionedModel:
         Collective over the context group: one message per micro-batch, instead of one per layer. The length is computed
         from the first array of ``x`` on every rank. If no layer is split, ``run`` is returned unchanged.
         """
-        return nn.run_on(self.split, leaves_of(x)[0], run) if self.has_tiles else run
+        return run_on(self.split, leaves_of(x)[0], run) if self.has_tiles else run
 
     def own_loss(self, loss: Any) -> Any:
         """Return ``loss`` adapted to the output of this rank's last block. Not collective.
@@ -242,7 +242,7 @@ def partition_model(
     cuts = parallel_layout.cut(blocks_of(model), model)
     _refuse_frozen_copies(blocks_of(model), parallel_layout.chunks, cuts)
     tensor, context = group_for(grid.tensor_group), group_for(grid.context_group)
-    split = nn.tiled_model(model, tensor, context, tiles, {names[-1] for names in cuts})
+    split = tiled_model(model, tensor, context, tiles, {names[-1] for names in cuts})
     stage = grid.here.pipeline
     here = [block for c, s in enumerate(parallel_layout.chunks) if s == stage for block in cuts[c]]
     local = LocalModel({name: split.blocks[name] for name in here}, split.loss, model.dtype, model.seed)

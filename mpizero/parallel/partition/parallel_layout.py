@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from mpizero.errors import ConfigError
-from mpizero.layout import Axes, balanced_chunks, chunk_stages, explicit_cuts
+from mpizero.layout import Axes, balanced_chunks, chunk_stages
+from mpizero.layout.stages import explicit_cuts
 from mpizero.nn.error_location import call_located
 from mpizero.types import ParameterSpec
 from mpizero.validation import Unexpected, is_whole

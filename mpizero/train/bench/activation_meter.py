@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpizero.comm import CommunicatorGroup
+from mpizero.comm.group.model_group import CommunicatorGroup
 from mpizero.parallel.engine import Engine
 from mpizero.parallel.execution.pipeline import PipelineRunner
 from mpizero.types import Array

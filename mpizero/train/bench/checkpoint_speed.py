@@ -24,6 +24,7 @@ from mpizero.checkpoint import LocalArray, SnapshotBuffer
 from mpizero.checkpoint.byte_source import FileByteSource
 from mpizero.checkpoint.format.manifest import Manifest
 from mpizero.checkpoint.open_manifest import read_manifest
+from mpizero.checkpoint.writer import check_backend
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ConfigError
@@ -75,7 +76,7 @@ class CheckpointRequest:
             raise ConfigError(f"--folder {folder}: is no folder")
         if backend == "all":
             return cls(int(nbytes), tuple(_available(comm)), repeat, folder)
-        checkpoint.check_backend(comm, backend)
+        check_backend(comm, backend)
         return cls(int(nbytes), (backend,), repeat, folder)
 
 
@@ -83,7 +84,7 @@ def _available(comm: Communicator) -> list[str]:
     found = []
     for backend in ("direct", "mpio"):
         try:
-            checkpoint.check_backend(comm, backend)
+            check_backend(comm, backend)
         except ConfigError:
             continue
         found.append(backend)

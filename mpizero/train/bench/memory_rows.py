@@ -88,7 +88,7 @@ def measure_steps(
         in_step = proportional()
         return {
             "here": grid.here._asdict(),
-            "held": {**engine.memory.kinds(), **_group_buffers(grid), "activations": kept.peak},
+            "held": {**engine.memory.kinds(), **group_buffers(grid), "activations": kept.peak},
             "pss": (idle_size(comm) - before, in_step - before),
             "sent": [b - a for a, b in zip(sent, now, strict=True)],
             "parameters": sharded.parameter_count,
@@ -145,10 +145,10 @@ def _sent(grid: ProcessGrid) -> tuple[int, int]:
     return sum(c.bytes_sent for c in counters), sum(c.messages for c in counters)
 
 
-def _group_buffers(grid: ProcessGrid) -> dict[str, int]:
+def group_buffers(grid: ProcessGrid) -> dict[str, int]:
     """Return ``{"group buffers": bytes}``: message buffers of the tensor or context group on this rank.
 
-    Of a window that the group shares, an equal part counts on every rank.
+    Of a window that the group shares, an equal part counts on every rank. Not collective.
     """
     split = [name for name in ("tensor", "context") if getattr(grid, name).size > 1]
     groups = [getattr(grid, f"{name}_group") for name in split]

@@ -69,14 +69,17 @@ class StepSpans(NamedTuple):
 def clock_offset(comm: Communicator) -> float:
     """Return the seconds to add to this rank's clock to get rank 0's. Collective over ``comm``.
 
-    They are 0 on the host of rank 0.
+    They are 0 on the host of rank 0. The first rank of each host measures them for all of its host.
     """
     hosts = comm.allgather_object(_host(), "clocks")
+    if len(set(hosts)) == 1:
+        return 0.0
     offset = 0.0
-    for rank in range(1, comm.size):
-        if hosts[rank] != hosts[0] and comm.rank in (0, rank):
+    for rank in sorted({hosts.index(host) for host in hosts} - {0}):
+        if comm.rank in (0, rank):
             offset = _compared(comm, rank)
-    return offset
+    offsets: list[float] = comm.allgather_object(offset, "clocks")
+    return offsets[hosts.index(hosts[comm.rank])]
 
 
 def _host() -> str:
@@ -146,13 +149,18 @@ def waits(ranks: Sequence[Sequence[StepSpans]]) -> dict[Call, float]:
     """
     latest: dict[Call, float] = {}
     for steps in ranks:
-        entered: dict[Call, float] = {}
-        for mark in (mark for step in steps for mark in step.spans):
-            if mark.call is not None:
-                entered.setdefault(mark.call, mark.start)  # later spans are waits for the same collective
-        for call, start in entered.items():
+        for call, start in entered(*steps).items():
             latest[call] = max(start, latest.get(call, start))
     return latest
+
+
+def entered(*steps: StepSpans) -> dict[Call, float]:
+    """Return, for every collective of one rank, the time at which it has entered it. Not collective."""
+    found: dict[Call, float] = {}
+    for mark in (mark for step in steps for mark in step.spans):
+        if mark.call is not None:
+            found.setdefault(mark.call, mark.start)  # later spans are waits for the same collective
+    return found
 
 
 def waited(mark: PhaseSpan, latest: Mapping[Call, float]) -> float:

@@ -36,6 +36,23 @@ class Callback:
     state_name : str
         Name under which a checkpoint keeps the state of :meth:`state_dict`; if it is empty, the class's name. Of
         several callbacks of one class that have a state, each needs its own.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> x = np.linspace(0.0, 1.0, 8).reshape(8, 1)
+    >>> source = mz.data.ArraySource(x, 2 * x)
+    >>> line = mz.nn.MLP(1, [], 1, task="regression", dtype="float64")
+    >>> class StopBelow(mz.Callback):
+    ...     def on_step(self, trainer, report):
+    ...         if report.loss < 0.1:
+    ...             trainer.stop("the loss is low enough")
+    >>> with mz.ShardingConfig(comm="self") as config:
+    ...     arguments = {"optimizer": mz.Adam(lr=0.1), "steps": 500, "global_batch": 8, "progress": False}
+    ...     with mz.Trainer(line, source, config, **arguments, callbacks=[StopBelow()]) as trainer:
+    ...         trainer.fit().stopped
+    'the loss is low enough (a callback on rank 0)'
     """
 
     state_name: str = ""

@@ -28,6 +28,16 @@ class TensorBoard(Callback):
     ------
     UnsupportedError
         In the first step, on every rank, if ``tensorboardX`` is not installed.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> board = mz.TensorBoard("events", every=10)  # for Trainer(..., callbacks=[board])
+    >>> isinstance(board, mz.Callback)
+    True
+    >>> mz.TensorBoard(every=0)
+    Traceback (most recent call last):
+    mpizero.errors.ConfigError: TensorBoard: every=0: expected a whole number >= 1
     """
 
     def __init__(self, folder: str | Path | None = None, *, every: int = 1) -> None:

@@ -12,7 +12,8 @@ from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.equality import agree_equal
 from mpizero.errors import ConfigError
-from mpizero.layout import FlatLayout, Grains
+from mpizero.layout import Grains
+from mpizero.layout.flat import FlatLayout
 from mpizero.parallel import HybridShardedModel, ShardedModelBase, ShardingConfig, distribute
 from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.train.config.model_and_data import (

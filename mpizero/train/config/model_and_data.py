@@ -14,6 +14,7 @@ import numpy as np
 from mpizero import data, nn
 from mpizero.data import ArraySource, Source
 from mpizero.errors import ConfigError, DataError, MpizeroError
+from mpizero.nn.models.frozen_model import unfrozen
 from mpizero.parallel import ShardedModelBase
 from mpizero.parallel.partition.model_checks import check_model
 from mpizero.sampletree import SampleTree
@@ -294,7 +295,7 @@ def widths_of(model: Any) -> tuple[int, int] | None:
 
     Not collective.
     """
-    return (model.features, model.outputs) if isinstance(nn.unfrozen(model), nn.MLP) else None
+    return (model.features, model.outputs) if isinstance(unfrozen(model), nn.MLP) else None
 
 
 def _widths(section: MlpSection, sources: Sequence[Any]) -> tuple[int, int]:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpizero.errors import ConfigError, GridError
-from mpizero.layout import SCHEDULES, Axes, chunk_stages, explicit_cuts
+from mpizero.layout import SCHEDULES, Axes, chunk_stages
+from mpizero.layout.stages import explicit_cuts
 from mpizero.parallel.config import ASSIGNMENTS
 from mpizero.parallel.partition.parallel_layout import ParallelLayout, Tiles, check_tiles, fits_tiles
 from mpizero.train.config.message_settings import bucket

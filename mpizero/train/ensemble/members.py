@@ -45,6 +45,14 @@ class Member:
         The ranks of the member: ``ShardingConfig(comm=member.comm)``.
     run : Path
         Folder of the member's run: ``Trainer(..., run=member.run)``.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> def train(member):  # a real one trains on member.comm, with member.number as its seed
+    ...     return {"ranks": member.comm.size, "folder": member.run.name}
+    >>> mz.run_members(train, 1, "self")["members"][0]["result"]
+    {'ranks': 1, 'folder': 'member_0000'}
     """
 
     number: int
@@ -95,11 +103,27 @@ def run_members(
         On every rank, when all have ended, if a member was asked to stop; called again, a member may resume.
     ConfigError
         On every rank, if the ranks cannot be divided, or an argument is not allowed.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> def train(member):
+    ...     return {"loss": 1.0 + member.number}
+    >>> summaries = mz.testing.run_in_threads(4, lambda comm: mz.run_members(train, 2, comm, run="ensemble"))
+    >>> summaries[0]["figures"]["loss"]
+    {'mean': 1.5, 'deviation': 0.5, 'least': 1.0, 'largest': 2.0}
     """
+    return _side_by_side(function, comm, members=members, run=str(run), on_failure=on_failure, only=only)
+
+
+def _side_by_side(
+    function: Callable[[Member], Any], comm: Any, *, members: int, run: str, on_failure: str, only: int | None
+) -> dict[str, Any]:
+    """Check what :func:`run_members` was given, and run the members. Collective over ``comm``."""
     with communicator_of(comm) as world:
         with all_ranks(world):
             _check(function, members, world.size, on_failure, only)
-        settings = {"members": members, "run": str(run), "on_failure": on_failure, "only": only}
+        settings = {"members": members, "run": run, "on_failure": on_failure, "only": only}
         agree_equal(world, lambda: {"the arguments of run_members": settings}, "agree run_members")
         number = world.rank * members // world.size if only is None else only
         with world.split(number, name=f"member {number}") as group:

@@ -58,6 +58,16 @@ def summarize_members(run: str | Path, members: int | None = None) -> dict[str, 
     ------
     DataError
         If the folder holds no member, or an outcome cannot be read.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> def train(member):
+    ...     return {"loss": 1.0 + member.number}
+    >>> for number in range(2):  # as two jobs do
+    ...     _ = mz.run_members(train, 2, "self", run="ensemble", only=number)
+    >>> mz.summarize_members("ensemble")["figures"]["loss"]["mean"]
+    1.5
     """
     count = _members_in(Path(run)) if members is None else members
     if not count:

@@ -35,13 +35,7 @@ from mpizero.types import Array
 
 
 def check_model(
-    model: Any,
-    x: Any,
-    y: Any,
-    *,
-    comm: Any = None,
-    parameters: Mapping[str, Array] | None = None,
-    seed: int = 0,
+    model: Any, x: Any, y: Any, *, comm: Any = None, parameters: Mapping[str, Array] | None = None, seed: int = 0
 ) -> ModelReport:
     """Check that a model fulfils what training relies on, and name everything that is wrong.
 
@@ -57,8 +51,7 @@ def check_model(
     - prediction: each sample's prediction does not depend on the other samples;
     - ranks: all ranks compute the same bits.
 
-    A handful of samples is enough. The model is evaluated about a hundred times; for small models that takes a second
-    or less.
+    A handful of samples is enough. The model is evaluated about a hundred times, in a second or less if it is small.
 
     Parameters
     ----------
@@ -85,6 +78,14 @@ def check_model(
         with numbers, the probable cause and a remedy.
     TypeError
         If ``model`` is not a model.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> report = mz.testing.check_model(mz.nn.MLP(2, [3], 2), np.eye(2), np.arange(2), comm="self")
+    >>> print(report.passed[1])
+    repeats: the same bits every time, in any memory
     """
     with ShardingConfig(comm=comm) as config:
         report = _looked_at(model, CheckBatch(x, y, sample_count(x, y)), config.communicator, parameters, seed)

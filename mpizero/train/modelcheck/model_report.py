@@ -22,6 +22,24 @@ class ModelFinding:
         The probable cause.
     remedy : str
         How to repair it.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> from mpizero.testing import check_model
+    >>> def mean(parameters, batch):  # wrong: training adds the sums of pieces of a batch
+    ...     error = parameters["slope"] * batch[0] - batch[1]
+    ...     return float((error**2).mean()), {"slope": np.array([2 * (error * batch[0]).mean()])}, float(len(error))
+    >>> x = np.array([0.5, 1.0, 2.0, 3.0])
+    >>> try:
+    ...     check_model(mz.FunctionModel({"slope": np.ones(1)}, mean), x, 3 * x, comm="self")
+    ... except mz.errors.ModelCheckError as error:
+    ...     finding = error.report.findings[0]
+    >>> finding.check, finding.what
+    ('sum', 'loss')
+    >>> print(finding.remedy)
+    return the sum over the samples, and float(len(x)) as the weight
     """
 
     check: str
@@ -50,6 +68,18 @@ class ModelReport:
         How often the model was evaluated.
     seconds : float
         Duration of all checks.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> from mpizero.testing import check_model
+    >>> x, y = np.random.default_rng(0).normal(size=(4, 2)), np.array([0, 1, 1, 0])
+    >>> report = check_model(mz.nn.MLP(2, [3], 2), x, y, comm="self")
+    >>> report.right, report.findings
+    (True, ())
+    >>> print(report.passed[1])
+    repeats: the same bits every time, in any memory
     """
 
     findings: tuple[ModelFinding, ...]

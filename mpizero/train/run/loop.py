@@ -8,7 +8,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpizero.checkpoint import BEST, StepFolder
+from mpizero.checkpoint import StepFolder
+from mpizero.checkpoint.best_link import BEST
 from mpizero.comm.agreement import all_ranks
 from mpizero.data import batches
 from mpizero.errors import MpizeroError
@@ -22,10 +23,11 @@ from mpizero.train.run.improvement import Improvement
 from mpizero.train.run.metrics import Speed, finite, shortened
 from mpizero.train.run.number_watch import NumberWatch
 from mpizero.train.run.progress import Progress
+from mpizero.train.run.recorder import RunRecorder
 from mpizero.train.run.result import TrainingResult
 from mpizero.train.run.resume import RunState, SavedRun, restore
 from mpizero.train.run.run_folder import DECISION, RunFolder
-from mpizero.train.run.saver import Saver
+from mpizero.train.run.saver import SavedCheckpoint, Saver
 from mpizero.train.run.setup import RunSetup
 from mpizero.train.run.validation import validate
 from mpizero.train.run.vector_run import MethodWatch, SameBatch
@@ -50,6 +52,8 @@ class TrainingLoop:
         Records how long steps and saves take.
     progress : Progress
         Where progress and messages are shown.
+    recorder : RunRecorder
+        Records the events of the run.
 
     Attributes
     ----------
@@ -70,9 +74,10 @@ class TrainingLoop:
         stop: StopRequests,
         clock: WallTime,
         progress: Progress,
+        recorder: RunRecorder,
     ) -> None:
         self.setup, self.folder, self.stop, self.clock, self.progress = setup, folder, stop, clock, progress
-        self.control = stop.comm
+        self.control, self.recorder = stop.comm, recorder
         self.host: Any = None
         self.callbacks = CallbackRounds(setup.callbacks, setup.model)
         self.improvement = setup.improvement()
@@ -84,7 +89,7 @@ class TrainingLoop:
         self.losses = array("d")
         self.validations: list[dict[str, Any]] = []
         self.saver = Saver(setup, folder, self.control, clock, progress.say)
-        self.saver.on_saved = lambda path: self.callbacks.call("on_checkpoint", self.host, path)
+        self.saver.on_saved = self._saved
         self.numbers = NumberWatch(setup, folder, progress)
         self.method = MethodWatch(setup.model)
         self.overrides: list[dict[str, Any]] = []
@@ -98,8 +103,9 @@ class TrainingLoop:
         self.running = True
         try:
             return self._run(resume, resume_from)
-        except BaseException:
+        except BaseException as error:
             self.saver.discard()
+            self.recorder.failed(self.step, self.loss, error)
             raise
         finally:
             self.running = False
@@ -115,6 +121,8 @@ class TrainingLoop:
                 raise self._failure
             if decision is StopDecision.STOP and self.control.rank == 0:
                 self.folder.obey_stop()
+                if not self._complete:
+                    self.recorder.stopped(self.step, self.loss, self.stop.reason)
         self.method.show_iterate()
         if not self._complete:
             self.callbacks.call("on_end", self.host, None)
@@ -133,10 +141,13 @@ class TrainingLoop:
         x, y = batch
         self.method.go_on()
         self.stop.ask(self.saver.busy)
-        model.train(x, y, epoch=stream.epoch)
+        read = time.perf_counter()
+        with self.recorder.tracing(self.step + 1):
+            model.train(x, y, epoch=stream.epoch)
         decision = self.stop.answer()
         self.step += 1
         seconds = time.perf_counter() - started
+        self.recorder.stepped(self.step, model.last_step, read - started)
         more = self.numbers.see(self.step, model.last_step, (x, y)) | self.method.figures()
         if self.setup.callbacks or self._validation_due() or self._checkpoint_due(decision):
             self.method.show_iterate()
@@ -178,6 +189,7 @@ class TrainingLoop:
             if self.control.rank == 0:
                 self._move_aside([] if start is None else start.newer)
                 self.folder.continue_metrics(self.step)
+        self.recorder.begin(self.step)
         self.method.begin()
         self.saver.start(self.step, None if self.improvement is None else self.improvement.step)
         self.progress.begin(self.step)
@@ -311,6 +323,10 @@ class TrainingLoop:
         self.saver.save(self.step, state, wait=wait, best=self._is_best)
         self.speed.disturb()
 
+    def _saved(self, checkpoint: SavedCheckpoint) -> None:
+        self.recorder.saved(checkpoint)
+        self.callbacks.call("on_checkpoint", self.host, checkpoint.path)
+
     @property
     def farewell(self) -> str:
         """The last message of a run that was stopped: the reason, the step, and where its state is saved."""
@@ -344,6 +360,7 @@ class TrainingLoop:
         self.callbacks.call("on_end", self.host, result)
         with all_ranks(self.control):
             if self.control.rank == 0:
+                self.recorder.done(result)
                 self.folder.complete(result.to_dict() | decision)
         return result
 

@@ -50,6 +50,22 @@ class TrainingResult:
     method : dict or None
         The end of a method of whole vectors: "converged", "message", "iterations", and "largest_gradient", the largest
         magnitude in the gradient at the last iterate. None with any other optimizer.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> x = np.linspace(0.0, 1.0, 8).reshape(8, 1)
+    >>> source = mz.data.ArraySource(x, 2 * x)
+    >>> line = mz.nn.MLP(1, [], 1, task="regression", dtype="float64")
+    >>> with mz.ShardingConfig(comm="self") as config:
+    ...     arguments = {"optimizer": mz.Adam(lr=0.1), "steps": 2, "global_batch": 4, "progress": False}
+    ...     with mz.Trainer(line, source, config, **arguments, validation=0.25, validate_every=2) as trainer:
+    ...         result = trainer.fit()
+    >>> result.ranks, result.strategy, result.unit, len(result.parameters_sha256)
+    (1, 'zero2', 'samples', 64)
+    >>> sorted(result.history[-1])
+    ['loss', 'step', 'validation_loss']
     """
 
     steps: int

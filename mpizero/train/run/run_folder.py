@@ -1,4 +1,4 @@
-"""Manage the files of one run: metrics, marker, lock and checkpoints. Files of earlier runs are kept."""
+"""Manage the files of one run: metrics, events, marker, lock, checkpoints. Files of earlier runs are kept."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import contextlib
 import errno
 import fcntl
 import json
+import math
 import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from mpizero.checkpoint.folders import BEST, step_folders
+from mpizero.checkpoint.best_link import BEST
+from mpizero.checkpoint.folders import step_folders
 from mpizero.checkpoint.format.regular_files import open_regular
 from mpizero.errors import CheckpointError, ExitStatus, MpizeroError
+from mpizero.train.record.events import EVENTS, METRICS, RESULT, SUPERSEDED
 
 #: Key of the marker file with the reason for which a callback has ended the run.
 DECISION = "decision"
@@ -43,18 +46,23 @@ class RunFolder:
         self.checkpoints = Path(checkpoints).expanduser().absolute()
         self.root = self.checkpoints.parent if self.checkpoints.name == "checkpoints" else self.checkpoints
         self._lock: TextIO | None = None
-        self._metrics: TextIO | None = None
+        self._appended: dict[str, TextIO] = {}
         self._taken: dict[Path, tuple[int, int]] = {}
 
     @property
     def metrics(self) -> Path:
         """Path of the metrics file, which has one line of JSON for each step."""
-        return self.root / "metrics.jsonl"
+        return self.root / METRICS
+
+    @property
+    def events(self) -> Path:
+        """Path of the file of events, which has one line of JSON for each (``train/record/events.py``)."""
+        return self.root / EVENTS
 
     @property
     def marker(self) -> Path:
         """Path of a file that exists once the run has ended successfully; it holds the result as a line of JSON."""
-        return self.root / "run_complete"
+        return self.root / RESULT
 
     @property
     def stop_file(self) -> Path:
@@ -123,8 +131,8 @@ class RunFolder:
         steps = [Path(path) for path in step_folders(str(self.checkpoints))]
         if (link := self.checkpoints / BEST).is_symlink():
             steps.append(link)
-        files = [path for path in (self.metrics, self.superseded, self.marker, self.bad_steps) if path.exists()]
-        return self._move_aside(steps, files)
+        written = (self.metrics, self.superseded, self.events, self.marker, self.bad_steps)
+        return self._move_aside(steps, [path for path in written if path.exists()])
 
     def set_steps_aside(self, steps: Iterable[str]) -> Path | None:
         """Move the checkpoints at the paths ``steps``, given newest first, into a new folder below ``earlier``.
@@ -174,14 +182,14 @@ class RunFolder:
     @property
     def superseded(self) -> Path:
         """Path of the file with the metrics of steps that were repeated after a resume, as they were the first time."""
-        return self.root / "metrics.superseded.jsonl"
+        return self.root / SUPERSEDED
 
     def continue_metrics(self, step: int) -> None:
         """Move metrics of steps after ``step``, which will be repeated, to :attr:`superseded`; remove the marker."""
         try:
-            lines = self._metrics_lines()
-            kept = [line for line in lines if _step_of(line) <= step]
-            rest = [line for line in lines if _step_of(line) > step]
+            lines = [line.removesuffix(b"\n") for line in self._lines(self.metrics)]
+            kept = [line for line in lines if _number_in(line, "step", math.inf) <= step]
+            rest = [line for line in lines if _number_in(line, "step", math.inf) > step]
             if rest:
                 with self.superseded.open("ab") as file:
                     file.writelines(line + b"\n" for line in rest)
@@ -192,22 +200,43 @@ class RunFolder:
         except CheckpointError as error:
             raise RunFolderError(f"run folder {self.root}: its metrics cannot be rewritten: {error}") from None
 
-    def _metrics_lines(self) -> list[bytes]:
-        """Return the lines of the metrics file as bytes, without parsing them."""
-        if not self.metrics.exists():
+    def continue_events(self) -> int:
+        """Return the number of the visit that begins; remove a last event that was cut when a job was killed."""
+        try:
+            lines = self._lines(self.events)
+            if lines and not lines[-1].endswith(b"\n"):
+                os.truncate(self.events, sum(map(len, lines[:-1])))
+            return 1 + max((_number_in(line, "visit", -1) for line in lines), default=-1)
+        except OSError as error:
+            raise self._failed("its events cannot be continued", error) from None
+        except CheckpointError as error:
+            raise RunFolderError(f"run folder {self.root}: its events cannot be continued: {error}") from None
+
+    @staticmethod
+    def _lines(path: Path) -> list[bytes]:
+        """Return the lines of a file as bytes, without parsing them; none if there is no such file."""
+        if not path.exists():
             return []
-        with os.fdopen(open_regular(os.path.realpath(self.metrics)), "rb") as file:
-            return [line.removesuffix(b"\n") for line in file]
+        with os.fdopen(open_regular(os.path.realpath(path)), "rb") as file:
+            return list(file)
 
     def write_metrics(self, line: Mapping[str, Any]) -> None:
         """Append ``line`` to the metrics file, as one line of JSON."""
+        self._append(METRICS, line, "metrics cannot be written")
+
+    def write_event(self, event: Mapping[str, Any]) -> None:
+        """Append ``event`` to the file of events, as one line of JSON."""
+        self._append(EVENTS, event, "events cannot be written")
+
+    def _append(self, name: str, line: Mapping[str, Any], problem: str) -> None:
         try:
-            if self._metrics is None:
-                self._metrics = self.metrics.open("a", encoding="utf-8")
-            self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
-            self._metrics.flush()
+            file = self._appended.get(name)
+            if file is None:
+                file = self._appended[name] = (self.root / name).open("a", encoding="utf-8")
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+            file.flush()
         except OSError as error:
-            raise self._failed("metrics cannot be written", error) from None
+            raise self._failed(problem, error) from None
 
     def complete(self, result: Mapping[str, Any]) -> None:
         """Write the result into the marker file, whose existence says that the run has ended successfully."""
@@ -226,11 +255,11 @@ class RunFolder:
             return ""
 
     def close(self) -> None:
-        """Close the metrics file, and release the lock."""
-        for file in (self._metrics, self._lock):
+        """Close the files, and release the lock."""
+        for file in (*self._appended.values(), self._lock):
             if file is not None:
                 file.close()
-        self._metrics = self._lock = None
+        self._appended, self._lock = {}, None
 
     def _take_lock(self, file: TextIO) -> None:
         try:
@@ -278,10 +307,10 @@ def _identity(folder: Path) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def _step_of(line: bytes) -> float:
-    """Return the step number in a line of metrics; infinity if the line is incomplete or has no step number."""
+def _number_in(line: bytes, name: str, default: float) -> Any:
+    """Return the whole number ``name`` in a line of JSON; ``default`` if the line is incomplete or has none."""
     try:
-        step = json.loads(line)["step"]
+        found = json.loads(line)[name]
     except (ValueError, KeyError, TypeError, RecursionError):
-        return float("inf")
-    return step if type(step) is int else float("inf")
+        return default
+    return found if type(found) is int else default

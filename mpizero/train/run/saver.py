@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpizero import checkpoint
 from mpizero.checkpoint import PendingSave, RemovalFailure
+from mpizero.checkpoint.atomic_folder import remove_leftovers
+from mpizero.checkpoint.writer import check_backend
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.startup.same_software import versions
@@ -15,6 +17,30 @@ from mpizero.train.run.resume import RunState, saved_attributes
 from mpizero.train.run.run_folder import RunFolder
 from mpizero.train.run.setup import RunSetup
 from mpizero.train.stopping.wall_time import WallTime
+
+
+class SavedCheckpoint(NamedTuple):
+    """Describe a checkpoint that is complete.
+
+    Attributes
+    ----------
+    step : int
+        Its step.
+    path : str
+        Its folder.
+    seconds : float
+        Seconds from its beginning until it was complete.
+    beside : bool
+        Whether a thread wrote it during the next steps.
+    best : bool
+        Whether it is the best one so far.
+    """
+
+    step: int
+    path: str
+    seconds: float
+    beside: bool
+    best: bool
 
 
 class Saver:
@@ -42,7 +68,7 @@ class Saver:
     best : int or None
         The step of the best checkpoint so far, which the link ``best`` names and no clean-up removes.
     on_saved : callable or None
-        Called on every rank with the path of each checkpoint that is complete, before old ones are removed.
+        Called on every rank with each checkpoint that is complete, before old ones are removed.
 
     Raises
     ------
@@ -61,13 +87,13 @@ class Saver:
         self._begun = 0.0
         self.step = -1
         self.best: int | None = None
-        self.on_saved: Callable[[str], object] | None = None
+        self.on_saved: Callable[[SavedCheckpoint], object] | None = None
         with all_ranks(comm):
-            checkpoint.check_backend(setup.comm, self._section.backend)
+            check_backend(setup.comm, self._section.backend)
             if self._section.asynchronous:
                 setup.model.reserve_snapshot()
             if comm.rank == 0:  # a run that was killed after its last save, and is complete, saves no more
-                checkpoint.remove_leftovers(folder.checkpoints)
+                remove_leftovers(folder.checkpoints)
         # Those of rank 0: what a checkpoint holds is the same on all ranks.
         self._versions = comm.broadcast_object(versions())
 
@@ -111,7 +137,7 @@ class Saver:
             self._pending, self._begun_save = model.begin_save(path, **how), (step, best)
         else:
             model.save_model(path, backend=section.backend, **how)
-            self._written(step, best)
+            self._written(step, best, beside=False)
         self.step = step
 
     def finish(self) -> None:
@@ -122,7 +148,7 @@ class Saver:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.commit()
-            self._written(*self._begun_save)
+            self._written(*self._begun_save, beside=True)
 
     def discard(self) -> None:
         """Cancel the asynchronous save, if there is one, and remove what it has written. Not collective.
@@ -133,14 +159,15 @@ class Saver:
         if pending is not None:
             pending.discard()
 
-    def _written(self, step: int, best: bool) -> None:
-        self._clock.saved(time.perf_counter() - self._begun)
-        section = self._section
+    def _written(self, step: int, best: bool, *, beside: bool) -> None:
+        seconds, section = time.perf_counter() - self._begun, self._section
+        self._clock.saved(seconds)
         if best:  # before the earlier one may be removed
             self.best = step
             checkpoint.mark_best(self._folder.checkpoints, step, self._comm)
         if self.on_saved is not None:
-            self.on_saved(checkpoint.step_folder(self._folder.checkpoints, step))
+            path = checkpoint.step_folder(self._folder.checkpoints, step)
+            self.on_saved(SavedCheckpoint(step, str(path), seconds, beside, best))
         checkpoint.prune(
             self._folder.checkpoints,
             section.keep,

@@ -79,6 +79,20 @@ class Trainer:
         On every rank, if a value is not allowed, values do not fit together, or ranks pass different ones.
     DataError
         On every rank, if there are too few samples.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> x = np.linspace(0.0, 1.0, 8).reshape(8, 1)
+    >>> source = mz.data.ArraySource(x, 2 * x)
+    >>> line = mz.nn.MLP(1, [], 1, task="regression", dtype="float64")
+    >>> with mz.ShardingConfig(comm="self") as config:
+    ...     arguments = {"optimizer": mz.Adam(lr=0.1), "steps": 5, "global_batch": 4, "progress": False}
+    ...     with mz.Trainer(line, source, config, **arguments) as trainer:
+    ...         result = trainer.fit()
+    >>> result.steps, result.losses[-1] < result.losses[0]
+    (5, True)
     """
 
     def __init__(

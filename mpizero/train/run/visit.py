@@ -11,6 +11,7 @@ from mpizero.train.config.setting_checks import rejected
 from mpizero.train.run.improvement import check_metric
 from mpizero.train.run.loop import TrainingLoop
 from mpizero.train.run.progress import Progress
+from mpizero.train.run.recorder import RunRecorder
 from mpizero.train.run.result import TrainingResult
 from mpizero.train.run.run_folder import RunFolder
 from mpizero.train.run.setup import RunSetup
@@ -25,6 +26,15 @@ class Preempted(MpizeroError, SystemExit):  # noqa: N818 - it is the outcome of 
     It was asked by SIGUSR1 or SIGTERM on any rank, by a file ``STOP`` in the run's folder, or the time limit of the job
     is near. The message names the reason. A program that does not catch it ends with status 75, by which a batch system
     knows that the job is to be queued again, with or without a launcher: this is a ``SystemExit``, too.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> try:
+    ...     raise mz.Preempted("SIGUSR1 on rank 0")  # as trainer.fit() does, after it has saved
+    ... except mz.Preempted as stop:
+    ...     print(stop, stop.code)
+    SIGUSR1 on rank 0 75
     """
 
     status = ExitStatus.PREEMPTED
@@ -76,7 +86,8 @@ def run_visit(
                 if comm.rank == 0:
                     open_folder(folder, progress, setup.record.wording.resume, resume=resumes)
                     stop.listen(clock.reason, StopFile(folder.stop_file, report=progress.say).reason)
-            loop = TrainingLoop(setup, folder, stop, clock, progress)
+            recorder = RunRecorder(setup, folder, control, context.environment)
+            loop = TrainingLoop(setup, folder, stop, clock, progress, recorder)
             loop.host = attach(loop)
             result = loop.run(resume=resume, resume_from=resume_from)
     finally:

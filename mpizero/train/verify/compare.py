@@ -62,20 +62,17 @@ def compare_layouts(
 ) -> Report:
     """Run the same training on several layouts, and name the first number in each that differs from one process.
 
-    Collective over ``comm``. The loss, the gradient norm and a hash of every tensor are compared after every step; the
-    tensors are the parameters, as each rank sees them, and the optimizer's arrays. If something differs, the training
-    is run once more up to that step. Then everything that the step computes is compared, in this order: loss, gradient,
-    norm, clipped gradient, optimizer arrays, parameters. Layouts are compared with one process that computes in the
-    same tiles. If none can, they agree only within a tolerance, and all that a step computes is compared in every step.
+    Collective over ``comm``. After every step the loss, the gradient norm and hashes of parameters (as each rank sees
+    them) and optimizer arrays are compared with one process that computes in the same tiles. If something differs, the
+    training is run once more up to that step, and all that it computes is compared in order, from loss to parameters.
+    Where no process can compute in these tiles, all is compared in every step, within a tolerance.
 
     Parameters
     ----------
     make_model : callable
-        ``make_model(comm)`` returns a new model; ``comm`` are the layout's ranks, for models that communicate
-        themselves.
+        ``make_model(comm)`` returns a new model; ``comm`` are the layout's ranks, for models that communicate.
     batches : sequence of (x, y), or callable
-        Global batches, the same on every rank; or a function ``batches(config, group)`` that yields this rank's part of
-        each global batch, for its rank in ``group``.
+        Global batches, the same on every rank, or ``batches(config, group)``, which yields this rank's part of each.
     layouts : sequence of str
         Names such as "2", "zero3*4", "pipeline=2, data=2", "tensor=2"; docs/verify.md explains them.
     make_optimizer : callable
@@ -102,8 +99,24 @@ def compare_layouts(
     ------
     ConfigError
         If a layout's name is not understood, or the layout needs more ranks than ``comm`` has.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> batch = mz.data.digits().samples(range(8))
+    >>> mz.testing.compare_layouts(lambda comm: mz.nn.MLP(64, [4], 10), [batch], ["zero3*2"], comm="self").agrees
+    True
     """
-    task = _task(make_model, batches, make_optimizer, steps, settings)
+    return _compare_on(comm, _task(make_model, batches, make_optimizer, steps, settings), layouts, tolerance, progress)
+
+
+def _compare_on(
+    comm: Any,
+    task: TrainingTask,
+    layouts: Sequence[str | Layout],
+    tolerance: float | None,
+    progress: Progress | None,
+) -> Report:
     chosen = [Layout.parse(layout) if isinstance(layout, str) else layout for layout in layouts]
     comm = default_world() if comm is None else comm
     with nullcontext() if comm is None or comm == "self" else communicator_of(comm) as world:

@@ -13,8 +13,8 @@ import numpy as np
 
 from mpizero.comm import Communicator
 from mpizero.kernels import to_host
-from mpizero.layout import FlatLayout, ParameterUse
-from mpizero.layout.flat import joined
+from mpizero.layout.flat import FlatLayout, joined
+from mpizero.layout.unit import ParameterUse
 from mpizero.parallel import ShardingConfig, StepReport
 from mpizero.parallel.batch.step_scalars import Totals
 from mpizero.parallel.engine import Engine

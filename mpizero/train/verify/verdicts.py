@@ -38,6 +38,18 @@ class Finding:
         The pattern that the differences show; None if they show none.
     diagnosis : str or None
         The probable cause; None if it is not known.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> from mpizero.testing import compare_layouts
+    >>> def of_size(comm):  # wrong: the model depends on the number of ranks
+    ...     return mz.nn.MLP(2, [4], 2, seed=comm.size)
+    >>> batch = np.eye(2, dtype=np.float32)[[0, 1, 1, 0]], np.array([0, 1, 1, 0])
+    >>> finding, = compare_layouts(of_size, [batch], ["2"], comm="self", micro_batch=2).findings
+    >>> finding.step, finding.quantity, finding.tensor
+    (0, 'start value', 'hidden.0.linear.weight')
     """
 
     step: int
@@ -96,6 +108,19 @@ class Verdict:
         The first difference; None if there is none.
     tiles : str
         Setting of the one process that the layout is compared with, such as "tiles=8"; "" if it has no tiles.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> from mpizero.testing import compare_layouts
+    >>> batch = np.eye(2, dtype=np.float32)[[0, 1, 1, 0]], np.array([0, 1, 1, 0])
+    >>> report = compare_layouts(lambda comm: mz.nn.MLP(2, [4], 2), [batch], ["2"], comm="self", micro_batch=2)
+    >>> verdict = report.verdicts[1]
+    >>> verdict.layout, verdict.ranks, verdict.steps, verdict.verdict
+    ('zero2*2', 2, 1, 'same bits')
+    >>> verdict.sha256 == report.verdicts[0].sha256  # the same bits as one process
+    True
     """
 
     layout: str
@@ -119,7 +144,24 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Report:
-    """Hold the verdicts on all layouts; the first verdict is that of one process."""
+    """Hold the verdicts on all layouts; :func:`~mpizero.testing.compare_layouts` returns it.
+
+    Attributes
+    ----------
+    verdicts : tuple of Verdict
+        The verdict on each layout; the first is that of one process.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> from mpizero.testing import compare_layouts
+    >>> batch = np.eye(2, dtype=np.float32)[[0, 1, 1, 0]], np.array([0, 1, 1, 0])
+    >>> report = compare_layouts(lambda comm: mz.nn.MLP(2, [4], 2), [batch], ["2"], comm="self", micro_batch=2)
+    >>> report.agrees, report.findings
+    (True, ())
+    >>> report.check()  # in a test: raises AssertionError with all findings where a layout differs
+    """
 
     verdicts: tuple[Verdict, ...]
 

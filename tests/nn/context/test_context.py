@@ -14,7 +14,6 @@ from mpizero.nn import (
     MLP,
     CausalSelfAttention,
     Checkpointed,
-    ContextModel,
     CrossEntropy,
     Dropout,
     Embedding,
@@ -25,7 +24,6 @@ from mpizero.nn import (
     Linear,
     Position,
     RelativeL2Loss,
-    RingSelfAttention,
     Sequential,
     TransformerBlock,
     Zigzag,
@@ -38,7 +36,9 @@ from mpizero.nn import (
     model_operations,
 )
 from mpizero.nn.context import ring as ring_module
+from mpizero.nn.context.context_forms import ContextModel
 from mpizero.nn.context.context_layers import ContextBlock, ContextDropout, ContextPosition
+from mpizero.nn.context.ring_attention import RingSelfAttention
 from mpizero.testing import run_in_threads
 from mpizero.types import EVALUATE, Run
 

@@ -12,16 +12,16 @@ from mpizero.comm.group.model_group import CommunicatorGroup
 from mpizero.nn import (
     GPT,
     CausalSelfAttention,
-    RingSelfAttention,
     Zigzag,
     bind,
     context_model,
     cut_batch,
     initial_parameters,
     loss_and_gradients,
-    nest,
 )
 from mpizero.nn.context import ring as ring_module
+from mpizero.nn.context.ring_attention import RingSelfAttention
+from mpizero.nn.models.block_model import nest
 from mpizero.testing import run_in_threads, taylor_test
 from mpizero.types import EVALUATE, Run
 from tests.traced import traced_peak

@@ -14,7 +14,7 @@ import pytest
 
 import mpizero as mz
 from mpizero.errors import CheckpointError, ConfigError, LayoutError
-from mpizero.layout import FlatLayout
+from mpizero.layout.flat import FlatLayout
 from mpizero.nn.initialize import initial_values
 from mpizero.nn.layer import Layer
 from mpizero.testing import check_model, run_in_threads

@@ -10,6 +10,7 @@ import pytest
 
 import mpizero as mz
 from mpizero.errors import ConfigError
+from mpizero.nn.models.frozen_model import unfrozen
 from mpizero.testing import check_model, run_in_threads
 
 nn = mz.nn
@@ -105,7 +106,7 @@ def test_a_frozen_model_is_sound_and_offers_what_the_model_offers():
     net = nn.freeze(nn.MLP(4, (5,), 2, task="regression"), "hidden.*")
     check_model(net, X[:3], Y[:3])
     assert net.sample_shape == (4,)
-    assert nn.unfrozen(net.with_active_features([1])).active_features == (1,)
+    assert unfrozen(net.with_active_features([1])).active_features == (1,)
     with mz.ZeRO1Model(net, mz.ShardingConfig(comm="self")) as model:
         assert set(model.feature_importance()) == set("0123")
         assert model.jit_compile()(X).shape == (8, 2)

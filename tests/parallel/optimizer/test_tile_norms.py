@@ -14,7 +14,8 @@ import pytest
 
 import mpizero as mz
 from mpizero.comm import ProcessGrid
-from mpizero.layout import Axes, FlatLayout, Partition
+from mpizero.layout import Axes, Partition
+from mpizero.layout.flat import FlatLayout
 from mpizero.layout.parts import part_shape
 from mpizero.parallel.optimizer import tensor_tree
 from mpizero.parallel.optimizer.global_norm import GlobalSums

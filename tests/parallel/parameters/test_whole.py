@@ -19,9 +19,11 @@ import mpizero as mz
 from mpizero import checkpoint
 from mpizero.comm import ProcessGrid
 from mpizero.errors import CheckpointError, LayoutError, RemoteError
-from mpizero.layout import Axes, Coordinates, FlatLayout, GrainRule, Partition
+from mpizero.layout import Axes, Coordinates, GrainRule, Partition
+from mpizero.layout.flat import FlatLayout
 from mpizero.layout.parts import part_shape
-from mpizero.nn import initial_parameters, initial_values
+from mpizero.nn import initial_parameters
+from mpizero.nn.initialize import initial_values
 from mpizero.parallel.checkpointing import model_state
 from mpizero.parallel.checkpointing import restore as reading
 from mpizero.parallel.gradients.exchange import GradientExchange

@@ -28,9 +28,9 @@ def draw(folder: Path, survey: Survey, found: Found) -> list[Path]:
     models = {"true": true_velocity(survey), "start": found.start.velocity, "found": found.end.velocity}
     paths = []
     for name, (width, height), fill in (
-        ("models", (8, 7), lambda figure: _models(figure, survey, models)),
+        ("models", (6.4, 5.6), lambda figure: _models(figure, survey, models)),
         ("gradients", (8, 6), lambda figure: _gradients(figure, survey, found)),
-        ("misfit", (8, 4), lambda figure: _misfit(figure, found)),
+        ("misfit", (7, 3.2), lambda figure: _misfit(figure, found)),
         ("shot", (9, 5), lambda figure: _shot(figure, survey, models, found.iterations[-1].peak)),
     ):
         figure = Figure(figsize=(width, height), layout="constrained")
@@ -46,8 +46,8 @@ def _models(figure: Any, survey: Survey, models: Named) -> None:
     for axes, (name, velocity) in zip(panels, models.items(), strict=True):
         image = axes.imshow(velocity, extent=_extent(survey), **limits)
         axes.set(title=f"{name} velocity", ylabel="depth (km)")
-    panels[-1].set(xlabel="km")
-    figure.colorbar(image, ax=panels, label="km/s", shrink=0.6)
+    panels[-1].set(xlabel="distance (km)")
+    figure.colorbar(image, ax=panels, label="velocity (km/s)", shrink=0.6)
 
 
 def _gradients(figure: Any, survey: Survey, found: Found) -> None:
@@ -61,7 +61,7 @@ def _gradients(figure: Any, survey: Survey, found: Found) -> None:
         image = axes.imshow(ground, extent=extent, cmap="RdBu_r", vmin=-limit, vmax=limit)
         axes.set(title=f"gradient at the {name}, {found.iterations[-1].peak:g} Hz", ylabel="depth (km)")
         figure.colorbar(image, ax=axes, label="1 / (km/s)", shrink=0.8)
-    panels[-1].set(xlabel="km")
+    panels[-1].set(xlabel="distance (km)")
 
 
 def _misfit(figure: Any, found: Found) -> None:
@@ -73,7 +73,7 @@ def _misfit(figure: Any, found: Found) -> None:
     left.set(xlabel="iteration", ylabel="misfit (part of the energy)")
     left.legend()
     right.plot([found.start.error, *(one.error for one in found.iterations)])
-    right.set(xlabel="iteration", ylabel="error of the model (km/s, root mean square)", ylim=(0, None))
+    right.set(xlabel="iteration", ylabel="rms error of the model (km/s)", ylim=(0, None))
 
 
 def _shot(figure: Any, survey: Survey, models: Named, peak: float) -> None:

@@ -1,0 +1,264 @@
+"""Record the events of a run in its folder: what trains where, memory, where time goes, checkpoints, the end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from mpizero.comm import Communicator
+from mpizero.comm.agreement import all_ranks
+from mpizero.layout import AXES, Grains
+from mpizero.parallel import StepReport
+from mpizero.train.bench.memory_rows import group_buffers
+from mpizero.train.process_memory import peak_resident
+from mpizero.train.record.events import (
+    CheckpointWrite,
+    MemoryCount,
+    PhaseSeconds,
+    PipelineTimetable,
+    RunEvent,
+    SkippedStep,
+    VisitEnd,
+    VisitStart,
+)
+from mpizero.train.record.step_tracer import StepTracer, TracedStep
+from mpizero.train.record.surroundings import library_versions, machine
+from mpizero.train.record.visit_plan import VisitPlan
+from mpizero.train.run.metrics import finite
+from mpizero.train.run.result import TrainingResult
+from mpizero.train.run.run_folder import RunFolder
+from mpizero.train.run.saver import SavedCheckpoint
+from mpizero.train.run.setup import RunSetup
+
+#: The step of a visit that is traced first: by then kernels are compiled, and memory has been touched.
+FIRST_TRACED = 4
+#: Of so many steps at most one is traced, and of a run at most about so many.
+APART, MOST_TRACED = 100, 20
+
+
+class RunRecorder:
+    """Record the events of one visit of a run. Rank 0 writes them.
+
+    Methods are collective over the run's ranks unless they say otherwise. If an event cannot be written, they raise on
+    every rank.
+
+    Parameters
+    ----------
+    setup : RunSetup
+        The run.
+    folder : RunFolder
+        Folder of the run, open on rank 0.
+    comm : Communicator
+        The ranks of the job; used between steps only.
+    environment : mapping
+        Environment variables, of which Slurm's number of the job is recorded.
+    """
+
+    def __init__(self, setup: RunSetup, folder: RunFolder, comm: Communicator, environment: Mapping[str, str]) -> None:
+        self._setup, self._folder, self._comm, self._environment = setup, folder, comm, environment
+        self._visit, self._begun, self._first = -1, time.monotonic(), 0
+        self._apart = max(APART, -(-setup.loop.steps // MOST_TRACED))
+        self._tracer: StepTracer | None = None
+        self._plan: VisitPlan | None = None
+
+    def begin(self, step: int) -> None:
+        """Record the start of a visit after ``step`` steps."""
+        setup, comm, engine = self._setup, self._comm, self._setup.model.engine
+        self._first = step
+        hosts = comm.allgather_object(socket.gethostname(), "record")
+        names = list(dict.fromkeys(hosts))
+        nodes = [names.index(host) for host in hosts]
+        plan = VisitPlan(setup.model, setup.strategy, setup.loop.global_batch, nodes, setup.source)
+        planned = comm.allgather_object((engine.grid.here._asdict(), *plan.memory(comm.rank)), "record")
+        with all_ranks(comm):
+            if comm.rank == 0:
+                self._visit = self._folder.continue_events()
+                self._put(
+                    VisitStart(
+                        step=step,
+                        steps=setup.loop.steps,
+                        described=setup.described(),
+                        model=type(setup.model.wrapped_model).__name__,
+                        strategy=setup.strategy,
+                        parameter_count=setup.model.parameter_count,
+                        unit="tokens" if setup.record.task == "language" else "samples",
+                        ranks=comm.size,
+                        nodes=nodes,
+                        hosts=names,
+                        coordinates=_by_rank([here for here, *_ in planned]),
+                        layout=self._layout(),
+                        config={"train": asdict(setup.loop), "checkpoint": asdict(setup.checkpoints)}
+                        | setup.record.settings,
+                        versions=library_versions(),
+                        machine=machine(
+                            setup.model.config.threads,
+                            setup.model.config.device,
+                            self._environment.get("SLURM_JOB_ID", ""),
+                        ),
+                        planned=_by_rank([host for _, host, *_ in planned]),
+                        planned_device=_by_rank([device for *_, device, _ in planned]),
+                        not_planned=next((why for *_, why in planned if why), ""),
+                    )
+                )
+        self._plan, self._tracer = plan, StepTracer(engine, comm)
+
+    def traces(self, step: int) -> bool:
+        """Return whether the step of this number is traced; the same on every rank. Not collective."""
+        done = step - self._first - FIRST_TRACED
+        return done >= 0 and done % self._apart == 0
+
+    def tracing(self, step: int) -> AbstractContextManager[None]:
+        """Return a context manager for the training step of this number, which traces it or does nothing.
+
+        Not collective by itself.
+        """
+        if not self.traces(step) or self._tracer is None:
+            return nullcontext()
+        return self._tracer.step()
+
+    def stepped(self, step: int, report: StepReport, reading: float) -> None:
+        """Record what there is about a step that is done; ``reading`` are the seconds in which its samples were read.
+
+        Nothing is sent if there is nothing to record.
+        """
+        if report.skipped is not None:
+            found = [
+                {"rank": one.rank, "tensor": one.tensor, "start": one.start, "stop": one.stop}
+                for one in report.non_finite
+            ]
+            scale, following = report.loss_scale, report.next_loss_scale
+            self._record(SkippedStep(step=step, found=found, loss_scale=scale, next_loss_scale=following))
+        if step == self._first + 1:
+            self._record(self._memory(step))
+        if self.traces(step):
+            self._record_phases(step, reading)
+
+    def saved(self, checkpoint: SavedCheckpoint) -> None:
+        """Record a checkpoint that is complete."""
+        with all_ranks(self._comm):
+            if self._comm.rank == 0:
+                path = Path(checkpoint.path)
+                self._put(
+                    CheckpointWrite(
+                        step=checkpoint.step,
+                        path=os.path.relpath(path, self._folder.root),
+                        bytes=sum(file.stat().st_size for file in path.iterdir()),
+                        seconds=round(checkpoint.seconds, 6),
+                        beside=checkpoint.beside,
+                        best=checkpoint.best,
+                    )
+                )
+
+    def done(self, result: TrainingResult) -> None:
+        """Record on rank 0 that the run has ended. Not collective."""
+        digest, told = result.parameters_sha256, result.stopped
+        self._end(VisitEnd(step=result.steps, reason="done", message=told, loss=result.loss, parameters_sha256=digest))
+
+    def stopped(self, step: int, loss: float | None, reason: str) -> None:
+        """Record on rank 0 that the run was asked to stop after ``step``. Not collective."""
+        self._end(VisitEnd(step=step, reason="stopped", message=reason, loss=finite(loss)))
+
+    def failed(self, step: int, loss: float | None, error: BaseException) -> None:
+        """Record on rank 0, if that is possible, that an error has ended the visit. Not collective."""
+        told, kind = str(error), type(error).__name__
+        with suppress(Exception):  # the job ends with the error itself
+            self._end(VisitEnd(step=step, reason="failed", message=told, error=kind, loss=finite(loss)))
+
+    # ------------------------------------------------------------------ what is recorded
+
+    def _end(self, event: VisitEnd) -> None:
+        if self._comm.rank == 0 and self._visit >= 0:
+            self._put(replace(event, seconds=round(time.monotonic() - self._begun, 3)))
+
+    def _record(self, event: RunEvent) -> None:
+        with all_ranks(self._comm):
+            if self._comm.rank == 0:
+                self._put(event)
+
+    def _put(self, event: RunEvent) -> None:
+        self._folder.write_event(replace(event, time=round(time.time(), 3), visit=self._visit).to_dict())
+
+    def _layout(self) -> dict[str, Any]:
+        setup, engine = self._setup, self._setup.model.engine
+        told, parallel_layout = setup.model.metadata(), engine.partitioned.parallel_layout
+        grains = Grains(setup.loop.global_batch, setup.model.grain_size(setup.loop.global_batch))
+        return setup.layout() | {
+            "order": [axis for axis in engine.grid.axes.order if axis in AXES],
+            "virtual_stages": parallel_layout.virtual_stages if engine.grid.axes.pipeline > 1 else 1,
+            "zero_stage": told.zero_stage,
+            "global_batch": setup.loop.global_batch,
+            "grains": grains.count,
+            "grain_size": grains.size,
+            "accumulate": setup.model.config.accumulate,
+            "tiles": told.tiles,
+            "ranks_per_node": told.ranks_per_node,
+            "exactness": told.exactness,
+            "chunks": [
+                {"stage": stage, "blocks": list(blocks)}
+                for stage, blocks in zip(parallel_layout.chunks, engine.partitioned.cuts, strict=True)
+            ],
+        }
+
+    def _memory(self, step: int) -> MemoryCount:
+        engine = self._setup.model.engine
+        counted = {part: size for part, size in engine.memory.kinds().items() if size}
+        counted |= {part: size for part, size in group_buffers(engine.grid).items() if size}
+        own = (counted, engine.compute_device.held(), engine.memory.peak_bytes, peak_resident())
+        everyone = self._comm.allgather_object(own, "record")
+        return MemoryCount(
+            step=step,
+            counted=_by_rank([host for host, *_ in everyone]),
+            device=_by_rank([device for _, device, *_ in everyone]),
+            peak=[int(peak) for *_, peak, _ in everyone],
+            resident=[int(size) for *_, size in everyone],
+        )
+
+    def _record_phases(self, step: int, reading: float) -> None:
+        """Record where the time of a traced step went, and the timetable of a pipeline."""
+        assert self._tracer is not None
+        ranks, waits = self._tracer.collect(), self._comm.allgather_object(reading, "record")
+        with all_ranks(self._comm):
+            if self._comm.rank == 0:
+                self._put(
+                    PhaseSeconds(
+                        step=step,
+                        seconds=[_short(rank.stop - rank.start) for rank in ranks],
+                        reading=[_short(seconds) for seconds in waits],
+                        phases=_by_rank([{name: _short(t) for name, t in rank.phases.items()} for rank in ranks]),
+                    )
+                )
+                if any(rank.cells for rank in ranks):
+                    self._put(self._timetable(step, ranks))
+
+    def _timetable(self, step: int, ranks: Sequence[TracedStep]) -> PipelineTimetable:
+        assert self._plan is not None
+        engine, first = self._setup.model.engine, min(rank.start for rank in ranks)
+        first_replica = [
+            rank
+            for number, rank in enumerate(ranks)
+            if {engine.grid.axes.coordinates(number)._asdict()[axis] for axis in AXES if axis != "pipeline"} == {0}
+        ]
+        measured = [
+            cell._replace(start=_short(cell.start - first), end=_short(cell.end - first))
+            for rank in first_replica
+            for cell in rank.cells
+        ]
+        costs, planned = self._plan.timetable(engine.runner, 1 + max(cell.micro for cell in measured))
+        schedule = engine.partitioned.parallel_layout.schedule
+        return PipelineTimetable(step=step, schedule=schedule, costs=costs, planned=planned, measured=measured)
+
+
+def _short(seconds: float) -> float:
+    return round(seconds, 7)
+
+
+def _by_rank(ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return, for each name, the values of all ranks; 0 on ranks that have none."""
+    names = dict.fromkeys(name for rank in ranks for name in rank)
+    return {name: [rank.get(name, 0) for rank in ranks] for name in names}

@@ -1,0 +1,91 @@
+"""What a run records beside its metrics, ``events.jsonl``, and reading it back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mpizero.errors import DataError
+from mpizero.train.record.events import (
+    CheckpointWrite,
+    PhaseSeconds,
+    PipelineCell,
+    PipelineTimetable,
+    SkippedStep,
+    VisitEnd,
+)
+from mpizero.train.record.reader import read_run
+from mpizero.train.run.run_folder import RunFolder
+
+
+def write(folder, *events, tail=""):
+    folder.mkdir(exist_ok=True)
+    lines = [json.dumps(event if isinstance(event, dict) else event.to_dict(), allow_nan=False) for event in events]
+    (folder / "events.jsonl").write_text("".join(line + "\n" for line in lines) + tail)
+
+
+# ---------------------------------------------------------------------- the reader
+
+
+def test_events_are_read_as_they_were_written_by_visit(tmp_path):
+    cell = PipelineCell(1, 1, 0, "forward", 0.0, 1.0)
+    first = [
+        PhaseSeconds(step=4, seconds=[0.5, 0.4], reading=[0.0, 0.1], phases={"forward": [0.5, 0.4]}),
+        PipelineTimetable(step=4, schedule="1f1b", planned=[cell], measured=[cell]),
+        CheckpointWrite(step=4, path="checkpoints/step_00000004", bytes=10, seconds=1, beside=True),
+        VisitEnd(step=5, reason="stopped", message="SIGTERM", loss=0.5),
+    ]
+    skipped = SkippedStep(visit=1, step=5, found=[{"rank": 0, "tensor": "w", "start": 0, "stop": 2}])
+    later = {"kind": "later versions have more", "visit": 1}
+    write(tmp_path, *first, later, skipped.to_dict() | {"more": 1}, tail='{"kind": "sk')  # cut as the job was killed
+    run = read_run(tmp_path)
+    assert [visit.events for visit in run.visits] == [tuple(first), (skipped,)]
+    one, two = run.visits
+    assert (one.start, one.memory, one.phases, one.timetables) == (None, None, (first[0],), (first[1],))
+    assert (one.checkpoints, one.skipped, one.end) == ((first[2],), (), first[3])
+    assert (two.skipped, two.end, run.steps, run.result) == ((skipped,), None, (), None)
+
+
+def test_a_run_without_events_has_its_metrics(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "lo')
+    (tmp_path / "metrics.superseded.jsonl").write_text('{"step": 2, "lo\n{"step": 3, "loss": 0.7}\n')
+    (tmp_path / "run_complete").write_text('{"steps": 1}\n')
+    run = read_run(tmp_path)
+    assert (run.steps, run.superseded) == (({"step": 1, "loss": 0.5},), ({"step": 3, "loss": 0.7},))
+    assert (run.visits, run.result) == ((), {"steps": 1})
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ('{"kind": "end", "reason": "done"}\nno JSON\n', "line 2: damaged: no object of JSON: b'no JSON'"),
+        ('{"kind": "end"}\n', "line 1: damaged event 'end': reason is missing"),
+        ('{"kind": "end", "reason": "done", "loss": "high"}\n', "line 1: damaged event 'end': loss is 'high'"),
+        ('{"kind": "timetable", "schedule": "", "planned": [], "measured": [7]}\n', "measured has a cell that is none"),
+    ],
+)
+def test_a_damaged_line_is_an_error_with_its_number(tmp_path, lines, said):
+    (tmp_path / "events.jsonl").write_text(lines)
+    with pytest.raises(DataError, match=r"events\.jsonl, line \d") as error:
+        read_run(tmp_path)
+    assert said in str(error.value)
+
+
+def test_what_is_no_run_is_an_error(tmp_path):
+    with pytest.raises(DataError, match="nowhere: no such folder"):
+        read_run(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"not the folder of a run, which has a file metrics\.jsonl or events\.jsonl"):
+        read_run(tmp_path)
+
+
+def test_a_visit_counts_on_after_an_event_that_was_cut(tmp_path):
+    folder = RunFolder(tmp_path / "checkpoints")
+    folder.open()
+    assert folder.continue_events() == 0
+    write(tmp_path, VisitEnd(visit=0, reason="done"), VisitEnd(visit=4, reason="done"), tail='{"kind": "end", "visi')
+    assert folder.continue_events() == 5
+    folder.write_event(VisitEnd(visit=5, reason="done").to_dict())
+    assert [visit.number for visit in read_run(tmp_path).visits] == [0, 4, 5]
+    assert (folder.set_aside() / "events.jsonl").exists()
+    folder.close()
