@@ -19,9 +19,7 @@ with mock.patch.object(sys, "path", [str(DOCS), *sys.path]):
     from generator.public_names import OF_OTHER_LIBRARIES, PublicName, public_modules, public_names
 
 #: Modules whose names have no examples, and why.
-WITHOUT = {
-    "mpizero.kernels": "for contributors; a change of its sources makes all kernels be compiled anew",
-}
+WITHOUT = {}
 #: Libraries of extras: where one is not installed, the examples that import it are skipped.
 OF_EXTRAS = ("h5netcdf", "zarr")
 #: Modules that this environment can import: tests/peers has the others.

@@ -55,6 +55,7 @@ DOORS = {
     "h5py": {"data", "checkpoint"},
     "tqdm": {"train"},
     "tensorboardX": {"train"},
+    "matplotlib": {"train"},
     "safetensors": {"checkpoint"},
     "isal": {"crc", "data"},
     "cupy": {"kernels"},

@@ -27,6 +27,16 @@ def backend(array: Any) -> ModuleType:
     ------
     TypeError
         If ``array`` is neither a NumPy nor a GPU array.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpizero import kernels
+    >>> kernels.backend(np.zeros(2)).__name__
+    'mpizero.kernels.cpu'
+    >>> kernels.backend([0.0, 0.0])
+    Traceback (most recent call last):
+    TypeError: kernels work on NumPy or CUDA arrays, got list
     """
     if isinstance(array, np.ndarray):
         return cpu
@@ -36,12 +46,28 @@ def backend(array: Any) -> ModuleType:
 
 
 def all_finite(array: Any) -> bool:
-    """Tell whether no element of a contiguous 1-D array is infinite or NaN."""
+    """Tell whether no element of a contiguous 1-D array is infinite or NaN.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpizero import kernels
+    >>> kernels.all_finite(np.array([1.0, 2.0])), kernels.all_finite(np.array([1.0, np.inf]))
+    (True, False)
+    """
     return bool(backend(array).reduction.all_finite(array))
 
 
 def namespace(array: Any) -> Any:
-    """Return the library of an array, a module with NumPy's functions: NumPy, CuPy or its simulation."""
+    """Return the library of an array, a module with NumPy's functions: NumPy, CuPy or its simulation.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpizero import kernels
+    >>> kernels.namespace(np.zeros(2)) is np
+    True
+    """
     if isinstance(array, np.ndarray):
         return np
     package = type(array).__module__.partition(".")[0]
@@ -49,5 +75,13 @@ def namespace(array: Any) -> Any:
 
 
 def to_host(array: Any) -> Any:
-    """Return a NumPy copy of a GPU array; return any other object itself."""
+    """Return a NumPy copy of a GPU array; return any other object itself.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpizero import kernels
+    >>> kernels.to_host(np.arange(3))
+    array([0, 1, 2])
+    """
     return array.get() if hasattr(array, "__cuda_array_interface__") else array

@@ -43,3 +43,16 @@ def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[s
 def joined(lines: Iterable[str]) -> str:
     """Join lines to one text; control characters and line breaks inside a line are escaped."""
     return "\n".join(map(printable, lines))
+
+
+def duration(seconds: float) -> str:
+    """Format a length of time: "2.5 ms", "3.2 s", "5 min 20 s" or "3 h 5 min"."""
+    if seconds < 1:
+        return f"{1e3 * seconds:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, left = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {left} min" if hours else f"{minutes} min {rest} s"
+    return f"{hours // 24} d {hours % 24} h"

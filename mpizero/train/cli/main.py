@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from mpizero.errors import ConfigError, ExitStatus, MpizeroError
@@ -21,6 +22,8 @@ from mpizero.train.cli import (
     new_command,
     parsers,
     replay_command,
+    report_command,
+    watch_command,
 )
 from mpizero.train.cli.options import layout_of, named_as_options
 from mpizero.train.cli.output import accept_all_characters, show, wants_colour
@@ -135,9 +138,8 @@ def build_parser() -> argparse.ArgumentParser:
     parsers.add_plan(commands, _plan)
     add_verify(commands, _verify)
     parsers.add_doctor(commands, _doctor)
-    new_command.add_command(commands, lambda options: _on_first_rank(new_command.run, options))
-    replay_command.add_command(commands, _replay)
-    ensemble_command.add_command(commands, lambda options: _on_first_rank(ensemble_command.run, options))
+    for one in (new_command, replay_command, ensemble_command, report_command, watch_command):
+        one.add_command(commands, partial(_on_first_rank, one.run))
     bench_command.add_command(commands, _bench)
     checkpoint_command.add_command(commands, _checkpoint)
     completion_command.add_command(commands, _completion)
@@ -272,10 +274,6 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     return bench_command.run(options, lambda: _world(options), _threads())
-
-
-def _replay(options: argparse.Namespace) -> int:
-    return _on_first_rank(replay_command.run, options)
 
 
 def _checkpoint(options: argparse.Namespace) -> int:

@@ -1,0 +1,129 @@
+"""Draw figures of steps as curves; long ones as a line of means and a band from the least to the largest value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mpizero.train.report.markup import Markup
+from mpizero.train.report.picture import SKIPPED, label_amounts, label_steps, picture
+
+#: A curve of more points is drawn in so many groups of neighbouring points.
+MOST_POINTS, GROUPS = 1000, 500
+#: Marks on an axis that are drawn at most.
+MOST_MARKS = 200
+#: The ratio of large values to small ones, but for the outer per cent, from which an axis is logarithmic.
+_WIDE = 50.0
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Hold one curve: values by step, of which those that are not finite leave gaps.
+
+    Attributes
+    ----------
+    steps, values : sequence of float
+        Its points.
+    colour : str
+        Its colour.
+    dots : bool
+        Whether points are drawn as dots, for values that only some steps have.
+    """
+
+    steps: Sequence[float]
+    values: Sequence[float]
+    colour: str
+    dots: bool = False
+
+
+class Marks(NamedTuple):
+    """Hold steps that are marked on the axis: skipped ones, and the first ones after a resume."""
+
+    skipped: Sequence[int] = ()
+    resumed: Sequence[int] = ()
+
+
+class Envelope(NamedTuple):
+    """Hold a curve in groups of neighbouring points: each group's mean step, and the range and mean of its values."""
+
+    steps: npt.NDArray[np.float64]
+    low: npt.NDArray[np.float64]
+    mean: npt.NDArray[np.float64]
+    high: npt.NDArray[np.float64]
+
+
+def envelope(steps: Sequence[float], values: Sequence[float], groups: int = GROUPS) -> Envelope:
+    """Return a curve in at most ``groups`` groups of about equally many finite points."""
+    x, y = np.asarray(steps, np.float64), np.asarray(values, np.float64)
+    good = np.isfinite(y)
+    x, y = x[good], y[good]
+    starts = np.unique(np.linspace(0, len(x), min(groups, len(x)), endpoint=False).astype(np.int64))
+    if not len(x):
+        return Envelope(x, y, y, y)
+    sizes = np.diff(np.append(starts, len(x)))
+    return Envelope(
+        np.add.reduceat(x, starts) / sizes,
+        np.minimum.reduceat(y, starts),
+        np.add.reduceat(y, starts) / sizes,
+        np.maximum.reduceat(y, starts),
+    )
+
+
+def draw_curves(name: str, label: str, curves: Sequence[Curve], marks: Marks, *, wide: bool = False) -> Markup:
+    """Return the picture of some curves, named as in :func:`picture`; ``wide`` allows a logarithmic axis."""
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        for curve in curves:
+            _draw_curve(axes, curve)
+        label_amounts(axes.yaxis, logarithmic=wide and _is_wide(curves))
+        low, high = axes.yaxis.get_data_interval()
+        if 0 < high <= low * (1 + 1e-9):
+            axes.set_ylim(0, 1.25 * high)
+        label_steps(axes)
+        for step in _thinned(marks.resumed):
+            axes.axvline(step - 0.5, color="#888888", linestyle=":", linewidth=1)
+        if skipped := _thinned(marks.skipped):
+            axes.plot(
+                skipped,
+                [0.03] * len(skipped),
+                "^",
+                color=SKIPPED,
+                markersize=6 if len(skipped) <= 10 else 4,
+                transform=axes.get_xaxis_transform(),
+            )
+
+    return picture(name, label, draw)
+
+
+def _draw_curve(axes: Any, curve: Curve) -> None:
+    style: dict[str, Any] = {"color": curve.colour}
+    if curve.dots:
+        style |= {"linestyle": "--", "linewidth": 0.9}
+        style |= {"marker": "o", "markersize": 3.5 if len(curve.steps) <= 40 else 2}
+    if len(curve.steps) <= MOST_POINTS:
+        if len(curve.steps) == 1:
+            style["marker"] = "o"
+        axes.plot(curve.steps, curve.values, **style)
+        return
+    found = envelope(curve.steps, curve.values)
+    axes.fill_between(found.steps, found.low, found.high, color=curve.colour, alpha=0.25, linewidth=0)
+    axes.plot(found.steps, found.mean, color=curve.colour)
+
+
+def _is_wide(curves: Sequence[Curve]) -> bool:
+    values = np.concatenate([np.asarray(curve.values, np.float64) for curve in curves] or [np.zeros(0)])
+    values = values[np.isfinite(values)]
+    if not len(values) or np.mean(values > 0) < 0.99:
+        return False
+    low, high = np.quantile(values[values > 0], (0.01, 0.99))
+    return bool(high / low > _WIDE)
+
+
+def _thinned(steps: Sequence[int]) -> list[int]:
+    """Return at most :data:`MOST_MARKS` of the steps, evenly chosen."""
+    return list(steps[:: max(1, -(-len(steps) // MOST_MARKS))])

@@ -1,0 +1,228 @@
+"""What a report says is what the run has recorded; its file needs nothing else, and no name in it is code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from mpizero.errors import ConfigError, DataError
+from mpizero.train.cli.main import main
+from mpizero.train.record.events import SkippedStep, VisitEnd
+from mpizero.train.record.reader import read_run
+from mpizero.train.report.curves import MOST_POINTS, envelope
+from mpizero.train.report.findings import findings
+from mpizero.train.report.picture import picture
+from mpizero.train.report.story import SILENT, RunStory
+from tests.train.report.conftest import BEGUN, EVIL, line, start, write_run
+
+VOID = {"meta", "img", "br", "link", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """The elements of a page, its text, and what it would load."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.opened: list[str] = []
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.text, self.source = "", text
+        self.feed(text)
+        assert not self.opened, f"not closed: {self.opened}"
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.opened.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.opened.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data if not self.opened or self.opened[-1] != "style" else ""
+
+    def values(self, name: str) -> list[str]:
+        return [given[name] for _, given in self.elements if name in given]
+
+    @property
+    def sections(self) -> list[str]:
+        return re.findall(r"<h2>(.*?)</h2>", self.source)
+
+
+def story(folder, now: float | None = None) -> RunStory:
+    return RunStory(folder.name, read_run(folder), time.time() if now is None else now)
+
+
+def written(*runs) -> Page:
+    pytest.importorskip("matplotlib")
+    path = runs[0].parent / "page.html"
+    assert main(["report", *map(str, runs), "-o", str(path)]) == 0
+    return Page(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def page(eventful) -> Page:
+    return written(eventful)
+
+
+def test_findings_name_steps_ranks_and_bytes(eventful):
+    told = " ".join(findings(story(eventful)))
+    for sentence in (
+        f"Step 12 was skipped: the gradient of '{EVIL}' is not finite on rank 1, samples 2 to 3 of the global batch.",
+        "Resumed after step 50 on 2 ranks instead of 4; steps 51 to 60 were repeated, and their losses are the same",
+        "The training loss went from 1 to 0.01; the validation loss was least after step 100, 0.5.",
+        "Rank 3 waits most for other ranks: 41 % of a step of 1 s; rank 0 waits least: 10 %.",
+        "idle for 25 % of the measured step 4; the plan has 50 %.",
+        "Counted memory differs from the plan by at most 1.0 %: on rank 3, 1.01 kB instead of 1 kB.",
+        "1 checkpoint was written, the last after step 50 (checkpoints/step_00000050): 4 kB in 500 ms.",
+        "50 samples a second",
+    ):
+        assert sentence in told
+
+
+def test_findings_tell_repeated_steps_with_other_losses(tmp_path):
+    events = [start(), start(visit=1, step=1)]
+    run = write_run(tmp_path / "run", [line(1), line(2)], events, [line(2, loss=7.0)])
+    assert "step 2 was repeated, and their losses are not all the same" in " ".join(findings(story(run)))
+
+
+def test_steps_that_lower_the_loss_scale_are_no_fault(tmp_path):
+    events = [start(), *(SkippedStep(step=s, found=[], loss_scale=8.0, next_loss_scale=4.0) for s in (1, 2))]
+    run = write_run(tmp_path / "run", [line(1, skipped="too large"), line(2, skipped="too large"), line(3)], events)
+    assert findings(story(run))[0] == "2 steps (1, 2) only lowered the loss scale: nothing is wrong with them."
+
+
+def test_the_step_that_ended_a_run_is_told_from_its_event(tmp_path):
+    """Its line of metrics was not written any more."""
+    found = [{"rank": 1, "tensor": "w", "start": 2, "stop": 4}]
+    run = write_run(tmp_path / "run", [line(1, loss=None)], [start(), SkippedStep(step=2, found=found)])
+    told = "Step 2 was skipped: the gradient of 'w' is not finite on rank 1, samples 2 to 3 of the global batch."
+    assert findings(story(run))[0] == told
+
+
+@pytest.mark.parametrize(
+    ("end", "age", "state", "told"),
+    [
+        (None, 0.0, "running", "Running: 3 of 100 steps are done."),
+        (None, SILENT + 3600, "silent", "The job was killed, or it hangs."),
+        (
+            VisitEnd(reason="stopped", message="SIGTERM", step=3),
+            0.0,
+            "stopped",
+            "Stopped after 3 of 100 steps: SIGTERM.",
+        ),
+        (VisitEnd(reason="failed", error="OSError", message="full", step=3), 0.0, "failed", "steps: OSError: full."),
+    ],
+)
+def test_the_state_of_a_run_is_that_of_its_last_visit(tmp_path, end, age, state, told):
+    events = [start(), VisitEnd(reason="stopped", step=2), start(visit=1, step=2)]
+    if end is not None:
+        events.append(VisitEnd(**(vars(end) | {"visit": 1})))
+    run = write_run(tmp_path / "run", [line(step) for step in (1, 2, 3)], events)
+    found = story(run, time.time() + age)
+    assert found.state == state
+    assert told in found.told
+
+
+def test_a_report_has_everything_inside_and_no_name_is_code(page):
+    assert not {"script", "img", "link", "iframe", "object", "use:script"} & {tag for tag, _ in page.elements}
+    assert all(target.startswith("#") for name in ("src", "href", "xlink:href") for target in page.values(name))
+    assert not re.search(r"url\((?!#)|@import|https?:", page.source)
+    assert page.text.count("alert(1)") >= 4  # of the setting, the metric, and the message, twice
+    assert "\x1b" not in page.source
+    names = page.values("id")
+    assert len(names) == len(set(names))
+    pictures = [given for tag, given in page.elements if tag == "svg"]
+    assert len(pictures) >= 6
+    assert all(given.get("aria-label") for given in pictures)
+
+
+def test_a_report_has_a_section_for_each_kind_of_record(page):
+    assert page.sections == [
+        "Findings", "Summary", "Curves", "Skipped steps", "Visits and resumes", "Where the time goes", "Memory",
+        "Layout", "Pipeline", "Checkpoints", "Environment", "Configuration",
+    ]  # fmt: skip
+    assert "cafe" * 16 in page.text
+    assert "removed since" in page.text
+
+
+def test_a_run_without_events_has_curves_and_says_what_is_missing(tmp_path):
+    page = written(write_run(tmp_path / "old", [line(1), line(2)]))
+    assert page.sections == ["Findings", "Summary", "Curves", "Where the time goes", "Environment"]
+    assert "a version without events" in page.text
+
+
+def test_a_line_in_the_writing_is_left_out_and_a_damaged_one_is_named(tmp_path):
+    run = write_run(tmp_path / "run", [line(1), line(2)])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    assert story(run).done == 2
+    (run / "metrics.jsonl").write_text('{"step": 1\n{}\n')
+    with pytest.raises(DataError, match="line 1"):
+        main(["report", str(run)])
+
+
+def test_several_runs_tell_only_what_differs(eventful, tmp_path):
+    config = {"train": {"steps": 100, "seed": 1}, "model": {"name": EVIL}}
+    other = write_run(tmp_path / "other", [line(1)], [start(config=config)])
+    page = written(eventful, other)
+    assert "The settings that differ; the other 2 are the same" in page.text
+    assert "train.seed" in page.text
+    assert "train.steps" not in page.text
+    assert page.text.count("eventful") > 1
+    with pytest.raises(ConfigError, match="twice"):
+        main(["report", str(other), str(other)])
+
+
+def test_a_file_that_is_no_report_is_not_replaced(tmp_path):
+    pytest.importorskip("matplotlib")
+    run = write_run(tmp_path / "run", [line(1)])
+    target = tmp_path / "thesis.html"
+    target.write_text("ten years of work")
+    with pytest.raises(ConfigError, match="--force"):
+        main(["report", str(run), "-o", str(target)])
+    assert target.read_text() == "ten years of work"
+    assert main(["report", str(run)]) == main(["report", str(run)]) == 0  # its own report.html
+    assert main(["report", str(run), "-o", str(target), "--force"]) == 0
+    assert Page(target.read_text()).sections
+    assert sorted(os.listdir(tmp_path)) == ["run", "thesis.html"]
+
+
+def test_a_long_run_is_a_small_file_that_keeps_the_extremes(tmp_path):
+    run = write_run(tmp_path / "run", (line(step, gradient_norm=step % 7) for step in range(1, 5001)))
+    page = written(run)
+    assert len(page.source) < 500_000
+    assert f"more than {MOST_POINTS:,} steps" in page.text
+    values = np.random.default_rng(0).normal(size=5000)
+    values[1234], values[99] = 50.0, np.nan
+    found = envelope(np.arange(5000), values)
+    assert found.high.max() == 50.0
+    assert found.low.min() == np.nanmin(values)
+    assert len(found.steps) == 500
+    assert (found.low <= found.mean).all()
+    assert (found.mean <= found.high).all()
+
+
+def test_text_in_pictures_is_shown_as_it_is():
+    """Neither mathematics nor markup, which a message of an error would end up as."""
+    pytest.importorskip("matplotlib")
+    page = Page(picture("name", f"of {EVIL}", lambda figure: figure.text(0, 0, "$x_{$ <b>")))
+    assert page.text.strip() == "$x_{$ <b>"
+    assert {tag for tag, _ in page.elements} <= {"svg", "defs", "g", "path", "text"}
+    assert page.elements[0][1]["aria-label"].startswith("of <script>")
+
+
+def test_the_record_of_the_example_is_as_events_are_written(eventful):
+    """The other tests stand on it: a name that no event has would be ignored by the reader."""
+    first = json.loads((eventful / "events.jsonl").read_text().splitlines()[0])
+    assert first["kind"] == "start"
+    assert first["time"] == BEGUN
+    assert [len(visit.events) for visit in read_run(eventful).visits] == [6, 2]
