@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
     from mpizero.train.projects.kinds import KINDS
 
     if options.kind is None:
-        raise ConfigError(f"mpizero new: --kind is missing; there are:\n{new_project.listed()}")
+        raise ConfigError(f"mpizero new: --kind is missing; {new_project.choices()}")
     folder = new_project.new_project(options.folder, options.kind)
     show(f"{folder}: {KINDS[options.kind].summary}. Its README.md leads on:")
     show(f"  cd {shlex.quote(options.folder)}")

@@ -40,7 +40,7 @@ def new_project(folder: str | Path, kind: str) -> Path:
         If the folder cannot be written.
     """
     if kind not in KINDS:
-        raise ConfigError(f"--kind {kind}: there is no such kind of project; there are:\n{listed()}")
+        raise ConfigError(f"--kind {kind}: there is no such kind of project; {choices()}")
     target = Path(folder).expanduser().absolute()
     _check_free(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -58,10 +58,10 @@ def new_project(folder: str | Path, kind: str) -> Path:
 
 
 def _check_free(target: Path) -> None:
-    if not target.exists():
+    if not os.path.lexists(target):
         return
     if not target.is_dir():
-        raise ConfigError(f"{target}: is a file; name a new folder")
+        raise ConfigError(f"{target}: is no folder; name a new one")
     if there := sorted(path.name for path in target.iterdir()):
         shown = ", ".join(there[:5]) + (", ..." if len(there) > 5 else "")
         raise ConfigError(f"{target}: is not empty ({shown}); name a new folder, nothing has been written")
@@ -94,6 +94,11 @@ def _text(path: str) -> str:
 
 def _filled(path: str, words: dict[str, str]) -> str:
     return _Template(_text(path)).substitute(words)
+
+
+def choices() -> str:
+    """Return the names of the kinds, and where they are described, in words for an error."""
+    return f"there are {', '.join(KINDS)} (mpizero new --help describes them)"
 
 
 def listed() -> str:
