@@ -20,6 +20,9 @@ _MPI = {
     "Open MPI": ("pmix", "Where `srun --mpi=list` does not name pmix: mpiexec ..."),
 }
 
+#: The first commands in a new project, whatever its kind.
+FIRST = ("python -m pytest -q", "python -m mpizero train config.toml")
+
 
 class _Template(string.Template):
     """Replace ``%%name``: shell scripts are full of ``$``."""
@@ -40,7 +43,7 @@ def new_project(folder: str | Path, kind: str) -> Path:
         If the folder cannot be written.
     """
     if kind not in KINDS:
-        raise ConfigError(f"--kind {kind}: there is no such kind of project; there are:\n{listed()}")
+        raise ConfigError(f"--kind {kind}: there is no such kind of project; {choices()}")
     target = Path(folder).expanduser().absolute()
     _check_free(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -58,10 +61,10 @@ def new_project(folder: str | Path, kind: str) -> Path:
 
 
 def _check_free(target: Path) -> None:
-    if not target.exists():
+    if not os.path.lexists(target):
         return
     if not target.is_dir():
-        raise ConfigError(f"{target}: is a file; name a new folder")
+        raise ConfigError(f"{target}: is no folder; name a new one")
     if there := sorted(path.name for path in target.iterdir()):
         shown = ", ".join(there[:5]) + (", ..." if len(there) > 5 else "")
         raise ConfigError(f"{target}: is not empty ({shown}); name a new folder, nothing has been written")
@@ -96,17 +99,25 @@ def _filled(path: str, words: dict[str, str]) -> str:
     return _Template(_text(path)).substitute(words)
 
 
+def choices() -> str:
+    """Return the names of the kinds, and where they are described, in words for an error."""
+    return f"there are {', '.join(KINDS)} (mpizero new --help describes them)"
+
+
 def listed() -> str:
     """Return a line for each kind."""
     width = max(map(len, KINDS))
     return "\n".join(f"  {name:<{width}}  {kind.summary}" for name, kind in KINDS.items())
 
 
-def missing(kind: str) -> str:
-    """Return a sentence about what a kind of project needs that is not installed; "" if nothing is missing."""
+def missing(kind: str) -> list[str]:
+    """Return a sentence about each thing that a kind of project needs and that is not installed."""
     module, program = KINDS[kind].module, KINDS[kind].program
+    told = []
     if module and importlib.util.find_spec(module) is None:
-        return f"it needs {module}, which is not installed: pip install 'mpizero[{module}]'"
+        told.append(f"it needs {module}, which is not installed: pip install 'mpizero[{module}]'")
     if program and shutil.which(program) is None:
-        return f"it needs {program}, which is not installed, or another compiler: FC=... sh build.sh"
-    return ""
+        told.append(f"it needs {program}, which is not installed, or another compiler: FC=... sh build.sh")
+    if importlib.util.find_spec("pytest") is None:
+        told.append("its tests need pytest, which is not installed: pip install pytest")
+    return told
