@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpizero.train.report.markup import Markup
-from mpizero.train.report.picture import SKIPPED, label_amounts, label_steps, picture
+from mpizero.train.report.picture import COLOURS, SKIPPED, label_amounts, label_steps, picture
 
 #: A curve of more points is drawn in so many groups of neighbouring points.
 MOST_POINTS, GROUPS = 1000, 500
@@ -52,7 +52,7 @@ class Curve:
 
     steps: Sequence[float]
     values: Sequence[float]
-    colour: str
+    colour: str = COLOURS[0]
     dots: bool = False
     name: str = ""
     marks: Marks = Marks()
@@ -150,7 +150,8 @@ def _draw_curve(axes: Any, curve: Curve) -> None:
 
 def _finite(curves: Sequence[Curve]) -> npt.NDArray[np.float64]:
     values = np.concatenate([np.asarray(curve.values, np.float64) for curve in curves] or [np.zeros(0)])
-    return values[np.isfinite(values)]
+    finite: npt.NDArray[np.float64] = values[np.isfinite(values)]
+    return finite
 
 
 def _is_wide(curves: Sequence[Curve]) -> bool:

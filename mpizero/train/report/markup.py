@@ -56,28 +56,20 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> M
     ``head`` is empty for a table of names and values. Columns of numbers are aligned to the right.
     """
     rows = list(rows)
-    classes = [_class_of(column) for column in zip(*(row[1:] for row in rows), strict=True)]
-    top = (
-        element(
-            "thead",
-            element(
-                "tr",
-                *(element("th", cell, scope="col", class_=c) for cell, c in zip(head, [None, *classes], strict=True)),
-            ),
-        )
-        if head
-        else ""
-    )
+    classes = [_class_of(column) for column in zip(*rows, strict=True)] if head else [None, None]
+    names = zip(head, classes, strict=True) if head else ()
+    top = element("thead", element("tr", *(element("th", cell, scope="col", class_=c) for cell, c in names)))
     body = (
         element(
             "tr",
-            element("th", breakable(row[0]), scope="row"),
-            *(element("td", breakable(cell), class_=c) for cell, c in zip(row[1:], classes, strict=True)),
+            element("th", breakable(row[0]), scope="row", class_=classes[0]),
+            *(element("td", breakable(cell), class_=c) for cell, c in zip(row[1:], classes[1:], strict=True)),
         )
         for row in rows
     )
-    inner = joined([element("caption", caption), Markup(top), element("tbody", *body)])
-    return scrolling(element("table", inner), caption)
+    inner = element("table", top if head else "", element("tbody", *body), class_=None if head else "facts")
+    # No caption element: it would be as narrow as the table, and scroll with it.
+    return joined([element("p", caption, class_="title"), scrolling(inner, caption)])
 
 
 def _class_of(cells: Sequence[str]) -> str | None:

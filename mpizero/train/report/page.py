@@ -96,7 +96,8 @@ def page(stories: Sequence[RunStory]) -> str:
     """Return the page about some runs. Not collective."""
     title = f"Run {stories[0].name}" if len(stories) == 1 else f"{len(stories)} runs"
     body = joined(_one(stories[0]) if len(stories) == 1 else _several(stories))
-    body = joined([_contents(body), body, glossary(body)])
+    words = glossary(body.partition('<section id="configuration">')[0])
+    body = joined([_contents(body + words), body, words])
     written = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(stories[0].now))
     foot = element("p", f"Written by mpizero report, {written}. It shows what the run had recorded by then.")
     # Nothing may be loaded from anywhere, whatever a name or a message contains.
@@ -109,7 +110,7 @@ def page(stories: Sequence[RunStory]) -> str:
     return f"{MARK}{head}<body><main>{element('h1', title)}{body}</main><footer>{foot}</footer></body></html>\n"
 
 
-def _contents(body: Markup) -> Markup:
+def _contents(body: str) -> Markup:
     """Return links to the sections of a page."""
     found = re.findall(r'<section id="([^"]*)"><h2>(.*?)</h2>', body)
     links = (element("a", Markup(title), href=f"#{name}") for name, title in found)

@@ -26,7 +26,6 @@ svg * { stroke-linejoin: round; stroke-linecap: butt; }
   linear-gradient(-90deg, #0005, #0000) 100% 0 / 16px 100% no-repeat scroll; }
 table { border-collapse: collapse; font-size: .92rem; }
 caption { text-align: left; font-weight: 600; padding: .2rem 0; }
-.wide caption { position: sticky; left: 0; max-width: calc(100vw - 48px); }
 th, td { text-align: left; vertical-align: top; padding: .2rem .9rem .2rem 0; border-bottom: 1px solid #e4e4e4; }
 th { font-weight: 600; } tbody th { font-weight: 500; }
 td { font-variant-numeric: tabular-nums; min-width: 5ch; max-width: 75ch; }
@@ -34,7 +33,8 @@ thead th { vertical-align: bottom; }
 th.n, td.n { text-align: right; min-width: 4ch; } td.n, th[scope=row] { white-space: nowrap; }
 td.t { min-width: 24ch; }
 tbody th[scope=row] { min-width: 4ch; }
-.title { font-weight: 600; margin: 0; }
+.facts th[scope=row], .facts td { white-space: normal; min-width: 0; }
+.title { font-weight: 600; margin: .8rem 0 0; } .title + .wide { margin-top: 0; }
 dl { font-size: .92rem; margin: .4rem 0; } dt { font-weight: 600; } dd { margin: 0 0 .3rem 1.2rem; }
 nav ul { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .1rem 1.2rem; }
 .long svg { min-width: 640px; }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -67,9 +68,9 @@ def _losses(stories: Sequence[RunStory]) -> Markup:
         begun = any(curve.steps for curve in curves)
         return element("p", "No loss was finite." if begun else "No step has been recorded yet.")
     validated = any(curve.dots for curve in curves)
-    caption = "Training: the line, the mean over the global batch." + (
-        " Validation: dots, dashed." if validated else ""
-    )
+    caption = "The loss of the training is the mean over the global batch."
+    if validated and len(stories) > 1:
+        caption += " Lines: training; dots, dashed: validation."
     names = [(INK, "training"), (VALIDATION, "validation (dots, dashed)")] if validated and len(stories) == 1 else []
     return _drawn("loss", "Loss", curves, stories, caption, *([key(names)] if names else []), wide=True)
 
@@ -92,7 +93,8 @@ def _drawn(
     if without := [story.name for story in stories if story.name not in {curve.name for curve in curves}]:
         notes.append(f"Not recorded by {', '.join(without)}.")
     label = f"Curve: {title} by step. {_range(curves)}"
-    drawn = draw_curves(place, label, curves, title, wide=wide)
+    quantity = re.split("[,(]", title)[0].strip()
+    drawn = draw_curves(place, label, curves, quantity[:1].lower() + quantity[1:], wide=wide)
     return figure(joined([element("p", title, class_="title"), drawn]), " ".join(notes), *more)
 
 

@@ -47,10 +47,10 @@ def _memory_table(found: MemoryTable, where: str) -> Markup:
         names.append(joined([spot(tints[part]), part]))
         columns.append((found.planned.get(part), found.counted.get(part)))
     if totals := found.totals():
-        names.append(Markup("planned and counted"))
+        names.append(Markup("total of parts in both" if found.only_planned or found.only_counted else "total"))
         columns.append(([planned for planned, _ in totals], [counted for _, counted in totals]))
     if found.counted and (found.only_counted or not totals):
-        names.append(Markup("all that was counted"))
+        names.append(Markup("total counted"))
         columns.append((None, [sum(sizes) for sizes in zip(*found.counted.values(), strict=True)]))
     ranks = [max(range(len(known)), key=known.__getitem__) for p, c in columns if (known := p or c or [0])]
     units, cells = [], []

@@ -8,13 +8,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mpizero.train.number_format import duration
 from mpizero.train.record.events import VisitStart
 from mpizero.train.record.reader import VisitRecords
 from mpizero.train.report.findings import described_resume, reason
 from mpizero.train.report.layout_drawing import described_layout, draw_layout
 from mpizero.train.report.markup import Markup, element, figure, folded, listed, long_table, section, table
-from mpizero.train.report.sections.columns import bytes_column
+from mpizero.train.report.sections.columns import bytes_column, seconds_column
 from mpizero.train.report.sections.memory_section import memory
 from mpizero.train.report.sections.time_sections import phases, pipeline
 from mpizero.train.report.story import RunStory, counted, flattened
@@ -77,9 +76,11 @@ def _skips(story: RunStory) -> Iterator[Markup]:
     if kept:
         above = story.records.folder.resolve().parent
         told.append(f"The commands look at them, and are to be run in {above}.")
-    ranks = Counter(int(skip.event.found[0].get("rank", -1)) for skip in story.skips if skip.event and skip.event.found)
+    found = [{int(one.get("rank", -1)) for one in skip.event.found} for skip in story.skips if skip.event]
+    ranks = Counter(rank for one in found for rank in one)
     if len(ranks) > 1:
-        told.append(f"Found first on {', '.join(f'rank {rank}: {count:,}' for rank, count in sorted(ranks.items()))}.")
+        each = ", ".join(f"{count:,} on rank {rank}" for rank, count in sorted(ranks.items()))
+        told.append(f"Steps by rank that found a value: {each}.")
     yield element("p", " ".join(told))
     yield long_table(
         "Skipped steps, which left parameters and optimizer state as they were",
@@ -122,7 +123,7 @@ def _layout(story: RunStory) -> Iterator[Markup]:
     yield figure(drawing, f"{' '.join(facts)} The frame of a rank has the colour of its node.")
     chunks = [chunk for chunk in layout.get("chunks") or () if isinstance(chunk, Mapping)]
     if len(chunks) > 1:
-        rows = [(f"chunk {n}", f"stage {c.get('stage')}", _blocks(c.get("blocks"))) for n, c in enumerate(chunks)]
+        rows = [(str(n), str(c.get("stage")), _blocks(c.get("blocks"))) for n, c in enumerate(chunks)]
         yield table("What each stage of the pipeline computes", ("chunk", "stage", "blocks"), rows)
 
 
@@ -146,6 +147,7 @@ def _checkpoints(story: RunStory) -> Iterator[Markup]:
         yield element("p", "No checkpoint was written.")
         return
     unit, sizes = bytes_column([one.bytes for one in written])
+    time_unit, times = seconds_column([one.seconds for one in written])
     best, own_paths = any(one.best for one in written), any(one.path != _path(one.step) for one in written)
     beside = any(one.beside for one in written)
     rows = [
@@ -153,14 +155,14 @@ def _checkpoints(story: RunStory) -> Iterator[Markup]:
             f"{one.step:,}",
             *([one.path] if own_paths else []),
             size,
-            duration(one.seconds),
+            taken,
             *(["yes" if one.beside else "no"] if beside else []),
             *(["yes" if one.best else "no"] if best else []),
             "kept" if (story.records.folder / one.path).is_dir() else "removed since",
         )
-        for one, size in zip(written, sizes, strict=True)
+        for one, size, taken in zip(written, sizes, times, strict=True)
     ]
-    head = ["step", *(["path"] if own_paths else []), f"size, {unit}", "written in"]
+    head = ["step", *(["path"] if own_paths else []), f"size, {unit}", f"written in, {time_unit}"]
     head += [*(["beside the training"] if beside else []), *(["best so far"] if best else []), "now"]
     where = "" if own_paths else f", such as {written[-1].path}"
     yield long_table(f"Checkpoints that were written{where}", head, rows, ends=3)

@@ -17,7 +17,7 @@ from mpizero.train.report.measures import (
 )
 from mpizero.train.report.rank_pictures import MOST_RANKS, draw_phases, phase_colours
 from mpizero.train.report.sections.columns import seconds_column
-from mpizero.train.report.story import RunStory, counted
+from mpizero.train.report.story import RunStory
 from mpizero.train.report.timetable_picture import MOST_CELLS, WORK, draw_timetable, kinds
 
 
@@ -31,11 +31,12 @@ def phases(story: RunStory, name: str) -> Iterator[Markup]:
     ranks = len(found.seconds)
     of = "" if len(story.visits) == 1 else f" of visit {visit.number}"
     steps = ", ".join(f"{step:,}" for step in found.steps[:8]) + (", …" if len(found.steps) > 8 else "")
-    mean = "" if len(found.steps) == 1 else "the mean of "
+    mean = f"the mean of {len(found.steps)} measured steps ({steps})"
+    taken = f"measured in step {steps}, the only one that was measured" if len(found.steps) == 1 else mean
     label = f"Bars of the seconds of a step by phase, one bar for each of {ranks} ranks; the table has the numbers."
     drawn = figure(
         draw_phases(f"{name}-phases", label, found),
-        f"Time of a step by phase and rank, {mean}{counted(len(found.steps), 'measured step')} ({steps}){of}. Grey is "
+        f"Time of a step by phase and rank, {taken}{of}. Grey is "
         f"waiting for other ranks, in whatever phase.{few_ranks(ranks)}",
     )
     meanings = element("dl", *_meanings([phase for phase, taken in found.phases.items() if any(taken)]))
