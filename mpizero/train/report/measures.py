@@ -46,7 +46,7 @@ class MeanPhases(NamedTuple):
 
     @property
     def told(self) -> str:
-        """Which steps were measured, in words."""
+        """Say which steps were measured."""
         if len(self.steps) == 1:
             return f"the one step that was measured (step {self.steps[0]:,})"
         return f"the mean of {len(self.steps)} measured steps ({self.steps[0]:,} to {self.steps[-1]:,})"

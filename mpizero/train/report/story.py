@@ -27,7 +27,7 @@ class Skip(NamedTuple):
 
     @property
     def lowers_scale(self) -> bool:
-        """Whether the step only lowered the loss scale, which is no fault."""
+        """Tell whether the step only lowered the loss scale, which is no fault."""
         return self.event is not None and self.event.next_loss_scale < self.event.loss_scale
 
 
@@ -109,7 +109,7 @@ class RunStory:
 
     @property
     def told(self) -> str:
-        """How the run ended, in one or two sentences."""
+        """Say how the run ended, in one or two sentences."""
         of = "" if self.planned is None or (self.planned <= self.done and self.state == "complete") else self.planned
         steps = f"{self.done:,} steps" if of == "" else f"{self.done:,} of {of:,} steps"
         why = f": {self.message}" if self.message else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -13,6 +12,8 @@ from mpizero.train.report.story import RunStory
 
 #: Figures that have a place of their own, or none.
 _PLACED = {"step", "loss", "validation_loss", "learning_rate", "gradient_norm", "bytes_sent", "memory", "bucket_mb"}
+#: What titles of pictures say beside the quantity.
+_CHECKED, _UNCLIPPED = " (validation)", ", before clipping"
 #: Other figures that are drawn at most.
 _MOST_OTHERS = 8
 
@@ -93,13 +94,13 @@ def _drawn(
     if without := [story.name for story in stories if story.name not in {curve.name for curve in curves}]:
         notes.append(f"Not recorded by {', '.join(without)}.")
     label = f"Curve: {title} by step. {_range(curves)}"
-    quantity = re.split("[,(]", title)[0].strip()
+    quantity = title.removesuffix(_CHECKED).removesuffix(_UNCLIPPED)
     drawn = draw_curves(place, label, curves, quantity[:1].lower() + quantity[1:], wide=wide)
     return figure(joined([element("p", title, class_="title"), drawn]), " ".join(notes), *more)
 
 
 def _single(stories: Sequence[RunStory]) -> Iterator[Markup]:
-    known = {"learning_rate": "Learning rate", "gradient_norm": "Norm of the gradient, before clipping"}
+    known = {"learning_rate": "Learning rate", "gradient_norm": f"Norm of the gradient{_UNCLIPPED}"}
     names = dict.fromkeys(name for story in stories for name in story.figures())
     rates = [name for name in names if name.endswith("_per_second")]
     others = [name for name in names if name not in _PLACED and name not in rates]
@@ -114,7 +115,7 @@ def _single(stories: Sequence[RunStory]) -> Iterator[Markup]:
                 curves.append(curve)
         if curves:
             caption = "Recorded with each validation." if checked else ""
-            title += " (validation)" if checked else ""
+            title += _CHECKED if checked else ""
             yield _drawn(f"curve-{place}", title, curves, stories, caption, wide=name == "gradient_norm")
     if others[_MOST_OTHERS:]:
         yield element("p", f"Not drawn: {', '.join(others[_MOST_OTHERS:])}. They are in the metrics of the run.")

@@ -53,22 +53,20 @@ def _memory_table(found: MemoryTable, where: str) -> Markup:
         names.append(Markup("total counted"))
         columns.append((None, [sum(sizes) for sizes in zip(*found.counted.values(), strict=True)]))
     ranks = [max(range(len(known)), key=known.__getitem__) for p, c in columns if (known := p or c or [0])]
-    units, cells = [], []
-    for row in (0, 1):
-        unit, shown = _cells([None if both[row] is None else sum(both[row] or ()) for both in columns])
-        units.append(unit)
-        cells.append(shown)
-    for row in (0, 1):
-        unit, shown = _cells(
-            [None if (sizes := both[row]) is None else sizes[rank] for both, rank in zip(columns, ranks, strict=True)]
-        )
-        units.append(unit)
-        cells.append(shown)
-    heads = ("planned, all ranks", "counted, all ranks", "planned, one rank", "counted, one rank")
-    head = ("part", *(f"{name}, {unit}" for name, unit in zip(heads, units, strict=True)), "the rank with most")
+    heads, cells = ["part"], []
+    for whose in ("all ranks", "one rank"):
+        for kind, sizes in (("planned", [p for p, _ in columns]), ("counted", [c for _, c in columns])):
+            if any(sizes):
+                chosen = [
+                    None if by_rank is None else sum(by_rank) if whose == "all ranks" else by_rank[rank]
+                    for by_rank, rank in zip(sizes, ranks, strict=True)
+                ]
+                unit, shown = _cells(chosen)
+                heads.append(f"{kind}, {whose}, {unit}")
+                cells.append(shown)
     missing = f"; {', '.join(found.only_planned)} exist only while a step runs" if found.only_planned else ""
     rows = zip(names, *cells, map(str, ranks), strict=True)
-    return table(f"Memory {where} by part{missing}", head, rows)
+    return table(f"Memory {where} by part{missing}", [*heads, "the rank with most"], rows)
 
 
 def _cells(sizes: Sequence[int | None]) -> tuple[str, list[str]]:
