@@ -200,6 +200,19 @@ def test_every_setting_is_documented():
         assert not missing, f"docs/cli.md does not name {missing} of {section.__name__}"
 
 
+#: Its table of mistakes shows settings that do not exist.
+MISTAKES = ROOT / "docs" / "failures.md"
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p != MISTAKES], ids=lambda p: p.name)
+def test_settings_of_a_configuration_that_the_docs_name_exist(page):
+    from mpizero import ShardingConfig
+
+    calls = re.findall(r"`ShardingConfig\(([^`]*)\)`", page.read_text(encoding="utf-8"))
+    named = {name for call in calls for name in re.findall(r"(\w+)=", call)}
+    assert named <= {field.name for field in dataclasses.fields(ShardingConfig)}
+
+
 def test_the_version_stands_once():
     """setup.cfg holds it; the package and the pages do not repeat it."""
     version = re.search(r"^version = (\S+)$", (ROOT / "setup.cfg").read_text(encoding="utf-8"), re.MULTILINE)

@@ -52,7 +52,7 @@ def write_pages(app: Any) -> None:
 
 
 def read_source(app: Any, docname: str, source: list[str]) -> None:
-    """Rewrite the links of a Markdown page that is in the repository."""
+    """Rewrite the links of a Markdown page."""
     path = Path(app.env.doc2path(docname))
     if path.suffix == ".md":
         source[0] = rewritten(source[0], path.relative_to(app.srcdir).as_posix())

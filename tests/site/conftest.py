@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="session")
 def site() -> Path:
     """The folder of the site, which ``scripts/test.sh --only site`` has built."""
-    pytest.importorskip("sphinx", reason="needs the site's environment, and its pages in build/site")
+    pytest.importorskip("sphinx", reason="needs the site's environment, which scripts/test.sh makes")
     folder = ROOT / "build" / "site"
     assert (folder / "index.html").exists(), "python -m sphinx -W --keep-going -b html docs build/site"
     return folder
@@ -22,6 +22,8 @@ def site() -> Path:
 @pytest.fixture(scope="session")
 def browser():
     """A headless Chromium: ``faults(page)``, or ``open``, ``evaluate``, ``screenshot`` (``tests/site/browser.py``)."""
+    # Elsewhere Chromium may just be being installed, by another part of the suite.
+    pytest.importorskip("sphinx", reason="needs the site's environment, which scripts/test.sh makes")
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if program is None:
         pytest.skip("there is no Chromium")

@@ -10,11 +10,13 @@ from urllib.parse import unquote
 
 import pytest
 
-#: Pages that a browser opens: one of each kind, and those with the widest tables, drawings, words and signatures.
-SAMPLE = (
-    *("index", "concepts", "data_parallelism", "parallelism", "pipeline", "checkpoints", "measurements", "coming_from"),
-    *("cli", "library", "changelog", "reference/index", "reference/ShardingConfig", "reference/nn", "search"),
-    *("reference/ShardedModelBase", "programs/examples/models/heat.f90"),
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+#: Pages that a browser opens: all guides, and of each other kind those with the widest words and signatures.
+GUIDES = [path.relative_to(DOCS).with_suffix("").as_posix() for path in sorted(DOCS.glob("*.md"))]
+OPENED = (
+    *GUIDES,
+    *("examples/waveform_inversion", "programs/examples/models/heat.f90", "search", "genindex"),
+    *("reference/index", "reference/ShardingConfig", "reference/ShardedModelBase", "reference/nn", "reference/nn.GPT"),
 )
 #: What readers look for, and a page that must be among the first ten that are found.
 SEARCHES = {
@@ -65,7 +67,7 @@ def test_nothing_is_loaded_from_other_machines(site):
     assert not re.findall(r"(?:url\(|@import )['\"]?(?:https?:)?//[^)]*", styles)
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", OPENED)
 def test_a_page_opens_from_a_folder_without_errors_and_fits_screens_of_all_widths(site, browser, name):
     assert not browser.faults(site / f"{name}.html")
 

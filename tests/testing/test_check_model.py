@@ -148,6 +148,25 @@ def test_the_first_block_that_computes_other_bits_is_named(rng):
     assert all(run_in_threads(2, rank))
 
 
+def test_the_block_to_begin_with_comes_first_where_the_gradients_of_several_are_wrong(rng):
+    """An error is seen in all blocks before its own, and not in its own gradients if it is in backward_input."""
+
+    class Halved(mz.nn.Linear):
+        def backward_input(self, params, cache, dy):
+            dx, pending = super().backward_input(params, cache, dy)
+            return dx * np.linspace(0.3, 0.6, dx.shape[-1]), pending
+
+    blocks = {"in": mz.nn.Linear(4, 3), "inner": mz.nn.Linear(3, 3), "halved": Halved(3, 3), "out": mz.nn.Linear(3, 2)}
+    model = SimpleNamespace(blocks=blocks, loss=mz.nn.MeanSquaredError(), dtype=np.dtype("float64"), seed=0)
+    with pytest.raises(ModelCheckError) as caught:
+        check_model(model, *dense(rng))
+    first, *others = (finding for finding in caught.value.report.findings if finding.check == "gradient")
+    assert "begin with the backward pass of 'inner'" in first.remedy
+    assert "backward_input of 'halved', whose own gradients are right" in first.remedy
+    assert first.what.startswith("gradient of 'inner.")
+    assert [finding.what[:13] for finding in others] == ["gradient of '"] * 3
+
+
 def test_all_ranks_hear_of_what_one_has_found(rng):
     x, y = dense(rng)
 

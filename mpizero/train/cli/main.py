@@ -127,7 +127,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="mpizero",
         description="Train models that do not fit one process, over MPI, with the same bits on any number of ranks.",
-        epilog="Exit status: 0 done; 65 bad data or checkpoint; 70 a rank failed; 74 input/output; 75 stopped early, "
+        epilog="Exit status: 0 done; 1 something differs or is wrong, or an error of Python; 65 bad data or "
+        "checkpoint; 70 a rank failed; 74 input/output; 75 stopped early, "
         "and saved; 76 hang or mismatch; 78 bad configuration or usage.",
     )
     parser.add_argument("--version", action="version", version=f"mpizero {_version()}")

@@ -37,10 +37,9 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"mpizero new: --kind is missing; {new_project.choices()}")
     folder = new_project.new_project(options.folder, options.kind)
     show(f"{folder}: {KINDS[options.kind].summary}. Its README.md leads on:")
-    show(f"  cd {shlex.quote(options.folder)}")
-    if build := KINDS[options.kind].build:
-        show(f"  {build}")
-    show("  python -m mpizero train config.toml")
-    if told := new_project.missing(options.kind):
+    for told in new_project.missing(options.kind):
         show(f"mpizero: {told}")
+    build = KINDS[options.kind].build
+    for command in filter(None, (f"cd {shlex.quote(options.folder)}", build, *new_project.FIRST)):
+        show(f"  {command}")
     return int(ExitStatus.OK)

@@ -87,6 +87,7 @@ def check_model(
     >>> print(report.passed[1])
     repeats: the same bits every time, in any memory
     """
+    __tracebackhide__ = True  # pytest shows the message, not this function's long docstring
     with ShardingConfig(comm=comm) as config:
         report = _looked_at(model, CheckBatch(x, y, sample_count(x, y)), config.communicator, parameters, seed)
         if not report.right:  # raised before the communicator is freed: with the last one, the hooks would be gone

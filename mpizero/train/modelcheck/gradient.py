@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
+from mpizero.train.modelcheck.checked_model import CheckedBlocks
 from mpizero.train.modelcheck.model_report import ModelFinding
 from mpizero.train.modelcheck.slopes import SURE, ParameterPoint, Slope, dense, steep
 from mpizero.types import Array
@@ -64,7 +66,27 @@ def check_gradient(
     if weak:
         notes.append(f"gradient: rounding hides what {_listed(weak)} changes in the loss, so it was not compared")
     line = f"gradient: {len(names) - len(weak)} of {len(names)} parameters agree with differences of the loss"
+    if isinstance(point.checked, CheckedBlocks):
+        return _from_the_last(point.checked, _explained(point, wrong[::-1], len(names), rng), wrong), line, notes
     return _explained(point, wrong, len(names), rng), line, notes
+
+
+def _from_the_last(
+    checked: CheckedBlocks, findings: list[ModelFinding], wrong: Sequence[WrongGradient]
+) -> list[ModelFinding]:
+    """Return the findings of a model of blocks, the last block's first, and say there in which block to begin.
+
+    A block gets the gradient of its output from the block after it, so an error in one block is seen in all before it.
+    """
+    blocks = list(checked.model.blocks)
+    places = [max(k for k, block in enumerate(blocks) if w.name.startswith(f"{block}.")) for w in wrong]
+    if len(set(places)) < 2:
+        return findings
+    last = max(places)
+    begin = f"begin with the backward pass of {blocks[last]!r}, through which the blocks before it get their gradients"
+    if last + 1 < len(blocks):
+        begin += f", and with backward_input of {blocks[last + 1]!r}, whose own gradients are right"
+    return [replace(findings[0], remedy=f"{findings[0].remedy}; {begin}"), *findings[1:]]
 
 
 def _names(wrong: Sequence[WrongGradient]) -> set[str]:

@@ -44,7 +44,7 @@ class Kind:
     program: str = ""
 
 
-_MPIZERO = "An environment with mpizero and pytest"
+_MPIZERO = "You need an environment with mpizero, pytest and, for pictures, matplotlib"
 
 
 def _network(model: str) -> dict[str, tuple[str, str]]:
@@ -80,21 +80,21 @@ KINDS: Mapping[str, Kind] = {
     "torch": Kind(
         summary="a network written in PyTorch",
         about="A network of PyTorch that tells points on three spirals apart.",
-        needs=f"{_MPIZERO} and its extra `torch`: PyTorch.",
+        needs=f"{_MPIZERO}; for this project PyTorch, the extra `torch`.",
         files=_network("torch"),
         module="torch",
     ),
     "jax": Kind(
         summary="a network written in JAX",
         about="A network of JAX that tells points on three spirals apart.",
-        needs=f"{_MPIZERO} and its extra `jax`: JAX.",
+        needs=f"{_MPIZERO}; for this project JAX, the extra `jax`.",
         files=_network("jax"),
         module="jax",
     ),
     "fortran": Kind(
         summary="a program in Fortran with an adjoint, fitted to measurements",
         about="The conductivity of a rod is fitted to temperatures. Misfit and gradient are computed by Fortran.",
-        needs=f"{_MPIZERO}, and gfortran, or another compiler named by `FC`.",
+        needs=f"{_MPIZERO}; for this project gfortran, or another compiler named by `FC`.",
         files={
             **_function("fortran", "calls the program, and makes it a model"),
             "heat.f90": ("fortran/heat.f90", "the program; yours goes here"),

@@ -20,6 +20,9 @@ _MPI = {
     "Open MPI": ("pmix", "Where `srun --mpi=list` does not name pmix: mpiexec ..."),
 }
 
+#: The first commands in a new project, whatever its kind.
+FIRST = ("python -m pytest -q", "python -m mpizero train config.toml")
+
 
 class _Template(string.Template):
     """Replace ``%%name``: shell scripts are full of ``$``."""
@@ -107,11 +110,14 @@ def listed() -> str:
     return "\n".join(f"  {name:<{width}}  {kind.summary}" for name, kind in KINDS.items())
 
 
-def missing(kind: str) -> str:
-    """Return a sentence about what a kind of project needs that is not installed; "" if nothing is missing."""
+def missing(kind: str) -> list[str]:
+    """Return a sentence about each thing that a kind of project needs and that is not installed."""
     module, program = KINDS[kind].module, KINDS[kind].program
+    told = []
     if module and importlib.util.find_spec(module) is None:
-        return f"it needs {module}, which is not installed: pip install 'mpizero[{module}]'"
+        told.append(f"it needs {module}, which is not installed: pip install 'mpizero[{module}]'")
     if program and shutil.which(program) is None:
-        return f"it needs {program}, which is not installed, or another compiler: FC=... sh build.sh"
-    return ""
+        told.append(f"it needs {program}, which is not installed, or another compiler: FC=... sh build.sh")
+    if importlib.util.find_spec("pytest") is None:
+        told.append("its tests need pytest, which is not installed: pip install pytest")
+    return told

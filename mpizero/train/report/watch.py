@@ -44,13 +44,17 @@ def watch(folder: str, *, once: bool, interval: float, stream: TextIO | None = N
     Raises
     ------
     DataError
-        If there is no such folder.
+        If there is no such folder; with ``once`` also if no run has recorded anything in it.
     """
     out = sys.stdout if stream is None else stream
     followed = FollowedRun(Path(folder).expanduser())
     try:
         if once:
             followed.look()
+            if followed.story is None:
+                raise DataError(
+                    printable(f"{folder}: no run has recorded anything here; without --once, watch waits for one")
+                )
             _print(out, screen(followed, *_size(out), ascii_only=not _has_braille(out)))
         else:
             _follow(followed, out, interval)
@@ -140,7 +144,7 @@ def _line(story: RunStory | None, folder: Path) -> str:
 
 
 def _waiting(folder: Path) -> str:
-    return printable(f"nothing is recorded yet; waiting for the first step in {folder}")
+    return printable(f"no run has recorded anything in {folder} yet; waiting for one (Ctrl-C ends this)")
 
 
 def screen(followed: FollowedRun, width: int, height: int, *, ascii_only: bool = False) -> list[str]:

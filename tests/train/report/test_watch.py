@@ -79,8 +79,8 @@ def test_what_is_not_there(tmp_path, capsys):
         main(["watch", str(tmp_path / "nothing")])
     with pytest.raises(ConfigError, match="--interval"):
         main(["watch", str(tmp_path), "--interval", "0"])
-    assert main(["watch", str(tmp_path), "--once"]) == 0
-    assert "nothing is recorded yet" in capsys.readouterr().out
+    with pytest.raises(DataError, match="no run has recorded anything here"):
+        main(["watch", str(tmp_path), "--once"])
 
 
 @pytest.mark.parametrize("stream", [io.StringIO(), Terminal()], ids=["file", "terminal"])
@@ -92,7 +92,7 @@ def test_it_waits_for_a_run_and_ends_with_it(tmp_path, stream):
         target=watch, args=(str(run),), kwargs={"once": False, "interval": 0.01, "stream": stream}
     )
     watching.start()
-    wait_for(stream, "nothing is recorded yet")
+    wait_for(stream, "no run has recorded anything")
     write_run(run, [line(1)], [start()])
     wait_for(stream, "Running: 1 of 100")
     with (run / "events.jsonl").open("a") as file:
