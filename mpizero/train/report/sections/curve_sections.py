@@ -95,6 +95,8 @@ def _drawn(
         notes.append(f"Not recorded by {', '.join(without)}.")
     label = f"Curve: {title} by step. {_range(curves)}"
     quantity = title.removesuffix(_CHECKED).removesuffix(_UNCLIPPED)
+    if not (quantity.isascii() and quantity.isprintable()):
+        quantity = ""  # matplotlib's font may not have its characters; the page's has, where the title stands
     drawn = draw_curves(place, label, curves, quantity[:1].lower() + quantity[1:], wide=wide)
     return figure(joined([element("p", title, class_="title"), drawn]), " ".join(notes), *more)
 
