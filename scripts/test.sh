@@ -357,9 +357,11 @@ TOML
 }
 
 # Three at a time, on two cores as well: some of these tests wait for timeouts. More would only make jobs that they start
-# wait for each other, and ranks that wait take time from those that compute.
+# wait for each other, and ranks that wait take time from those that compute. All of tests/peers is in the part torch.
 part_serial() {
-    run_pytest serial 1800 -n 3 --dist worksteal --durations=40 -m 'not mpi' tests
+    local beside=()
+    ! chosen torch || skipped torch || beside=(--ignore tests/peers)
+    run_pytest serial 1800 -n 3 --dist worksteal --durations=40 -m 'not mpi' "${beside[@]}" tests
 }
 
 part_mpich() {

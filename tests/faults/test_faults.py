@@ -187,7 +187,7 @@ def test_bad_input_is_one_line_for_the_job_and_its_own_exit_status(job, fault, r
 
 def test_bad_input_keeps_its_traceback_where_the_user_asks_for_it(job, monkeypatch):
     monkeypatch.setenv("MPIZERO_TRACEBACK", "1")
-    ended = job("config_error_everywhere", 3)
+    ended = job("config_error_everywhere")
     check_failed(ended, tracebacks=1)
     assert ended.status == 78
 
@@ -208,7 +208,7 @@ def test_bad_input_of_one_rank_ends_all_with_its_line_and_status(job):
 
 
 def test_bad_input_in_an_agreed_section_is_one_line(job):
-    ended = job("agreed_data_error", ranks=3, victim=2)
+    ended = job("agreed_data_error")
     check_failed(ended, tracebacks=0)
     assert ended.status == 65
     assert re.fullmatch(r"DataError: planted \(program.py:\d+ in fail_together\)", *ended.said)
@@ -221,7 +221,7 @@ def test_an_error_in_an_agreed_section_has_the_traceback_of_the_rank_that_raised
 
 
 def test_a_bug_on_all_ranks_has_one_traceback(job):
-    check_failed(job("bug_everywhere", ranks=3), tracebacks=1)
+    check_failed(job("bug_everywhere"), tracebacks=1)
 
 
 def test_ranks_of_other_nodes_let_the_first_one_speak(job):

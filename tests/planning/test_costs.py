@@ -503,7 +503,9 @@ def test_the_most_that_tiles_of_sequences_take_is_planned(silence: None) -> None
     )  # fmt: skip
     plan = planned(each, 1).by_rank[0].memory
     wanted = sum(plan[part].mine for part in PARTS[PARTS.index("activations") :] if part in plan)
-    found = min(run_in_threads(1, lambda comm: traced(each, comm))[0] for _ in range(2))
+    found = run_in_threads(1, lambda comm: traced(each, comm))[0]
+    if abs(found - wanted) > 0.05 * wanted:  # a table of the interpreter has grown
+        found = min(found, run_in_threads(1, lambda comm: traced(each, comm))[0])
     assert abs(found - wanted) <= 0.05 * wanted, (found, wanted)
 
 

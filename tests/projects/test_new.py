@@ -90,8 +90,14 @@ def test_the_page_of_the_command_line_names_every_kind():
     assert all(f"`{kind}`" in section for kind in KINDS)
 
 
-def test_an_empty_folder_is_taken(tmp_path):
-    assert (new_project(tmp_path, "numpy") / "model.py").exists()
+def test_an_empty_folder_is_taken_and_stays_the_one_that_it_was(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "link").symlink_to("mine")
+    before = (tmp_path / "mine").stat().st_ino
+    new_project(tmp_path / "link", "numpy")
+    assert (tmp_path / "mine").stat().st_ino == before
+    assert not [path for path in (tmp_path / "mine").iterdir() if path.is_dir()]
+    assert (tmp_path / "mine" / "model.py").exists()
 
 
 @pytest.mark.parametrize("given", [["--kind", "tensorflow"], []])

@@ -18,6 +18,7 @@ import pytest
 import mpizero as mz
 from mpizero import checkpoint
 from mpizero.errors import ExitStatus, MpizeroError
+from tests.train.conftest import ThreadCommands
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"
 FENCE = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -295,7 +296,8 @@ def test_under_a_launcher_rank_0_works_and_the_job_has_its_status(trained, words
 
 
 def test_differences_are_status_1(trained):
-    told = trained[0](0, "checkpoint", "diff", "run/checkpoints/step_00000004", "run", "--pattern", "*.bias")
+    commands = ThreadCommands(trained[0].folder)
+    told = commands(1, "checkpoint", "diff", "run/checkpoints/step_00000004", "run", "--pattern", "*.bias")
     assert (told.status, told.err) == (1, "")
     assert "21 of other values" in told.out
 

@@ -10,7 +10,7 @@ import json
 import pytest
 
 from mpizero.errors import ExitStatus
-from tests.train.conftest import Commands, ThreadCommands, write_inputs
+from tests.train.conftest import ThreadCommands, write_inputs
 
 #: Ranks and settings of layouts that change no bit; the second is launched, the others are threads.
 EXACT = {
@@ -29,9 +29,10 @@ def deeper(tmp_path_factory):
     """A finished run on one process of a model with blocks for four parts: its commands and its outcome."""
     folder = tmp_path_factory.mktemp("deeper")
     write_inputs(folder)
-    outcome = Commands(folder).train(0, "model.layers=2")
+    commands = ThreadCommands(folder)
+    outcome = commands.train(1, "model.layers=2")
     assert outcome.status == 0, outcome.err
-    return ThreadCommands(folder), outcome
+    return commands, outcome
 
 
 @pytest.mark.parametrize("layout", EXACT)
@@ -74,9 +75,9 @@ def test_a_run_resumed_on_another_layout_equals_an_uninterrupted_one(deeper, on_
     assert [line["step"] for line in on_threads.metrics()] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_run_keeps_the_tiles_of_its_checkpoint_on_groups_of_other_sizes(mpizero, on_threads):
+def test_a_run_keeps_the_tiles_of_its_checkpoint_on_groups_of_other_sizes(on_threads):
     """One process with tiles is what its parts on a tensor group, on stages and on a context group add up to."""
-    whole = mpizero.train(0, "model.layers=2", "checkpoint.folder=whole", *parallel("tiles.tensor=2"))
+    whole = on_threads.train(1, "model.layers=2", "checkpoint.folder=whole", *parallel("tiles.tensor=2"))
     assert whole.status == 0, whole.err
     assert "zero2 on 1 rank, the bits of one process with tiles={'tensor': 2};" in whole.err
     first = on_threads.train(2, "model.layers=2", "train.steps=2", *parallel("tensor=2"))

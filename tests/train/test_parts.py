@@ -104,7 +104,7 @@ def test_metrics_after_the_resumed_step_move_to_another_file_with_torn_lines(tmp
     folder.close()
     with folder.metrics.open("a") as file:
         file.write('{"step": 3, "lo')
-    folder.continue_metrics(1)
+    assert folder.continue_metrics(1) == 1  # a line that was cut is no step
     assert folder.metrics.read_text() == '{"step": 1}\n'
     assert folder.superseded.read_text() == '{"step": 2}\n{"step": 3, "lo\n'
 

@@ -46,14 +46,21 @@ def new_project(folder: str | Path, kind: str) -> Path:
         raise ConfigError(f"--kind {kind}: there is no such kind of project; {choices()}")
     target = Path(folder).expanduser().absolute()
     _check_free(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    there = target.is_dir()
+    if not there:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target if there else target.parent))
     try:
         _write(beside, KINDS[kind], re.sub(r"[^\w.-]+", "-", target.name))
-        mask = os.umask(0)
-        os.umask(mask)
-        beside.chmod(0o777 & ~mask)  # that of mkdtemp is for one user alone
-        beside.rename(target)
+        if there:  # the folder stays the one that a shell may stand in, with its permissions
+            for path in beside.iterdir():
+                path.rename(target / path.name)
+            beside.rmdir()
+        else:
+            mask = os.umask(0)
+            os.umask(mask)
+            beside.chmod(0o777 & ~mask)  # that of mkdtemp is for one user alone
+            beside.rename(target)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise

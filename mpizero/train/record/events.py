@@ -90,6 +90,8 @@ class VisitStart(RunEvent):
     ----------
     steps : int
         Number of the run's last step.
+    superseded : int
+        Number of steps after ``step`` that a visit before had done already: their lines of metrics are superseded.
     described : str
         One line about model, layout and data.
     model, strategy : str
@@ -128,6 +130,7 @@ class VisitStart(RunEvent):
     kind: ClassVar[str] = "start"
 
     steps: int
+    superseded: int = 0
     described: str = ""
     model: str = ""
     strategy: str

@@ -28,6 +28,10 @@ from mpizero.train.record.events import (
 Event = TypeVar("Event", bound=RunEvent)
 
 
+#: What a reader of a damaged file can do.
+_WAY_OUT = "take the line out of a copy of the run's folder to read the rest"
+
+
 @dataclass(frozen=True)
 class VisitRecords:
     """Hold the events of one visit, which is one start or resume of a run.
@@ -143,7 +147,7 @@ def _visits(path: Path) -> Iterator[VisitRecords]:
         try:
             event = kind.of(line)
         except ValueError as error:
-            raise DataError(f"{path}, line {number}: damaged event {kind.kind!r}: {error}") from None
+            raise DataError(f"{path}, line {number}: damaged event {kind.kind!r}: {error}; {_WAY_OUT}") from None
         visits.setdefault(event.visit, []).append(event)
     for number, events in sorted(visits.items()):
         yield VisitRecords(number, tuple(events))
@@ -167,4 +171,4 @@ def _lines(path: Path, *, strict: bool = True) -> Iterator[tuple[int, dict[str, 
         if isinstance(found, dict):
             yield number, found
         elif strict:
-            raise DataError(f"{path}, line {number}: damaged: no object of JSON: {line[:40]!r}")
+            raise DataError(f"{path}, line {number}: damaged: no object of JSON: {line[:40]!r}; {_WAY_OUT}")

@@ -70,7 +70,7 @@ class StepTracer:
         offset = clock_offset(self._comm)
         own = StepSpans(start + offset, stop + offset, spans_of(spans, offset, self._first))
         phases = phases_of(own, self._latest(own))
-        cells = _cells(spans, self._engine.grid.here.pipeline, offset)
+        cells = pipeline_cells(spans, self._engine.grid.here.pipeline, offset)
         found = TracedStep(own.start, own.stop, {name: taken for name, taken in phases.items() if taken}, cells)
         return list(self._comm.allgather_object(found, "step tracer"))
 
@@ -95,9 +95,10 @@ class StepTracer:
         return latest
 
 
-def _cells(spans: Sequence[TimeSpan], stage: int, offset: float) -> list[PipelineCell]:
-    """Return the instructions of a stage; each begins when it has received what it needs."""
-    received = sorted(s.stop for s in spans if s.phase == MESSAGE and s.detail.operation == "irecv")
+def pipeline_cells(spans: Sequence[TimeSpan], stage: int, offset: float) -> list[PipelineCell]:
+    """Return the instructions of a stage; each begins when it has received what it needs from other stages."""
+    messages = (s for s in spans if s.phase == MESSAGE and s.detail.operation == "irecv")
+    received = sorted(s.stop for s in messages if s.detail.communicator == "pipeline")
     found = []
     for phase, detail, start, stop in spans:
         if phase == "schedule" and isinstance(detail, Instruction):

@@ -138,10 +138,10 @@ class TrainingLoop:
         if batch is None:  # on all ranks
             self.callbacks.reason = "the producers have ended"
             return StopDecision.GO_ON
+        read = time.perf_counter()
         x, y = batch
         self.method.go_on()
         self.stop.ask(self.saver.busy)
-        read = time.perf_counter()
         with self.recorder.tracing(self.step + 1):
             model.train(x, y, epoch=stream.epoch)
         decision = self.stop.answer()
@@ -185,11 +185,12 @@ class TrainingLoop:
                 self.progress.say(self._nothing_left())
         elif setup.begin is not None and (told := setup.begin()):
             self.progress.say(told)
+        superseded = 0
         with all_ranks(self.control):
             if self.control.rank == 0:
                 self._move_aside([] if start is None else start.newer)
-                self.folder.continue_metrics(self.step)
-        self.recorder.begin(self.step)
+                superseded = self.folder.continue_metrics(self.step)
+        self.recorder.begin(self.step, superseded)
         self.method.begin()
         self.saver.start(self.step, None if self.improvement is None else self.improvement.step)
         self.progress.begin(self.step)

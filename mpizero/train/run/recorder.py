@@ -32,7 +32,7 @@ from mpizero.train.record.surroundings import library_versions, machine
 from mpizero.train.record.visit_plan import VisitPlan
 from mpizero.train.run.metrics import finite
 from mpizero.train.run.result import TrainingResult
-from mpizero.train.run.run_folder import RunFolder
+from mpizero.train.run.run_folder import RunFolder, RunFolderError
 from mpizero.train.run.saver import SavedCheckpoint
 from mpizero.train.run.setup import RunSetup
 
@@ -67,8 +67,11 @@ class RunRecorder:
         self._tracer: StepTracer | None = None
         self._plan: VisitPlan | None = None
 
-    def begin(self, step: int) -> None:
-        """Record the start of a visit after ``step`` steps."""
+    def begin(self, step: int, superseded: int) -> None:
+        """Record the start of a visit after ``step`` steps.
+
+        ``superseded`` is the number of lines of metrics that this start has moved aside; only rank 0's counts.
+        """
         setup, comm, engine = self._setup, self._comm, self._setup.model.engine
         self._first = step
         hosts = comm.allgather_object(socket.gethostname(), "record")
@@ -83,6 +86,7 @@ class RunRecorder:
                     VisitStart(
                         step=step,
                         steps=setup.loop.steps,
+                        superseded=superseded,
                         described=setup.described(),
                         model=type(setup.model.wrapped_model).__name__,
                         strategy=setup.strategy,
@@ -161,8 +165,9 @@ class RunRecorder:
         self._end(VisitEnd(step=result.steps, reason="done", message=told, loss=result.loss, parameters_sha256=digest))
 
     def stopped(self, step: int, loss: float | None, reason: str) -> None:
-        """Record on rank 0 that the run was asked to stop after ``step``. Not collective."""
-        self._end(VisitEnd(step=step, reason="stopped", message=reason, loss=finite(loss)))
+        """Record on rank 0, if that is possible, that the run was asked to stop after ``step``. Not collective."""
+        with suppress(RunFolderError):  # the state is saved: a full disk must not make a failure of it
+            self._end(VisitEnd(step=step, reason="stopped", message=reason, loss=finite(loss)))
 
     def failed(self, step: int, loss: float | None, error: BaseException) -> None:
         """Record on rank 0, if that is possible, that an error has ended the visit. Not collective."""
@@ -233,10 +238,10 @@ class RunRecorder:
                         phases=_by_rank([{name: _short(t) for name, t in rank.phases.items()} for rank in ranks]),
                     )
                 )
-                if any(rank.cells for rank in ranks):
-                    self._put(self._timetable(step, ranks))
+                if (timetable := self._timetable(step, ranks)) is not None:
+                    self._put(timetable)
 
-    def _timetable(self, step: int, ranks: Sequence[TracedStep]) -> PipelineTimetable:
+    def _timetable(self, step: int, ranks: Sequence[TracedStep]) -> PipelineTimetable | None:
         assert self._plan is not None
         engine, first = self._setup.model.engine, min(rank.start for rank in ranks)
         first_replica = [
@@ -249,6 +254,8 @@ class RunRecorder:
             for rank in first_replica
             for cell in rank.cells
         ]
+        if not measured:
+            return None
         costs, planned = self._plan.timetable(engine.runner, 1 + max(cell.micro for cell in measured))
         schedule = engine.partitioned.parallel_layout.schedule
         return PipelineTimetable(step=step, schedule=schedule, costs=costs, planned=planned, measured=measured)

@@ -184,8 +184,11 @@ class RunFolder:
         """Path of the file with the metrics of steps that were repeated after a resume, as they were the first time."""
         return self.root / SUPERSEDED
 
-    def continue_metrics(self, step: int) -> None:
-        """Move metrics of steps after ``step``, which will be repeated, to :attr:`superseded`; remove the marker."""
+    def continue_metrics(self, step: int) -> int:
+        """Move metrics of steps after ``step``, which will be repeated, to :attr:`superseded`; remove the marker.
+
+        Return how many lines of steps were moved; one that was cut when a job was killed is none.
+        """
         try:
             lines = [line.removesuffix(b"\n") for line in self._lines(self.metrics)]
             kept = [line for line in lines if _number_in(line, "step", math.inf) <= step]
@@ -195,6 +198,7 @@ class RunFolder:
                     file.writelines(line + b"\n" for line in rest)
                 self._replace(self.metrics, kept)
             self.marker.unlink(missing_ok=True)
+            return sum(_number_in(line, "step", math.inf) < math.inf for line in rest)
         except OSError as error:
             raise self._failed("its metrics cannot be rewritten", error) from None
         except CheckpointError as error:
@@ -204,8 +208,8 @@ class RunFolder:
         """Return the number of the visit that begins; remove a last event that was cut when a job was killed."""
         try:
             lines = self._lines(self.events)
-            if lines and not lines[-1].endswith(b"\n"):
-                os.truncate(self.events, sum(map(len, lines[:-1])))
+            if lines and not lines[-1].endswith(b"\n"):  # another file, so that who follows it reads it anew
+                self._replace(self.events, [line.removesuffix(b"\n") for line in lines[:-1]])
             return 1 + max((_number_in(line, "visit", -1) for line in lines), default=-1)
         except OSError as error:
             raise self._failed("its events cannot be continued", error) from None

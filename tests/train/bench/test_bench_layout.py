@@ -60,7 +60,8 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_counted_bytes_and_messages_of_every_rank_equal_the_plan(name):
     ranks, settings, strategy, shared = LAYOUTS[name]
-    request = LayoutRequest(MemoryRequest(10_000, (strategy,), (shared,), 2), ParallelSection(**settings), 3)
+    steps = 2 if name == "split sequences" else 1  # two are counted by the same loop on every layout
+    request = LayoutRequest(MemoryRequest(10_000, (strategy,), (shared,), steps), ParallelSection(**settings), 3)
     (table,) = run_in_threads(ranks, lambda comm: measure_layout(request, comm))[0]
     assert [row.rank for row in table.rows] == list(range(ranks))
     for row in table.rows:

@@ -199,15 +199,15 @@ def test_plain_passes_read_and_write_what_they_say():
     assert stream.read(np.array([1, 2, 4])) == 7
 
 
-def test_the_command_takes_shapes_from_a_configuration_and_stores_the_file(mpizero):
-    outcome = mpizero(
+def test_the_command_takes_shapes_from_a_configuration_and_stores_the_file(on_threads):
+    outcome = on_threads(
         2, "bench", "machine", "tiny.toml", "--set", "train.micro_batch=3", "--elements", "1e3", "--largest", "100",
         "--file-bytes", "0", "--repeat", "1", "--json",
     )  # fmt: skip
     assert outcome.status == 0, outcome.err
     assert outcome.result["benchmark"] == "machine"
     assert (outcome.result["ranks"], outcome.result["files"]) == (2, [])
-    stored = read_machine(str(mpizero.folder / "machine.json"))
+    stored = read_machine(str(on_threads.folder / "machine.json"))
     assert {(p.rows, p.inner) for p in stored.products if (p.name, p.form) == ("qkv", "forward")} == {(3 * 16, 16)}
 
 

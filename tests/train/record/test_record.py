@@ -6,7 +6,9 @@ import json
 
 import pytest
 
+from mpizero.comm.recording.timeline import MESSAGE, CommunicatorCall, TimeSpan
 from mpizero.errors import DataError
+from mpizero.layout import Instruction
 from mpizero.train.record.events import (
     CheckpointWrite,
     PhaseSeconds,
@@ -16,6 +18,7 @@ from mpizero.train.record.events import (
     VisitEnd,
 )
 from mpizero.train.record.reader import read_run
+from mpizero.train.record.step_tracer import pipeline_cells
 from mpizero.train.run.run_folder import RunFolder
 
 
@@ -89,3 +92,21 @@ def test_a_visit_counts_on_after_an_event_that_was_cut(tmp_path):
     assert [visit.number for visit in read_run(tmp_path).visits] == [0, 4, 5]
     assert (folder.set_aside() / "events.jsonl").exists()
     folder.close()
+
+
+# ---------------------------------------------------------------------- the cells of a pipeline
+
+
+def test_a_cell_begins_when_its_input_has_come_and_not_with_messages_inside_of_it():
+    """Ring attention receives in the middle of a pass; only what other stages send comes before it."""
+
+    def received(communicator, stop):
+        return TimeSpan(MESSAGE, CommunicatorCall(communicator, "irecv", "", 0), stop - 0.5, stop)
+
+    spans = [
+        received("pipeline", 2.0),
+        received("context", 5.0),
+        TimeSpan("schedule", Instruction("forward", 0, 0), 1.0, 6.0),
+    ]
+    (cell,) = pipeline_cells(spans, 1, 10.0)
+    assert (cell.stage, cell.start, cell.end) == (1, 12.0, 16.0)

@@ -186,3 +186,34 @@ def test_processes_tell_where_their_time_goes(world, tmp_path):
     parallel_assert(world, [one.kind for one in visit.events] == ["start", "memory", "phases", "checkpoint", "end"])
     parallel_assert(world, np.allclose(sums, traced.seconds, atol=1e-5), f"{sums} {traced.seconds}")
     parallel_assert(world, visit.start.ranks == len(visit.memory.resident) == world.size)
+
+
+def test_a_stop_that_has_saved_is_no_failure_where_its_event_cannot_be_written(tmp_path, monkeypatch):
+    write = recorder.RunFolder.write_event
+
+    def full(folder, event):
+        if event["kind"] == "end":
+            raise recorder.RunFolderError("no space left on device")
+        write(folder, event)
+
+    monkeypatch.setattr(recorder.RunFolder, "write_event", full)
+    with trainer(tmp_path, callbacks=[Stop()]) as one, pytest.raises(mz.Preempted):
+        one.fit()
+    monkeypatch.undo()
+    with trainer(tmp_path) as one:
+        assert one.resume().steps == 9
+
+
+def test_a_resume_tells_how_many_steps_are_done_again(tmp_path):
+    class Fault(mz.Callback):
+        def on_step(self, trainer, report):
+            if trainer.step == 7:
+                raise RuntimeError("killed")
+
+    with trainer(tmp_path, callbacks=[Fault()]) as one, pytest.raises(RuntimeError):
+        one.fit()
+    with trainer(tmp_path) as one:
+        one.resume()
+    run = read_run(tmp_path)
+    assert [visit.start.superseded for visit in run.visits] == [0, 2]
+    assert [line["step"] for line in run.superseded] == [5, 6]
