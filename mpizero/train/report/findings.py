@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from mpizero.train.number_format import amount, duration
 from mpizero.train.report.measures import (
+    WAITING,
+    MeanPhases,
+    MemoryTable,
     idle_shares,
+    last_timetable,
     last_with_memory,
     last_with_phases,
     mean_phases,
     memory_tables,
+    timed_ranks,
 )
-from mpizero.train.report.story import Resume, RunStory, Skip
+from mpizero.train.report.story import Resume, RunStory, Skip, counted
 
 #: Sentences of one kind that are told one by one.
 MOST_TOLD = 3
+#: Steps at most over whose losses the first and the last mean are taken.
+_MEAN_STEPS = 10
 
 
 def findings(story: RunStory) -> list[str]:
@@ -28,6 +34,7 @@ def findings(story: RunStory) -> list[str]:
         *_overrides(story),
         *_losses(story),
         *_speed(story),
+        *_crowded(story),
         *_waiting(story),
         *_pipeline(story),
         *_memory(story),
@@ -52,7 +59,7 @@ def speed_text(rate: float) -> str:
 
 
 def _skipped(story: RunStory) -> Iterator[str]:
-    lowering = [skip for skip in story.skips if _lowers_scale(skip)]
+    lowering = [skip for skip in story.skips if skip.lowers_scale]
     others = [skip for skip in story.skips if skip not in lowering]
     if len(others) > MOST_TOLD:
         ends = f"from step {others[0].step:,} to step {others[-1].step:,}"
@@ -64,10 +71,6 @@ def _skipped(story: RunStory) -> Iterator[str]:
         more = " and others" if len(lowering) > MOST_TOLD else ""
         count = counted(len(lowering), "step")
         yield f"{count} ({steps}{more}) only lowered the loss scale: nothing is wrong with them."
-
-
-def _lowers_scale(skip: Skip) -> bool:
-    return skip.event is not None and skip.event.next_loss_scale < skip.event.loss_scale
 
 
 def described_skip(skip: Skip) -> str:
@@ -129,23 +132,50 @@ def _overrides(story: RunStory) -> Iterator[str]:
 def _losses(story: RunStory) -> Iterator[str]:
     _, losses = story.series("loss")
     finite = [loss for loss in losses if loss == loss]
-    text = f"The training loss went from {finite[0]:.4g} to {finite[-1]:.4g}" if finite else ""
+    if finite:
+        count = max(1, min(_MEAN_STEPS, len(finite) // 4))
+        first, last = sum(finite[:count]) / count, sum(finite[-count:]) / count
+        ends = ("first step", "last step") if count == 1 else (f"mean of the first {count} steps", "of the last ones")
+        yield f"The training loss went from {first:.4g} ({ends[0]}) to {last:.4g} ({ends[1]})."
     steps, values = story.series("validation_loss")
     checked = [(value, step) for step, value in zip(steps, values, strict=True) if value == value]
     if checked:
-        best, step = min(checked)
+        least, step = min(checked)
         last, when = checked[-1]
-        text += f"; the validation loss was least after step {step:,}, {best:.4g}"
-        text += "" if step == when else f", and was {last:.4g} in the last validation, after step {when:,}"
-    if text:
-        yield f"{text.removeprefix('; ')}."
+        text = f"The validation loss was least after step {step:,}, {least:.4g}"
+        if last <= least:
+            yield f"{text}." if step < when else f"{text}, the last validation."
+        else:
+            rise = _rise(least, last)
+            yield f"{text}; it has risen since: it was {last:.4g}{rise} in the last validation, after step {when:,}."
+
+
+def _rise(least: float, last: float) -> str:
+    """Return how much larger the last value is than the least one, if that is a positive number."""
+    if least <= 0:
+        return ""
+    return f", {last / least:.2g} times that," if last >= 2 * least else f", {percent(last / least - 1)} more,"
 
 
 def _speed(story: RunStory) -> Iterator[str]:
-    rates = [rate for rate in story.series(story.rate)[1][3:] if rate == rate]
-    if rates:
+    if story.speed is not None:
         unit = story.rate.removesuffix("_per_second")
-        yield f"{speed_text(statistics.median(rates))} {unit} a second in the median step (without the first three)."
+        yield f"{speed_text(story.speed)} {unit} a second in the median step (without the first three)."
+
+
+def _crowded(story: RunStory) -> Iterator[str]:
+    """Tell if the first node has more ranks than rank 0 may use cores, unless a rank has just the cores it needs."""
+    start = story.start
+    if start is None or not start.nodes:
+        return
+    cores, threads = start.machine.get("cores"), start.machine.get("threads")
+    ranks = start.nodes.count(start.nodes[0])
+    if isinstance(cores, int) and isinstance(threads, int) and threads < cores < ranks * threads:
+        each = "" if threads == 1 else f" with {threads} threads each"
+        yield (
+            f"{ranks} ranks{each} on host {start.hosts[0]}, of whose cores rank 0 may use {cores}: unless other ranks "
+            "are bound to other cores, they take turns, and wait for one another the longer."
+        )
 
 
 def _waiting(story: RunStory) -> Iterator[str]:
@@ -153,54 +183,85 @@ def _waiting(story: RunStory) -> Iterator[str]:
     found = mean_phases(visit.phases) if visit else None
     if found is None or not any(found.seconds):
         return
-    slowest = max(found.seconds)
     if len(found.seconds) > 1:
-        waits = found.waiting
+        waits = found.phases[WAITING]
         most, least = max(range(len(waits)), key=waits.__getitem__), min(range(len(waits)), key=waits.__getitem__)
         yield (
-            f"Rank {most} waits most for other ranks: {percent(waits[most])} of a step of {duration(slowest)}; rank "
-            f"{least} waits least: {percent(waits[least])}."
+            f"In {found.told}, rank {most} waits most for other ranks: {_waited(found, most)}; rank {least} waits "
+            f"least: {_waited(found, least)}.{_beside_median(story, found)}"
         )
+    slowest = max(found.seconds)
     if max(found.reading) > 0.05 * slowest:
         rank = max(range(len(found.reading)), key=found.reading.__getitem__)
         yield (
             f"Rank {rank} reads or waits for samples {duration(found.reading[rank])} before a step: "
-            f"{percent(found.reading[rank] / slowest)} of the step."
+            f"{percent(found.reading[rank] / slowest)} of the step of the slowest rank, in {found.told}."
         )
 
 
+def _waited(found: MeanPhases, rank: int) -> str:
+    seconds, waited = found.seconds[rank], found.phases[WAITING][rank]
+    return f"{duration(waited)} of its {duration(seconds)} ({percent(found.waiting[rank])})"
+
+
+def _beside_median(story: RunStory, found: MeanPhases) -> str:
+    """Return how fast the measured steps were beside the median step."""
+    speed = story.speed_at(found.steps)
+    if speed is None or story.speed is None:
+        return ""
+    unit = story.rate.removesuffix("_per_second")
+    what = "This step" if len(found.steps) == 1 else "On average these steps"
+    return f" {what} ran at {speed_text(speed)} {unit} a second, the median step at {speed_text(story.speed)}."
+
+
 def _pipeline(story: RunStory) -> Iterator[str]:
-    timetables = [table for visit in story.visits for table in visit.timetables]
-    if timetables and (measured := idle_shares(timetables[-1].measured)):
-        planned = idle_shares(timetables[-1].planned)
-        bubble = f"; the plan has {percent(sum(planned) / len(planned))}" if planned else ""
+    found = last_timetable(story.visits)
+    if found is not None and (measured := idle_shares(found[1].measured)):
+        start, table = found
+        planned = idle_shares(table.planned)
+        bubble = f"; in the plan for {percent(sum(planned) / len(planned))}" if planned else ""
+        ranks = ", ".join(map(str, timed_ranks(start)))
+        clocks = f" on the clocks of ranks {ranks}" if ranks else ""
         yield (
-            f"The pipeline's stages are idle for {percent(sum(measured) / len(measured))} of the measured step "
-            f"{timetables[-1].step:,}{bubble}."
+            f"Between its passes a pipeline stage is idle for {percent(sum(measured) / len(measured))} of the time "
+            f"from the first pass to the last, measured in step {table.step:,}{clocks}{bubble}. A pass lasts from its "
+            "start to its end: messages inside it, and waiting for ranks of the same stage, are not counted as idle "
+            "here, but are in the waiting of ranks."
         )
 
 
 def _memory(story: RunStory) -> Iterator[str]:
     visit = last_with_memory(story.visits)
     for name, found in memory_tables(visit.start, visit.memory).items() if visit else ():
-        whole = [
-            (abs(counted - planned) / planned, rank)
-            for rank, (planned, counted) in enumerate(found.totals())
-            if planned
-        ]
-        if whole:
-            worst, rank = max(whole)
-            planned, counted = found.totals()[rank]
-            where = "" if name == "host" else " on the GPU"
-            rest = [part for part in found.parts if part in found.counted and part not in found.planned]
-            beside = f" ({', '.join(rest)} were counted beside it, and not planned)" if rest else ""
-            if worst == 0:
-                yield f"Counted memory{where} is what was planned, to the byte, on every rank{beside}."
-            else:
-                yield (
-                    f"Counted memory{where} differs from the plan by at most {percent(worst)}: on rank {rank}, "
-                    f"{amount(counted)}B instead of {amount(planned)}B{beside}."
-                )
+        yield from _compared(found, "" if name == "host" else " on the GPU")
+
+
+def _compared(found: MemoryTable, where: str) -> Iterator[str]:
+    """Tell how far the parts that are planned and counted are from their plan, and what is not in the plan."""
+    totals = found.totals()
+    whole = [(abs(counted - planned) / planned, rank) for rank, (planned, counted) in enumerate(totals) if planned]
+    if not whole:
+        return
+    worst, rank = max(whole)
+    parts = _enumerated([part for part in found.compared if part in found.parts])
+    if worst == 0:
+        text = f"{parts}{where} took the memory that was planned, to the byte, on every rank."
+    else:
+        planned, counted = totals[rank]
+        text = (
+            f"{parts}{where} took memory that differs from the plan by at most {percent(worst)}: on rank {rank}, "
+            f"{amount(counted)}B instead of {amount(planned)}B."
+        )
+    yield text[:1].upper() + text[1:]
+    for part in found.only_counted:
+        most = max(range(len(totals)), key=found.counted[part].__getitem__)
+        size, planned = found.counted[part][most], totals[most][0]
+        text = f"{part}{where} are not in the plan, and take {amount(size)}B on rank {most}"
+        yield text[:1].upper() + text[1:] + (f", {percent(size / planned)} more." if planned else ".")
+
+
+def _enumerated(names: Sequence[str]) -> str:
+    return ", ".join(names[:-1]) + " and " + names[-1] if len(names) > 1 else "".join(names)
 
 
 def _checkpoints(story: RunStory) -> Iterator[str]:
@@ -213,8 +274,3 @@ def _checkpoints(story: RunStory) -> Iterator[str]:
             f"{counted(len(written), 'checkpoint')} {were} written, the last after step {last.step:,} ({last.path}): "
             f"{amount(last.bytes)}B in {duration(last.seconds)}{beside}."
         )
-
-
-def counted(count: int, name: str) -> str:
-    """Return a number of things, such as "1 step" or "2,000 steps"."""
-    return f"{count:,} {name}{'' if count == 1 else 's'}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpizero.train.record.events import VisitStart
 from mpizero.train.report.markup import Markup, element, joined, key
-from mpizero.train.report.picture import COLOURS
+from mpizero.train.report.picture import SECOND_COLOURS
 
 
 def draw_layout(start: VisitStart) -> Markup:
@@ -21,12 +21,12 @@ def draw_layout(start: VisitStart) -> Markup:
     parts = sorted({part for _, _, part in places})
     if len(stages) == len(parts) == 1:
         boxes = element("div", *(_box(start, rank) for rank in range(start.ranks)), class_="ranks")
-        drawing = element("div", boxes, class_="replicas")
+        drawing = element("div", boxes, class_="replicas wide")
     else:
         drawing = element(
             "div",
             *(_replica(start, number, held, stages, parts) for number, held in sorted(replicas.items())),
-            class_="replicas",
+            class_="replicas wide",
         )
     return joined([drawing, _nodes(start)])
 
@@ -89,7 +89,7 @@ def _nodes(start: VisitStart) -> Markup:
 
 
 def _colour(node: int) -> str:
-    return COLOURS[node % len(COLOURS)]
+    return SECOND_COLOURS[node % len(SECOND_COLOURS)]
 
 
 def _ranges(numbers: Sequence[int]) -> str:

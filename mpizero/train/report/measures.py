@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from mpizero.train.record.events import MemoryCount, PhaseSeconds, PipelineCell, VisitStart
+from mpizero.train.record.events import MemoryCount, PhaseSeconds, PipelineCell, PipelineTimetable, VisitStart
 from mpizero.train.record.reader import VisitRecords
 
 #: Name of the phase in which a rank waits for others.
@@ -43,6 +43,13 @@ class MeanPhases(NamedTuple):
     seconds: list[float]
     reading: list[float]
     phases: dict[str, list[float]]
+
+    @property
+    def told(self) -> str:
+        """Say which steps were measured."""
+        if len(self.steps) == 1:
+            return f"the one step that was measured (step {self.steps[0]:,})"
+        return f"the mean of {len(self.steps)} measured steps ({self.steps[0]:,} to {self.steps[-1]:,})"
 
     @property
     def waiting(self) -> list[float]:
@@ -86,6 +93,16 @@ class MemoryTable(NamedTuple):
         """The parts that were planned and counted."""
         return [part for part in self.planned if part in self.counted]
 
+    @property
+    def only_counted(self) -> list[str]:
+        """The parts that were counted and not planned."""
+        return [part for part in self.parts if part in self.counted and part not in self.planned]
+
+    @property
+    def only_planned(self) -> list[str]:
+        """The parts that were planned and not counted, if any were counted."""
+        return [part for part in self.parts if self.counted and part not in self.counted]
+
     def totals(self) -> list[tuple[int, int]]:
         """Return, by rank, the sums of the planned and the counted bytes of the parts that are compared."""
         pairs = [(self.planned[part], self.counted[part]) for part in self.compared]
@@ -116,6 +133,19 @@ def idle_shares(cells: Sequence[PipelineCell]) -> list[float]:
     for cell in cells:
         busy[cell.stage] += cell.end - cell.start
     return [1.0 - seconds / (end - begin) if end > begin else 0.0 for seconds in busy]
+
+
+def timed_ranks(start: VisitStart | None) -> list[int]:
+    """Return the ranks whose passes a measured timetable shows, one for each stage: the first ones of every stage."""
+    others = [ranks for axis, ranks in start.coordinates.items() if axis != "pipeline"] if start else []
+    return [
+        rank for rank in range(start.ranks if start else 0) if not any(any(axis[rank : rank + 1]) for axis in others)
+    ]
+
+
+def last_timetable(visits: Sequence[VisitRecords]) -> tuple[VisitStart | None, PipelineTimetable] | None:
+    """Return the last measured timetable, and the start of its visit; None without one."""
+    return next(((visit.start, visit.timetables[-1]) for visit in reversed(visits) if visit.timetables), None)
 
 
 def last_with_memory(visits: Sequence[VisitRecords]) -> VisitRecords | None:

@@ -12,7 +12,13 @@ from mpizero.train.number_format import amount
 from mpizero.train.report.markup import Markup, joined
 
 #: Colours that people with any kind of colour vision tell apart (Okabe and Ito).
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#b8860b", "#6a51a3", "#7a3b12", "#444444")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#b8860b", "#6a51a3", "#7a3b12")
+#: Others than :data:`COLOURS`, for pictures on the same page whose colours mean something else.
+SECOND_COLOURS = ("#332288", "#117733", "#aa4499", "#999933", "#882255", "#5b8fa8", "#8c6d5a", "#3d3d5c")
+#: The colour of a run that is alone on its page, and of its validation.
+INK, VALIDATION = "#222222", "#c2417c"
+#: The colour of what has none of its own.
+OTHERS = "#444444"
 #: The colours of waiting, and of marks at skipped steps.
 GREY, SKIPPED = "#c9c9c9", "#b00020"
 #: Size of a picture in inches: small, so that its text stays readable on a narrow page.
@@ -67,7 +73,7 @@ def picture(name: str, label: str, draw: Callable[[Any], None], size: tuple[floa
     with rc_context({**_STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=size)
         width, height = size  # margins in inches: matplotlib's own layouts draw everything twice to find them
-        figure.subplots_adjust(0.75 / width, 0.52 / height, 1 - 0.3 / width, 1 - 0.1 / height)
+        figure.subplots_adjust(0.85 / width, 0.52 / height, 1 - 0.3 / width, 1 - 0.1 / height)
         draw(figure)
         figure.savefig(text, format="svg", transparent=True)
     return _embedded(text.getvalue(), name, label)
@@ -84,12 +90,17 @@ def _embedded(svg: str, name: str, label: str) -> Markup:
     return Markup(f'<svg role="img" aria-label="{joined([label])}" {box[0] if box else ""}>{inner}')
 
 
-def label_steps(axes: Any) -> None:
+def label_steps(axes: Any, *, logarithmic: bool = False) -> None:
     """Label the horizontal axis with step numbers."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-    axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.set_xlabel("step (logarithmic)" if logarithmic else "step")
+    if logarithmic:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(numticks=7))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
 
 
@@ -109,5 +120,7 @@ def label_amounts(axis: Any, unit: str = "", *, logarithmic: bool = False) -> No
 
 
 def _brief(value: float, unit: str) -> str:
-    """Format a number of an axis in few characters, such as "20 k", "1.5 MB" or "0.002"."""
+    """Format a number of an axis in few characters, such as "20,000", "2 M", "1.5 MB" or "0.002"."""
+    if not unit and 1000 <= abs(value) < 1e6:
+        return f"{value:,.0f}"
     return f"{amount(value)}{unit}".strip() if abs(value) >= 10_000 else f"{value:.4g} {unit}".strip()

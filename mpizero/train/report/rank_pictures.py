@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpizero.train.report.markup import Markup
 from mpizero.train.report.measures import WAITING, MeanPhases, MemoryTable
-from mpizero.train.report.picture import COLOURS, GREY, label_amounts, picture
+from mpizero.train.report.picture import COLOURS, GREY, OTHERS, SECOND_COLOURS, label_amounts, picture
 
 #: Ranks that one picture shows at most.
 MOST_RANKS = 64
+#: The colour of each phase: passes have those of the pipeline's timetable.
+_PHASES = {
+    "forward": COLOURS[0],
+    "backward": COLOURS[1],
+    "layers' messages": COLOURS[4],
+    "local sums": COLOURS[3],
+    "reduction": COLOURS[5],
+    "optimizer": COLOURS[6],
+    "publication": COLOURS[7],
+    "agreement": "#44aa99",
+    WAITING: GREY,
+}
+#: The colour of each part of memory.
+_PARTS = dict(
+    zip(
+        ("parameters", "gradients", "optimizer state", "group buffers", "snapshot", "samples", "residuals", "buffers")
+        + ("exchange buffers", "activations", "working arrays", "messages"),
+        (*SECOND_COLOURS, *COLOURS),
+        strict=False,
+    )
+)
 
 
 class Bars(NamedTuple):
@@ -20,11 +41,19 @@ class Bars(NamedTuple):
     pale: bool = False
 
 
-def colours(names: Sequence[str]) -> dict[str, str]:
-    """Return a colour for each name; grey for waiting."""
-    others = [name for name in names if name != WAITING]
-    found = {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(others)}
-    return found | {WAITING: GREY}
+def phase_colours(names: Iterable[str]) -> dict[str, str]:
+    """Return the colour of each phase, which is the same on all pages."""
+    return _fixed(names, _PHASES)
+
+
+def part_colours(names: Iterable[str]) -> dict[str, str]:
+    """Return the colour of each part of memory, which is the same on all pages."""
+    return _fixed(names, _PARTS)
+
+
+def _fixed(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
+    """Return the known colours, and dark grey for other names."""
+    return {name: known.get(name, OTHERS) for name in names}
 
 
 def chosen_ranks(keys: Sequence[float]) -> list[int]:
@@ -38,7 +67,7 @@ def chosen_ranks(keys: Sequence[float]) -> list[int]:
 
 def draw_phases(name: str, label: str, found: MeanPhases) -> Markup:
     """Return the picture of seconds by phase and rank, with waiting in grey at the end of each bar."""
-    tints = colours(list(found.phases))
+    tints = phase_colours(found.phases)
     ranks = chosen_ranks(found.waiting)
     unit, scale = ("ms", 1e3) if max(found.seconds) < 1 else ("s", 1.0)
     parts = [
@@ -51,7 +80,7 @@ def draw_phases(name: str, label: str, found: MeanPhases) -> Markup:
 
 def draw_memory(name: str, label: str, found: MemoryTable) -> Markup:
     """Return the picture of memory by part and rank: the plan hatched, and what was counted below it."""
-    tints = colours(found.parts)
+    tints = part_colours(found.parts)
     ranks = chosen_ranks(
         [planned for planned, _ in found.totals()] or [sum(c) for c in zip(*found.counted.values(), strict=True)]
     )

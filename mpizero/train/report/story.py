@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -23,6 +24,11 @@ class Skip(NamedTuple):
     step: int
     message: str
     event: SkippedStep | None
+
+    @property
+    def lowers_scale(self) -> bool:
+        """Tell whether the step only lowered the loss scale, which is no fault."""
+        return self.event is not None and self.event.next_loss_scale < self.event.loss_scale
 
 
 class Resume(NamedTuple):
@@ -103,18 +109,26 @@ class RunStory:
 
     @property
     def told(self) -> str:
-        """One sentence about how the run ended."""
+        """Say how the run ended, in one or two sentences."""
         of = "" if self.planned is None or (self.planned <= self.done and self.state == "complete") else self.planned
         steps = f"{self.done:,} steps" if of == "" else f"{self.done:,} of {of:,} steps"
         why = f": {self.message}" if self.message else ""
+        skipped = f"{counted(self.faults, 'step')} skipped" if self.faults else ""
+        visits = f", in {len(self.visits)} visits" if len(self.visits) > 1 else ""
         return {
-            "complete": f"Complete, after {steps}{why}.",
+            "complete": f"Complete after {steps}{visits}{'; ' if skipped else ''}{skipped}."
+            + (f" It ended early: {self.message}." if self.message else ""),
             "stopped": f"Stopped after {steps}{why}. It goes on with a resume.",
             "failed": f"Failed after {steps}{why}.",
             "running": f"Running: {steps} are done.",
-            "silent": f"Not ended: {steps} are done, the last line was written {age(self.now - self.written)}. The job "
-            "was killed, or it hangs.",
-        }[self.state]
+            "silent": f"Not ended: {steps} are done, the last record was written {age(self.now - self.written)}. The "
+            "job was killed, or it hangs.",
+        }[self.state] + (f" {skipped.capitalize()}." if skipped and self.state != "complete" else "")
+
+    @property
+    def faults(self) -> int:
+        """Number of steps that were skipped, but for those that only lowered the loss scale."""
+        return sum(not skip.lowers_scale for skip in self.skips)
 
     @cached_property
     def written(self) -> float:
@@ -162,6 +176,17 @@ class RunStory:
         """Name of the speed in the metrics; "" without steps."""
         found = self.records.steps[-1] if self.records.steps else {}
         return next((name for name in found if name.endswith("_per_second")), "")
+
+    @cached_property
+    def speed(self) -> float | None:
+        """The speed of the median step, without the first three of the run; None without a later one."""
+        rates = [rate for rate in self.series(self.rate)[1][3:] if rate == rate]
+        return statistics.median(rates) if rates else None
+
+    def speed_at(self, steps: Sequence[int]) -> float | None:
+        """Return the mean speed of some steps; None if no line of metrics has it."""
+        rates = [r for step, r in zip(*self.series(self.rate), strict=True) if step in set(steps) and r == r]
+        return statistics.fmean(rates) if rates else None
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Return the steps whose line has a figure, and its values; NaN where it was not finite."""
@@ -238,6 +263,11 @@ def _ascending(lines: tuple[dict[str, Any], ...]) -> list[dict[int, Any]]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def counted(count: int, name: str) -> str:
+    """Return a number of things, such as "1 step" or "2,000 steps"."""
+    return f"{count:,} {name}{'' if count == 1 else 's'}"
 
 
 def flattened(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:

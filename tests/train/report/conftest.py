@@ -37,7 +37,13 @@ def start(ranks: int = 4, **more) -> VisitStart:
         "nodes": [rank // 2 for rank in range(ranks)],
         "hosts": [f"host{node}" for node in range((ranks + 1) // 2)],
         "coordinates": {"pipeline": [rank // half for rank in range(ranks)], "data": [r % half for r in range(ranks)]},
-        "layout": {"global_batch": 8, "grains": 4, "grain_size": 2, "chunks": []},
+        "layout": {
+            "global_batch": 8,
+            "grains": 4,
+            "grain_size": 2,
+            "chunks": [],
+            "exactness": "the bits of one process",
+        },
         "config": {"train": {"steps": 100, "seed": 0}, "model": {"name": EVIL}},
         "versions": {"mpizero": "1.2.3"},
         "machine": {"processor": "a processor"},
@@ -95,7 +101,7 @@ def eventful(tmp_path_factory) -> Path:
     lines = [line(step) for step in range(1, 101)]
     lines[11] |= {"loss": None, "skipped": f"the gradient of '{EVIL}' is not finite on rank 1, samples 2 to 3"}
     lines[99] |= {"validation_loss": 0.5, EVIL: 0.25}
-    result = {"steps": 100, "loss": 0.01, "parameters_sha256": "cafe" * 16, "samples_per_second": 50.0}
+    result = {"steps": 100, "loss": 0.01, "parameters_sha256": "cafe" * 16, "samples_per_second": 77.0}
     return write_run(
         tmp_path_factory.mktemp("runs") / "eventful", lines, [*first, *second], [line(s) for s in range(51, 61)], result
     )

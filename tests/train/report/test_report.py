@@ -13,15 +13,18 @@ import pytest
 
 from mpizero.errors import ConfigError, DataError
 from mpizero.train.cli.main import main
-from mpizero.train.record.events import SkippedStep, VisitEnd
+from mpizero.train.record.events import MemoryCount, SkippedStep, VisitEnd
 from mpizero.train.record.reader import read_run
-from mpizero.train.report.curves import MOST_POINTS, envelope
+from mpizero.train.report.curves import MOST_POINTS, Curve, envelope, is_uneven, lower_end
 from mpizero.train.report.findings import findings
+from mpizero.train.report.markup import long_table
 from mpizero.train.report.picture import picture
+from mpizero.train.report.rank_pictures import phase_colours
+from mpizero.train.report.sections.columns import bytes_column, seconds_column
 from mpizero.train.report.story import SILENT, RunStory
 from tests.train.report.conftest import BEGUN, EVIL, line, start, write_run
 
-VOID = {"meta", "img", "br", "link", "input", "hr"}
+VOID = {"meta", "img", "br", "link", "input", "hr", "wbr"}
 
 
 class Page(HTMLParser):
@@ -78,10 +81,13 @@ def test_findings_name_steps_ranks_and_bytes(eventful):
     for sentence in (
         f"Step 12 was skipped: the gradient of '{EVIL}' is not finite on rank 1, samples 2 to 3 of the global batch.",
         "Resumed after step 50 on 2 ranks instead of 4; steps 51 to 60 were repeated, and their losses are the same",
-        "The training loss went from 1 to 0.01; the validation loss was least after step 100, 0.5.",
-        "Rank 3 waits most for other ranks: 41 % of a step of 1 s; rank 0 waits least: 10 %.",
-        "idle for 25 % of the measured step 4; the plan has 50 %.",
-        "Counted memory differs from the plan by at most 1.0 %: on rank 3, 1.01 kB instead of 1 kB.",
+        "The training loss went from 0.2929 (mean of the first 10 steps) to 0.01048 (of the last ones).",
+        "The validation loss was least after step 100, 0.5, the last validation.",
+        "In the one step that was measured (step 4), rank 3 waits most for other ranks: 410 ms of its 1 s (41 %); rank "
+        "0 waits least: 100 ms of its 1 s (10 %). This step ran at 50 samples a second, the median step at 50.",
+        "idle for 25 % of the time from the first pass to the last, measured in step 4 on the clocks of ranks 0, 2; in "
+        "the plan for 50 %. A pass lasts from its start to its end: messages inside it,",
+        "Parameters took memory that differs from the plan by at most 1.0 %: on rank 3, 1.01 kB instead of 1 kB.",
         "1 checkpoint was written, the last after step 50 (checkpoints/step_00000050): 4 kB in 500 ms.",
         "50 samples a second",
     ):
@@ -92,6 +98,32 @@ def test_findings_tell_repeated_steps_with_other_losses(tmp_path):
     events = [start(), start(visit=1, step=1)]
     run = write_run(tmp_path / "run", [line(1), line(2)], events, [line(2, loss=7.0)])
     assert "step 2 was repeated, and their losses are not all the same" in " ".join(findings(story(run)))
+
+
+def test_what_is_not_in_the_plan_is_told_beside_what_is_as_planned(tmp_path):
+    """Or bars that end beyond the plan would contradict the sentence."""
+    counted = {"parameters": [1000] * 4, "group buffers": [20, 80, 20, 20]}
+    memory = MemoryCount(step=1, counted=counted, peak=[1000] * 4, resident=[9] * 4)
+    told = findings(story(write_run(tmp_path / "run", [line(1)], [start(), memory])))
+    assert "Parameters took the memory that was planned, to the byte, on every rank." in told
+    assert "Group buffers are not in the plan, and take 80 B on rank 1, 8.0 % more." in told
+
+
+@pytest.mark.parametrize(("cores", "crowded"), [(1, False), (2, True), (4, False)])
+def test_more_ranks_than_cores_are_told_but_for_ranks_that_are_bound(tmp_path, cores, crowded):
+    """Rank 0 may use 2 cores for its one thread: it is not bound, and 3 ranks are on its host."""
+    events = [start(nodes=[0, 0, 0, 1], machine={"cores": cores, "threads": 1})]
+    told = " ".join(findings(story(write_run(tmp_path / "run", [line(1)], events))))
+    assert ("3 ranks on host host0, of whose cores rank 0 may use 2: unless" in told) == crowded
+
+
+def test_a_validation_loss_that_has_risen_is_called_so(tmp_path):
+    run = write_run(tmp_path / "run", [line(1, validation_loss=0.1), line(2, validation_loss=1.1)])
+    assert "0.1; it has risen since: it was 1.1, 11 times that, in the last" in " ".join(findings(story(run)))
+
+
+def test_a_complete_run_tells_its_visits_and_skipped_steps_at_once(eventful):
+    assert story(eventful).told == "Complete after 100 steps, in 2 visits; 1 step skipped."
 
 
 def test_steps_that_lower_the_loss_scale_are_no_fault(tmp_path):
@@ -148,15 +180,18 @@ def test_a_report_has_everything_inside_and_no_name_is_code(page):
 def test_a_report_has_a_section_for_each_kind_of_record(page):
     assert page.sections == [
         "Findings", "Summary", "Curves", "Skipped steps", "Visits and resumes", "Where the time goes", "Memory",
-        "Layout", "Pipeline", "Checkpoints", "Environment", "Configuration",
+        "Layout", "Pipeline", "Checkpoints", "Environment", "Configuration", "Words",
     ]  # fmt: skip
+    assert {target for target in page.values("href") if target[1:] not in page.values("id")} == set()
     assert "cafe" * 16 in page.text
+    assert "Results are bit for bit those of a single process." in page.text
+    assert "77" not in page.text  # there is one median speed: that of the metrics, not that of the last visit's end
     assert "removed since" in page.text
 
 
 def test_a_run_without_events_has_curves_and_says_what_is_missing(tmp_path):
     page = written(write_run(tmp_path / "old", [line(1), line(2)]))
-    assert page.sections == ["Findings", "Summary", "Curves", "Where the time goes", "Environment"]
+    assert page.sections == ["Findings", "Summary", "Curves", "Where the time goes", "Environment", "Words"]
     assert "a version without events" in page.text
 
 
@@ -174,7 +209,8 @@ def test_several_runs_tell_only_what_differs(eventful, tmp_path):
     config = {"train": {"steps": 100, "seed": 1}, "model": {"name": EVIL}}
     other = write_run(tmp_path / "other", [line(1)], [start(config=config)])
     page = written(eventful, other)
-    assert "The settings that differ; the other 2 are the same" in page.text
+    assert "The runs differ in [train]" not in page.text
+    assert "The settings of the last visits that differ; the other 2 are the same" in page.text
     assert "train.seed" in page.text
     assert "train.steps" not in page.text
     assert page.text.count("eventful") > 1
@@ -209,6 +245,27 @@ def test_a_long_run_is_a_small_file_that_keeps_the_extremes(tmp_path):
     assert len(found.steps) == 500
     assert (found.low <= found.mean).all()
     assert (found.mean <= found.high).all()
+
+
+def test_a_phase_has_the_same_colour_beside_whatever_other_phases():
+    assert phase_colours(["optimizer"]).items() <= phase_colours(["forward", "reduction", "optimizer"]).items()
+
+
+def test_tiny_values_do_not_stretch_an_axis_and_long_runs_do_not_hide_short_ones():
+    values = [1.0] * 500 + [0.001] * 500
+    assert lower_end([Curve(range(1000), values)], wide=True) is None
+    assert lower_end([Curve(range(1000), [*values[:-1], 1e-8])], wide=True) == 0.0005
+    assert is_uneven([Curve([1, 40], [1.0, 1.0]), Curve([1, 401], [1.0, 1.0])])
+    assert not is_uneven([Curve([1, 40], [1.0, 1.0]), Curve([1, 400], [1.0, 1.0])])
+
+
+def test_numbers_of_a_column_have_one_unit_and_long_tables_fold_their_middle():
+    assert seconds_column([0.5, 0.0012, 1e-6]) == ("ms", ["500.0", "1.2", "< 0.1"])
+    assert bytes_column([2_500_000, 1000]) == ("MB", ["2.500", "0.001"])
+    page = Page(long_table("Rows", ("step", "path"), [(f"{n:,}", "a/b_c") for n in range(900)]))
+    assert [tag for tag, _ in page.elements].count("tr") == 2 + 6 + 1 + 6 + 500
+    assert "The 888 between them, but for the last 388" in page.text
+    assert "a/<wbr>b_<wbr>c" in page.source
 
 
 def test_text_in_pictures_is_shown_as_it_is():

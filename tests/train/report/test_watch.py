@@ -53,7 +53,13 @@ def test_a_screen_fits_and_tells_what_counts(eventful):
         text = "\n".join(lines)
         assert text.isascii() == ascii_only
         assert "\x1b" not in text
-        for told in ("Complete, after 100 steps", "1 step skipped", "validation 0.5", "checkpoint: step 50", "Resumed"):
+        for told in (
+            "Complete after 100 steps, in 2 visits",
+            "1 step skipped",
+            "validation 0.5",
+            "checkpoint: step 50",
+            "Resumed",
+        ):
             assert told in text
     small = screen(followed, 40, 12)
     assert len(small) <= 11

@@ -1,0 +1,1 @@
+"""Compose the sections of a report, each from one kind of record."""

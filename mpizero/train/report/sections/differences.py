@@ -1,0 +1,55 @@
+"""Compose what a report of several runs tells about the settings and the environment in which they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from mpizero.train.report.markup import Markup, element, folded, table
+from mpizero.train.report.sections.run_sections import environment, settings
+from mpizero.train.report.story import RunStory
+
+
+def differences(stories: Sequence[RunStory]) -> Iterator[Markup]:
+    """Yield the settings and the environment in which some runs differ."""
+    without = [story.name for story in stories if story.start is None]
+    known = [story for story in stories if story.start is not None]
+    if without:
+        yield element("p", f"Without a record of its configuration: {', '.join(without)}.")
+    if len(known) < 2:
+        return
+    head = ("", *(story.name for story in known))
+    chosen = [settings(story.start) for story in known]
+    yield from _comparable(chosen)
+    visits = " of the last visits" if any(len(story.visits) > 1 for story in known) else ""
+    environments = [environment(story.start) for story in known if story.start]
+    for what, values in ((f"settings{visits}", chosen), ("facts of the environment", environments)):
+        rows = _rows(values)
+        different = [row for row in rows if len(set(row[1:])) > 1]
+        same = len(rows) - len(different)
+        if different:
+            yield table(f"The {what} that differ; the other {same} are the same", head, different)
+            if any("-" in row for row in different):
+                yield element("p", '"-": the run has no such setting. "not set": it has, and leaves it unset.')
+        else:
+            yield element("p", f"All {same} {what} are the same.")
+    if same_environment(stories):
+        yield folded("Environment of all runs", table("Environment of all runs", (), environments[0].items()))
+
+
+def _rows(values: Sequence[dict[str, str]]) -> list[tuple[str, ...]]:
+    names = sorted({name for one in values for name in one})
+    return [(name, *(one.get(name, "-") for one in values)) for name in names]
+
+
+def _comparable(chosen: Sequence[dict[str, str]]) -> Iterator[Markup]:
+    """Say so if models or data differ."""
+    different = {row[0].split(".")[0] for row in _rows(chosen) if len(set(row[1:])) > 1}
+    names = [f"[{name}]" for name in ("model", "data") if name in different]
+    if names:
+        yield element("p", f"The runs differ in {' and '.join(names)}: their losses may not be comparable.")
+
+
+def same_environment(stories: Sequence[RunStory]) -> bool:
+    """Return whether all runs have recorded the same environment."""
+    found = [environment(story.start) if story.start else {} for story in stories]
+    return bool(found[0]) and all(one == found[0] for one in found)
