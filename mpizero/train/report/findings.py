@@ -117,7 +117,12 @@ def described_resume(resume: Resume) -> str:
     if resume.repeated is None:
         return f"{text}; no step was repeated."
     low, high = resume.repeated
-    steps = f"step {low:,} was" if low == high else f"steps {low:,} to {high:,} were"
+    steps, count = (f"step {low:,}", 1) if low == high else (f"steps {low:,} to {high:,}", high - low + 1)
+    if resume.again == 0:
+        return f"{text}; {steps} had been done before, and not been repeated yet."
+    if resume.again < count:
+        steps = f"{resume.again:,} of {steps} had been done before and"
+    steps += " was" if resume.again == 1 else " were"
     same = "their losses are the same, bit for bit" if resume.same else "their losses are not all the same as before"
     return f"{text}; {steps} repeated, and {same}."
 
@@ -130,10 +135,10 @@ def _overrides(story: RunStory) -> Iterator[str]:
 
 
 def _losses(story: RunStory) -> Iterator[str]:
-    _, losses = story.series("loss")
+    _, losses = story.series(story.loss_name)
     finite = [loss for loss in losses if loss == loss]
     if finite:
-        count = max(1, min(_MEAN_STEPS, len(finite) // 4))
+        count = max(1, min(_MEAN_STEPS, len(finite) // 4)) if story.loss_name == "loss" else 1
         first, last = sum(finite[:count]) / count, sum(finite[-count:]) / count
         ends = ("first step", "last step") if count == 1 else (f"mean of the first {count} steps", "of the last ones")
         yield f"The training loss went from {first:.4g} ({ends[0]}) to {last:.4g} ({ends[1]})."

@@ -14,8 +14,8 @@ from mpizero.train.number_format import age
 from mpizero.train.record.events import EVENTS, METRICS, SkippedStep, VisitStart
 from mpizero.train.record.reader import RunRecords, VisitRecords
 
-#: Seconds without a new line after which a run that has not ended is not said to be running.
-SILENT = 300.0
+#: Seconds without a new line, and measured steps of that length, after which a run is not said to be running.
+SILENT, _LONG = 300.0, 10
 
 
 class Skip(NamedTuple):
@@ -34,14 +34,15 @@ class Skip(NamedTuple):
 class Resume(NamedTuple):
     """Hold a resume: its first step, the visits' descriptions, and which steps were repeated.
 
-    ``repeated`` has the first and the last repeated step; None without any. ``same`` tells whether their losses were
-    the same, bit for bit.
+    ``repeated`` has the first and the last step that had been done before; None without any. ``again`` is how many of
+    them have been done again so far, and ``same`` tells whether the losses of these were the same, bit for bit.
     """
 
     first: int
     before: VisitStart | None
     after: VisitStart
     repeated: tuple[int, int] | None
+    again: int
     same: bool
 
 
@@ -97,7 +98,13 @@ class RunStory:
         end = None if self.last is None else self.last.end
         if end is not None:
             return {"done": "complete", "stopped": "stopped"}.get(end.reason, "failed")
-        return "running" if self.now - self.written < SILENT else "silent"
+        return "running" if self.now - self.written < max(SILENT, _LONG * self._longest) else "silent"
+
+    @property
+    def _longest(self) -> float:
+        """Seconds of the longest step that was measured."""
+        measured = (phases for visit in self.visits for phases in visit.phases)
+        return max((seconds for phases in measured for seconds in phases.seconds), default=0.0)
 
     @property
     def message(self) -> str:
@@ -122,7 +129,7 @@ class RunStory:
             "failed": f"Failed after {steps}{why}.",
             "running": f"Running: {steps} are done.",
             "silent": f"Not ended: {steps} are done, the last record was written {age(self.now - self.written)}. The "
-            "job was killed, or it hangs.",
+            "job was killed, hangs, or does something that takes long.",
         }[self.state] + (f" {skipped.capitalize()}." if skipped and self.state != "complete" else "")
 
     @property
@@ -142,7 +149,16 @@ class RunStory:
     @property
     def loss(self) -> float | None:
         """The last loss; None if there is none, or if it was not finite."""
-        return next((line["loss"] for line in self.records.steps[-1:] if _is_number(line.get("loss"))), None)
+        name = self.loss_name
+        return next((line[name] for line in self.records.steps[-1:] if _is_number(line.get(name))), None)
+
+    @property
+    def loss_name(self) -> str:
+        """Name of the figure that is the loss of the parameters that the run keeps.
+
+        Methods of whole vectors evaluate trial points, too, whose losses are "loss".
+        """
+        return "iterate_loss" if any("iterate_loss" in line for line in self.records.steps[-1:]) else "loss"
 
     @property
     def digest(self) -> str:
@@ -224,41 +240,29 @@ class RunStory:
         return list(self._resumes())
 
     def _resumes(self) -> Iterator[Resume]:
-        repeats = _ascending(self.records.superseded)
-        losses = {line.get("step"): line.get("loss") for line in self.records.steps}
+        lines = self.records.superseded
+        superseded = [(line["step"], line.get("loss")) for line in lines if isinstance(line.get("step"), int)]
         before: VisitStart | None = None
+        taken = 0
         for visit in self.visits:
             start = visit.start
             if start is None:
                 continue
+            block = dict(superseded[taken : taken + start.superseded])
+            taken += start.superseded
+            later = {line.get("step"): line.get("loss") for line in self.records.steps}
+            later |= dict(reversed(superseded[taken:]))  # what was done again first, if it was superseded, too
+            again = [step for step in block if step in later]
             if start.step > 0:
-                first = start.step + 1
-                block = next((b for b in repeats if first in b), {})
-                if block:
-                    repeats.remove(block)
-                again = [step for step in block if step in losses]
                 yield Resume(
-                    first,
+                    start.step + 1,
                     before,
                     start,
                     (min(block), max(block)) if block else None,
-                    all(losses[step] == block[step] for step in again),
+                    len(again),
+                    all(later[step] == block[step] for step in again),
                 )
             before = start
-
-
-def _ascending(lines: tuple[dict[str, Any], ...]) -> list[dict[int, Any]]:
-    """Return the losses of repeated steps by step, one dictionary for each resume, which moved ascending steps."""
-    blocks: list[dict[int, Any]] = []
-    last = math.inf
-    for line in lines:
-        step = line.get("step")
-        if isinstance(step, int):
-            if step <= last:
-                blocks.append({})
-            blocks[-1][step] = line.get("loss")
-            last = step
-    return blocks
 
 
 def _is_number(value: Any) -> bool:

@@ -95,7 +95,7 @@ def eventful(tmp_path_factory) -> Path:
         CheckpointWrite(time=BEGUN + 5, step=50, path="checkpoints/step_00000050", bytes=4000, seconds=0.5),
     ]
     second = [
-        start(2, visit=1, step=50, time=BEGUN + 60),
+        start(2, visit=1, step=50, superseded=10, time=BEGUN + 60),
         VisitEnd(visit=1, step=100, time=BEGUN + 90, reason="done", loss=0.01, seconds=30.0),
     ]
     lines = [line(step) for step in range(1, 101)]

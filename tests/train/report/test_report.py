@@ -94,10 +94,36 @@ def test_findings_name_steps_ranks_and_bytes(eventful):
         assert sentence in told
 
 
-def test_findings_tell_repeated_steps_with_other_losses(tmp_path):
-    events = [start(), start(visit=1, step=1)]
-    run = write_run(tmp_path / "run", [line(1), line(2)], events, [line(2, loss=7.0)])
-    assert "step 2 was repeated, and their losses are not all the same" in " ".join(findings(story(run)))
+@pytest.mark.parametrize(
+    ("superseded", "told"),
+    [
+        ([line(5, loss=7.0)], "step 5 was repeated, and their losses are not all the same"),
+        ([line(5), line(6)], "steps 5 to 6 were repeated, and their losses are the same, bit for bit"),
+        ([line(step) for step in (5, 6, 7, 8)], "2 of steps 5 to 8 had been done before and were repeated, and"),
+        ([line(7), line(8)], "steps 7 to 8 had been done before, and not been repeated yet."),
+        ([], "no step was repeated."),
+    ],
+)
+def test_what_was_repeated_is_told_as_far_as_it_was(superseded, told, tmp_path):
+    events = [start(), start(visit=1, step=4, superseded=len(superseded))]
+    run = write_run(tmp_path / "run", [line(step) for step in range(1, 7)], events, superseded)
+    assert told in " ".join(findings(story(run)))
+
+
+def test_each_resume_tells_its_own_repeated_steps(tmp_path):
+    """Killed twice, each time further on: what was superseded ascends through both resumes."""
+    events = [start(), start(visit=1, step=4, superseded=3), start(visit=2, step=8, superseded=3)]
+    superseded = [line(step) for step in (5, 6, 7, 9, 10, 11)]
+    found = story(write_run(tmp_path / "run", [line(step) for step in range(1, 15)], events, superseded))
+    assert [resume.repeated for resume in found.resumes] == [(5, 7), (9, 11)]
+    assert [found.last_step(visit) for visit in found.visits] == [7, 11, 14]
+
+
+def test_the_loss_of_a_method_of_whole_vectors_is_that_of_its_iterate(tmp_path):
+    lines = [line(step, loss=9.0, iterate_loss=1.0 / step) for step in (1, 2)]
+    found = story(write_run(tmp_path / "run", lines, [start()]))
+    assert found.loss == 0.5
+    assert "The training loss went from 1 (first step) to 0.5 (last step)." in findings(found)
 
 
 def test_what_is_not_in_the_plan_is_told_beside_what_is_as_planned(tmp_path):
@@ -144,7 +170,7 @@ def test_the_step_that_ended_a_run_is_told_from_its_event(tmp_path):
     ("end", "age", "state", "told"),
     [
         (None, 0.0, "running", "Running: 3 of 100 steps are done."),
-        (None, SILENT + 3600, "silent", "The job was killed, or it hangs."),
+        (None, SILENT + 3600, "silent", "The job was killed, hangs,"),
         (
             VisitEnd(reason="stopped", message="SIGTERM", step=3),
             0.0,
