@@ -91,10 +91,15 @@ def check_model(
     with ShardingConfig(comm=comm) as config:
         report = _looked_at(model, CheckBatch(x, y, sample_count(x, y)), config.communicator, parameters, seed)
         if not report.right:  # raised before the communicator is freed: with the last one, the hooks would be gone
-            told = "\n".join(f"- {line}" for line in report.told)
-            member = "predict" if {f.check for f in report.findings} == {"prediction"} else "loss_and_grad"
-            raise ModelCheckError(f"the model is wrong ({origin_of(model, member)})\n{told}", report)
+            raise _wrong(model, report)
     return report
+
+
+def _wrong(model: Any, report: ModelReport) -> ModelCheckError:
+    """Return the error that tells all findings."""
+    member = "predict" if {f.check for f in report.findings} == {"prediction"} else "loss_and_grad"
+    lines = "\n".join(f"- {line}" for line in report.told)
+    return ModelCheckError(f"the model is wrong ({origin_of(model, member)})\n{lines}", report)
 
 
 def examine(model: Any, x: Any, y: Any, *, comm: Any = None) -> ModelReport:
