@@ -191,14 +191,18 @@ def _summary(story: RunStory) -> dict[str, str]:
 
 
 def _duration(story: RunStory) -> str:
-    """Return how long a run took, and how much of it checkpoints took during which nothing was computed."""
+    """Return how long a run took, and how much of it first steps and checkpoints did that nothing was beside."""
     if story.seconds is None:
         return ""
-    visits = f"{len(story.visits)} visits, without the pauses between" if len(story.visits) > 1 else ""
+    several = len(story.visits) > 1
+    told = [f"{len(story.visits)} visits, without the pauses between"] if several else []
+    begun = [visit.memory.time - visit.start.time for visit in story.visits if visit.memory and visit.start]
+    if begun:
+        told.append(f"{duration(sum(begun))} of it until the first step{' of each' if several else ''} was done")
     writes = [event.seconds for visit in story.visits for event in visit.checkpoints if not event.beside]
-    saved = f"{duration(sum(writes))} of it for {counted(len(writes), 'checkpoint')}" if writes else ""
-    more = "; ".join(filter(None, (visits, saved)))
-    return duration(story.seconds) + (f" ({more})" if more else "")
+    if writes:
+        told.append(f"{duration(sum(writes))} for {counted(len(writes), 'checkpoint')}")
+    return duration(story.seconds) + (f" ({'; '.join(told)})" if told else "")
 
 
 def _date(seconds: float) -> str:
