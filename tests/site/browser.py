@@ -135,7 +135,7 @@ def _pipe() -> tuple[int, int]:
 @contextlib.contextmanager
 def started(program: str) -> Iterator[Browser]:
     """Start a browser, which ends with the context."""
-    with tempfile.TemporaryDirectory() as home, contextlib.ExitStack() as ends:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home, contextlib.ExitStack() as ends:
         read_commands, write_commands = _pipe()
         read_events, write_events = _pipe()
         options = f"{OPTIONS} --remote-debugging-pipe --user-data-dir={home}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mpizero.train.number_format import amount, duration
+from mpizero.train.record.events import VisitStart
 from mpizero.train.report.measures import (
     WAITING,
     MeanPhases,
@@ -186,13 +187,13 @@ def _crowded(story: RunStory) -> Iterator[str]:
 def _waiting(story: RunStory) -> Iterator[str]:
     visit = last_with_phases(story.visits)
     found = mean_phases(visit.phases) if visit else None
-    if found is None or not any(found.seconds):
+    if visit is None or found is None or not any(found.seconds):
         return
     if len(found.seconds) > 1:
         waits = found.phases[WAITING]
         most, least = max(range(len(waits)), key=waits.__getitem__), min(range(len(waits)), key=waits.__getitem__)
         yield (
-            f"In {found.told}, rank {most} waits most for other ranks: {_waited(found, most)}; rank {least} waits "
+            f"In {found.told}{_of_earlier(story, visit.start)}, rank {most} waits most for other ranks: {_waited(found, most)}; rank {least} waits "
             f"least: {_waited(found, least)}.{_beside_median(story, found)}"
         )
     slowest = max(found.seconds)
@@ -202,6 +203,13 @@ def _waiting(story: RunStory) -> Iterator[str]:
             f"Rank {rank} reads or waits for samples {duration(found.reading[rank])} before a step: "
             f"{percent(found.reading[rank] / slowest)} of the step of the slowest rank, in {found.told}."
         )
+
+
+def _of_earlier(story: RunStory, start: VisitStart | None) -> str:
+    """Return which visit a figure is of, if it is not the last one, in which no such figure was measured."""
+    if start is None or start is story.start:
+        return ""
+    return f" (visit {start.visit}, on {counted(start.ranks, 'rank')})"
 
 
 def _waited(found: MeanPhases, rank: int) -> str:
@@ -229,7 +237,8 @@ def _pipeline(story: RunStory) -> Iterator[str]:
         clocks = f" on the clocks of ranks {ranks}" if ranks else ""
         yield (
             f"Between its passes a pipeline stage is idle for {percent(sum(measured) / len(measured))} of the time "
-            f"from the first pass to the last, measured in step {table.step:,}{clocks}{bubble}. A pass lasts from its "
+            f"from the first pass to the last, measured in step {table.step:,}{_of_earlier(story, start)}{clocks}"
+            f"{bubble}. A pass lasts from its "
             "start to its end: messages inside it, and waiting for ranks of the same stage, are not counted as idle "
             "here, but are in the waiting of ranks."
         )
@@ -238,7 +247,8 @@ def _pipeline(story: RunStory) -> Iterator[str]:
 def _memory(story: RunStory) -> Iterator[str]:
     visit = last_with_memory(story.visits)
     for name, found in memory_tables(visit.start, visit.memory).items() if visit else ():
-        yield from _compared(found, "" if name == "host" else " on the GPU")
+        where = "" if name == "host" else " on the GPU"
+        yield from _compared(found, where + _of_earlier(story, visit.start if visit else None))
 
 
 def _compared(found: MemoryTable, where: str) -> Iterator[str]:
