@@ -193,8 +193,8 @@ def _waiting(story: RunStory) -> Iterator[str]:
         waits = found.phases[WAITING]
         most, least = max(range(len(waits)), key=waits.__getitem__), min(range(len(waits)), key=waits.__getitem__)
         yield (
-            f"In {found.told}{_of_earlier(story, visit.start)}, rank {most} waits most for other ranks: {_waited(found, most)}; rank {least} waits "
-            f"least: {_waited(found, least)}.{_beside_median(story, found)}"
+            f"In {found.told}{_of_earlier(story, visit.start)}, rank {most} waits most for other ranks: "
+            f"{_waited(found, most)}; rank {least} waits least: {_waited(found, least)}.{_beside_median(story, found)}"
         )
     slowest = max(found.seconds)
     if max(found.reading) > 0.05 * slowest:

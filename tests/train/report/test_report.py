@@ -83,8 +83,9 @@ def test_findings_name_steps_ranks_and_bytes(eventful):
         "Resumed after step 50 on 2 ranks instead of 4; steps 51 to 60 were repeated, and their losses are the same",
         "The training loss went from 0.2929 (mean of the first 10 steps) to 0.01048 (of the last ones).",
         "The validation loss was least after step 100, 0.5, the last validation.",
-        "In the one step that was measured (step 4) (visit 0, on 4 ranks), rank 3 waits most for other ranks: 410 ms of "
-        "its 1 s (41 %); rank 0 waits least: 100 ms of its 1 s (10 %). This step ran at 50 samples a second, the median step at 50.",
+        "In the one step that was measured (step 4) (visit 0, on 4 ranks), rank 3 waits most for other ranks: 410 ms "
+        "of its 1 s (41 %); rank 0 waits least: 100 ms of its 1 s (10 %). This step ran at 50 samples a second, the "
+        "median step at 50.",
         "idle for 25 % of the time from the first pass to the last, measured in step 4 (visit 0, on 4 ranks) on the "
         "clocks of ranks 0, 2; in the plan for 50 %. A pass lasts from its start to its end: messages inside it,",
         "Parameters (visit 0, on 4 ranks) took memory that differs from the plan by at most 1.0 %: on rank 3, 1.01 kB",
