@@ -13,9 +13,9 @@ from tests.train.conftest import ThreadCommands
 def test_help_names_every_command_and_the_exit_statuses(mpizero):
     outcome = mpizero(0, "--help")
     assert outcome.status == 0
-    assert all(
-        word in outcome.out for word in ("train", "generate", "replay", "bench", "checkpoint", "75 stopped early")
-    )
+    told = " ".join(outcome.out.split())
+    names = ("new", "train", "generate", "replay", "bench", "checkpoint", "report", "watch", "completion")
+    assert all(word in told for word in (*names, "75 stopped early"))
     assert mpizero(0, "--version").out.startswith("mpizero ")
 
 
