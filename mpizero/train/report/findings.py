@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from mpizero.train.number_format import amount, duration
 from mpizero.train.record.events import VisitStart
+from mpizero.train.report.history import Resume, RunHistory, Skip, counted
 from mpizero.train.report.measures import (
     WAITING,
     MeanPhases,
@@ -18,7 +19,6 @@ from mpizero.train.report.measures import (
     memory_tables,
     timed_ranks,
 )
-from mpizero.train.report.story import Resume, RunStory, Skip, counted
 
 #: Sentences of one kind that are told one by one.
 MOST_TOLD = 3
@@ -26,20 +26,20 @@ MOST_TOLD = 3
 _MEAN_STEPS = 10
 
 
-def findings(story: RunStory) -> list[str]:
+def findings(history: RunHistory) -> list[str]:
     """Return what is worth knowing about a run, in sentences; what is wrong first."""
     return [
-        *(_skipped(story) if story.skips else _nothing(story)),
-        *_spikes(story),
-        *_resumes(story),
-        *_overrides(story),
-        *_losses(story),
-        *_speed(story),
-        *_crowded(story),
-        *_waiting(story),
-        *_pipeline(story),
-        *_memory(story),
-        *_checkpoints(story),
+        *(_skipped(history) if history.skips else _nothing(history)),
+        *_spikes(history),
+        *_resumes(history),
+        *_overrides(history),
+        *_losses(history),
+        *_speed(history),
+        *_crowded(history),
+        *_waiting(history),
+        *_pipeline(history),
+        *_memory(history),
+        *_checkpoints(history),
     ]
 
 
@@ -49,9 +49,9 @@ def percent(share: float) -> str:
     return f"{value:.0f} %" if abs(value) >= 10 or value == 0 else f"{value:.1f} %" if abs(value) >= 0.1 else "< 0.1 %"
 
 
-def _nothing(story: RunStory) -> Iterator[str]:
-    if story.records.steps:
-        yield "No step was skipped." if story.resumes else "No step was skipped, and the run was never resumed."
+def _nothing(history: RunHistory) -> Iterator[str]:
+    if history.records.steps:
+        yield "No step was skipped." if history.resumes else "No step was skipped, and the run was never resumed."
 
 
 def speed_text(rate: float) -> str:
@@ -59,12 +59,12 @@ def speed_text(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
-def _skipped(story: RunStory) -> Iterator[str]:
-    lowering = [skip for skip in story.skips if skip.lowers_scale]
-    others = [skip for skip in story.skips if skip not in lowering]
+def _skipped(history: RunHistory) -> Iterator[str]:
+    lowering = [skip for skip in history.skips if skip.lowers_scale]
+    others = [skip for skip in history.skips if skip not in lowering]
     if len(others) > MOST_TOLD:
         ends = f"from step {others[0].step:,} to step {others[-1].step:,}"
-        yield f"{len(others):,} of {story.done:,} steps were skipped, {ends}. The first ones:"
+        yield f"{len(others):,} of {history.done:,} steps were skipped, {ends}. The first ones:"
     for skip in others[:MOST_TOLD]:
         yield described_skip(skip)
     if lowering:
@@ -91,18 +91,18 @@ def reason(skip: Skip) -> str:
     )
 
 
-def _spikes(story: RunStory) -> Iterator[str]:
-    told = story.messages("loss_spike")
+def _spikes(history: RunHistory) -> Iterator[str]:
+    told = history.messages("loss_spike")
     for step, message in told[:MOST_TOLD]:
         yield f"The loss leapt at step {step:,}: {message}."
     if rest := told[MOST_TOLD:]:
         yield f"It leapt in {len(rest):,} more steps."
 
 
-def _resumes(story: RunStory) -> Iterator[str]:
-    for resume in story.resumes[:MOST_TOLD]:
+def _resumes(history: RunHistory) -> Iterator[str]:
+    for resume in history.resumes[:MOST_TOLD]:
         yield described_resume(resume)
-    if rest := story.resumes[MOST_TOLD:]:
+    if rest := history.resumes[MOST_TOLD:]:
         yield f"It was resumed {len(rest)} more times, last at step {rest[-1].first:,}."
 
 
@@ -128,22 +128,22 @@ def described_resume(resume: Resume) -> str:
     return f"{text}; {steps} repeated, and {same}."
 
 
-def _overrides(story: RunStory) -> Iterator[str]:
-    for line in story.records.steps:
+def _overrides(history: RunHistory) -> Iterator[str]:
+    for line in history.records.steps:
         for one in line.get("overrides") or ():
             if isinstance(one, dict):
                 yield f"After step {one.get('step')}: {one.get('key')} = {one.get('now')}, it was {one.get('was')}."
 
 
-def _losses(story: RunStory) -> Iterator[str]:
-    _, losses = story.series(story.loss_name)
+def _losses(history: RunHistory) -> Iterator[str]:
+    _, losses = history.series(history.loss_name)
     finite = [loss for loss in losses if loss == loss]
     if finite:
-        count = max(1, min(_MEAN_STEPS, len(finite) // 4)) if story.loss_name == "loss" else 1
+        count = max(1, min(_MEAN_STEPS, len(finite) // 4)) if history.loss_name == "loss" else 1
         first, last = sum(finite[:count]) / count, sum(finite[-count:]) / count
         ends = ("first step", "last step") if count == 1 else (f"mean of the first {count} steps", "of the last ones")
         yield f"The training loss went from {first:.4g} ({ends[0]}) to {last:.4g} ({ends[1]})."
-    steps, values = story.series("validation_loss")
+    steps, values = history.series("validation_loss")
     checked = [(value, step) for step, value in zip(steps, values, strict=True) if value == value]
     if checked:
         least, step = min(checked)
@@ -163,15 +163,15 @@ def _rise(least: float, last: float) -> str:
     return f", {last / least:.2g} times that," if last >= 2 * least else f", {percent(last / least - 1)} more,"
 
 
-def _speed(story: RunStory) -> Iterator[str]:
-    if story.speed is not None:
-        unit = story.rate.removesuffix("_per_second")
-        yield f"{speed_text(story.speed)} {unit} a second in the median step (without the first three)."
+def _speed(history: RunHistory) -> Iterator[str]:
+    if history.speed is not None:
+        unit = history.rate.removesuffix("_per_second")
+        yield f"{speed_text(history.speed)} {unit} a second in the median step (without the first three)."
 
 
-def _crowded(story: RunStory) -> Iterator[str]:
+def _crowded(history: RunHistory) -> Iterator[str]:
     """Tell if the first node has more ranks than rank 0 may use cores, unless a rank has just the cores it needs."""
-    start = story.start
+    start = history.start
     if start is None or not start.nodes:
         return
     cores, threads = start.machine.get("cores"), start.machine.get("threads")
@@ -184,8 +184,8 @@ def _crowded(story: RunStory) -> Iterator[str]:
         )
 
 
-def _waiting(story: RunStory) -> Iterator[str]:
-    visit = last_with_phases(story.visits)
+def _waiting(history: RunHistory) -> Iterator[str]:
+    visit = last_with_phases(history.visits)
     found = mean_phases(visit.phases) if visit else None
     if visit is None or found is None or not any(found.seconds):
         return
@@ -193,8 +193,9 @@ def _waiting(story: RunStory) -> Iterator[str]:
         waits = found.phases[WAITING]
         most, least = max(range(len(waits)), key=waits.__getitem__), min(range(len(waits)), key=waits.__getitem__)
         yield (
-            f"In {found.told}{_of_earlier(story, visit.start)}, rank {most} waits most for other ranks: "
-            f"{_waited(found, most)}; rank {least} waits least: {_waited(found, least)}.{_beside_median(story, found)}"
+            f"In {found.told}{_of_earlier(history, visit.start)}, rank {most} waits most for other ranks: "
+            f"{_waited(found, most)}; rank {least} waits least: {_waited(found, least)}."
+            f"{_beside_median(history, found)}"
         )
     slowest = max(found.seconds)
     if max(found.reading) > 0.05 * slowest:
@@ -205,9 +206,9 @@ def _waiting(story: RunStory) -> Iterator[str]:
         )
 
 
-def _of_earlier(story: RunStory, start: VisitStart | None) -> str:
+def _of_earlier(history: RunHistory, start: VisitStart | None) -> str:
     """Return which visit a figure is of, if it is not the last one, in which no such figure was measured."""
-    if start is None or start is story.start:
+    if start is None or start is history.start:
         return ""
     return f" (visit {start.visit}, on {counted(start.ranks, 'rank')})"
 
@@ -217,18 +218,18 @@ def _waited(found: MeanPhases, rank: int) -> str:
     return f"{duration(waited)} of its {duration(seconds)} ({percent(found.waiting[rank])})"
 
 
-def _beside_median(story: RunStory, found: MeanPhases) -> str:
+def _beside_median(history: RunHistory, found: MeanPhases) -> str:
     """Return how fast the measured steps were beside the median step."""
-    speed = story.speed_at(found.steps)
-    if speed is None or story.speed is None:
+    speed = history.speed_at(found.steps)
+    if speed is None or history.speed is None:
         return ""
-    unit = story.rate.removesuffix("_per_second")
+    unit = history.rate.removesuffix("_per_second")
     what = "This step" if len(found.steps) == 1 else "On average these steps"
-    return f" {what} ran at {speed_text(speed)} {unit} a second, the median step at {speed_text(story.speed)}."
+    return f" {what} ran at {speed_text(speed)} {unit} a second, the median step at {speed_text(history.speed)}."
 
 
-def _pipeline(story: RunStory) -> Iterator[str]:
-    found = last_timetable(story.visits)
+def _pipeline(history: RunHistory) -> Iterator[str]:
+    found = last_timetable(history.visits)
     if found is not None and (measured := idle_shares(found[1].measured)):
         start, table = found
         planned = idle_shares(table.planned)
@@ -237,18 +238,18 @@ def _pipeline(story: RunStory) -> Iterator[str]:
         clocks = f" on the clocks of ranks {ranks}" if ranks else ""
         yield (
             f"Between its passes a pipeline stage is idle for {percent(sum(measured) / len(measured))} of the time "
-            f"from the first pass to the last, measured in step {table.step:,}{_of_earlier(story, start)}{clocks}"
+            f"from the first pass to the last, measured in step {table.step:,}{_of_earlier(history, start)}{clocks}"
             f"{bubble}. A pass lasts from its "
             "start to its end: messages inside it, and waiting for ranks of the same stage, are not counted as idle "
             "here, but are in the waiting of ranks."
         )
 
 
-def _memory(story: RunStory) -> Iterator[str]:
-    visit = last_with_memory(story.visits)
+def _memory(history: RunHistory) -> Iterator[str]:
+    visit = last_with_memory(history.visits)
     for name, found in memory_tables(visit.start, visit.memory).items() if visit else ():
         where = "" if name == "host" else " on the GPU"
-        yield from _compared(found, where + _of_earlier(story, visit.start if visit else None))
+        yield from _compared(found, where + _of_earlier(history, visit.start if visit else None))
 
 
 def _compared(found: MemoryTable, where: str) -> Iterator[str]:
@@ -279,8 +280,8 @@ def _enumerated(names: Sequence[str]) -> str:
     return ", ".join(names[:-1]) + " and " + names[-1] if len(names) > 1 else "".join(names)
 
 
-def _checkpoints(story: RunStory) -> Iterator[str]:
-    written = [event for visit in story.visits for event in visit.checkpoints]
+def _checkpoints(history: RunHistory) -> Iterator[str]:
+    written = [event for visit in history.visits for event in visit.checkpoints]
     if written:
         last = written[-1]
         beside = " beside the training" if last.beside else ""

@@ -12,13 +12,13 @@ from mpizero.errors import ConfigError, ExitStatus, MpizeroError
 from mpizero.train.number_format import duration
 from mpizero.train.record.reader import read_run
 from mpizero.train.report.findings import findings, speed_text
+from mpizero.train.report.history import RunHistory, counted
 from mpizero.train.report.layout_drawing import described_layout
 from mpizero.train.report.markup import Markup, element, folded, joined, key, listed, section, table
 from mpizero.train.report.sections.curve_sections import colour_of, curve_section
 from mpizero.train.report.sections.differences import differences, same_environment
 from mpizero.train.report.sections.glossary import glossary
 from mpizero.train.report.sections.run_sections import configuration, run_sections
-from mpizero.train.report.story import RunStory, counted
 from mpizero.train.report.style import STYLE
 
 #: What a file begins with that this module has written, and so may replace.
@@ -58,9 +58,9 @@ def report(folders: Sequence[str], output: str | None, *, force: bool = False) -
     now = time.time()
     if len({os.path.realpath(folder) for folder in folders}) < len(folders):
         raise ConfigError(f"{', '.join(folders)}: a run is given twice; give each once")
-    stories = [RunStory(name, read_run(folder), now) for name, folder in zip(_names(folders), folders, strict=True)]
+    histories = [RunHistory(name, read_run(folder), now) for name, folder in zip(_names(folders), folders, strict=True)]
     _check_replaceable(path, force)
-    _write(path, page(stories))
+    _write(path, page(histories))
     return path
 
 
@@ -92,13 +92,13 @@ def _write(path: Path, text: str) -> None:
         raise ReportFileError(f"{path}: the report cannot be written: {error.strerror or error}") from None
 
 
-def page(stories: Sequence[RunStory]) -> str:
+def page(histories: Sequence[RunHistory]) -> str:
     """Return the page about some runs. Not collective."""
-    title = f"Run {stories[0].name}" if len(stories) == 1 else f"{len(stories)} runs"
-    body = joined(_one(stories[0]) if len(stories) == 1 else _several(stories))
+    title = f"Run {histories[0].name}" if len(histories) == 1 else f"{len(histories)} runs"
+    body = joined(_one(histories[0]) if len(histories) == 1 else _several(histories))
     words = glossary(body.partition('<section id="configuration">')[0])
     body = joined([_contents(body + words), body, words])
-    written = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(stories[0].now))
+    written = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(histories[0].now))
     foot = element("p", f"Written by mpizero report, {written}. It shows what the run had recorded by then.")
     # Nothing may be loaded from anywhere, whatever a name or a message contains.
     policy = "default-src 'none'; style-src 'unsafe-inline'"
@@ -117,92 +117,92 @@ def _contents(body: str) -> Markup:
     return element("nav", listed(links), aria_label="Sections") if found else Markup("")
 
 
-def _one(story: RunStory) -> Iterator[Markup]:
-    yield _state(story)
-    if story.start is not None:
-        yield element("p", f"{'Last visit: ' if len(story.visits) > 1 else ''}{story.start.described}.")
-    yield section("Findings", listed(findings(story)), name="findings")
-    yield section("Summary", table("Figures of the run", (), _summary(story).items()), name="summary")
-    yield curve_section([story])
-    yield from run_sections(story)
-    yield section("Configuration", configuration(story), name="configuration")
+def _one(history: RunHistory) -> Iterator[Markup]:
+    yield _state(history)
+    if history.start is not None:
+        yield element("p", f"{'Last visit: ' if len(history.visits) > 1 else ''}{history.start.described}.")
+    yield section("Findings", listed(findings(history)), name="findings")
+    yield section("Summary", table("Figures of the run", (), _summary(history).items()), name="summary")
+    yield curve_section([history])
+    yield from run_sections(history)
+    yield section("Configuration", configuration(history), name="configuration")
 
 
-def _state(story: RunStory) -> Markup:
+def _state(history: RunHistory) -> Markup:
     """Return how a run ended; one that is complete is marked if steps were skipped on the way."""
-    uneven = " uneven" if story.state == "complete" and story.faults else ""
-    return element("p", story.told, class_=f"state {story.state}{uneven}")
+    uneven = " uneven" if history.state == "complete" and history.faults else ""
+    return element("p", history.told, class_=f"state {history.state}{uneven}")
 
 
-def _several(stories: Sequence[RunStory]) -> Iterator[Markup]:
-    colours = key((colour_of(number), story.name) for number, story in enumerate(stories))
-    summaries = [_summary(story) for story in stories]
+def _several(histories: Sequence[RunHistory]) -> Iterator[Markup]:
+    colours = key((colour_of(number), history.name) for number, history in enumerate(histories))
+    summaries = [_summary(history) for history in histories]
     rows = [
         (name, *(summary.get(name, "-") for summary in summaries))
         for name in dict.fromkeys(name for summary in summaries for name in summary)
     ]
-    head = ("", *(story.name for story in stories))
+    head = ("", *(history.name for history in histories))
     yield section("Summary", colours, table("Figures of the runs", head, rows), name="summary")
-    yield section("What differs", *differences(stories), name="what-differs")
-    yield curve_section(stories, colours)
-    for number, story in enumerate(stories):
-        machine = not same_environment(stories)
+    yield section("What differs", *differences(histories), name="what-differs")
+    yield curve_section(histories, colours)
+    for number, history in enumerate(histories):
+        machine = not same_environment(histories)
         details = folded(
-            f"Layout, time, memory, checkpoints of {story.name}",
-            *run_sections(story, number, level=3, machine=machine),
+            f"Layout, time, memory, checkpoints of {history.name}",
+            *run_sections(history, number, level=3, machine=machine),
         )
-        content = (_state(story), listed(findings(story)), details)
-        yield section(f"Run {story.name}", *content, name=f"run-{number}")
+        content = (_state(history), listed(findings(history)), details)
+        yield section(f"Run {history.name}", *content, name=f"run-{number}")
 
 
-def _summary(story: RunStory) -> dict[str, str]:
+def _summary(history: RunHistory) -> dict[str, str]:
     """Return the most important facts of a run by name; what is not known is left out."""
-    start, result = story.start, story.records.result or {}
+    start, result = history.start, history.records.result or {}
     best = result.get("best")
-    steps, checks = story.series("validation_loss")
+    steps, checks = history.series("validation_loss")
     batch = None if start is None else start.layout.get("global_batch")
     return {
         name: value
         for name, value in {
-            "state": story.state,
-            "steps": f"{story.done:,}" + (f" of {story.planned:,}" if story.planned is not None else ""),
-            "last loss": "" if story.loss is None else f"{story.loss:.6g}",
+            "state": history.state,
+            "steps": f"{history.done:,}" + (f" of {history.planned:,}" if history.planned is not None else ""),
+            "last loss": "" if history.loss is None else f"{history.loss:.6g}",
             "last validation loss": f"{checks[-1]:.6g} (step {steps[-1]:,})" if steps else "",
             "best": f"{best.get('metric')} {best.get('value')} after step {best.get('step')}"
             if isinstance(best, dict)
             else "",
-            "skipped steps": f"{len(story.skips):,}",
-            "resumes": f"{len(story.resumes)}" if story.visits else "",
+            "skipped steps": f"{len(history.skips):,}",
+            "resumes": f"{len(history.resumes)}" if history.visits else "",
             "parameters": "" if start is None else f"{start.parameter_count:,}",
-            "SHA-256 of the parameters": story.digest,
+            "SHA-256 of the parameters": history.digest,
             "ranks": "" if start is None else f"{start.ranks:,}",
             "layout": "" if start is None else described_layout(start),
             "global batch": "" if batch is None else f"{batch:,} samples",
             "median speed": ""
-            if story.speed is None
-            else f"{speed_text(story.speed)} {story.rate.removesuffix('_per_second')}/s",
-            "duration": _duration(story),
-            "began": _date(story.visits[0].events[0].time) if story.visits else "",
-            "last record": _date(story.written),
-            "folder": os.path.abspath(story.records.folder),
+            if history.speed is None
+            else f"{speed_text(history.speed)} {history.rate.removesuffix('_per_second')}/s",
+            "duration": _duration(history),
+            "began": _date(history.visits[0].events[0].time) if history.visits else "",
+            "last record": _date(history.written),
+            "folder": os.path.abspath(history.records.folder),
         }.items()
         if value
     }
 
 
-def _duration(story: RunStory) -> str:
+def _duration(history: RunHistory) -> str:
     """Return how long a run took, and how much of it first steps and checkpoints did that nothing was beside."""
-    if story.seconds is None:
+    if history.seconds is None:
         return ""
-    several = len(story.visits) > 1
-    told = [f"{len(story.visits)} visits, without the pauses between"] if several else []
-    begun = [visit.memory.time - visit.start.time for visit in story.visits if visit.memory and visit.start]
+    several = len(history.visits) > 1
+    told = [f"{len(history.visits)} visits, without the pauses between"] if several else []
+    begun = [visit.memory.time - visit.start.time for visit in history.visits if visit.memory and visit.start]
     if begun:
         told.append(f"{duration(sum(begun))} of it until the first step{' of each' if several else ''} was done")
-    writes = [event.seconds for visit in story.visits for event in visit.checkpoints if not event.beside]
+    writes = [event.seconds for visit in history.visits for event in visit.checkpoints if not event.beside]
     if writes:
         told.append(f"{duration(sum(writes))} for {counted(len(writes), 'checkpoint')}")
-    return duration(story.seconds) + (f" ({'; '.join(told)})" if told else "")
+    return duration(history.seconds) + (f" ({'; '.join(told)})" if told else "")
 
 
 def _date(seconds: float) -> str:

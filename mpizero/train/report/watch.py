@@ -17,7 +17,7 @@ from mpizero.train.record.events import EVENTS, KINDS, METRICS, RESULT, SUPERSED
 from mpizero.train.record.reader import RunRecords, VisitRecords
 from mpizero.train.report.findings import described_resume, described_skip, speed_text
 from mpizero.train.report.growing_file import GrowingFile
-from mpizero.train.report.story import RunStory
+from mpizero.train.report.history import RunHistory
 from mpizero.train.report.terminal_curve import terminal_curve
 
 #: Lines and columns that a terminal has if it does not tell, and the least that are used.
@@ -51,7 +51,7 @@ def watch(folder: str, *, once: bool, interval: float, stream: TextIO | None = N
     try:
         if once:
             followed.look()
-            if followed.story is None:
+            if followed.history is None:
                 raise DataError(
                     printable(f"{folder}: no run has recorded anything here; without --once, watch waits for one")
                 )
@@ -86,7 +86,7 @@ class FollowedRun:
         return any([file.look() for file in self._files])
 
     @property
-    def story(self) -> RunStory | None:
+    def history(self) -> RunHistory | None:
         """The run so far; None if nothing is recorded."""
         metrics, events, result, superseded = (file.lines for file in self._files)
         if not (metrics or events):
@@ -100,7 +100,7 @@ class FollowedRun:
             visits.setdefault(event.visit, []).append(event)
         seen = tuple(VisitRecords(number, tuple(found)) for number, found in sorted(visits.items()))
         records = RunRecords(self.folder, tuple(metrics), tuple(superseded), seen, result[-1] if result else None)
-        return RunStory(self.folder.resolve().name, records, time.time())
+        return RunHistory(self.folder.resolve().name, records, time.time())
 
 
 def _follow(followed: FollowedRun, out: TextIO, interval: float) -> None:
@@ -109,15 +109,15 @@ def _follow(followed: FollowedRun, out: TextIO, interval: float) -> None:
         out.write(f"{_HOME}{_SCREEN_END}")
     while True:
         new = followed.look()
-        story = followed.story
+        history = followed.history
         if terminal:  # again and again: times go on
             lines = screen(followed, *_size(out), ascii_only=not _has_braille(out))
             out.write(_HOME + "".join(f"{line}{_LINE_END}\n" for line in lines) + _SCREEN_END)
             out.flush()
         elif new or not shown:
-            _print(out, [_line(story, followed.folder)])
+            _print(out, [_line(history, followed.folder)])
         shown = True
-        if story is not None and story.state in ("complete", "stopped", "failed"):
+        if history is not None and history.state in ("complete", "stopped", "failed"):
             return
         time.sleep(interval)
 
@@ -136,11 +136,11 @@ def _has_braille(out: TextIO) -> bool:
     return (out.encoding or "").lower().replace("-", "") == "utf8"
 
 
-def _line(story: RunStory | None, folder: Path) -> str:
+def _line(history: RunHistory | None, folder: Path) -> str:
     """Return the state of a run as one line for a log."""
-    if story is None:
+    if history is None:
         return _waiting(folder)
-    return printable("  ".join([story.told, *_figures(story)]))
+    return printable("  ".join([history.told, *_figures(history)]))
 
 
 def _waiting(folder: Path) -> str:
@@ -149,16 +149,16 @@ def _waiting(folder: Path) -> str:
 
 def screen(followed: FollowedRun, width: int, height: int, *, ascii_only: bool = False) -> list[str]:
     """Return a run as lines that fit a terminal of this size. Not collective."""
-    story = followed.story
-    if story is None:
+    history = followed.history
+    if history is None:
         return _wrapped([_waiting(followed.folder)], width - 1, ascii_only=ascii_only)
-    top = [f"{story.name}: {story.told}", _bar(story, width - 1)]
-    if story.start is not None:
-        top.insert(1, story.start.described)
-    below = ["  ".join(_figures(story)), *_events(story)]
+    top = [f"{history.name}: {history.told}", _bar(history, width - 1)]
+    if history.start is not None:
+        top.insert(1, history.start.described)
+    below = ["  ".join(_figures(history)), *_events(history)]
     above, under = (_wrapped(lines, width - 1, ascii_only=ascii_only) for lines in (top, below))
     room = height - 2 - len(above) - len(under)
-    curve = terminal_curve(*story.series("loss"), width - 1, min(room, 20), ascii_only=ascii_only)
+    curve = terminal_curve(*history.series("loss"), width - 1, min(room, 20), ascii_only=ascii_only)
     return [*above, *(["loss", *curve] if curve else []), *under][: height - 1]
 
 
@@ -173,46 +173,46 @@ def _wrapped(lines: list[str], width: int, *, ascii_only: bool) -> list[str]:
     return found
 
 
-def _bar(story: RunStory, width: int) -> str:
+def _bar(history: RunHistory, width: int) -> str:
     """Return the progress of a run as a bar, with the seconds that are left if it goes on like this."""
-    if not story.planned:
+    if not history.planned:
         return ""
-    share = min(1.0, story.done / story.planned)
+    share = min(1.0, history.done / history.planned)
     text = f" {100 * share:.0f} %"
-    start, done = story.start, story.done
-    if story.state == "running" and start is not None and done > start.step and story.written > start.time:
-        left = (story.planned - done) * (story.written - start.time) / (done - start.step)
+    start, done = history.start, history.done
+    if history.state == "running" and start is not None and done > start.step and history.written > start.time:
+        left = (history.planned - done) * (history.written - start.time) / (done - start.step)
         text += f", {duration(left)} left"
     room = max(10, min(40, width - len(text) - 2))
     full = round(share * room)
     return f"[{'#' * full}{'.' * (room - full)}]{text}"
 
 
-def _figures(story: RunStory) -> list[str]:
+def _figures(history: RunHistory) -> list[str]:
     """Return the last figures of a run, each with its name."""
     found = []
     for name, title in (("loss", "loss"), ("learning_rate", "lr"), ("gradient_norm", "gradient")):
-        _, values = story.series(name)
+        _, values = history.series(name)
         if values and (name == "loss" or math.isfinite(values[-1])):
             found.append(f"{title} {values[-1]:.4g}")
-    if story.rate and (rates := story.series(story.rate)[1]):
-        found.append(f"{speed_text(rates[-1])} {story.rate.removesuffix('_per_second')}/s")
-    steps, values = story.series("validation_loss")
+    if history.rate and (rates := history.series(history.rate)[1]):
+        found.append(f"{speed_text(rates[-1])} {history.rate.removesuffix('_per_second')}/s")
+    steps, values = history.series("validation_loss")
     if steps:
         found.insert(1, f"validation {values[-1]:.4g} (step {steps[-1]:,})")
     return found
 
 
-def _events(story: RunStory) -> list[str]:
+def _events(history: RunHistory) -> list[str]:
     """Return what has happened: skipped steps, resumes, the last checkpoint."""
     found = []
-    if story.skips:
-        count = len(story.skips)
-        found.append(f"{count:,} step{'' if count == 1 else 's'} skipped. {described_skip(story.skips[-1])}")
-    if story.resumes:
-        found.append(described_resume(story.resumes[-1]))
-    written = [event for visit in story.visits for event in visit.checkpoints]
+    if history.skips:
+        count = len(history.skips)
+        found.append(f"{count:,} step{'' if count == 1 else 's'} skipped. {described_skip(history.skips[-1])}")
+    if history.resumes:
+        found.append(described_resume(history.resumes[-1]))
+    written = [event for visit in history.visits for event in visit.checkpoints]
     if written:
         last = written[-1]
-        found.append(f"checkpoint: step {last.step:,}, {amount(last.bytes)}B, {age(story.now - last.time)}")
+        found.append(f"checkpoint: step {last.step:,}, {amount(last.bytes)}B, {age(history.now - last.time)}")
     return found

@@ -17,6 +17,7 @@ from mpizero.layout import AXES, Grains
 from mpizero.parallel import StepReport
 from mpizero.train.bench.memory_rows import group_buffers
 from mpizero.train.process_memory import peak_resident
+from mpizero.train.record.environment import library_versions, machine
 from mpizero.train.record.events import (
     CheckpointWrite,
     MemoryCount,
@@ -28,7 +29,6 @@ from mpizero.train.record.events import (
     VisitStart,
 )
 from mpizero.train.record.step_tracer import StepTracer, TracedStep
-from mpizero.train.record.surroundings import library_versions, machine
 from mpizero.train.record.visit_plan import VisitPlan
 from mpizero.train.run.metrics import finite
 from mpizero.train.run.result import TrainingResult

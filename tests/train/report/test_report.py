@@ -17,11 +17,11 @@ from mpizero.train.record.events import MemoryCount, SkippedStep, VisitEnd
 from mpizero.train.record.reader import read_run
 from mpizero.train.report.curves import MOST_POINTS, Curve, envelope, is_uneven, lower_end
 from mpizero.train.report.findings import findings
+from mpizero.train.report.history import SILENT, RunHistory
 from mpizero.train.report.markup import long_table
 from mpizero.train.report.picture import picture
 from mpizero.train.report.rank_pictures import phase_colours
 from mpizero.train.report.sections.columns import bytes_column, seconds_column
-from mpizero.train.report.story import SILENT, RunStory
 from tests.train.report.conftest import BEGUN, EVIL, line, start, write_run
 
 VOID = {"meta", "img", "br", "link", "input", "hr", "wbr"}
@@ -60,8 +60,8 @@ class Page(HTMLParser):
         return re.findall(r"<h2>(.*?)</h2>", self.source)
 
 
-def story(folder, now: float | None = None) -> RunStory:
-    return RunStory(folder.name, read_run(folder), time.time() if now is None else now)
+def history(folder, now: float | None = None) -> RunHistory:
+    return RunHistory(folder.name, read_run(folder), time.time() if now is None else now)
 
 
 def written(*runs) -> Page:
@@ -77,7 +77,7 @@ def page(eventful) -> Page:
 
 
 def test_findings_name_steps_ranks_and_bytes(eventful):
-    told = " ".join(findings(story(eventful)))
+    told = " ".join(findings(history(eventful)))
     for sentence in (
         f"Step 12 was skipped: the gradient of '{EVIL}' is not finite on rank 1, samples 2 to 3 of the global batch.",
         "Resumed after step 50 on 2 ranks instead of 4; steps 51 to 60 were repeated, and their losses are the same",
@@ -108,21 +108,21 @@ def test_findings_name_steps_ranks_and_bytes(eventful):
 def test_what_was_repeated_is_told_as_far_as_it_was(superseded, told, tmp_path):
     events = [start(), start(visit=1, step=4, superseded=len(superseded))]
     run = write_run(tmp_path / "run", [line(step) for step in range(1, 7)], events, superseded)
-    assert told in " ".join(findings(story(run)))
+    assert told in " ".join(findings(history(run)))
 
 
 def test_each_resume_tells_its_own_repeated_steps(tmp_path):
     """Killed twice, each time further on: what was superseded ascends through both resumes."""
     events = [start(), start(visit=1, step=4, superseded=3), start(visit=2, step=8, superseded=3)]
     superseded = [line(step) for step in (5, 6, 7, 9, 10, 11)]
-    found = story(write_run(tmp_path / "run", [line(step) for step in range(1, 15)], events, superseded))
+    found = history(write_run(tmp_path / "run", [line(step) for step in range(1, 15)], events, superseded))
     assert [resume.repeated for resume in found.resumes] == [(5, 7), (9, 11)]
     assert [found.last_step(visit) for visit in found.visits] == [7, 11, 14]
 
 
 def test_the_loss_of_a_method_of_whole_vectors_is_that_of_its_iterate(tmp_path):
     lines = [line(step, loss=9.0, iterate_loss=1.0 / step) for step in (1, 2)]
-    found = story(write_run(tmp_path / "run", lines, [start()]))
+    found = history(write_run(tmp_path / "run", lines, [start()]))
     assert found.loss == 0.5
     assert "The training loss went from 1 (first step) to 0.5 (last step)." in findings(found)
 
@@ -131,7 +131,7 @@ def test_what_is_not_in_the_plan_is_told_beside_what_is_as_planned(tmp_path):
     """Or bars that end beyond the plan would contradict the sentence."""
     counted = {"parameters": [1000] * 4, "group buffers": [20, 80, 20, 20]}
     memory = MemoryCount(step=1, counted=counted, peak=[1000] * 4, resident=[9] * 4)
-    told = findings(story(write_run(tmp_path / "run", [line(1)], [start(), memory])))
+    told = findings(history(write_run(tmp_path / "run", [line(1)], [start(), memory])))
     assert "Parameters took the memory that was planned, to the byte, on every rank." in told
     assert "Group buffers are not in the plan, and take 80 B on rank 1, 8.0 % more." in told
 
@@ -140,23 +140,23 @@ def test_what_is_not_in_the_plan_is_told_beside_what_is_as_planned(tmp_path):
 def test_more_ranks_than_cores_are_told_but_for_ranks_that_are_bound(tmp_path, cores, crowded):
     """Rank 0 may use 2 cores for its one thread: it is not bound, and 3 ranks are on its host."""
     events = [start(nodes=[0, 0, 0, 1], machine={"cores": cores, "threads": 1})]
-    told = " ".join(findings(story(write_run(tmp_path / "run", [line(1)], events))))
+    told = " ".join(findings(history(write_run(tmp_path / "run", [line(1)], events))))
     assert ("3 ranks on host host0, of whose cores rank 0 may use 2: unless" in told) == crowded
 
 
 def test_a_validation_loss_that_has_risen_is_called_so(tmp_path):
     run = write_run(tmp_path / "run", [line(1, validation_loss=0.1), line(2, validation_loss=1.1)])
-    assert "0.1; it has risen since: it was 1.1, 11 times that, in the last" in " ".join(findings(story(run)))
+    assert "0.1; it has risen since: it was 1.1, 11 times that, in the last" in " ".join(findings(history(run)))
 
 
 def test_a_complete_run_tells_its_visits_and_skipped_steps_at_once(eventful):
-    assert story(eventful).told == "Complete after 100 steps, in 2 visits; 1 step skipped."
+    assert history(eventful).told == "Complete after 100 steps, in 2 visits; 1 step skipped."
 
 
 def test_steps_that_lower_the_loss_scale_are_no_fault(tmp_path):
     events = [start(), *(SkippedStep(step=s, found=[], loss_scale=8.0, next_loss_scale=4.0) for s in (1, 2))]
     run = write_run(tmp_path / "run", [line(1, skipped="too large"), line(2, skipped="too large"), line(3)], events)
-    assert findings(story(run))[0] == "2 steps (1, 2) only lowered the loss scale: nothing is wrong with them."
+    assert findings(history(run))[0] == "2 steps (1, 2) only lowered the loss scale: nothing is wrong with them."
 
 
 def test_the_step_that_ended_a_run_is_told_from_its_event(tmp_path):
@@ -164,7 +164,7 @@ def test_the_step_that_ended_a_run_is_told_from_its_event(tmp_path):
     found = [{"rank": 1, "tensor": "w", "start": 2, "stop": 4}]
     run = write_run(tmp_path / "run", [line(1, loss=None)], [start(), SkippedStep(step=2, found=found)])
     told = "Step 2 was skipped: the gradient of 'w' is not finite on rank 1, samples 2 to 3 of the global batch."
-    assert findings(story(run))[0] == told
+    assert findings(history(run))[0] == told
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_the_state_of_a_run_is_that_of_its_last_visit(tmp_path, end, age, state,
     if end is not None:
         events.append(VisitEnd(**(vars(end) | {"visit": 1})))
     run = write_run(tmp_path / "run", [line(step) for step in (1, 2, 3)], events)
-    found = story(run, time.time() + age)
+    found = history(run, time.time() + age)
     assert found.state == state
     assert told in found.told
 
@@ -226,7 +226,7 @@ def test_a_line_in_the_writing_is_left_out_and_a_damaged_one_is_named(tmp_path):
     run = write_run(tmp_path / "run", [line(1), line(2)])
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "lo')
-    assert story(run).done == 2
+    assert history(run).done == 2
     (run / "metrics.jsonl").write_text('{"step": 1\n{}\n')
     with pytest.raises(DataError, match="line 1"):
         main(["report", str(run)])

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from mpizero.train.report.history import RunHistory
 from mpizero.train.report.markup import Markup, element, folded, table
 from mpizero.train.report.sections.run_sections import environment, settings
-from mpizero.train.report.story import RunStory
 
 
-def differences(stories: Sequence[RunStory]) -> Iterator[Markup]:
+def differences(histories: Sequence[RunHistory]) -> Iterator[Markup]:
     """Yield the settings and the environment in which some runs differ."""
-    without = [story.name for story in stories if story.start is None]
-    known = [story for story in stories if story.start is not None]
+    without = [history.name for history in histories if history.start is None]
+    known = [history for history in histories if history.start is not None]
     if without:
         yield element("p", f"Without a record of its configuration: {', '.join(without)}.")
     if len(known) < 2:
         return
-    head = ("", *(story.name for story in known))
-    chosen = [settings(story.start) for story in known]
+    head = ("", *(history.name for history in known))
+    chosen = [settings(history.start) for history in known]
     yield from _comparable(chosen)
-    visits = " of the last visits" if any(len(story.visits) > 1 for story in known) else ""
-    environments = [environment(story.start) for story in known if story.start]
+    visits = " of the last visits" if any(len(history.visits) > 1 for history in known) else ""
+    environments = [environment(history.start) for history in known if history.start]
     for what, values in ((f"settings{visits}", chosen), ("facts of the environment", environments)):
         rows = _rows(values)
         different = [row for row in rows if len(set(row[1:])) > 1]
@@ -32,7 +32,7 @@ def differences(stories: Sequence[RunStory]) -> Iterator[Markup]:
                 yield element("p", '"-": the run has no such setting. "not set": it has, and leaves it unset.')
         else:
             yield element("p", f"All {same} {what} are the same.")
-    if same_environment(stories):
+    if same_environment(histories):
         yield folded("Environment of all runs", table("Environment of all runs", (), environments[0].items()))
 
 
@@ -49,7 +49,7 @@ def _comparable(chosen: Sequence[dict[str, str]]) -> Iterator[Markup]:
         yield element("p", f"The runs differ in {' and '.join(names)}: their losses may not be comparable.")
 
 
-def same_environment(stories: Sequence[RunStory]) -> bool:
+def same_environment(histories: Sequence[RunHistory]) -> bool:
     """Return whether all runs have recorded the same environment."""
-    found = [environment(story.start) if story.start else {} for story in stories]
+    found = [environment(history.start) if history.start else {} for history in histories]
     return bool(found[0]) and all(one == found[0] for one in found)

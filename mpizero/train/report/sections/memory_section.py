@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mpizero.train.number_format import amount
+from mpizero.train.report.history import RunHistory
 from mpizero.train.report.markup import Markup, element, figure, joined, spot, table
 from mpizero.train.report.measures import MemoryTable, last_with_memory, memory_tables
 from mpizero.train.report.rank_pictures import draw_memory, part_colours
 from mpizero.train.report.sections.columns import bytes_column
 from mpizero.train.report.sections.time_sections import beside, few_ranks
-from mpizero.train.report.story import RunStory
 
 
-def memory(story: RunStory, name: str) -> Iterator[Markup]:
+def memory(history: RunHistory, name: str) -> Iterator[Markup]:
     """Yield pictures and tables of the memory of hosts and GPUs."""
-    visit = last_with_memory(story.visits)
+    visit = last_with_memory(history.visits)
     for kind, found in memory_tables(visit.start, visit.memory).items() if visit else ():
         ranks = len(next(iter((*found.planned.values(), *found.counted.values()))))
         where = "on the host" if kind == "host" else "on GPUs"

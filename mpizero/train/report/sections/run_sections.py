@@ -11,12 +11,12 @@ from typing import Any
 from mpizero.train.record.events import VisitStart
 from mpizero.train.record.reader import VisitRecords
 from mpizero.train.report.findings import described_resume, reason
+from mpizero.train.report.history import RunHistory, counted, flattened
 from mpizero.train.report.layout_drawing import described_layout, draw_layout
 from mpizero.train.report.markup import Markup, element, figure, folded, listed, long_table, section, table
 from mpizero.train.report.sections.columns import bytes_column, seconds_column
 from mpizero.train.report.sections.memory_section import memory
 from mpizero.train.report.sections.time_sections import phases, pipeline
-from mpizero.train.report.story import RunStory, counted, flattened
 
 #: How records say that results are exact.
 _BITS = "the bits of one process"
@@ -34,12 +34,12 @@ _FACTS = {
 }
 
 
-def run_sections(story: RunStory, number: int = 0, level: int = 2, *, machine: bool = True) -> Iterator[Markup]:
+def run_sections(history: RunHistory, number: int = 0, level: int = 2, *, machine: bool = True) -> Iterator[Markup]:
     """Yield the sections of one run.
 
     Parameters
     ----------
-    story : RunStory
+    history : RunHistory
         The run.
     number : int
         What tells runs of one page apart.
@@ -49,34 +49,36 @@ def run_sections(story: RunStory, number: int = 0, level: int = 2, *, machine: b
         Whether there is a section about the environment.
     """
     contents = [
-        ("Skipped steps", _skips(story)),
-        ("Visits and resumes", _visits(story)),
-        ("Where the time goes", phases(story, f"run-{number}")),
-        ("Memory", memory(story, f"run-{number}")),
-        ("Layout", _layout(story)),
-        ("Pipeline", pipeline(story, f"run-{number}")),
-        ("Checkpoints", _checkpoints(story)),
-        ("Environment", _environment(story) if machine else ()),
+        ("Skipped steps", _skips(history)),
+        ("Visits and resumes", _visits(history)),
+        ("Where the time goes", phases(history, f"run-{number}")),
+        ("Memory", memory(history, f"run-{number}")),
+        ("Layout", _layout(history)),
+        ("Pipeline", pipeline(history, f"run-{number}")),
+        ("Checkpoints", _checkpoints(history)),
+        ("Environment", _environment(history) if machine else ()),
     ]
     for title, content in contents:
         yield section(title, *content, level=level, name=f"run-{number}-{title.lower().replace(' ', '-')}")
 
 
-def _skips(story: RunStory) -> Iterator[Markup]:
-    if not story.skips:
+def _skips(history: RunHistory) -> Iterator[Markup]:
+    if not history.skips:
         return
     rows, kept = [], 0
-    for skip in story.skips:
+    for skip in history.skips:
         dump = f"bad_steps/step_{skip.step:08d}"
-        is_kept = (story.records.folder / dump).is_dir()
+        is_kept = (history.records.folder / dump).is_dir()
         kept += is_kept
-        rows.append((f"{skip.step:,}", reason(skip), f"mpizero replay {story.name}/{dump}" if is_kept else "not kept"))
+        rows.append(
+            (f"{skip.step:,}", reason(skip), f"mpizero replay {history.name}/{dump}" if is_kept else "not kept")
+        )
     told = [f"The samples of {counted(kept, 'step')} are kept"]
     told[0] += "; a run keeps those of its first bad steps only." if 0 < kept < len(rows) else "."
     if kept:
-        above = story.records.folder.resolve().parent
+        above = history.records.folder.resolve().parent
         told.append(f"The commands look at them, and are to be run in {above}.")
-    found = [{int(one.get("rank", -1)) for one in skip.event.found} for skip in story.skips if skip.event]
+    found = [{int(one.get("rank", -1)) for one in skip.event.found} for skip in history.skips if skip.event]
     ranks = Counter(rank for one in found for rank in one)
     if len(ranks) > 1:
         each = ", ".join(f"{count:,} on rank {rank}" for rank, count in sorted(ranks.items()))
@@ -89,25 +91,25 @@ def _skips(story: RunStory) -> Iterator[Markup]:
     )
 
 
-def _visits(story: RunStory) -> Iterator[Markup]:
-    if len(story.visits) < 2:
+def _visits(history: RunHistory) -> Iterator[Markup]:
+    if len(history.visits) < 2:
         return
     rows = []
-    for visit in story.visits:
+    for visit in history.visits:
         start, end = visit.start, visit.end
         if start is not None:
             how = {"done": "complete"}.get(end.reason, end.reason) if end else "no end recorded: killed, probably"
-            if visit is story.last and end is None and story.state == "running":
+            if visit is history.last and end is None and history.state == "running":
                 how = "running"
             why = f": {end.message}" if end and end.message else ""
-            until = "?" if (step := story.last_step(visit)) is None else f"{step:,}"
+            until = "?" if (step := history.last_step(visit)) is None else f"{step:,}"
             rows.append((str(visit.number), f"{start.step + 1:,}", until, described_layout(start), f"{how}{why}"))
     yield long_table("A visit is one start or resume", ("visit", "first step", "last step", "layout", "end"), rows)
-    yield listed(described_resume(resume) for resume in story.resumes[-_MOST_RESUMES:])
+    yield listed(described_resume(resume) for resume in history.resumes[-_MOST_RESUMES:])
 
 
-def _layout(story: RunStory) -> Iterator[Markup]:
-    start = story.start
+def _layout(history: RunHistory) -> Iterator[Markup]:
+    start = history.start
     if start is None:
         return
     facts = [described_layout(start).capitalize() + "."]
@@ -139,9 +141,9 @@ def _blocks(blocks: Any) -> str:
     return ", ".join(names) if len(names) <= 4 else f"{names[0]} to {names[-1]} ({len(names)} blocks)"
 
 
-def _checkpoints(story: RunStory) -> Iterator[Markup]:
-    written = [event for visit in story.visits for event in visit.checkpoints]
-    if not story.visits:
+def _checkpoints(history: RunHistory) -> Iterator[Markup]:
+    written = [event for visit in history.visits for event in visit.checkpoints]
+    if not history.visits:
         return
     if not written:
         yield element("p", "No checkpoint was written.")
@@ -158,7 +160,7 @@ def _checkpoints(story: RunStory) -> Iterator[Markup]:
             taken,
             *(["yes" if one.beside else "no"] if beside else []),
             *(["yes" if one.best else "no"] if best else []),
-            "kept" if (story.records.folder / one.path).is_dir() else "removed since",
+            "kept" if (history.records.folder / one.path).is_dir() else "removed since",
         )
         for one, size, taken in zip(written, sizes, times, strict=True)
     ]
@@ -172,18 +174,18 @@ def _path(step: int) -> str:
     return f"checkpoints/step_{step:08d}"
 
 
-def _environment(story: RunStory) -> Iterator[Markup]:
-    if (start := story.start) is None:
+def _environment(history: RunHistory) -> Iterator[Markup]:
+    if (start := history.start) is None:
         yield element(
             "p", "Environment, layout, memory and phases are not recorded: a version without events has run it."
         )
         return
-    yield table(f"Environment{of_last_visit(story)}", (), environment(start).items())
+    yield table(f"Environment{of_last_visit(history)}", (), environment(start).items())
 
 
-def of_last_visit(story: RunStory) -> str:
+def of_last_visit(history: RunHistory) -> str:
     """Return " of the last visit" if a run had several."""
-    return " of the last visit" if len(story.visits) > 1 else ""
+    return " of the last visit" if len(history.visits) > 1 else ""
 
 
 def environment(start: VisitStart) -> dict[str, str]:
@@ -196,10 +198,10 @@ def environment(start: VisitStart) -> dict[str, str]:
     return {_FACTS.get(name, name): value for name, value in found.items()}
 
 
-def configuration(story: RunStory) -> Markup:
+def configuration(history: RunHistory) -> Markup:
     """Return all settings of a run, folded."""
-    chosen = settings(story.start)
-    title = f"{len(chosen)} settings{of_last_visit(story)}"
+    chosen = settings(history.start)
+    title = f"{len(chosen)} settings{of_last_visit(history)}"
     return folded(title, table(title, ("setting", "value"), sorted(chosen.items()))) if chosen else Markup("")
 
 

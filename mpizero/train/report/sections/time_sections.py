@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mpizero.train.report.findings import percent
+from mpizero.train.report.history import RunHistory
 from mpizero.train.report.markup import Markup, element, figure, folded, joined, key, long_table, scrolling, spot, table
 from mpizero.train.report.measures import (
     MEANINGS,
@@ -17,19 +18,18 @@ from mpizero.train.report.measures import (
 )
 from mpizero.train.report.rank_pictures import MOST_RANKS, draw_phases, phase_colours
 from mpizero.train.report.sections.columns import seconds_column
-from mpizero.train.report.story import RunStory
 from mpizero.train.report.timetable_picture import MOST_CELLS, WORK, draw_timetable, kinds
 
 
-def phases(story: RunStory, name: str) -> Iterator[Markup]:
+def phases(history: RunHistory, name: str) -> Iterator[Markup]:
     """Yield the seconds of the measured steps by phase and rank."""
-    visit = last_with_phases(story.visits)
+    visit = last_with_phases(history.visits)
     found = mean_phases(visit.phases) if visit else None
     if visit is None or found is None:
         yield element("p", "No step was measured: that needs a few steps, and a run of a version that records events.")
         return
     ranks = len(found.seconds)
-    of = "" if len(story.visits) == 1 else f" of visit {visit.number}"
+    of = "" if len(history.visits) == 1 else f" of visit {visit.number}"
     steps = ", ".join(f"{step:,}" for step in found.steps[:8]) + (", …" if len(found.steps) > 8 else "")
     mean = f"the mean of {len(found.steps)} measured steps ({steps})"
     taken = f"measured in step {steps}, the only one that was measured" if len(found.steps) == 1 else mean
@@ -96,9 +96,9 @@ def few_ranks(ranks: int) -> str:
     return f" {MOST_RANKS} of {ranks} ranks are drawn." if ranks > MOST_RANKS else ""
 
 
-def pipeline(story: RunStory, name: str) -> Iterator[Markup]:
+def pipeline(history: RunHistory, name: str) -> Iterator[Markup]:
     """Yield the last timetable as planned and as measured, and the idle share of each stage."""
-    found = last_timetable(story.visits)
+    found = last_timetable(history.visits)
     if found is None:
         return
     start, last = found

@@ -47,7 +47,7 @@ class Resume(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RunStory:
+class RunHistory:
     """Hold the records of a run, and what follows from them.
 
     Attributes
