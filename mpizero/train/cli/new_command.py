@@ -40,6 +40,6 @@ def run(options: argparse.Namespace) -> int:
     for told in new_project.missing(options.kind):
         show(f"mpizero: {told}")
     build = KINDS[options.kind].build
-    for command in filter(None, (f"cd {shlex.quote(options.folder)}", build, *new_project.FIRST)):
+    for command in filter(None, (f"cd {shlex.quote(options.folder)}", build, *new_project.FIRST_COMMANDS)):
         show(f"  {command}")
     return int(ExitStatus.OK)

@@ -45,25 +45,24 @@ class Kind:
 
 
 _MPIZERO = "You need an environment with mpizero, pytest and, for pictures, matplotlib"
+_NETWORK = "the network; yours goes here"
 
 
-def _network(model: str) -> dict[str, tuple[str, str]]:
-    """Return the files of a network that tells spirals apart, of which ``model`` is the folder of the model."""
+def _files(kind: str, model: str, *, network: bool = False) -> dict[str, tuple[str, str]]:
+    """Return the files of a project whose model the README describes as ``model``.
+
+    Networks have settings, data and test in common: they tell points on spirals apart.
+    """
+    settings, data, test = (
+        ("common/network.toml", "common/spirals.py", "common/test_network.py")
+        if network
+        else (f"{kind}/config.toml", f"{kind}/data.py", f"{kind}/test_model.py")
+    )
     return {
-        "config.toml": ("common/network.toml", "what is trained, on what, and how"),
-        "model.py": (f"{model}/model.py", "the network; yours goes here"),
-        "data.py": ("common/spirals.py", "the samples; yours go here"),
-        "test_model.py": ("common/test_network.py", "a test: gradient, sums, bits of the model"),
-    }
-
-
-def _function(kind: str, model: str) -> dict[str, tuple[str, str]]:
-    """Return the files of a function with a gradient, which ``model`` describes."""
-    return {
-        "config.toml": (f"{kind}/config.toml", "what is trained, on what, and how"),
+        "config.toml": (settings, "what is trained, on what, and how"),
         "model.py": (f"{kind}/model.py", model),
-        "data.py": (f"{kind}/data.py", "the samples; yours go here"),
-        "test_model.py": (f"{kind}/test_model.py", "a test: gradient, sums, bits of the model"),
+        "data.py": (data, "the samples; yours go here"),
+        "test_model.py": (test, "a test: gradient, sums, bits of the model"),
     }
 
 
@@ -81,14 +80,14 @@ KINDS: Mapping[str, Kind] = {
         summary="a network written in PyTorch",
         about="A network of PyTorch that tells points on three spirals apart.",
         needs=f"{_MPIZERO}; for this project PyTorch, the extra `torch`.",
-        files=_network("torch"),
+        files=_files("torch", _NETWORK, network=True),
         module="torch",
     ),
     "jax": Kind(
         summary="a network written in JAX",
         about="A network of JAX that tells points on three spirals apart.",
         needs=f"{_MPIZERO}; for this project JAX, the extra `jax`.",
-        files=_network("jax"),
+        files=_files("jax", _NETWORK, network=True),
         module="jax",
     ),
     "fortran": Kind(
@@ -96,7 +95,7 @@ KINDS: Mapping[str, Kind] = {
         about="The conductivity of a rod is fitted to temperatures. Misfit and gradient are computed by Fortran.",
         needs=f"{_MPIZERO}; for this project gfortran, or another compiler named by `FC`.",
         files={
-            **_function("fortran", "calls the program, and makes it a model"),
+            **_files("fortran", "calls the program, and makes it a model"),
             "heat.f90": ("fortran/heat.f90", "the program; yours goes here"),
             "build.sh": ("fortran/build.sh", "compiles it"),
         },
@@ -108,13 +107,13 @@ KINDS: Mapping[str, Kind] = {
         summary="layers of your own in NumPy, with a backward pass",
         about="A network with a layer written in NumPy that tells points on three spirals apart.",
         needs=f"{_MPIZERO}.",
-        files=_network("numpy"),
+        files=_files("numpy", _NETWORK, network=True),
     ),
     "inversion": Kind(
         summary="an inverse problem: a field fitted to all measurements by L-BFGS within bounds",
         about="The conductivity of the ground is found from potentials that currents raise in it, by L-BFGS.",
         needs=f"{_MPIZERO}.",
-        files=_function("inversion", "physics, misfit and adjoint; yours go here"),
+        files=_files("inversion", "physics, misfit and adjoint; yours go here"),
         layouts=_FUNCTION,
         more=200,
     ),

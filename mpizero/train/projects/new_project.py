@@ -21,7 +21,7 @@ _MPI = {
 }
 
 #: The first commands in a new project, whatever its kind.
-FIRST = ("python -m pytest -q", "python -m mpizero train config.toml")
+FIRST_COMMANDS = ("python -m pytest -q", "python -m mpizero train config.toml")
 
 
 class _Template(string.Template):
