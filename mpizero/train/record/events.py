@@ -82,6 +82,14 @@ class RunEvent:
         return cls(**found)
 
 
+def _check_by_rank(ranks: int, lists: Mapping[str, Any]) -> None:
+    """Raise ValueError, which names the list, if one of them is not a number for each of ``ranks`` ranks."""
+    for name, values in lists.items():
+        numbers = isinstance(values, list) and all(isinstance(value, int | float) for value in values)
+        if not numbers or len(values) != ranks:
+            raise ValueError(f"{name} is no list of {ranks} numbers: {str(values)[:40]}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class VisitStart(RunEvent):
     """Describe the training at the start of a visit, whose first step is the one after ``step``.
@@ -148,6 +156,12 @@ class VisitStart(RunEvent):
     planned_device: dict[str, list[int]] = field(default_factory=dict)
     not_planned: str = ""
 
+    def __post_init__(self) -> None:
+        """Raise ValueError if a list by rank is none."""
+        _check_by_rank(self.ranks, {"nodes": self.nodes} | self.coordinates | self.planned | self.planned_device)
+        if not all(0 <= node < len(self.hosts) for node in self.nodes):
+            raise ValueError(f"nodes names a node without a host: {self.nodes[:8]}, {len(self.hosts)} hosts")
+
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCount(RunEvent):
@@ -173,6 +187,10 @@ class MemoryCount(RunEvent):
     peak: list[int]
     resident: list[int]
 
+    def __post_init__(self) -> None:
+        """Raise ValueError if a list by rank is none."""
+        _check_by_rank(len(self.peak), {"peak": self.peak, "resident": self.resident} | self.counted | self.device)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseSeconds(RunEvent):
@@ -193,6 +211,10 @@ class PhaseSeconds(RunEvent):
     seconds: list[float]
     reading: list[float]
     phases: dict[str, list[float]]
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if a list by rank is none."""
+        _check_by_rank(len(self.seconds), {"seconds": self.seconds, "reading": self.reading} | self.phases)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,6 +65,14 @@ def test_a_run_without_events_has_its_metrics(tmp_path):
         ('{"kind": "end", "reason": "done"}\nno JSON\n', "line 2: damaged: no object of JSON: b'no JSON'"),
         ('{"kind": "end"}\n', "line 1: damaged event 'end': reason is missing"),
         ('{"kind": "end", "reason": "done", "loss": "high"}\n', "line 1: damaged event 'end': loss is 'high'"),
+        (
+            '{"kind": "phases", "seconds": [1.0, 2.0], "reading": [0, 0], "phases": {"forward": [1.0, "b"]}}\n',
+            "line 1: damaged event 'phases': forward is no list of 2 numbers: [1.0, 'b']",
+        ),
+        (
+            '{"kind": "memory", "counted": {"parameters": 7}, "peak": [1], "resident": [1]}\n',
+            "damaged event 'memory': parameters is no list of 1 numbers: 7",
+        ),
         ('{"kind": "timetable", "schedule": "", "planned": [], "measured": [7]}\n', "measured has a cell that is none"),
     ],
 )
