@@ -9,7 +9,7 @@ RANKS=${RANKS:-8}
 export OMP_NUM_THREADS=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 
 install_quickstart() {
-    "$1/bin/pip" install -q -e '.[mpich]'
+    "$1/bin/pip" install -q -e '.[mpich,plot]'
 }
 
 say "1. Installing into $VENV: mpizero and MPICH, no compiler and no system package needed"
@@ -19,17 +19,8 @@ ensure_venv "$VENV" install_quickstart
 say "2. Training a GPT on the Python standard library, on $RANKS MPI ranks with ZeRO-2"
 "$VENV/bin/mpiexec" -n "$RANKS" "$VENV/bin/python" -m mpizero train scripts/quickstart.toml "$@"
 
-say "3. The loss, step by step (nats a byte; 5.5 is guessing)"
-"$VENV/bin/python" - run/quickstart/metrics.jsonl <<'SHOW'
-import json, sys
-rows = [json.loads(line) for line in open(sys.argv[1])]
-first = rows[0]["loss"]
-for row in rows[:: max(1, len(rows) // 12)] + rows[-1:]:
-    print(f"{row['step']:6d}  {row['loss']:6.3f}  {'#' * round(60 * row['loss'] / first)}")
-for row in rows:
-    if "validation_loss" in row:
-        print(f"validation after step {row['step']}: {row['validation_loss']:.3f}")
-SHOW
+say "3. The run: loss in nats a byte (5.5 is guessing), validation, speed"
+"$VENV/bin/python" -m mpizero watch run/quickstart --once
 
 say "4. What it writes now"
 "$VENV/bin/python" -m mpizero generate run/quickstart --prompt "def " --length 400 --temperature 0.6
@@ -38,6 +29,7 @@ cat <<DONE
 
 Next:
   . $VENV/bin/activate
+  python -m mpizero report run/quickstart                                          # pictures of the run: run/quickstart/report.html
   mpiexec -n 3 python -m mpizero train scripts/quickstart.toml --resume-from 600  # the last steps on other ranks: the same sha256
   mpiexec -n 2 python -m mpizero train scripts/quickstart.toml --set parallel.strategy=zero3 --set checkpoint.folder=run/zero3/checkpoints
   mpiexec -n 8 python scripts/train.py --help                                                   # the same from a script of your own
