@@ -77,7 +77,8 @@ ENVIRONMENT = {
     "mpizero.comm.supervision.guard",
     "mpizero.comm.startup.launch",
     "mpizero.kernels.cache",
-    "mpizero.kernels.blas",
+    "mpizero.kernels.products.blas_library",
+    "mpizero.kernels.products.multiply",
     "mpizero.adapters.jax.xla_threads",  # XLA reads its number of threads there
     "mpizero.adapters.torch.process",
 }

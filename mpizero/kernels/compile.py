@@ -14,7 +14,8 @@
 
 Rules for kernels, each found by measuring:
 
-- Formulas and helpers are plain Python functions of the package ``mpizero.kernels``, called by name; they are inlined.
+- Formulas and helpers are plain Python functions of the package ``mpizero.kernels``, called by name; they are inlined,
+  but for long ones that are decorated with :func:`apart`.
 - Formulas have no float literals, because these turn float32 into float64.
 - Loops run from 0: with ``range(start, stop)`` numba must allow for negative indices, and nothing vectorizes.
 - Kernels neither allocate memory nor raise exceptions, because the object file must run without numba's run time.
@@ -209,6 +210,12 @@ def kernel(signature: str, scratch: int = 0, names: Iterable[str] = ()) -> Calla
     return lambda python: Kernel(python, parsed, scratch, names)
 
 
+def apart(helper: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a long helper function that kernels call in several places: it is compiled once, not inlined in each."""
+    vars(helper)["apart"] = True
+    return helper
+
+
 def _refuse(*args: Any) -> Any:
     return REFUSED
 
@@ -221,7 +228,7 @@ def numba_type(parameter: Parameter) -> Any:
     scalar = from_dtype(np.dtype(parameter.dtype))
     if parameter.ndim == 0:
         return scalar
-    return numba_types.Array(scalar, parameter.ndim, "C", readonly=parameter.readonly)
+    return numba_types.Array(scalar, parameter.ndim, "A" if parameter.strided else "C", readonly=parameter.readonly)
 
 
 def _folded(python: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -249,7 +256,7 @@ def _jit(python: Callable[..., Any], **options: Any) -> Any:
 
 @functools.cache
 def _inlined(helper: Callable[..., Any]) -> Any:
-    return _jit(helper, forceinline=True)
+    return _jit(helper, forceinline=not vars(helper).get("apart", False))
 
 
 def with_compiled_helpers(python: Callable[..., Any], wrap: Callable[[Callable[..., Any]], Any]) -> Any:

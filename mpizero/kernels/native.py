@@ -130,18 +130,26 @@ def cpu_name() -> str:
     return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
 
 
+def cpu_features() -> frozenset[str]:
+    """Return LLVM's names of the features that this CPU has."""
+    import llvmlite.binding as llvm
+
+    features = frozenset(name for name, present in llvm.get_host_cpu_features().items() if present)
+    return features | ({"neon"} if llvm.get_process_triple().startswith("aarch64") else set())
+
+
 class _Layout:
     """Hold the offsets, in bytes, of fields in NumPy's array objects, its dtype objects and Python's object header.
 
-    ``data``, ``ndim``, ``shape``, ``dtype`` and ``flags`` are fields of an array; ``kind``, ``byte_order`` and
-    ``type_number`` are fields of a dtype; ``type`` is the type of any object. NumPy has not changed its fields since
-    version 1.0, because they are part of its C ABI.
+    ``data``, ``ndim``, ``shape``, ``strides``, ``dtype`` and ``flags`` are fields of an array; ``kind``, ``byte_order``
+    and ``type_number`` are fields of a dtype; ``type`` is the type of any object. NumPy has not changed its fields
+    since version 1.0, because they are part of its C ABI.
     """
 
     def __init__(self) -> None:
         head = object.__basicsize__
         self.type = head - 8
-        self.data, self.ndim, self.shape = head, head + 8, head + 16
+        self.data, self.ndim, self.shape, self.strides = head, head + 8, head + 16, head + 24
         self.dtype, self.flags = head + 40, head + 48
         self.kind, self.byte_order, self.type_number = head + 8, head + 10, head + 12
 
@@ -169,8 +177,7 @@ def emit(function_ir: str, function: str, signature: Signature, scratch: int, en
     """
     llvm, machine = target()
     module = llvm.parse_assembly(function_ir)
-    returned = re.findall(r"^ +ret i32 (\S+)", str(module.get_function(function)), re.MULTILINE)
-    if set(returned) != {"0"}:  # numba's status of a function: 0 where no exception was raised
+    if any(map(_may_raise, module.functions)):
         raise RuntimeError("kernels neither allocate (use scratch=) nor raise; this one may raise")
     written = _Entry(signature, scratch).text(function, entry)
     module.link_in(llvm.parse_assembly(f'target triple = "{machine.triple}"\n{written}'))
@@ -192,6 +199,23 @@ def emit(function_ir: str, function: str, signature: Signature, scratch: int, en
         raise RuntimeError(f"kernels neither allocate (use scratch=) nor raise; this one needs {', '.join(missing)}")
     code: bytes = machine.emit_object(module)
     return code
+
+
+def _may_raise(function: Any) -> bool:
+    """Tell whether a function may raise an exception of its own, which numba tells by a status other than 0.
+
+    A status that it returns may also be that of a function which it called, or one of several such.
+    """
+    text = str(function)
+    left, seen = set(re.findall(r"^ +ret i32 (\S+)", text, re.MULTILINE)), {"0"}
+    while left - seen:
+        value = (left - seen).pop()
+        seen.add(value)
+        origin = re.search(rf"^ +{re.escape(value)} = (call i32 @|phi i32 (.*))", text, re.MULTILINE)
+        if origin is None:
+            return True
+        left |= set(re.findall(r"\[ ?([^, ]+),", origin[2] or ""))
+    return False
 
 
 class _Entry:
@@ -267,7 +291,8 @@ class _Entry:
         self._require(self._assign(f"icmp ne i32 {is_array}, 0"))
         ndim = self._load("i32", pointer, at.ndim)
         self._require(self._assign(f"icmp eq i32 {ndim}, {parameter.ndim}"))
-        needed = _C_CONTIGUOUS | _ALIGNED | (0 if parameter.readonly else _WRITEABLE)
+        contiguous = 0 if parameter.strided else _C_CONTIGUOUS
+        needed = contiguous | _ALIGNED | (0 if parameter.readonly else _WRITEABLE)
         flags = self._assign(f"and i32 {self._load('i32', pointer, at.flags)}, {needed}")
         self._require(self._assign(f"icmp eq i32 {flags}, {needed}"))
         descriptor = self._load("ptr", pointer, at.dtype)
@@ -281,6 +306,9 @@ class _Entry:
         for size in reversed(shape):
             strides.insert(0, step)
             step = self._assign(f"mul i64 {step}, {size}")
+        if parameter.strided:
+            steps = self._load("ptr", pointer, at.strides)
+            strides = [self._load("i64", steps, 8 * axis) for axis in range(parameter.ndim)]
         items = self._assign(f"sdiv exact i64 {step}, {dtype.itemsize}")
         return self._unpacked(data, items, dtype.itemsize, shape, strides)
 

@@ -1,9 +1,9 @@
-"""Run an elementwise kernel in several threads of a rank; the result does not depend on the number of threads."""
+"""Run kernels in several threads of a rank; the result does not depend on the number of threads."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -28,11 +28,23 @@ def run(kernel: Callable[..., None], args: tuple[Any, ...], start: int, stop: in
     if threads <= 1 or stop - start <= BLOCK:
         kernel(*args, start, stop)
         return
-    blocks = iter(range(start, stop, BLOCK))
+    blocks = range(start, stop, BLOCK)
+    run_tasks([functools.partial(kernel, *args, block, min(block + BLOCK, stop)) for block in blocks], threads)
+
+
+def run_tasks(tasks: Iterable[Callable[[], Any]], threads: int) -> None:
+    """Call all functions ``tasks`` in ``threads`` threads, of which the calling thread is one.
+
+    Raises
+    ------
+    Exception
+        An exception that a task raised, after all threads have ended.
+    """
+    left = iter(tuple(tasks))
 
     def work() -> None:
-        while (block := next(blocks, None)) is not None:  # next() on a range iterator is atomic under the lock
-            kernel(*args, block, min(block + BLOCK, stop))
+        while (task := next(left, None)) is not None:  # next() on a tuple's iterator is atomic under the lock
+            task()
 
     helpers = [_pool(threads - 1).submit(work) for _ in range(threads - 1)]
     try:

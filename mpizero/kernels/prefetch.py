@@ -24,19 +24,13 @@ class _Fetch(Intrinsic):
 
     def compiled(self) -> Any:
         """Return the numba intrinsic: it makes LLVM's prefetch instruction, for reading, into all caches."""
-        from llvmlite import ir
         from numba import types
         from numba.extending import intrinsic
-
-        byte, integer = ir.IntType(8), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte.as_pointer(), integer, integer, integer])
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             array, place = args
             data = context.make_array(signature.args[0])(context, builder, array).data
-            where = builder.bitcast(builder.gep(data, [place]), byte.as_pointer())
-            fetch = builder.module.declare_intrinsic("llvm.prefetch", [byte.as_pointer()], kind)
-            builder.call(fetch, [where, *(ir.Constant(integer, value) for value in (0, 3, 1))])
+            fetch_line(builder, builder.gep(data, [place]))
             return context.get_dummy_value()
 
         @intrinsic  # type: ignore[untyped-decorator]
@@ -44,6 +38,17 @@ class _Fetch(Intrinsic):
             return types.void(array, types.intp), generate
 
         return fetch
+
+
+def fetch_line(builder: Any, pointer: Any, *, written: bool = False) -> None:
+    """Write the LLVM instruction that prefetches the cache line of ``pointer`` into all caches, to read or write it."""
+    from llvmlite import ir
+
+    byte, integer = ir.IntType(8), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [byte.as_pointer(), integer, integer, integer])
+    fetch = builder.module.declare_intrinsic("llvm.prefetch", [byte.as_pointer()], kind)
+    hints = (ir.Constant(integer, value) for value in (int(written), 3, 1))
+    builder.call(fetch, [builder.bitcast(pointer, byte.as_pointer()), *hints])
 
 
 _fetch = _Fetch()

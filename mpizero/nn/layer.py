@@ -14,7 +14,8 @@ import numpy as np
 
 from mpizero import kernels
 from mpizero.errors import ConfigError, DataError, UnsupportedError
-from mpizero.kernels import blas, device_products
+from mpizero.kernels import device_products
+from mpizero.kernels.products import multiply as host_products
 from mpizero.layout.flat import nested
 from mpizero.nn.graph import Graph, NodeOutput
 from mpizero.nn.operations import Operations
@@ -270,11 +271,11 @@ def namespace(array: Any) -> Any:
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
     """Return the product of two matrices, written to ``out`` if that is given.
 
-    NumPy arrays are multiplied by :mod:`mpizero.kernels.blas`, arrays on a GPU by
+    NumPy arrays are multiplied by :mod:`mpizero.kernels.products.multiply`, arrays on a GPU by
     :mod:`mpizero.kernels.device_products`.
     """
     if isinstance(a, np.ndarray):
-        return blas.matmul(a, b, out)
+        return host_products.matmul(a, b, out)
     return device_products.matmul(a, b, out)
 
 

@@ -11,7 +11,7 @@ from threadpoolctl import ThreadpoolController
 
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
-from mpizero.kernels.blas import library
+from mpizero.kernels.products.multiply import library
 from mpizero.text import notice
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from harness import alternate, parser, tell
 
 import mpizero as mz
-from mpizero.kernels.blas import matmul
+from mpizero.kernels.products.multiply import matmul
 from mpizero.layout import GrainRule
 from mpizero.measurement import Measurement
 from mpizero.parallel.placement import placement

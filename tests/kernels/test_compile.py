@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import mpizero
+from mpizero import kernels
 from mpizero.kernels import cache
-from mpizero.kernels.compile import kernel
+from mpizero.kernels.compile import apart, kernel
 from mpizero.kernels.cpu import copy, optimizer, reduction
 from mpizero.kernels.signature import Signature
 
@@ -152,7 +153,19 @@ def test_a_kernel_that_allocates_or_raises_is_refused_when_it_is_compiled():
         if x[0] > x[1]:
             raise ValueError("unsorted")
 
-    for bad in (allocates, raises):
+    @apart
+    def check(x):
+        if x[0] > x[1]:
+            raise ValueError("unsorted")
+
+    check.__module__ = f"{kernels.__name__}.check"  # functions of this package are compiled with kernels
+
+    @kernel("void(T[::1])")
+    def calls(x):
+        check(x)
+        check(x)
+
+    for bad in (allocates, raises, calls):
         with pytest.raises(RuntimeError, match="neither allocate"):
             bad._build("f4")
 

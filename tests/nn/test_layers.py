@@ -28,7 +28,7 @@ from mpizero.nn import (
     TokenEmbedding,
     TransformerBlock,
 )
-from mpizero.nn.layers.dropout import SamplePart
+from mpizero.nn.sample_part import SamplePart
 from mpizero.types import Run
 
 TRAINING = Run(training=True, seed=3, step=5, first_sample=11)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mpizero.kernels.compile import kernel
 from mpizero.kernels.cpu._rows import SCRATCH, row_dot, row_max, row_sum
 from mpizero.kernels.formulas.attention import softmax_gradient, visible_keys
@@ -25,24 +27,12 @@ def causal_softmax(scores: Array, scale1: Array, scratch: Array) -> None:
     queries are the last ones of the sequence, for example the new tokens in generation. Scores of keys that a query
     does not see become 0, whatever they were before. ``scale1`` has one element, which is above 0.
     """
-    T = scores.dtype.type  # noqa: N806
     batch, queries, keys = scores.shape
     scale = scale1[0]
     for b in range(batch):
         for query in range(queries):
             seen = visible_keys(query, queries, keys)
-            if seen == 0:
-                scores[b, query] = T(0)
-                continue
-            row = scores[b, query, :seen]
-            largest = row_max(row, scratch) * scale
-            whole = scores[b, query, : min(keys, (seen + _WIDTH - 1) // _WIDTH * _WIDTH)]
-            for j in range(whole.size):
-                whole[j] = exponential(whole[j] * scale - largest, T)
-            share = T(1) / row_sum(row, scratch)
-            for j in range(whole.size):
-                whole[j] *= share
-            scores[b, query, seen:] = T(0)
+            softmax_of_first(scores[b, query], seen, scale, scratch)
 
 
 @kernel("void(const T[:,:,::1], T[:,:,::1], const T[::1], T[::1])", scratch=SCRATCH)
@@ -52,17 +42,37 @@ def causal_softmax_backward(probs: Array, dprobs: Array, scale1: Array, scratch:
     ``probs`` are the probabilities that :func:`causal_softmax` wrote, with the same ``scale1``. The gradient is 0 for
     keys that a query does not see.
     """
-    T = probs.dtype.type  # noqa: N806
     batch, queries, keys = probs.shape
     scale = scale1[0]
     for b in range(batch):
         for query in range(queries):
             seen = visible_keys(query, queries, keys)
-            dprobs[b, query, seen:] = T(0)
-            p, dp = probs[b, query, :seen], dprobs[b, query, :seen]
-            dot = row_dot(p, dp, scratch)
-            for j in range(seen):
-                dp[j] = softmax_gradient(p[j], dp[j], dot, scale)
+            gradient_of_first(probs[b, query], dprobs[b, query], seen, scale, scratch)
+
+
+def softmax_of_first(row: Any, seen: Any, scale: Any, scratch: Any) -> None:
+    """Replace the first ``seen`` scores of a query by softmax(scale * scores), and the others by 0."""
+    T = row.dtype.type  # noqa: N806
+    if seen > 0:
+        part = row[:seen]
+        largest = row_max(part, scratch) * scale
+        whole = row[: min(row.size, (seen + _WIDTH - 1) // _WIDTH * _WIDTH)]
+        for j in range(whole.size):
+            whole[j] = exponential(whole[j] * scale - largest, T)
+        share = T(1) / row_sum(part, scratch)
+        for j in range(whole.size):
+            whole[j] *= share
+    row[seen:] = T(0)
+
+
+def gradient_of_first(probs: Any, dprobs: Any, seen: Any, scale: Any, scratch: Any) -> None:
+    """Replace a query's ``dprobs`` by the gradient of its scores: of the first ``seen``, and 0 of the others."""
+    T = probs.dtype.type  # noqa: N806
+    dprobs[seen:] = T(0)
+    p, dp = probs[:seen], dprobs[:seen]
+    dot = row_dot(p, dp, scratch)
+    for j in range(seen):
+        dp[j] = softmax_gradient(p[j], dp[j], dot, scale)
 
 
 @kernel("void(const T[:,::1], const T[::1], i8, i8, T[:,:,:,:,::1])")

@@ -12,11 +12,12 @@ from mpizero.nn.context.ring_attention import RingSelfAttention
 from mpizero.nn.layer import Layer
 from mpizero.nn.layers.attention import CausalSelfAttention
 from mpizero.nn.layers.block import FeedForward, TransformerBlock
-from mpizero.nn.layers.dropout import Dropout, SamplePart
+from mpizero.nn.layers.dropout import Dropout
 from mpizero.nn.layers.embedding import Embedding, Position, TokenEmbedding
 from mpizero.nn.layers.norm import LayerNorm
 from mpizero.nn.layers.wrapper import Wrapper
 from mpizero.nn.operations import Operations
+from mpizero.nn.sample_part import SamplePart
 from mpizero.types import EVALUATE, Array, Group, Params, Run
 
 L = TypeVar("L")

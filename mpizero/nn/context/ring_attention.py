@@ -15,12 +15,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from mpizero import kernels
+from mpizero.nn.attention.batched import view_heads, view_kinds
+from mpizero.nn.attention.workspace import Workspace
 from mpizero.nn.context.ring import KEYS, QUERIES, ContextLayer, Tile, Zigzag, poll_function, ring_pass
 from mpizero.nn.layer import multiply, namespace, operand, vector
 from mpizero.nn.layers.attention import CausalSelfAttention
-from mpizero.nn.layers.dropout import SamplePart
-from mpizero.nn.layers.workspace import Workspace
 from mpizero.nn.operations import Operations
+from mpizero.nn.sample_part import SamplePart
 from mpizero.types import Array, Group, Run, ShiftRequest
 
 #: Largest number of scores computed at once, for as many samples as fit: 2 MiB of float32 stay in a core's cache.
@@ -55,7 +56,7 @@ class RingSelfAttention(ContextLayer, CausalSelfAttention):
         rows = (*qkv.shape[:2], self.heads)
         maxima, sums = xp.full(rows, -math.inf, qkv.dtype), xp.zeros(rows, qkv.dtype)
         mixed = xp.zeros((*qkv.shape[:2], self.dim), qkv.dtype)
-        q, out = self._heads(qkv)[0], self._split(mixed)
+        q, out = view_kinds(qkv, self.heads)[0], view_heads(mixed, self.heads)
         for source, pair, coming in ring_pass(self.group, self._packed(qkv, tiles.zigzag), "ring keys"):
             k, v = self._pair(pair)
             for some, tile in tiles.of(source, poll_function(coming)):
@@ -80,7 +81,7 @@ class RingSelfAttention(ContextLayer, CausalSelfAttention):
         qkv = seen.qkv
         xp, adjoint = namespace(qkv), _RingBackward(self, seen, dmixed)
         dqkv: Array = xp.zeros_like(qkv)
-        dq, dk, dv = self._heads(dqkv)
+        dq, dk, dv = view_kinds(dqkv, self.heads)
         request: ShiftRequest | None = None
         for source, pair, coming in ring_pass(self.group, self._packed(qkv, adjoint.tiles.zigzag), "ring keys"):
             tiles = adjoint.tiles.of(source, poll_function(coming, request))
@@ -152,7 +153,7 @@ class _Tiles:
     def __init__(self, layer: RingSelfAttention, qkv: Array, run: Run, first_head: int) -> None:
         self.zigzag = Zigzag(run.length, layer.group.size)
         self.kernels = kernels.backend(qkv).ring
-        self.scale = vector(qkv, layer._scale)
+        self.scale = vector(qkv, layer.scale)
         self._run, self._dropout, self._first_head = run, layer.probability_dropout, first_head
         self._heads, self._rank, self._samples = layer.heads, layer.group.rank, qkv.shape[0]
         self._work = Workspace(qkv)
@@ -205,7 +206,7 @@ class _RingBackward:
 
     def __init__(self, layer: RingSelfAttention, seen: _Saved, dmixed: Array) -> None:
         self.tiles = _Tiles(layer, seen.qkv, seen.run, seen.first_head)
-        self._seen, self._q, self._dout = seen, layer._heads(seen.qkv)[0], layer._split(dmixed)
+        self._seen, self._q, self._dout = seen, view_kinds(seen.qkv, layer.heads)[0], view_heads(dmixed, layer.heads)
         heads = (*dmixed.shape[:2], layer.heads, layer.dim // layer.heads)
         self._dots = namespace(dmixed).einsum("...f,...f->...", dmixed.reshape(heads), seen.mixed.reshape(heads))
 

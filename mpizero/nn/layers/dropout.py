@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpizero import kernels
 from mpizero.names import explains
 from mpizero.nn.graph import Graph, NodeOutput
 from mpizero.nn.layer import Layer, namespace, require_floats, vector
+from mpizero.nn.sample_part import SamplePart
 from mpizero.nn.settings import require_rate
 from mpizero.types import EVALUATE, Array, Params, Pieces, Run
 from mpizero.validation import require, whole
-
-
-class SamplePart(NamedTuple):
-    """Describe which elements of each sample an array holds, where a rank has only a part of each sample.
-
-    The part consists of planes. Each plane consists of ``rows`` rows, and each row of ``width`` contiguous elements.
-    Element j of row r of plane p is element ``offset + p * plane_step + r * row_step + j`` of the whole sample, counted
-    in C order. If ``rows`` is 1, the part is contiguous: consecutive positions of a sequence, for example, or the
-    scores of consecutive heads.
-    """
-
-    offset: int
-    width: int
-    rows: int = 1
-    row_step: int = 0
-    plane_step: int = 0
 
 
 @explains

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpizero.comm import Communicator
 from mpizero.errors import ConfigError
-from mpizero.kernels.blas import matmul
+from mpizero.kernels.products.multiply import matmul
 from mpizero.layout import GrainRule
 from mpizero.measurement import Measurement
 from mpizero.nn import GPT

@@ -19,7 +19,7 @@ from mpizero.comm import Communicator
 from mpizero.comm.leftovers import SHARED_FOLDER
 from mpizero.comm.startup.launch import mpi_facts
 from mpizero.errors import ConfigError, MpizeroError
-from mpizero.kernels.blas import library
+from mpizero.kernels.products.multiply import library
 
 if TYPE_CHECKING:
     from mpizero.kernels.cache import CacheFolder
@@ -99,7 +99,7 @@ def available_memory() -> int | None:
 def blas() -> str:
     """Name the BLAS that NumPy has loaded, with the processor core that it is optimized for.
 
-    If large products are computed by another BLAS, name that one too. Not collective.
+    If the products of layers are computed by something else, name that too. Not collective.
 
     Raises
     ------
@@ -115,8 +115,8 @@ def blas() -> str:
         for entry in threadpool_info()
         if entry.get("user_api") == "blas" and entry.get("filepath") != getattr(beside, "path", None)
     ]
-    large = f"; large products by {beside.name}" if beside is not None else ""
-    return (", ".join(sorted(set(found))) or "unknown to threadpoolctl") + large
+    other = f"; {beside.share} by {beside.name}" if beside is not None else ""
+    return (", ".join(sorted(set(found))) or "unknown to threadpoolctl") + other
 
 
 def hdf5(comm: Communicator) -> str | None:

@@ -1,36 +1,17 @@
-"""Multiply large matrices with a BLAS library of the user's choice instead of the one inside NumPy.
-
-NumPy's wheels contain OpenBLAS. Another library can be faster: Intel's MKL multiplies the shapes of a transformer block
-about a tenth faster. The library is chosen once in a process. The environment variable ``MPIZERO_BLAS`` is the path of
-a library with the C interface of BLAS (``cblas_sgemm``, 32-bit integers), or ``numpy``. Without the variable, MKL is
-used if the package ``mkl`` is installed, otherwise NumPy's BLAS. Small products are always computed by NumPy, because
-calling it takes less time.
-
-[Note: few rows] If ``dy`` has few rows, OpenBLAS takes longer for ``dy @ weight.T`` (the gradient of a layer's input)
-than for the transposed product ``weight @ dy.T`` and a copy of its small result: 13 % longer with 64 rows, 50 % with
-16, on a core with AVX-512. From 200 rows on, ``dy @ weight.T`` is faster.
-"""
+"""Load a BLAS library other than NumPy's, and multiply with it."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 from contextlib import suppress
 from importlib import metadata
-from math import prod
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from mpizero.errors import ConfigError
 from mpizero.types import Array
 
-#: Least number of multiplications for which another BLAS is called; such a call takes some 4 microseconds.
-LARGE = 1 << 20
-#: Up to this number of rows NumPy computes the transposed product: [Note: few rows].
-FEW_ROWS = 128
 VARIABLE = "MPIZERO_BLAS"
 
 #: Prefixes of the functions' names; the second one is used by SciPy's own OpenBLAS.
@@ -63,6 +44,8 @@ class BlasLibrary:
         The path as given.
     name : str
         MKL's name and version; for another library the name of its file.
+    share : str
+        Which products it is asked for.
 
     Raises
     ------
@@ -70,8 +53,12 @@ class BlasLibrary:
         If the library cannot be loaded, or lacks ``cblas_sgemm`` or ``cblas_dgemm``.
     """
 
+    #: Least number of multiplications for which the library is called; such a call takes some 4 microseconds.
+    least = 1 << 20
+    share = "large products"
+
     def __init__(self, path: str | Path) -> None:
-        way_out = f"set {VARIABLE} to a BLAS library with the C interface, or to 'numpy'"
+        way_out = f"set {VARIABLE} to a BLAS library with the C interface, to 'mpizero' or to 'numpy'"
         try:
             found = ctypes.CDLL(str(path))
             prefix = next((prefix for prefix in _PREFIXES if hasattr(found, f"{prefix}cblas_sgemm")), "")
@@ -81,6 +68,10 @@ class BlasLibrary:
         self.path = str(path)
         self.name = _make_mkl_reproducible(found) if hasattr(found, "MKL_CBWR_Set") else Path(path).name
         self._products: dict[str, Any] = {"f": _typed(single, ctypes.c_float), "d": _typed(double, ctypes.c_double)}
+
+    @staticmethod
+    def memory(a: Array) -> None:
+        """Return nothing: the library has temporary memory of its own."""
 
     def product(self, a: Array, b: Array, out: Array) -> bool:
         """Write ``a @ b`` to ``out`` and return True; return False and do nothing if the library cannot compute it.
@@ -102,59 +93,6 @@ class BlasLibrary:
             1.0, a.ctypes.data, left[1], b.ctypes.data, right[1], 0.0, out.ctypes.data, result[1],
         )  # fmt: skip
         return True
-
-
-@functools.cache
-def library() -> BlasLibrary | None:
-    """Return the BLAS library to use instead of NumPy's, or None for NumPy's.
-
-    Raises
-    ------
-    ConfigError
-        If ``MPIZERO_BLAS`` names a library that cannot be used.
-    """
-    asked = os.environ.get(VARIABLE, "")
-    if asked:
-        return None if asked == "numpy" else BlasLibrary(asked)
-    return None if (found := _installed_mkl()) is None else BlasLibrary(found)
-
-
-def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
-    """Return ``a @ b`` of NumPy arrays, computed by the library that :func:`library` returns if the product is large.
-
-    If ``out`` is given, the product is written to it, and ``out`` is returned.
-    """
-    if not _large(a, b) or _multiplies_itself(a) or _multiplies_itself(b):
-        return np.matmul(a, b, out=out)
-    chosen = library()
-    if chosen is None:
-        return _by_numpy(a, b, out)
-    result = np.empty((a.shape[0], b.shape[1]), a.dtype) if out is None else out
-    return result if chosen.product(a, b, result) else np.matmul(a, b, out=out)
-
-
-def _by_numpy(a: Array, b: Array, out: Array | None) -> Array:
-    if len(a) > FEW_ROWS or not (a.flags.c_contiguous and b.T.flags.c_contiguous) or not _takes(out, a, b):
-        return np.matmul(a, b, out=out)
-    transposed = np.matmul(b.T, a.T).T
-    if out is None:
-        return np.ascontiguousarray(transposed)
-    out[...] = transposed
-    return out
-
-
-def _takes(out: Array | None, a: Array, b: Array) -> bool:
-    """Tell whether ``out`` is None or has the shape and dtype of ``a @ b``; if not, NumPy has to raise the error."""
-    return out is None or (out.shape == (len(a), b.shape[1]) and a.dtype == b.dtype == out.dtype)
-
-
-def _large(a: Array, b: Array) -> bool:
-    return a.ndim == b.ndim == 2 and prod(a.shape) * b.shape[1] >= LARGE
-
-
-def _multiplies_itself(x: Array) -> bool:
-    """Tell whether the class of ``x``, a subclass of NumPy's array, defines its own ``__array_ufunc__``."""
-    return type(x).__array_ufunc__ is not np.ndarray.__array_ufunc__
 
 
 def _order(x: Array) -> tuple[int, int] | None:
@@ -193,7 +131,8 @@ def _make_mkl_reproducible(found: ctypes.CDLL) -> str:
     return text.value.decode(errors="replace").strip()
 
 
-def _installed_mkl() -> Path | None:
+def installed_mkl() -> Path | None:
+    """Return the library in the installed package ``mkl``, or None."""
     with suppress(metadata.PackageNotFoundError):
         files = metadata.distribution("mkl").files or ()
         libraries = sorted(str(file.locate()) for file in files if file.name.startswith("libmkl_rt.so"))

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from mpizero.errors import ConfigError
-from mpizero.kernels import blas
+from mpizero.kernels.products import blas_library as blas
 
-MKL = blas._installed_mkl()
+MKL = blas.installed_mkl()
 OTHER = MKL or next(iter(Path(np.__file__).parents[1].glob("scipy.libs/libscipy_openblas*.so")), None)
 needs_library = pytest.mark.skipif(OTHER is None, reason="needs the extra `mkl`, or SciPy")
 
@@ -49,32 +49,6 @@ def test_rows_that_lie_apart_are_read_and_written_in_place(library):
     assert not out[:, 47:].any()
 
 
-@pytest.mark.parametrize("dtype", ["f", "d"])
-@pytest.mark.parametrize("rows", [blas.FEW_ROWS, blas.FEW_ROWS + 1])
-def test_few_rows_by_a_transposed_matrix_lie_by_rows_and_go_where_asked(monkeypatch, dtype, rows):
-    """NumPy may be asked for the transpose of such a product: nobody sees it."""
-    monkeypatch.setattr(blas, "library", lambda: None)
-    a, b = matrix(rows, 128, dtype), matrix(128, 96, dtype, transposed=True, seed=1)
-    expected = a.astype("d") @ b.astype("d")
-    new, out = blas.matmul(a, b), np.full((rows, 100), np.nan, dtype)
-    assert new.flags.c_contiguous
-    assert blas.matmul(a, b, out[:, :96]).base is out
-    for found in (new, out[:, :96]):
-        np.testing.assert_allclose(found, expected, rtol=0, atol=128 * np.finfo(dtype).eps * 20)
-    assert np.isnan(out[:, 96:]).all()
-    again = blas.matmul(a.copy(), b.copy(order="F"))
-    assert again.tobytes() == new.tobytes(), "bits depend on shapes alone"
-
-
-@pytest.mark.parametrize("rows", [blas.FEW_ROWS, blas.FEW_ROWS + 1])
-def test_an_out_that_does_not_fit_is_an_error_for_few_rows_and_for_many(monkeypatch, rows):
-    monkeypatch.setattr(blas, "library", lambda: None)
-    a, b = matrix(rows, 128), matrix(128, 96, transposed=True, seed=1)
-    for out in (np.zeros((rows + 1, 96), "f"), np.zeros((rows, 96), np.int32)):
-        with pytest.raises((ValueError, TypeError)):
-            blas.matmul(a, b, out)
-
-
 @pytest.mark.skipif(MKL is None, reason="needs the extra `mkl`")
 def test_bits_of_mkl_do_not_depend_on_where_arrays_begin(library):
     a, b, first = matrix(128, 96), matrix(96, 64, seed=1), np.empty((128, 64), "f")
@@ -107,16 +81,17 @@ def test_what_the_library_cannot_is_left_to_numpy(library, a, b, out):
 
 SCRIPT = """
 import numpy as np
-from mpizero.kernels import blas
+from mpizero.kernels.products import blas_library as blas
+from mpizero.kernels.products.multiply import library, matmul
 a, b = (np.random.default_rng(s).standard_normal((128, 128)).astype("f") for s in (0, 1))
 used = []
 real = blas.BlasLibrary.product
 blas.BlasLibrary.product = lambda self, *arrays: used.append(1) or real(self, *arrays)
 out = np.empty((128, 128), "f")
-assert blas.matmul(a, b, out) is out and np.allclose(out, a @ b, atol=1e-4)
-assert np.allclose(blas.matmul(a, b), out)
-blas.matmul(a[:8], b)
-print(len(used), blas.library() is None)
+assert matmul(a, b, out) is out and np.allclose(out, a @ b, atol=1e-4)
+assert np.allclose(matmul(a, b), out)
+matmul(a[:8], b)
+print(len(used), library() is None)
 """
 
 

@@ -1,0 +1,159 @@
+"""Multiply matrices on the CPU, by this package's kernel, by NumPy or by a BLAS library of the user's choice.
+
+It is chosen once in a process. The environment variable ``MPIZERO_BLAS`` is ``mpizero``, ``numpy``, or the path of a
+library with the C interface of BLAS. Without it, Intel's MKL is used if the package ``mkl`` is installed; otherwise the
+kernel of :mod:`mpizero.kernels.products.product`, or NumPy's BLAS on a CPU without fused multiply-adds.
+
+The kernel multiplies as many matrices at once as NumPy's BLAS has threads, which ``ShardingConfig(threads=...)`` sets.
+The number of threads changes no bit of its products.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from mpizero.errors import ConfigError
+from mpizero.kernels.cache import interpreted
+from mpizero.kernels.pool import run_tasks
+from mpizero.kernels.products.blas_library import VARIABLE, BlasLibrary, installed_mkl
+from mpizero.types import Array
+
+#: Least number of multiplications of a thread's part of a product.
+_WORTH_A_THREAD = 1 << 21
+#: Rows or columns of a thread's part are a multiple of this, which is a multiple of those of every CPU's tiles.
+_MULTIPLE = 96
+
+
+class KernelProducts:
+    """Multiply by this package's kernel: see [Note: equal bits] in :mod:`mpizero.kernels.products.product`."""
+
+    name, share, least = "mpizero's kernel", "products of layers", 0
+
+    @staticmethod
+    def memory(a: Array) -> Array:
+        """Return the temporary memory for a product whose left operand is ``a``."""
+        from mpizero.kernels.products.product import memory_size
+
+        return np.empty(memory_size(len(a), a.shape[1], a.itemsize), a.dtype)
+
+    def product(self, a: Array, b: Array, out: Array) -> bool:
+        """Write ``a @ b`` to ``out`` and return True; return False and do nothing if the shapes or dtypes do not fit.
+
+        The dtype is float32 or float64. ``out`` must not overlap an operand.
+        """
+        (rows, depth), columns, dtype = a.shape, b.shape[1], out.dtype
+        if b.shape[0] != depth or out.shape != (rows, columns) or dtype.char not in "fd":
+            return False
+        if not (a.dtype == b.dtype == dtype and dtype.isnative and out.flags.writeable):
+            return False
+        if (parts := threads_for(rows * depth * columns)) > 1:
+            self._in_parts(a, b, out, parts)
+        elif rows and depth and columns:
+            _part(a, b, out)
+        else:
+            out[...] = 0
+        return True
+
+    @staticmethod
+    def _in_parts(a: Array, b: Array, out: Array, parts: int) -> None:
+        """Divide the longer side of ``out`` by ``parts``, and compute each part in a thread of its own."""
+        longer = max(out.shape)
+        cuts = [longer * part // parts // _MULTIPLE * _MULTIPLE for part in range(parts)] + [longer]
+        ranges = [slice(start, stop) for start, stop in pairwise(cuts)]
+        if longer == len(out):
+            tasks = [functools.partial(_part, a[part], b, out[part]) for part in ranges]
+        else:
+            tasks = [functools.partial(_part, a, b[:, part], out[:, part]) for part in ranges]
+        run_tasks(tasks, parts)
+
+
+def _part(a: Array, b: Array, out: Array) -> None:
+    """Compute one thread's part of a product, in temporary memory of its own."""
+    from mpizero.kernels.products.product import product
+
+    memory = KernelProducts.memory(a)
+    if not product(a, b, out, memory):
+        result = np.empty_like(out, order="C")
+        product(np.ascontiguousarray(a), np.ascontiguousarray(b), result, memory)
+        out[...] = result
+
+
+@functools.cache
+def _numpy_blas() -> Any:
+    """Return threadpoolctl's controller of NumPy's BLAS, or None if it knows none."""
+    from threadpoolctl import ThreadpoolController
+
+    return next(iter(ThreadpoolController().select(user_api="blas").lib_controllers), None)
+
+
+def threads_for(multiplications: int) -> int:
+    """Return how many threads to use: what the work is worth, at most as many as NumPy's BLAS may use now."""
+    worth = multiplications // _WORTH_A_THREAD
+    if worth < 2 or (found := _numpy_blas()) is None:
+        return 1
+    return max(1, min(worth, found.num_threads or 1))
+
+
+@functools.cache
+def library() -> KernelProducts | BlasLibrary | None:
+    """Return what multiplies instead of NumPy's BLAS, or None for NumPy's BLAS.
+
+    Raises
+    ------
+    ConfigError
+        If ``MPIZERO_BLAS`` names a library that cannot be used, or the kernel on a CPU that cannot run it.
+    """
+    asked = os.environ.get(VARIABLE, "")
+    if asked == "numpy":
+        return None
+    if asked not in ("", "mpizero"):
+        return BlasLibrary(asked)
+    if not asked and (found := installed_mkl()) is not None:
+        return BlasLibrary(found)
+    if fuses():
+        return KernelProducts()
+    if asked:
+        raise ConfigError(f"{VARIABLE}=mpizero: this CPU has no fused multiply-add of vectors; set {VARIABLE}=numpy")
+    return None
+
+
+def by_kernels(x: Array) -> bool:
+    """Tell whether this package's kernels multiply NumPy arrays like ``x``, of float32 or float64."""
+    return type(x) is np.ndarray and x.dtype.char in "fd" and isinstance(library(), KernelProducts)
+
+
+def fuses() -> bool:
+    """Tell whether the kernel can run here: compiled, on a CPU that multiplies and adds vectors with one rounding."""
+    if interpreted():
+        return False
+    from mpizero.kernels.products.tile import registers
+
+    return registers()[0] > 0
+
+
+def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
+    """Return ``a @ b`` of NumPy arrays, computed by what :func:`library` returns.
+
+    If ``out`` is given, the product is written to it, and ``out`` is returned.
+    """
+    chosen = library()
+    if chosen is None or a.ndim != 2 or b.ndim != 2 or prod(a.shape) * b.shape[1] < chosen.least:
+        return np.matmul(a, b, out=out)
+    if any(_multiplies_itself(x) for x in (a, b, out) if x is not None):
+        memory = chosen.memory(a)  # for those who measure what a product takes, by arrays that do not compute it
+        result: Array = np.matmul(a, b, out=out)
+        del memory
+        return result
+    result = np.empty((a.shape[0], b.shape[1]), a.dtype) if out is None else out
+    return result if chosen.product(a, b, result) else np.matmul(a, b, out=out)
+
+
+def _multiplies_itself(x: Array) -> bool:
+    """Tell whether the class of ``x``, a subclass of NumPy's array, defines its own ``__array_ufunc__``."""
+    return type(x).__array_ufunc__ is not np.ndarray.__array_ufunc__

@@ -1,0 +1,322 @@
+"""Generate the innermost loops of a matrix product for the vector registers of this CPU.
+
+A tile is the part of a product that one such loop computes: up to ``HIGH`` rows by :func:`tile_columns` columns.
+Its sums stay in registers while the loop runs over the inner axis, which numba cannot be told. So the loop is written
+as LLVM code. Each sum adds its terms in ascending order by fused multiply-adds, however large the tile is and however
+wide the registers are: an element of a product has the same bits in every tile, and on every CPU that fuses.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from mpizero.kernels.compile import Intrinsic
+from mpizero.kernels.prefetch import fetch_line
+
+#: Vector registers across a tile's columns.
+_ACROSS = 2
+#: By feature of the CPU, the best first: bytes of a vector register, and the rows of a high and of a low tile. The sums
+#: of a high one and its operands fill the registers; those of a low one are enough to hide the time that one addition
+#: takes.
+_REGISTERS = {"avx512f": (64, 12, 4), "fma": (32, 6, 3), "neon": (16, 12, 4)}
+
+
+@functools.cache
+def registers() -> tuple[int, int, int]:
+    """Return the bytes of a vector register, and the rows of a high and a low tile; zeros on a CPU that cannot fuse."""
+    from mpizero.kernels.native import cpu_features
+
+    features = cpu_features()
+    return next((sizes for name, sizes in _REGISTERS.items() if name in features), (0, 0, 0))
+
+
+VECTOR, HIGH, LOW = registers()
+
+
+def tile_columns(itemsize: int) -> int:
+    """Return the number of columns of a tile, for elements of ``itemsize`` bytes."""
+    return _ACROSS * VECTOR // itemsize
+
+
+class SumsTile(Intrinsic):
+    """Compute ``rows`` x ``tile_columns`` sums of products, from packed operands, and write them to a matrix.
+
+    Calls are ``tile(a, a_at, b, b_at, depth, c, c_at, c_step, columns, first, ahead, at, mask, step, line)``.
+
+    Row i of the left operand at inner position p is element ``a_at + p * rows + i`` of ``a``; column j of the right one
+    is element ``b_at + p * tile_columns + j`` of ``b``. The sum of row i and column j, over ``depth`` positions, goes
+    to the element ``c_at + i * c_step + j`` of ``c`` for ``j < columns``: it overwrites it if ``first`` is not 0,
+    otherwise it is added. At position p, memory of ``ahead`` is prefetched that the next tiles read: element
+    ``at + (p & mask) * step + (p & ~mask) * line``.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __call__(self, a: Any, a_at: int, b: Any, b_at: int, depth: int, c: Any, c_at: int, *rest: Any) -> None:
+        """Compute the tile in Python, without fusing."""
+        (c_step, columns, first), wide = rest[:3], tile_columns(c.itemsize)
+        left = a[a_at : a_at + depth * self.rows].reshape(depth, self.rows)
+        right = b[b_at : b_at + depth * wide].reshape(depth, wide)
+        for i, row in enumerate(left.T @ right):
+            place = flat(c)[c_at + i * c_step :][:columns]
+            place[...] = row[:columns] if first else place + row[:columns]
+
+    def compiled(self) -> Any:
+        """Return the numba intrinsic."""
+        from numba import types
+        from numba.extending import intrinsic
+
+        n = types.intp
+
+        @intrinsic  # type: ignore[untyped-decorator]
+        def tile(
+            typing: Any, a: Any, a_at: Any, b: Any, b_at: Any, depth: Any, c: Any, c_at: Any, c_step: Any,
+            columns: Any, first: Any, ahead: Any, at: Any, mask: Any, step: Any, line: Any,
+        ) -> Any:  # fmt: skip
+            return types.void(a, n, b, n, n, c, n, n, n, n, ahead, n, n, n, n), generate
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            write = _Vectors(context, builder, signature)
+            a, b, c, ahead = (write.pointer(args, i) for i in (0, 2, 5, 10))
+            depth, c_step, columns, first, mask, step, line = (args[i] for i in (4, 7, 8, 9, 12, 13, 14))
+            outputs = [[write.moved(c, i, c_step, k) for k in range(_ACROSS)] for i in range(self.rows)]
+            for i in range(self.rows):
+                write.prefetch(outputs[i][0], written=True)
+                write.prefetch(outputs[i][-1], written=True)
+            sums = self._loop(write, a, b, depth, (ahead, mask, step, line))
+            self._store(write, outputs, sums, columns, builder.icmp_signed("!=", first, write.number(0)))
+            return context.get_dummy_value()
+
+        return tile
+
+    @staticmethod
+    def _store(write: _Vectors, outputs: list[list[Any]], sums: list[list[Any]], columns: Any, first: Any) -> None:
+        """Write the branches that write or add the sums: of whole tiles, and of those that have fewer columns."""
+        builder = write.builder
+        whole = builder.icmp_signed("==", columns, write.number(_ACROSS * write.lanes))
+        pairs = [(k, *pair) for row in zip(outputs, sums, strict=True) for k, pair in enumerate(zip(*row, strict=True))]
+        with builder.if_else(whole) as (all_columns, some_columns):
+            with all_columns, builder.if_else(first) as (overwrite, add):
+                with overwrite:
+                    for _, pointer, vector in pairs:
+                        write.store(vector, pointer)
+                with add:
+                    for _, pointer, vector in pairs:
+                        write.store(builder.fadd(write.load(pointer), vector), pointer)
+            with some_columns:
+                masks = [write.first_columns(columns, k) for k in range(_ACROSS)]
+                for k, pointer, vector in pairs:
+                    write.add_masked(vector, pointer, masks[k], first)
+
+    def _loop(self, write: _Vectors, a: Any, b: Any, depth: Any, ahead: tuple[Any, ...]) -> list[list[Any]]:
+        """Write the loop over the inner axis; return the sums by row and vector."""
+        builder, function = write.builder, write.builder.function
+        before, loop, after = builder.basic_block, *(function.append_basic_block(f"tile.{x}") for x in ("loop", "end"))
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        position = builder.phi(write.integer)
+        sums = [[builder.phi(write.vector) for _ in range(_ACROSS)] for _ in range(self.rows)]
+        position.add_incoming(write.number(0), before)
+        memory, mask, step, line = ahead
+        near, far = builder.and_(position, mask), builder.and_(position, builder.not_(mask))
+        write.prefetch(builder.gep(memory, [builder.add(builder.mul(near, step), builder.mul(far, line))]))
+        right = builder.gep(b, [builder.mul(position, write.number(_ACROSS * write.lanes))])
+        left = builder.gep(a, [builder.mul(position, write.number(self.rows))])
+        vectors = [write.load(builder.gep(right, [write.number(k * write.lanes)])) for k in range(_ACROSS)]
+        new = []
+        for i, row in enumerate(sums):
+            factor = write.repeated(builder.load(builder.gep(left, [write.number(i)])))
+            new.append([write.fused(factor, vector, total) for vector, total in zip(vectors, row, strict=True)])
+        following = builder.add(position, write.number(1))
+        position.add_incoming(following, loop)
+        for row, sums_after in zip(sums, new, strict=True):
+            for total, value in zip(row, sums_after, strict=True):
+                total.add_incoming(write.zeros, before)
+                total.add_incoming(value, loop)
+        builder.cbranch(builder.icmp_signed("<", following, depth), loop, after)
+        builder.position_at_end(after)
+        return new
+
+
+class VectorTranspose(Intrinsic):
+    """Copy a small block of a matrix, transposed: ``transpose(x, at, step, out, out_at, out_step)``.
+
+    The block has as many columns as a vector has elements, and as many rows: or, of ``rows`` rows, those that are left
+    when as many as a vector has elements were taken again and again. Element (i, p) of it is the element
+    ``at + i * step + p`` of ``x``, and becomes the element ``out_at + p * out_step + i`` of ``out``. A whole vector is
+    stored for every p, in ascending order; what it has beyond the block's rows is 0.
+    """
+
+    def __init__(self, rows: int = 0) -> None:
+        self.rows = rows
+
+    def _height(self, lanes: int) -> int:
+        return self.rows % lanes or lanes
+
+    def __call__(self, x: Any, at: int, step: int, out: Any, out_at: int, out_step: int) -> None:
+        """Transpose the block in Python."""
+        lanes, source = VECTOR // x.itemsize, flat(x)
+        for p in range(lanes):
+            vector = out[out_at + p * out_step :][:lanes]
+            vector[...] = 0
+            for i in range(self._height(lanes)):
+                vector[i] = source[at + i * step + p]
+
+    def compiled(self) -> Any:
+        """Return the numba intrinsic."""
+        from numba import types
+        from numba.extending import intrinsic
+
+        n = types.intp
+
+        @intrinsic  # type: ignore[untyped-decorator]
+        def transpose(typing: Any, x: Any, at: Any, step: Any, out: Any, out_at: Any, out_step: Any) -> Any:
+            return types.void(x, n, n, out, n, n), generate
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            write = _Vectors(context, builder, signature)
+            x, out = write.pointer(args, 0), write.pointer(args, 3)
+            height = self._height(write.lanes)
+            vectors = [write.load(write.moved(x, i, args[2])) for i in range(height)]
+            vectors += [write.zeros] * (write.lanes - height)
+            half = write.lanes // 2
+            for _ in range(write.lanes.bit_length() - 1):  # after each round, rows lie one bit of their number further
+                pairs = [(vectors[i], vectors[i + half]) for i in range(half)]
+                vectors = [write.interleaved(*pair, high=high) for pair in pairs for high in (False, True)]
+            for p, vector in enumerate(vectors):
+                write.store(vector, write.moved(out, p, args[5]))
+            return context.get_dummy_value()
+
+        return transpose
+
+
+class VectorCopy(Intrinsic):
+    """Copy ``count`` elements, or as many as a tile has columns, by vectors: ``copy(x, at, out, out_at)``."""
+
+    def __init__(self, count: int | None = None) -> None:
+        self.count = count
+
+    def __call__(self, x: Any, at: int, out: Any, out_at: int) -> None:
+        """Copy the elements in Python."""
+        count = self.count or tile_columns(x.itemsize)
+        out[out_at : out_at + count] = flat(x)[at : at + count]
+
+    def compiled(self) -> Any:
+        """Return the numba intrinsic."""
+        from numba import types
+        from numba.extending import intrinsic
+
+        n = types.intp
+
+        @intrinsic  # type: ignore[untyped-decorator]
+        def copy(typing: Any, x: Any, at: Any, out: Any, out_at: Any) -> Any:
+            return types.void(x, n, out, n), generate
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            write = _Vectors(context, builder, signature)
+            kind = write.of(self.count or _ACROSS * write.lanes)
+            write.store(write.load(write.pointer(args, 0), kind), write.pointer(args, 2))
+            return context.get_dummy_value()
+
+        return copy
+
+
+class _Vectors:
+    """Write LLVM code for vectors of the element type of a call's first argument."""
+
+    def __init__(self, context: Any, builder: Any, signature: Any) -> None:
+        from llvmlite import ir
+
+        self._ir, self._context, self.builder, self._signature = ir, context, builder, signature
+        self.element = context.get_data_type(signature.args[0].dtype)
+        self.itemsize = context.get_abi_sizeof(self.element)
+        self.lanes = VECTOR // self.itemsize
+        self.integer, self.vector = ir.IntType(64), self.of(self.lanes)
+        self.zeros = ir.Constant(self.vector, [0.0] * self.lanes)
+
+    def of(self, count: int) -> Any:
+        """Return the type of a vector of ``count`` elements."""
+        return self._ir.VectorType(self.element, count)
+
+    def number(self, value: int) -> Any:
+        """Return an integer constant."""
+        return self._ir.Constant(self.integer, value)
+
+    def pointer(self, args: Any, position: int) -> Any:
+        """Return a pointer to the element of argument ``position``, an array, whose index is the argument after it."""
+        array = self._context.make_array(self._signature.args[position])(self._context, self.builder, args[position])
+        return self.builder.gep(array.data, [args[position + 1]])
+
+    def moved(self, pointer: Any, count: int, step: Any, vectors: int = 0) -> Any:
+        """Return ``pointer`` moved by ``count * step`` elements and ``vectors`` vectors."""
+        moved = self.builder.mul(self.number(count), step)
+        return self.builder.gep(pointer, [self.builder.add(moved, self.number(vectors * self.lanes))])
+
+    def load(self, pointer: Any, kind: Any = None) -> Any:
+        """Load a vector, which may begin at any element."""
+        return self.builder.load(self.builder.bitcast(pointer, (kind or self.vector).as_pointer()), align=self.itemsize)
+
+    def store(self, vector: Any, pointer: Any) -> None:
+        """Store a vector, which may begin at any element."""
+        self.builder.store(vector, self.builder.bitcast(pointer, vector.type.as_pointer()), align=self.itemsize)
+
+    def prefetch(self, pointer: Any, *, written: bool = False) -> None:
+        """Prefetch the cache line of ``pointer``, to be read or to be written."""
+        fetch_line(self.builder, pointer, written=written)
+
+    def repeated(self, element: Any) -> Any:
+        """Return a vector with ``element`` in every place."""
+        undefined, first = self._ir.Constant(self.vector, self._ir.Undefined), self._ir.IntType(32)
+        single = self.builder.insert_element(undefined, element, self._ir.Constant(first, 0))
+        return self.builder.shuffle_vector(single, undefined, self._indices([0] * self.lanes))
+
+    def interleaved(self, left: Any, right: Any, *, high: bool) -> Any:
+        """Return one half of the elements of two vectors, taken in turns."""
+        start = self.lanes // 2 if high else 0
+        order = [start + i // 2 + (i % 2) * self.lanes for i in range(self.lanes)]
+        return self.builder.shuffle_vector(left, right, self._indices(order))
+
+    def fused(self, a: Any, b: Any, c: Any) -> Any:
+        """Return ``a * b + c`` of vectors, rounded once."""
+        kind = self._ir.FunctionType(self.vector, [self.vector] * 3)
+        return self.builder.call(self._intrinsic("llvm.fma", kind), [a, b, c])
+
+    def first_columns(self, columns: Any, vector: int) -> Any:
+        """Return a mask of the elements of a tile's ``vector`` that lie in its first ``columns`` columns."""
+        ir, builder = self._ir, self.builder
+        places = [vector * self.lanes + i for i in range(self.lanes)]
+        undefined = ir.Constant(ir.VectorType(self.integer, self.lanes), ir.Undefined)
+        single = builder.insert_element(undefined, columns, ir.Constant(ir.IntType(32), 0))
+        limits = builder.shuffle_vector(single, undefined, self._indices([0] * self.lanes))
+        return builder.icmp_signed("<", ir.Constant(limits.type, places), limits)
+
+    def add_masked(self, vector: Any, pointer: Any, mask: Any, first: Any) -> None:
+        """Store the elements of ``vector`` that ``mask`` chooses, or add them where ``first`` is false."""
+        ir, builder = self._ir, self.builder
+        pointer = builder.bitcast(pointer, vector.type.as_pointer())
+        align = ir.Constant(ir.IntType(32), self.itemsize)
+        kind = ir.FunctionType(vector.type, [pointer.type, align.type, mask.type, vector.type])
+        before = builder.call(self._intrinsic("llvm.masked.load", kind, ".p0"), [pointer, align, mask, self.zeros])
+        after = builder.select(first, vector, builder.fadd(before, vector))
+        kind = ir.FunctionType(ir.VoidType(), [vector.type, pointer.type, align.type, mask.type])
+        builder.call(self._intrinsic("llvm.masked.store", kind, ".p0"), [after, pointer, align, mask])
+
+    def _intrinsic(self, name: str, kind: Any, suffix: str = "") -> Any:
+        from numba.core.cgutils import get_or_insert_function
+
+        full = f"{name}.v{self.lanes}f{8 * self.itemsize}{suffix}"
+        return get_or_insert_function(self.builder.module, kind, full)
+
+    def _indices(self, order: list[int]) -> Any:
+        integer = self._ir.IntType(32)
+        return self._ir.Constant(self._ir.VectorType(integer, self.lanes), order)
+
+
+def flat(x: Any) -> Any:
+    """Return the memory from a matrix's first to its last element as a flat array."""
+    size = sum((count - 1) * step for count, step in zip(x.shape, x.strides, strict=True)) // x.itemsize + 1
+    return np.lib.stride_tricks.as_strided(x, (size,), (x.itemsize,))
