@@ -14,7 +14,7 @@ from typing import Any
 from mpizero.kernels.compile import apart, kernel
 from mpizero.kernels.cpu._rows import SCRATCH
 from mpizero.kernels.cpu.attention import gradient_of_first, softmax_of_first
-from mpizero.kernels.products.product import first_line, pack_left, pack_right, tiles
+from mpizero.kernels.products.product import first_line, nothing_ahead, pack_left, pack_right, tiles
 from mpizero.kernels.products.tile import HIGH, VECTOR, tile_columns
 from mpizero.types import Array
 
@@ -98,9 +98,9 @@ def causal_scores(
     for panel in range((length + wide - 1) // wide):
         left = panel * wide
         width, top = min(wide, length - left), left // HIGH * HIGH
-        pack_right(y, y_at + left * y_step, y_step, False, width, size, memory, right)
+        pack_right(y, y_at + left * y_step, y_step, False, width, 1, size, memory, right)
         to = out_at + top * length + left
-        tiles(memory, top * size, right, length - top, size, out, to, length, width, True, memory, 0, 0, True)
+        tiles(memory, top * size, right, length - top, size, out, to, length, width, True, memory, nothing_ahead())
 
 
 @apart
@@ -119,7 +119,7 @@ def causal_sums(
     right = first_line(memory, HIGH * length + VECTOR // weights.itemsize)
     for panel in range(panels):
         left = panel * wide
-        pack_right(y, y_at + left, y_step, True, min(wide, size - left), length, memory, right + left * length)
+        pack_right(y, y_at + left, y_step, True, min(wide, size - left), 1, length, memory, right + left * length)
     for top in range(0, length, HIGH):
         rows = min(HIGH, length - top)
         begin, terms = (0, top + rows) if by_rows else (top, length - top)
@@ -129,4 +129,4 @@ def causal_sums(
             left = panel * wide
             panel_at, to = right + left * length + begin * wide, out_at + top * out_step + left
             width = min(wide, size - left)
-            tiles(memory, 0, panel_at, rows, terms, out, to, out_step, width, True, memory, 0, 0, True)
+            tiles(memory, 0, panel_at, rows, terms, out, to, out_step, width, True, memory, nothing_ahead())

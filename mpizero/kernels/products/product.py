@@ -27,13 +27,18 @@ _BLOCK = 1920
 _high, _low, _one = SumsTile(HIGH), SumsTile(LOW), SumsTile(1)
 _copy_one, _copy_rows, _copy_columns = VectorCopy(1), VectorCopy(HIGH), VectorCopy()
 _transpose, _transpose_rest = VectorTranspose(), VectorTranspose(HIGH)
+#: Panels that are packed at once, and their bytes, at most: rows of the right operand lie in one page after the other.
+_MOST_PANELS, _PANEL_BYTES = 8, 1 << 18
+#: Tiles whose rows are packed at once, where these are columns of the left operand in memory.
+_TOGETHER = 4
 _LINE = 64
 
 
 def memory_size(rows: int, depth: int, itemsize: int) -> int:
     """Return the number of elements of temporary memory that :func:`product` needs for ``rows`` and inner ``depth``."""
-    block = min(rows, _BLOCK // itemsize) + tile_columns(itemsize)
-    return block * min(depth, DEPTH) + 2 * (VECTOR + _LINE) // itemsize
+    terms, wide = min(depth, DEPTH), tile_columns(itemsize)
+    panels = max(wide * terms, min(_MOST_PANELS * wide * terms, _PANEL_BYTES // itemsize))
+    return min(rows, _BLOCK // itemsize) * terms + panels + 2 * (VECTOR + _LINE) // itemsize
 
 
 @kernel("bool(const T[:,:], const T[:,:], T[:,:], T[::1])")
@@ -53,19 +58,27 @@ def product(a: Array, b: Array, c: Array, memory: Array) -> bool:
     for start in range(0, depth, DEPTH):  # numba wants steps that are constants: others might be 0 and raise
         terms = min(DEPTH, depth - start)
         right = first_line(memory, min(rows, block) * terms + VECTOR // item)
+        together = _MOST_PANELS
+        while together > 1 and together * wide * terms * item > _PANEL_BYTES:
+            together //= 2
         for number in range((rows + block - 1) // block):
             top = number * block
             height = min(block, rows - top)
             at = top * a_step + start if a_rows else start * a_step + top
             pack_left(a, at, a_step, a_rows, height, terms, memory, 0)
-            for panel in range((columns + wide - 1) // wide):
-                left = panel * wide
+            left = 0
+            while left < columns:
                 width = min(wide, columns - left)
+                panels = min(together, (columns - left) // wide) if width == wide and b_rows else 1
                 at = start * b_step + left if b_rows else left * b_step + start
-                pack_right(b, at, b_step, b_rows, width, terms, memory, right)
-                ahead = at + (wide if b_rows else wide * b_step) if left + 2 * wide <= columns else 0
-                to = top * c_step + left
-                tiles(memory, 0, right, height, terms, c, to, c_step, width, start == 0, b, ahead, b_step, b_rows)
+                pack_right(b, at, b_step, b_rows, width, panels, terms, memory, right)
+                further = columns - left - panels * wide >= panels * wide
+                ahead = next_panels(at, b_step, b_rows, panels, terms, item) if further else nothing_ahead()
+                for panel in range(panels):
+                    at, to = right + panel * wide * terms, top * c_step + left + panel * wide
+                    tiles(memory, 0, at, height, terms, c, to, c_step, width, start == 0, b, ahead)
+                    ahead = after_tiles(ahead, height // HIGH)
+                left += panels * width
     return True
 
 
@@ -85,29 +98,56 @@ def first_line(memory: Any, index: Any) -> Any:
     return index + (_LINE - past) % _LINE // memory.itemsize
 
 
+def nothing_ahead() -> Any:
+    """Return a plan that prefetches nothing: see :func:`next_panels`."""
+    return 0, 0, 1, -1, 0, 0
+
+
+def next_panels(at: Any, step: Any, by_rows: Any, panels: Any, terms: Any, item: Any) -> Any:
+    """Return how tiles prefetch the panels that follow those at index ``at``.
+
+    These are: the index where the first tile begins, the distance to where the next one does, the number of tiles, and
+    the arguments ``mask``, ``step`` and ``line`` of a tile. Of contiguous rows a tile fetches all lines of some rows,
+    as every row may lie in a page of its own; of contiguous columns it fetches one line's width of them.
+    """
+    wide, line = tile_columns(item), _LINE // item
+    if by_rows:
+        lines = panels * wide // line
+        return at + panels * wide, terms // lines * step, lines, lines - 1, line, step // lines
+    return at + wide * step, line * step, wide // line, line - 1, step, 1
+
+
+def after_tiles(ahead: Any, count: Any) -> Any:
+    """Return what is left to prefetch after ``count`` tiles."""
+    at, further, tiles_left, mask, step, line = ahead
+    done = min(count, tiles_left - 1)
+    return at + done * further, further, tiles_left - done, mask, step, line
+
+
 @apart
 def tiles(
     memory: Any, left: Any, right: Any, rows: Any, terms: Any, c: Any, c_at: Any, c_step: Any, columns: Any, first: Any,
-    b: Any, ahead: Any, b_step: Any, b_rows: Any,
+    b: Any, ahead: Any,
 ) -> None:  # fmt: skip
     """Compute the tiles of the packed block at index ``left`` of ``memory`` by the packed panel at index ``right``.
 
-    They go to ``c`` from index ``c_at`` on. The first two prefetch the panel of ``b`` at index ``ahead``, each a half.
+    They go to ``c`` from index ``c_at`` on. Meanwhile they prefetch parts of ``b``: see :func:`next_panels`.
     """
-    row, mask, line = 0, -1 if b_rows else _LINE // c.itemsize - 1, 0 if b_rows else 1
-    step = b_step if ahead else 0
-    further = (_LINE // c.itemsize if b_rows else (mask + 1) * b_step) if ahead else 0
+    place, further, tiles_left, mask, step, line = ahead
+    row = 0
     while rows - row >= HIGH:
         at, packed = c_at + row * c_step, left + row * terms
-        _high(memory, packed, memory, right, terms, c, at, c_step, columns, first, b, ahead, mask, step, line)
-        row, ahead, further = row + HIGH, ahead + further, 0
+        _high(memory, packed, memory, right, terms, c, at, c_step, columns, first, b, place, mask, step, line)
+        row, tiles_left = row + HIGH, tiles_left - 1
+        if tiles_left > 0:
+            place += further
     while rows - row >= LOW:
         at, packed = c_at + row * c_step, left + row * terms
-        _low(memory, packed, memory, right, terms, c, at, c_step, columns, first, b, ahead, mask, step, line)
+        _low(memory, packed, memory, right, terms, c, at, c_step, columns, first, b, place, mask, step, line)
         row += LOW
     while rows - row >= 1:
         at, packed = c_at + row * c_step, left + row * terms
-        _one(memory, packed, memory, right, terms, c, at, c_step, columns, first, b, ahead, mask, step, line)
+        _one(memory, packed, memory, right, terms, c, at, c_step, columns, first, b, place, mask, step, line)
         row += 1
 
 
@@ -125,9 +165,11 @@ def pack_left(a: Any, at: Any, step: Any, by_rows: Any, rows: Any, terms: Any, m
         if height == HIGH and by_rows:
             whole = pack_transposed(a, place, step, HIGH, terms, memory, to)
         elif height == HIGH:
-            whole = terms
+            whole, together = terms, min(left // HIGH, _TOGETHER)  # several tiles' rows share lines of the cache
             for p in range(terms):
-                _copy_rows(a, place + p * step, memory, to + p * HIGH)
+                for tile in range(together):
+                    _copy_rows(a, place + p * step + tile * HIGH, memory, to + (tile * terms + p) * HIGH)
+            row += (together - 1) * HIGH
         for i in range(height):
             for p in range(whole, terms):
                 _copy_one(a, place + (i * step + p if by_rows else i + p * step), memory, to + p * height + i)
@@ -135,16 +177,19 @@ def pack_left(a: Any, at: Any, step: Any, by_rows: Any, rows: Any, terms: Any, m
 
 
 @apart
-def pack_right(b: Any, at: Any, step: Any, by_rows: Any, columns: Any, terms: Any, memory: Any, right: Any) -> None:
+def pack_right(
+    b: Any, at: Any, step: Any, by_rows: Any, columns: Any, panels: Any, terms: Any, memory: Any, right: Any
+) -> None:  # fmt: skip
     """Copy ``terms`` rows of ``columns`` elements, from index ``at`` of ``b`` on, to index ``right`` of ``memory``.
 
-    Columns that the tile has beyond them become 0.
+    Columns that the tile has beyond them become 0. Of contiguous rows, ``panels`` such panels are copied at once.
     """
     wide, whole = tile_columns(b.itemsize), 0
     if columns == wide and by_rows:
         whole = terms
         for p in range(terms):
-            _copy_columns(b, at + p * step, memory, right + p * wide)
+            for panel in range(panels):
+                _copy_columns(b, at + p * step + panel * wide, memory, right + (panel * terms + p) * wide)
     elif columns == wide:
         whole = pack_transposed(b, at, step, wide, terms, memory, right)
     else:
