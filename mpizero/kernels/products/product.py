@@ -16,7 +16,16 @@ from typing import Any
 import numpy as np
 
 from mpizero.kernels.compile import apart, kernel
-from mpizero.kernels.products.tile import HIGH, LOW, VECTOR, SumsTile, VectorCopy, VectorTranspose, tile_columns
+from mpizero.kernels.products.tile import (
+    HIGH,
+    LOW,
+    UNROLLED,
+    VECTOR,
+    SumsTile,
+    VectorCopy,
+    VectorTranspose,
+    tile_columns,
+)
 from mpizero.types import Array
 
 #: Terms of a sum that are added before the sum is stored. Longer is faster, up to the size of a cache; shorter is more
@@ -108,13 +117,14 @@ def next_panels(at: Any, step: Any, by_rows: Any, panels: Any, terms: Any, item:
 
     These are: the index where the first tile begins, the distance to where the next one does, the number of tiles, and
     the arguments ``mask``, ``step`` and ``line`` of a tile. Of contiguous rows a tile fetches all lines of some rows,
-    as every row may lie in a page of its own; of contiguous columns it fetches one line's width of them.
+    as every row may lie in a page of its own; of contiguous columns it fetches one line's width of them, and of these
+    as much as it has steps for.
     """
-    wide, line = tile_columns(item), _LINE // item
+    wide, line, steps = tile_columns(item), _LINE // item, terms // UNROLLED
     if by_rows:
         lines = panels * wide // line
-        return at + panels * wide, terms // lines * step, lines, lines - 1, line, step // lines
-    return at + wide * step, line * step, wide // line, line - 1, step, 1
+        return at + panels * wide, steps // lines * step, lines * UNROLLED, lines - 1, line, step // lines
+    return at + wide * step, line * step if UNROLLED == 1 else steps, wide // line * UNROLLED, line - 1, step, 1
 
 
 def after_tiles(ahead: Any, count: Any) -> Any:

@@ -18,22 +18,23 @@ from mpizero.kernels.prefetch import fetch_line
 
 #: Vector registers across a tile's columns.
 _ACROSS = 2
-#: By feature of the CPU, the best first: bytes of a vector register, and the rows of a high and of a low tile. The sums
-#: of a high one and its operands fill the registers; those of a low one are enough to hide the time that one addition
-#: takes.
-_REGISTERS = {"avx512f": (64, 12, 4), "fma": (32, 6, 3), "neon": (16, 12, 4)}
+#: By feature of the CPU, the best first: bytes of a vector register, the rows of a high and of a low tile, and the
+#: positions of one step of the loop. The sums of a high tile and its operands fill the registers; those of a low one
+#: are enough to hide the time that one addition takes. Several positions a step are for tiles of few sums, beside which
+#: the instructions of the loop itself would count.
+_REGISTERS = {"avx512f": (64, 12, 4, 1), "fma": (32, 6, 3, 4), "neon": (16, 12, 4, 1)}
 
 
 @functools.cache
-def registers() -> tuple[int, int, int]:
-    """Return the bytes of a vector register, and the rows of a high and a low tile; zeros on a CPU that cannot fuse."""
+def registers() -> tuple[int, int, int, int]:
+    """Return what ``_REGISTERS`` holds for this CPU; zeros on a CPU that cannot fuse."""
     from mpizero.kernels.native import cpu_features
 
     features = cpu_features()
-    return next((sizes for name, sizes in _REGISTERS.items() if name in features), (0, 0, 0))
+    return next((sizes for name, sizes in _REGISTERS.items() if name in features), (0, 0, 0, 0))
 
 
-VECTOR, HIGH, LOW = registers()
+VECTOR, HIGH, LOW, UNROLLED = registers()
 
 
 def tile_columns(itemsize: int) -> int:
@@ -49,8 +50,8 @@ class SumsTile(Intrinsic):
     Row i of the left operand at inner position p is element ``a_at + p * rows + i`` of ``a``; column j of the right one
     is element ``b_at + p * tile_columns + j`` of ``b``. The sum of row i and column j, over ``depth`` positions, goes
     to the element ``c_at + i * c_step + j`` of ``c`` for ``j < columns``: it overwrites it if ``first`` is not 0,
-    otherwise it is added. At position p, memory of ``ahead`` is prefetched that the next tiles read: element
-    ``at + (p & mask) * step + (p & ~mask) * line``.
+    otherwise it is added. In step p of the loop over positions, memory of ``ahead`` is prefetched that the next tiles
+    read: element ``at + (p & mask) * step + (p & ~mask) * line``.
     """
 
     def __init__(self, rows: int) -> None:
@@ -113,33 +114,60 @@ class SumsTile(Intrinsic):
                     write.add_masked(vector, pointer, masks[k], first)
 
     def _loop(self, write: _Vectors, a: Any, b: Any, depth: Any, ahead: tuple[Any, ...]) -> list[list[Any]]:
-        """Write the loop over the inner axis; return the sums by row and vector."""
+        """Write the loops over the inner axis; return the sums by row and vector."""
+        sums = [[write.zeros] * _ACROSS for _ in range(self.rows)]
+        position = write.number(0)
+        for count in sorted({UNROLLED, 1}, reverse=True):
+            fetched = ahead if count == UNROLLED else None
+            position, sums = self._steps(write, a, b, depth, fetched, count, position, sums)
+        return sums
+
+    def _steps(
+        self, write: _Vectors, a: Any, b: Any, depth: Any, ahead: tuple[Any, ...] | None, count: int, position: Any,
+        sums: list[list[Any]],
+    ) -> tuple[Any, list[list[Any]]]:  # fmt: skip
+        """Write a loop whose every step adds the terms of ``count`` positions, as long as so many are left.
+
+        Return the position where it ends, and the sums. With ``ahead``, every step prefetches one line.
+        """
         builder, function = write.builder, write.builder.function
-        before, loop, after = builder.basic_block, *(function.append_basic_block(f"tile.{x}") for x in ("loop", "end"))
+        before, loop, body, after = builder.basic_block, *(function.append_basic_block("tile") for _ in range(3))
         builder.branch(loop)
         builder.position_at_end(loop)
-        position = builder.phi(write.integer)
-        sums = [[builder.phi(write.vector) for _ in range(_ACROSS)] for _ in range(self.rows)]
-        position.add_incoming(write.number(0), before)
-        memory, mask, step, line = ahead
-        near, far = builder.and_(position, mask), builder.and_(position, builder.not_(mask))
-        write.prefetch(builder.gep(memory, [builder.add(builder.mul(near, step), builder.mul(far, line))]))
+        start, position = position, builder.phi(write.integer)
+        totals = [[builder.phi(write.vector) for _ in row] for row in sums]
+        further = builder.add(position, write.number(count))
+        builder.cbranch(builder.icmp_signed("<=", further, depth), body, after)
+        builder.position_at_end(body)
+        if ahead is not None:
+            memory, mask, step, line = ahead
+            number = builder.udiv(position, write.number(count))
+            near, far = builder.and_(number, mask), builder.and_(number, builder.not_(mask))
+            write.prefetch(builder.gep(memory, [builder.add(builder.mul(near, step), builder.mul(far, line))]))
+        added = totals
+        for i in range(count):
+            added = self._terms(write, a, b, builder.add(position, write.number(i)), added)
+        builder.branch(loop)
+        position.add_incoming(start, before)
+        position.add_incoming(further, body)
+        for old, row, new in zip(sums, totals, added, strict=True):
+            for first, total, value in zip(old, row, new, strict=True):
+                total.add_incoming(first, before)
+                total.add_incoming(value, body)
+        builder.position_at_end(after)
+        return position, totals
+
+    def _terms(self, write: _Vectors, a: Any, b: Any, position: Any, sums: list[list[Any]]) -> list[list[Any]]:
+        """Write the additions of the terms of one position to the sums."""
+        builder = write.builder
         right = builder.gep(b, [builder.mul(position, write.number(_ACROSS * write.lanes))])
         left = builder.gep(a, [builder.mul(position, write.number(self.rows))])
         vectors = [write.load(builder.gep(right, [write.number(k * write.lanes)])) for k in range(_ACROSS)]
-        new = []
+        added = []
         for i, row in enumerate(sums):
             factor = write.repeated(builder.load(builder.gep(left, [write.number(i)])))
-            new.append([write.fused(factor, vector, total) for vector, total in zip(vectors, row, strict=True)])
-        following = builder.add(position, write.number(1))
-        position.add_incoming(following, loop)
-        for row, sums_after in zip(sums, new, strict=True):
-            for total, value in zip(row, sums_after, strict=True):
-                total.add_incoming(write.zeros, before)
-                total.add_incoming(value, loop)
-        builder.cbranch(builder.icmp_signed("<", following, depth), loop, after)
-        builder.position_at_end(after)
-        return new
+            added.append([write.fused(factor, vector, total) for vector, total in zip(vectors, row, strict=True)])
+        return added
 
 
 class VectorTranspose(Intrinsic):
