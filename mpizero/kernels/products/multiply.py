@@ -35,12 +35,14 @@ class KernelProducts:
 
     name, share, least = "mpizero's kernel", "products of layers", 0
 
-    @staticmethod
-    def memory(a: Array) -> Array:
-        """Return the temporary memory for a product whose left operand is ``a``."""
-        from mpizero.kernels.products.product import memory_size
+    def __init__(self) -> None:
+        from mpizero.kernels.products.product import memory_size, product
 
-        return np.empty(memory_size(len(a), a.shape[1], a.itemsize), a.dtype)
+        self._kernel, self._memory_size = product, functools.lru_cache(memory_size)
+
+    def memory(self, a: Array) -> Array:
+        """Return the temporary memory for a product whose left operand is ``a``."""
+        return np.empty(self._memory_size(*a.shape, a.itemsize), a.dtype)
 
     def product(self, a: Array, b: Array, out: Array) -> bool:
         """Write ``a @ b`` to ``out`` and return True; return False and do nothing if the shapes or dtypes do not fit.
@@ -55,33 +57,29 @@ class KernelProducts:
         if (parts := threads_for(rows * depth * columns)) > 1:
             self._in_parts(a, b, out, parts)
         elif rows and depth and columns:
-            _part(a, b, out)
+            self._part(a, b, out)
         else:
             out[...] = 0
         return True
 
-    @staticmethod
-    def _in_parts(a: Array, b: Array, out: Array, parts: int) -> None:
+    def _in_parts(self, a: Array, b: Array, out: Array, parts: int) -> None:
         """Divide the longer side of ``out`` by ``parts``, and compute each part in a thread of its own."""
         longer = max(out.shape)
         cuts = [longer * part // parts // _MULTIPLE * _MULTIPLE for part in range(parts)] + [longer]
         ranges = [slice(start, stop) for start, stop in pairwise(cuts)]
         if longer == len(out):
-            tasks = [functools.partial(_part, a[part], b, out[part]) for part in ranges]
+            tasks = [functools.partial(self._part, a[part], b, out[part]) for part in ranges]
         else:
-            tasks = [functools.partial(_part, a, b[:, part], out[:, part]) for part in ranges]
+            tasks = [functools.partial(self._part, a, b[:, part], out[:, part]) for part in ranges]
         run_tasks(tasks, parts)
 
-
-def _part(a: Array, b: Array, out: Array) -> None:
-    """Compute one thread's part of a product, in temporary memory of its own."""
-    from mpizero.kernels.products.product import product
-
-    memory = KernelProducts.memory(a)
-    if not product(a, b, out, memory):
-        result = np.empty_like(out, order="C")
-        product(np.ascontiguousarray(a), np.ascontiguousarray(b), result, memory)
-        out[...] = result
+    def _part(self, a: Array, b: Array, out: Array) -> None:
+        """Compute one thread's part of a product, in temporary memory of its own."""
+        memory = self.memory(a)
+        if not self._kernel(a, b, out, memory):
+            result = np.empty_like(out, order="C")
+            self._kernel(np.ascontiguousarray(a), np.ascontiguousarray(b), result, memory)
+            out[...] = result
 
 
 @functools.cache
@@ -145,7 +143,8 @@ def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
     chosen = library()
     if chosen is None or a.ndim != 2 or b.ndim != 2 or prod(a.shape) * b.shape[1] < chosen.least:
         return np.matmul(a, b, out=out)
-    if any(_multiplies_itself(x) for x in (a, b, out) if x is not None):
+    plain = type(a) is type(b) is np.ndarray and (out is None or type(out) is np.ndarray)
+    if not plain and any(_multiplies_itself(x) for x in (a, b, out) if x is not None):
         memory = chosen.memory(a)  # for those who measure what a product takes, by arrays that do not compute it
         result: Array = np.matmul(a, b, out=out)
         del memory

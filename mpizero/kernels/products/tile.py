@@ -22,7 +22,7 @@ _ACROSS = 2
 #: positions of one step of the loop. The sums of a high tile and its operands fill the registers; those of a low one
 #: are enough to hide the time that one addition takes. Several positions a step are for tiles of few sums, beside which
 #: the instructions of the loop itself would count.
-_REGISTERS = {"avx512f": (64, 12, 4, 1), "fma": (32, 6, 3, 4), "neon": (16, 12, 4, 1)}
+_REGISTERS = {"avx512f": (64, 12, 4, 1), "fma": (32, 6, 4, 4), "neon": (16, 12, 4, 1)}
 
 
 @functools.cache

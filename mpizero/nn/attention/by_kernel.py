@@ -74,7 +74,9 @@ class Heads(NamedTuple):
 
     def run(self, task: Callable[[int, int], None], operations: int) -> None:
         """Call ``task(start, stop)`` for ranges of all heads, in as many threads as ``operations`` are worth."""
-        threads = max(1, min(threads_for(operations), self.pairs))
+        if (threads := min(threads_for(operations), self.pairs)) <= 1:
+            task(0, self.pairs)
+            return
         cuts = [self.pairs * part // threads for part in range(threads + 1)]
         run_tasks([partial(task, *cuts[part : part + 2]) for part in range(threads)], threads)
 
