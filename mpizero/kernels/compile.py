@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.kernels import cache
+from mpizero.kernels import cache, pool
 from mpizero.kernels.signature import Parameter, Signature
 
 _PACKAGE = "mpizero.kernels."
@@ -67,10 +67,17 @@ class Kernel:
         The plain Python function from which the kernel is compiled. Under ``NUMBA_DISABLE_JIT=1`` it runs uncompiled.
     signature : Signature
         Types of all parameters, including the temporary memory, which callers do not pass.
+    divided : tuple of int
+        Positions of the parameters that are divided between threads: see :func:`kernel`.
     """
 
     def __init__(
-        self, python: Callable[..., Any], signature: Signature, scratch: int, names: Iterable[str] = ()
+        self,
+        python: Callable[..., Any],
+        signature: Signature,
+        scratch: int,
+        names: Iterable[str] = (),
+        divided: Iterable[str] = (),
     ) -> None:
         functools.update_wrapper(self, python)
         self.name = python.__qualname__
@@ -88,12 +95,31 @@ class Kernel:
                 f"kernel {self.name}: {len(parameters)} parameters, but the signature has {len(signature.parameters)}"
             )
         self.__signature__ = inspect.Signature(parameters[: -1 if scratch else None])
+        order = [parameter.name for parameter in parameters]
+        self.divided = tuple(order.index(name) for name in divided)
 
     def __call__(self, *args: Any) -> Any:
         """Run the kernel and return its result; Python's interpreter lock is released while it runs.
 
         Raise TypeError if an argument does not fit the signature.
         """
+        if self.divided and (parts := self._parts(args)) > 1:
+            pool.run_divided(self._run, args, self.divided, parts)
+            return None
+        return self._run(*args)
+
+    def _parts(self, args: tuple[Any, ...]) -> int:
+        """Return into how many parts to divide arrays, one a thread; 1 if arguments do not fit the signature."""
+        if len(args) <= max(self.divided):
+            return 1
+        arrays = [args[i] for i in self.divided]
+        size = max(getattr(array, "size", 0) for array in arrays)
+        if size < 2 * pool.BLOCK or len({np.shape(array)[:1] for array in arrays}) > 1:
+            return 1
+        return min(pool.threads_for(size, pool.BLOCK), len(arrays[0]))
+
+    def _run(self, *args: Any) -> Any:
+        """Run the kernel on the calling thread."""
         # Machine code checks its own arguments, so the dtype is looked at only when the latest code refuses them.
         try:
             result = self._latest(*args)
@@ -192,7 +218,9 @@ class Kernel:
 _RESULTS = {"void": "none", "bool": "bool", "i8": "int64", "f8": "float64"}
 
 
-def kernel(signature: str, scratch: int = 0, names: Iterable[str] = ()) -> Callable[[Callable[..., Any]], Kernel]:
+def kernel(
+    signature: str, scratch: int = 0, names: Iterable[str] = (), divided: Iterable[str] = ()
+) -> Callable[[Callable[..., Any]], Kernel]:
     """Make a decorator that turns a plain Python function into a kernel; nothing is compiled yet.
 
     Parameters
@@ -205,9 +233,12 @@ def kernel(signature: str, scratch: int = 0, names: Iterable[str] = ()) -> Calla
         that callers do not pass. 0 means that the kernel has no such parameter.
     names : iterable of str
         Names of all parameters. They are needed only for a function that takes some of its parameters as ``*args``.
+    divided : iterable of str
+        Names of arrays of equal length on the first axis. The kernel computes what belongs to an index of this axis
+        from that index's elements and the other arguments alone. So a rank's threads compute parts of large arrays.
     """
     parsed = Signature.parse(signature)
-    return lambda python: Kernel(python, parsed, scratch, names)
+    return lambda python: Kernel(python, parsed, scratch, names, divided)
 
 
 def apart(helper: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 BLOCK = 1 << 17
+
+
+@functools.cache
+def _numpy_blas() -> Any:
+    """Return threadpoolctl's controller of NumPy's BLAS, or None if it knows none."""
+    from threadpoolctl import ThreadpoolController
+
+    return next(iter(ThreadpoolController().select(user_api="blas").lib_controllers), None)
+
+
+def threads_for(work: int, least: int) -> int:
+    """Return how many threads to use for ``work``, if a thread is worth ``least`` of it.
+
+    These are at most as many as NumPy's BLAS may use now, which ``ShardingConfig(threads=...)`` sets.
+    """
+    worth = work // least
+    if worth < 2 or (found := _numpy_blas()) is None:
+        return 1
+    return max(1, min(worth, found.num_threads or 1))
 
 
 @functools.cache
@@ -32,6 +52,23 @@ def run(kernel: Callable[..., None], args: tuple[Any, ...], start: int, stop: in
     run_tasks([functools.partial(kernel, *args, block, min(block + BLOCK, stop)) for block in blocks], threads)
 
 
+def run_divided(kernel: Callable[..., Any], args: Sequence[Any], divided: Sequence[int], parts: int) -> None:
+    """Call ``kernel`` in ``parts`` threads, each with a part of the first axis of ``args[i]`` for ``i`` in ``divided``.
+
+    Raises
+    ------
+    Exception
+        As :func:`run_tasks` raises it.
+    """
+    length = len(args[divided[0]])
+    cuts = [length * part // parts for part in range(parts + 1)]
+    tasks = []
+    for start, stop in pairwise(cuts):
+        mine = [value[start:stop] if i in divided else value for i, value in enumerate(args)]
+        tasks.append(functools.partial(kernel, *mine))
+    run_tasks(tasks, parts)
+
+
 def run_tasks(tasks: Iterable[Callable[[], Any]], threads: int) -> None:
     """Call all functions ``tasks`` in ``threads`` threads, of which the calling thread is one.
 
@@ -50,6 +87,7 @@ def run_tasks(tasks: Iterable[Callable[[], Any]], threads: int) -> None:
     try:
         work()
     finally:
-        errors = [error for helper in helpers if (error := helper.exception()) is not None]
+        # A helper that has not begun has nothing left to do, and may wait for this very thread.
+        errors = [error for helper in helpers if not helper.cancel() and (error := helper.exception()) is not None]
     if errors:
         raise errors[0]

@@ -1,15 +1,17 @@
 """Train one GPT with mpizero, PyTorch and DeepSpeed alternately, and print tokens a second, memory and ratios.
 
 A contender is one implementation of the same training: the same architecture on CPU, with AdamW and without clipping,
-on the same number of ranks of one thread each, with the same number of samples on each rank. The contenders are
-mpizero's four strategies, started by mpiexec; PyTorch's DDP, DDP with ZeroRedundancyOptimizer, and FSDP2; and
-DeepSpeed's ZeRO-1, 2 and 3. PyTorch and DeepSpeed use gloo and start with the environment variables of torchrun.
-"module-" before the name of a strategy trains the PyTorch module of the others with mpizero, by an interpreter that has
-PyTorch; "kernels-" does so with ``kernels="mpizero"``; "torch-plain" trains it on one rank in a plain loop.
-"products alone" computes only the matrix products of the same step with NumPy's BLAS, to show how fast a step could be.
-Every contender is first run alone, to measure its memory. Then all of them are started. In each round every contender
-trains a few steps while the others sleep, so that a slow moment of the machine affects all alike. Ratios are computed
-from times of the same round. The tables show medians over rounds, and in parentheses the smallest and largest value.
+on the same number of ranks and threads, with the same number of samples on each rank. The contenders are mpizero's
+four strategies, started by mpiexec; PyTorch's DDP, DDP with ZeroRedundancyOptimizer, and FSDP2; and DeepSpeed's
+ZeRO-1, 2 and 3. PyTorch and DeepSpeed use gloo and start with the environment variables of torchrun. "module-" before
+the name of a strategy trains the PyTorch module of the others with mpizero, by an interpreter that has PyTorch;
+"kernels-" does so with ``kernels="mpizero"``; "torch-plain" trains it on one rank in a plain loop. "products alone"
+computes only the matrix products of the same step with NumPy's BLAS, to show how fast a step could be. "@1x2" after a
+name runs that contender on 1 rank of 2 threads, whatever ``--ranks`` and ``--threads`` say; the sequences of a step
+are then divided by its ranks. Every contender is first run alone, to measure its memory. Then all of them are started.
+In each round every contender trains a few steps while the others sleep, so that a slow moment of the machine affects
+all alike. Ratios are computed from times of the same round. The tables show medians over rounds, and in parentheses
+the smallest and largest value.
 
 With ``--bits`` nothing is timed: each contender trains with the same global batches on 1, 2 and 4 ranks, and the bits
 of the resulting parameters are compared.
@@ -24,6 +26,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -34,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from comparing.ours import LIMIT, MODULES, STRATEGIES, OurModule, Ours, Products
-from harness import Team, TeamError, alternate, chosen, one_thread, parser, serve, tell
+from harness import Team, TeamError, alternate, chosen, environment_of, parser, serve, tell
 
 from mpizero.measurement import Measurement
 
@@ -53,7 +56,7 @@ PEERS = {
 }
 OURS = (*STRATEGIES, *MODULES)
 USUAL = (LIMIT, *STRATEGIES, *(name for name in PEERS if name != "torch-plain"))
-SHAPE = ("ranks", "dim", "layers", "heads", "batch", "sequence", "vocabulary")
+SHAPE = ("ranks", "threads", "dim", "layers", "heads", "batch", "sequence", "vocabulary")
 PRESETS = {
     "base": {"ranks": 2, "dim": 256, "layers": 4, "heads": 4, "batch": 8, "sequence": 128, "steps": 8},
     "strong": {"ranks": 2, "dim": 256, "layers": 4, "heads": 4, "batch": 1, "sequence": 64, "steps": 40},
@@ -70,6 +73,7 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--preset", choices=PRESETS, default="base", help="shapes that the options below change")
     for name in ("ranks", "dim", "layers", "heads"):
         options.add_argument(f"--{name}", type=int)
+    options.add_argument("--threads", type=int, default=1, help="of each rank (default: %(default)s)")
     options.add_argument("--batch", type=int, help="sequences a rank")
     options.add_argument("--sequence", type=int, help="tokens a sequence")
     options.add_argument("--vocabulary", type=int, default=256)
@@ -85,8 +89,35 @@ def arguments() -> argparse.Namespace:
     for name, value in PRESETS[args.preset].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    args.contenders = chosen("--contenders", args.contenders, (LIMIT, *OURS, *PEERS))
+    args.contenders = args.contenders.split(",")
+    chosen("--contenders", ",".join(map(contender, args.contenders)), (LIMIT, *OURS, *PEERS))
+    for name in args.contenders:
+        with_layout(args, name)
     return args
+
+
+def contender(name: str) -> str:
+    """Return a contender's name without its numbers of ranks and threads."""
+    return name.partition("@")[0]
+
+
+def with_layout(args: argparse.Namespace, name: str) -> argparse.Namespace:
+    """Return the options with the ranks and threads of the contender ``name``, and with the sequences of its ranks.
+
+    End the script if these numbers are no numbers, or if so many ranks cannot share the sequences equally.
+    """
+    _, given, sizes = name.partition("@")
+    if not given:
+        return args
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", sizes):
+        sys.exit(f"--contenders: {name!r}: after @ come ranks and threads, such as {contender(name)}@1x2")
+    ranks, threads = map(int, sizes.split("x"))
+    total = args.ranks * args.batch
+    if total % ranks:
+        sys.exit(
+            f"--contenders: {name!r}: {ranks} ranks cannot share {total} sequences (--ranks times --batch) equally"
+        )
+    return argparse.Namespace(**vars(args) | {"ranks": ranks, "threads": threads, "batch": total // ranks})
 
 
 def worker(args: argparse.Namespace) -> None:
@@ -119,17 +150,19 @@ def team(args: argparse.Namespace, name: str, own_adam: bool) -> Team:
 
     ``own_adam`` says whether DeepSpeed uses its own fused Adam; otherwise it uses PyTorch's.
     """
+    args = with_layout(args, name)
+    be, threads = contender(name), environment_of(args.threads)
     values = {key: getattr(args, key) for key in SHAPE}
     words = [__file__, *(word for key, value in values.items() for word in (f"--{key}", str(value)))]
     if args.grain:
         words += ["--grain", str(args.grain)]
-    if name not in PEERS:
+    if be not in PEERS:
         launch = [args.mpiexec, "-n", str(args.ranks), sys.executable]
-        return Team(name, args.ranks, lambda path: [[*launch, *words, "--be", name, "--socket", path]])
+        return Team(name, args.ranks, lambda path: [[*launch, *words, "--be", be, "--socket", path]], threads)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {
+    environment = threads | {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(args.ranks),
@@ -143,7 +176,7 @@ def team(args: argparse.Namespace, name: str, own_adam: bool) -> Team:
     def commands(path: str) -> Sequence[Sequence[str]]:
         ranks = [f"RANK={rank}" for rank in range(args.ranks)]
         return [
-            ["env", rank, f"LOCAL_{rank}", args.peers_python, *words, "--be", name, "--socket", path] for rank in ranks
+            ["env", rank, f"LOCAL_{rank}", args.peers_python, *words, "--be", be, "--socket", path] for rank in ranks
         ]
 
     return Team(name, args.ranks, commands, environment)
@@ -154,8 +187,8 @@ def require(args: argparse.Namespace) -> bool:
 
     Return True if DeepSpeed takes part and its own fused Adam can be built.
     """
-    wanted = {name.partition("-")[0] for name in args.contenders if name in PEERS}
-    environment = one_thread() | {
+    wanted = {name.partition("-")[0] for name in map(contender, args.contenders) if name in PEERS}
+    environment = environment_of(1) | {
         "DS_ACCELERATOR": "cpu",
         "PATH": f"{Path(args.peers_python).parent}{os.pathsep}{os.environ.get('PATH', '')}",
     }
@@ -241,14 +274,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for name in names:
         speeds = [tokens / s for s in seconds[name]]
         results[name] |= {"tokens_per_second": Measurement.of(speeds).rounded(0), "rounds": [round(s) for s in speeds]}
-        if name in OURS:
+        if contender(name) in OURS:
             results[name]["over"] = {
                 peer: Measurement.of_ratios(seconds[peer], seconds[name]).rounded(3)
                 for peer in names
-                if peer in PEERS or peer == LIMIT
+                if contender(peer) not in OURS
             }
     return {
-        "configuration": {key: getattr(args, key) for key in (*SHAPE, "steps", "warmup", "grain")} | {"threads": 1},
+        "configuration": {key: getattr(args, key) for key in (*SHAPE, "steps", "warmup", "grain")},
         "rounds": args.rounds,
         "machine": described(),
         "results": results,
@@ -262,7 +295,8 @@ def report(found: dict[str, Any]) -> str:
     lines = [
         f"{found['machine']}; {', '.join(versions)}",
         f"GPT of dim {shape['dim']}, {shape['layers']} layers, {shape['batch']} x {shape['sequence']} tokens a rank, "
-        f"{shape['ranks']} ranks of one thread; {found['rounds']} rounds of {shape['steps']} steps",
+        f"{shape['ranks']} ranks, threads of a rank: {shape['threads']}; "
+        f"{found['rounds']} rounds of {shape['steps']} steps",
         f"{'':17s}{'tokens/s':>11s}{'least':>11s}{'most':>11s}{'MB a rank':>11s}{'MB node':>9s}"
         f"{'MB since import':>17s}  optimizer",
     ]
@@ -274,7 +308,7 @@ def report(found: dict[str, Any]) -> str:
             f"{name:17s}{speed['median']:11,.0f}{speed['least']:11,.0f}{speed['most']:11,.0f}"
             f"{mega[0]:>11s}{mega[1]:>9s}{mega[2]:>17s}  {row['note']}"
         )
-    ours = [name for name in results if name in OURS]
+    ours = [name for name in results if contender(name) in OURS]
     if ours:
         lines += ["", f"{'tokens/s over':17s}" + "".join(f"{name:>22s}" for name in ours)]
     for peer in results[ours[0]]["over"] if ours else ():
@@ -296,6 +330,8 @@ def compare_bits(args: argparse.Namespace) -> dict[str, list[str]]:
     for name in args.contenders:
         if name == LIMIT:
             continue
+        if name != contender(name):
+            sys.exit(f"--bits: {name!r} cannot have ranks of its own: each contender trains on 1, 2 and 4 ranks")
         found[name] = []
         for ranks in (1, 2, 4):
             shape = vars(args) | {"ranks": ranks, "batch": total // ranks, "grain": total // 4}

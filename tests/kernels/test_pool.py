@@ -6,7 +6,49 @@ import numpy as np
 import pytest
 
 from mpizero.kernels import pool
-from mpizero.kernels.cpu import optimizer
+from mpizero.kernels.compile import Kernel
+from mpizero.kernels.cpu import activation, embedding, loss, norm, optimizer
+
+DIVIDED = {
+    f"{module.__name__.rpartition('.')[2]}.{name}": kernel
+    for module in (activation, embedding, loss, norm)
+    for name, kernel in vars(module).items()
+    if isinstance(kernel, Kernel) and kernel.divided
+}
+
+
+def arguments(kernel, rows, dtype):
+    """Random arguments of ``kernel``, whose divided arrays have ``rows`` on the first axis, and other axes 32."""
+    rng = np.random.default_rng(0)
+    found = []
+    for i, parameter in enumerate(kernel.signature.parameters[: len(kernel.__signature__.parameters)]):
+        shape = (rows if i in kernel.divided else 32, 32)[: parameter.ndim]
+        if parameter.dtype == "i8":
+            found.append(rng.integers(32, size=shape))
+        else:
+            found.append(rng.uniform(0.5, 2, shape).astype(dtype if parameter.dtype == "T" else parameter.dtype))
+    return found
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+@pytest.mark.parametrize("dtype", ["f", "d"])
+def test_kernels_whose_rows_are_divided_between_threads_give_the_same_bits(name, dtype, monkeypatch):
+    kernel, used = DIVIDED[name], []
+    alone, shared = arguments(kernel, 101, dtype), arguments(kernel, 101, dtype)
+    kernel(*alone)
+    monkeypatch.setattr(pool, "BLOCK", 16)
+    monkeypatch.setattr(pool, "_numpy_blas", lambda: type("Blas", (), {"num_threads": 3}))
+    monkeypatch.setattr(pool, "run_tasks", lambda tasks, threads: (used.append(threads), [task() for task in tasks]))
+    kernel(*shared)
+    assert used == [3]
+    assert [x.tobytes() for x in shared] == [x.tobytes() for x in alone]
+
+
+def test_tasks_may_have_tasks_of_their_own():
+    done = []
+    inner = [lambda: done.append(1)] * 3
+    pool.run_tasks([lambda: pool.run_tasks(inner, 2)] * 5, 2)
+    assert len(done) == 15
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])

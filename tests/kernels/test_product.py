@@ -7,6 +7,7 @@ import pytest
 from threadpoolctl import threadpool_limits
 
 from mpizero.errors import ConfigError
+from mpizero.kernels import pool
 from mpizero.kernels.products import multiply
 from mpizero.kernels.products.multiply import KernelProducts, matmul
 from mpizero.kernels.products.product import DEPTH, memory_size, product
@@ -86,9 +87,10 @@ def test_bits_do_not_depend_on_threads_or_blocks(shape, monkeypatch):
     a, b = matrix(rng, rows, depth, "f"), matrix(rng, depth, columns, "f")
     alone = np.concatenate([matmul(a[start : start + 50], b) for start in range(0, rows, 50)])
     used = []
-    monkeypatch.setattr(multiply, "run_tasks", lambda tasks, n, run=multiply.run_tasks: used.append(n) or run(tasks, n))
+    run = pool.run_tasks
+    monkeypatch.setattr(pool, "run_tasks", lambda tasks, n: used.append(n) or run(tasks, n))
     for threads in (1, 2, 3):
-        monkeypatch.setattr(multiply, "_numpy_blas", lambda threads=threads: type("Blas", (), {"num_threads": threads}))
+        monkeypatch.setattr(pool, "_numpy_blas", lambda threads=threads: type("Blas", (), {"num_threads": threads}))
         assert matmul(a, b).tobytes() == alone.tobytes()
     assert used == [2, 2] if rows * depth * columns < 6 << 20 else [2, 3]
 

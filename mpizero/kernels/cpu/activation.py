@@ -47,7 +47,7 @@ def _value_kernel(name: str, value: Callable[..., Any]) -> Kernel:
             store(block, y[first : first + part.size])
 
     apply.__qualname__ = name
-    return kernel("void(const T[::1], T[::1], T[::1])", scratch=_BLOCK)(apply)
+    return kernel("void(const T[::1], T[::1], T[::1])", scratch=_BLOCK, divided=("x", "y"))(apply)
 
 
 def _gradient_kernel(name: str, gradient: Callable[..., Any]) -> Kernel:
@@ -67,7 +67,8 @@ def _gradient_kernel(name: str, gradient: Callable[..., Any]) -> Kernel:
             store(block, dx[first : first + part.size])
 
     apply.__qualname__ = name
-    return kernel("void(const T[::1], const T[::1], T[::1], T[::1])", scratch=_BLOCK)(apply)
+    divided = ("x", "dy", "dx")
+    return kernel("void(const T[::1], const T[::1], T[::1], T[::1])", scratch=_BLOCK, divided=divided)(apply)
 
 
 gelu, gelu_backward = _value_kernel("gelu", gelu_value), _gradient_kernel("gelu_backward", gelu_gradient)
@@ -76,7 +77,7 @@ relu, relu_backward = _value_kernel("relu", relu_value), _gradient_kernel("relu_
 tanh, tanh_backward = _value_kernel("tanh", tanh_value), _gradient_kernel("tanh_backward", tanh_gradient)
 
 
-@kernel("void(const T[:,::1], const T[::1], T[:,::1], T[:,::1], T[::1])", scratch=_BLOCK)
+@kernel("void(const T[:,::1], const T[::1], T[:,::1], T[:,::1], T[::1])", scratch=_BLOCK, divided=("x", "z", "y"))
 def bias_gelu(x: Array, bias: Array, z: Array, y: Array, block: Array) -> None:
     """Add ``bias`` to every row of ``x``; write the sum to ``z``, which may be ``x``, and its GELU to ``y``."""
     T = x.dtype.type  # noqa: N806
@@ -92,7 +93,7 @@ def bias_gelu(x: Array, bias: Array, z: Array, y: Array, block: Array) -> None:
                 after[i] = gelu_value(block[i], T)
 
 
-@kernel("void(const T[:,::1], const T[::1], T[:,::1], T[::1])", scratch=_BLOCK)
+@kernel("void(const T[:,::1], const T[::1], T[:,::1], T[::1])", scratch=_BLOCK, divided=("x", "y"))
 def add_bias(x: Array, bias: Array, y: Array, block: Array) -> None:
     """Add ``bias`` to every row of ``x`` and write the sum to ``y``, which may be ``x``."""
     for row in range(x.shape[0]):
@@ -104,7 +105,11 @@ def add_bias(x: Array, bias: Array, y: Array, block: Array) -> None:
             store(block, y[row, first : first + part.size])
 
 
-@kernel("void(const T[:,::1], const T[::1], const T[:,::1], T[:,::1], T[::1])", scratch=_BLOCK)
+@kernel(
+    "void(const T[:,::1], const T[::1], const T[:,::1], T[:,::1], T[::1])",
+    scratch=_BLOCK,
+    divided=("x", "residual", "y"),
+)
 def add_bias_residual(x: Array, bias: Array, residual: Array, y: Array, block: Array) -> None:
     """Add ``bias`` to every row of ``x + residual``; write the sum to ``y``, which may be ``x`` or ``residual``."""
     for row in range(x.shape[0]):

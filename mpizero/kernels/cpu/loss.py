@@ -28,7 +28,9 @@ def exp_sum(x: Any, largest: Any, scratch: Any) -> Any:
     return total
 
 
-@kernel("void(const T[:,::1], const i8[::1], f8[::1], T[::1])", scratch=SCRATCH)
+@kernel(
+    "void(const T[:,::1], const i8[::1], f8[::1], T[::1])", scratch=SCRATCH, divided=("logits", "targets", "losses")
+)
 def softmax_cross_entropy(logits: Array, targets: Array, losses: Array, scratch: Array) -> None:
     """Write the loss of each row, -log softmax(logits)[target], to ``losses``.
 
@@ -47,7 +49,11 @@ def softmax_cross_entropy(logits: Array, targets: Array, losses: Array, scratch:
             losses[row] = cross_entropy(exp_sum(part, largest, scratch), largest, part[target])
 
 
-@kernel("void(const T[:,::1], const i8[::1], const T[::1], T[:,::1], T[::1])", scratch=SCRATCH)
+@kernel(
+    "void(const T[:,::1], const i8[::1], const T[::1], T[:,::1], T[::1])",
+    scratch=SCRATCH,
+    divided=("logits", "targets", "dlogits"),
+)
 def softmax_cross_entropy_backward(
     logits: Array, targets: Array, scale1: Array, dlogits: Array, scratch: Array
 ) -> None:

@@ -19,7 +19,9 @@ from mpizero.types import Array
 
 
 @kernel(
-    "void(const T[:,::1], const T[::1], const T[::1], const T[::1], T[:,::1], T[::1], T[::1], T[::1])", scratch=SCRATCH
+    "void(const T[:,::1], const T[::1], const T[::1], const T[::1], T[:,::1], T[::1], T[::1], T[::1])",
+    scratch=SCRATCH,
+    divided=("x", "y", "mean", "rstd"),
 )
 def layernorm(
     x: Array, gamma: Array, beta: Array, eps1: Array, y: Array, mean: Array, rstd: Array, scratch: Array
@@ -85,7 +87,11 @@ def layernorm_backward(
                 result[j] += past[j]
 
 
-@kernel("void(const T[:,::1], const T[::1], const T[::1], T[:,::1], T[::1], T[::1])", scratch=SCRATCH)
+@kernel(
+    "void(const T[:,::1], const T[::1], const T[::1], T[:,::1], T[::1], T[::1])",
+    scratch=SCRATCH,
+    divided=("x", "y", "rstd"),
+)
 def rmsnorm(x: Array, gamma: Array, eps1: Array, y: Array, rstd: Array, scratch: Array) -> None:
     """Scale every row: ``y = x * rstd * gamma`` with ``rstd = 1 / sqrt(mean(x**2) + eps1[0])``.
 
@@ -102,7 +108,11 @@ def rmsnorm(x: Array, gamma: Array, eps1: Array, y: Array, rstd: Array, scratch:
             result[j] = standardized(part[j], zero, r) * gamma[j]
 
 
-@kernel("void(const T[:,::1], const T[:,::1], const T[::1], const T[::1], T[:,::1], T[::1])", scratch=SCRATCH)
+@kernel(
+    "void(const T[:,::1], const T[:,::1], const T[::1], const T[::1], T[:,::1], T[::1])",
+    scratch=SCRATCH,
+    divided=("dy", "x", "rstd", "dx"),
+)
 def rmsnorm_backward_input(dy: Array, x: Array, gamma: Array, rstd: Array, dx: Array, scratch: Array) -> None:
     """Write the gradient of the input of :func:`rmsnorm` to ``dx``, from ``dy``, the gradient of y.
 

@@ -14,20 +14,19 @@ import functools
 import os
 from itertools import pairwise
 from math import prod
-from typing import Any
 
 import numpy as np
 
 from mpizero.errors import ConfigError
+from mpizero.kernels import pool
 from mpizero.kernels.cache import interpreted
-from mpizero.kernels.pool import run_tasks
 from mpizero.kernels.products.blas_library import VARIABLE, BlasLibrary, installed_mkl
 from mpizero.types import Array
 
 #: Least number of multiplications of a thread's part of a product.
 _WORTH_A_THREAD = 1 << 21
-#: Rows or columns of a thread's part are a multiple of this, which is a multiple of those of every CPU's tiles.
-_MULTIPLE = 96
+#: Rows and columns of a thread's part are multiples of these, which are whole tiles of every CPU.
+_ROWS, _COLUMNS = 12, 64
 
 
 class KernelProducts:
@@ -64,14 +63,15 @@ class KernelProducts:
 
     def _in_parts(self, a: Array, b: Array, out: Array, parts: int) -> None:
         """Divide the longer side of ``out`` by ``parts``, and compute each part in a thread of its own."""
-        longer = max(out.shape)
-        cuts = [longer * part // parts // _MULTIPLE * _MULTIPLE for part in range(parts)] + [longer]
+        longer, by_rows = max(out.shape), len(out) >= out.shape[1]
+        whole = _ROWS if by_rows else _COLUMNS
+        cuts = [longer * part // parts // whole * whole for part in range(parts)] + [longer]
         ranges = [slice(start, stop) for start, stop in pairwise(cuts)]
-        if longer == len(out):
+        if by_rows:
             tasks = [functools.partial(self._part, a[part], b, out[part]) for part in ranges]
         else:
             tasks = [functools.partial(self._part, a, b[:, part], out[:, part]) for part in ranges]
-        run_tasks(tasks, parts)
+        pool.run_tasks(tasks, parts)
 
     def _part(self, a: Array, b: Array, out: Array) -> None:
         """Compute one thread's part of a product, in temporary memory of its own."""
@@ -82,20 +82,9 @@ class KernelProducts:
             out[...] = result
 
 
-@functools.cache
-def _numpy_blas() -> Any:
-    """Return threadpoolctl's controller of NumPy's BLAS, or None if it knows none."""
-    from threadpoolctl import ThreadpoolController
-
-    return next(iter(ThreadpoolController().select(user_api="blas").lib_controllers), None)
-
-
 def threads_for(multiplications: int) -> int:
-    """Return how many threads to use: what the work is worth, at most as many as NumPy's BLAS may use now."""
-    worth = multiplications // _WORTH_A_THREAD
-    if worth < 2 or (found := _numpy_blas()) is None:
-        return 1
-    return max(1, min(worth, found.num_threads or 1))
+    """Return how many threads to use for a product: see :func:`mpizero.kernels.pool.threads_for`."""
+    return pool.threads_for(multiplications, _WORTH_A_THREAD)
 
 
 @functools.cache

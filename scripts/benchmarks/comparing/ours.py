@@ -19,8 +19,9 @@ LIMIT = "products alone"
 class Ours:
     """Train a GPT with mpizero on this rank, with one strategy.
 
-    ``shape`` has the sizes "ranks", "dim", "layers", "heads", "batch" (sequences of a rank), "sequence" and
-    "vocabulary". ``grain`` is the ``micro_batch`` of the configuration; None takes all sequences of a rank.
+    ``shape`` has the sizes "ranks", "threads" (of a rank), "dim", "layers", "heads", "batch" (sequences of a rank),
+    "sequence" and "vocabulary". ``grain`` is the ``micro_batch`` of the configuration; None takes all sequences of a
+    rank.
     """
 
     def __init__(self, strategy: str, shape: dict[str, int], grain: int | None) -> None:
@@ -36,7 +37,7 @@ class Ours:
 
         mz, shape = self.mz, self.shape
         gpt = self.made()
-        config = mz.ShardingConfig(comm=self.world, micro_batch=self.grain or shape["batch"])
+        config = mz.ShardingConfig(comm=self.world, micro_batch=self.grain or shape["batch"], threads=shape["threads"])
         self.model = mz.distribute(gpt, mz.AdamW(lr=1e-3), strategy=self.strategy, config=config)
         self.x, self.y = data(shape, self.world.rank)
         return {"parameters": self.model.parameter_count, "version": "mpizero", "note": blas()}

@@ -21,7 +21,7 @@ class Peer:
 
     def __init__(self, shape: dict[str, int]) -> None:
         self.shape, self.rank = shape, int(os.environ["RANK"])
-        torch.set_num_threads(1)
+        torch.set_num_threads(shape["threads"])
         torch.manual_seed(0)
 
     def prepare(self) -> dict[str, Any]:

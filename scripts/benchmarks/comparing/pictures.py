@@ -19,11 +19,11 @@ def draw(found: dict[str, Any], folder: Path, ours: Sequence[str], limit: str) -
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = {name: row for name, row in found["results"].items() if name != limit}
-    colors = [OURS if name in ours else THEIRS for name in rows]
+    colors = [OURS if name.partition("@")[0] in ours else THEIRS for name in rows]
     shape = found["configuration"]
     title = (
         f"GPT {shape['dim']} x {shape['layers']}, {shape['batch']} x {shape['sequence']} tokens a rank, "
-        f"{shape['ranks']} ranks, {shape['threads']} thread each"
+        f"{shape['ranks']} ranks, threads of a rank: {shape['threads']}"
     )
     speeds = [row["tokens_per_second"] for row in rows.values()]
     middle = [speed["median"] for speed in speeds]

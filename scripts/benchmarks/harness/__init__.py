@@ -61,7 +61,7 @@ def output_of(command: Sequence[str], status: Container[int] = (0,)) -> str:
 
     If its exit status is not in ``status``, end the script.
     """
-    done = subprocess.run(command, env=one_thread(), capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment_of(1), capture_output=True, text=True, check=False)
     if done.returncode not in status:
         sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
     return done.stdout
@@ -115,7 +115,7 @@ class Team:
     commands : callable
         ``commands(path)`` returns the commands to start. ``path`` is the path of the socket.
     environment : mapping
-        Environment variables of the commands, in addition to those of :func:`one_thread`.
+        Environment variables of the commands, in addition to those of :func:`environment_of` for one thread.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Team:
             self._jobs = [
                 subprocess.Popen(
                     command,
-                    env=one_thread() | dict(environment or {}),
+                    env=environment_of(1) | dict(environment or {}),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -241,11 +241,11 @@ def tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def one_thread() -> dict[str, str]:
-    """Return this process's environment, changed so that BLAS uses one thread and Python imports this checkout."""
-    threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+def environment_of(threads: int) -> dict[str, str]:
+    """Return this process's environment, changed so that BLAS has ``threads`` and Python imports this checkout."""
+    variables = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | dict.fromkeys(threads, "1") | {"PYTHONPATH": os.pathsep.join(paths)}
+    return os.environ | dict.fromkeys(variables, str(threads)) | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def beside(python: str, program: str) -> str:
