@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mpizero.launched import BY_MPI
+from mpizero.names_on_use import names_on_use
 
 if TYPE_CHECKING:
     __version__: str
@@ -96,86 +97,75 @@ _MODULES = (
     "parallel",
     "testing",
 )
-_NAMES = {
-    "mpizero.adapters": ("FunctionModel",),
-    "mpizero.comm": ("InMemoryCommunicator", "ProcessGrid"),
-    "mpizero.optim": (
-        "LAMB",
-        "LBFGS",
-        "SGD",
-        "SOAP",
-        "Adam",
-        "AdamW",
-        "DynamicLossScale",
-        "Lion",
-        "NewtonCG",
-        "NonlinearCG",
-        "ParameterGroup",
-        "RMSprop",
-        "Muon",
-        "TensorOptimizer",
-        "TensorStep",
-        "Tikhonov",
-        "TotalVariation",
-    ),
-    "mpizero.parallel": (
-        "BadSteps",
-        "DDPModel",
-        "DDPOptimizer",
-        "Evaluation",
-        "FSDPModel",
-        "FSDPOptimizer",
-        "GradientCompressionOptimizer",
-        "Gradients",
-        "HybridShardedModel",
-        "HybridShardedOptimizer",
-        "LocalSGDOptimizer",
-        "MinimizeResult",
-        "ModelMetadata",
-        "OptimizationOptions",
-        "OptimizationResult",
-        "PipelineParallelModel",
-        "ShardedModelBase",
-        "ShardedOptimizer",
-        "ShardingConfig",
-        "StepReport",
-        "TensorParallelModel",
-        "ZeRO1Model",
-        "ZeRO1Optimizer",
-        "ZeRO2Model",
-        "ZeRO2Optimizer",
-        "ZeRO3Model",
-        "ZeRO3Optimizer",
-        "distribute",
-        "dump_bad_step",
-        "measured_costs",
-        "minimize",
-        "replay_bad_step",
-    ),
-    "mpizero.train.callbacks.callback": ("Callback",),
-    "mpizero.train.callbacks.tensorboard": ("TensorBoard",),
-    "mpizero.train.ensemble.members": ("Member", "run_members"),
-    "mpizero.train.ensemble.summary": ("summarize_members",),
-    "mpizero.train.run.result": ("TrainingResult",),
-    "mpizero.train.run.trainer": ("Trainer",),
-    "mpizero.train.run.visit": ("Preempted",),
-}
-_HOME = {name: module for module, names in _NAMES.items() for name in names}
-
-__all__ = [*_MODULES, *_HOME]
+__all__ = [
+    *_MODULES,
+    "Adam",
+    "AdamW",
+    "BadSteps",
+    "Callback",
+    "DDPModel",
+    "DDPOptimizer",
+    "DynamicLossScale",
+    "Evaluation",
+    "FSDPModel",
+    "FSDPOptimizer",
+    "FunctionModel",
+    "GradientCompressionOptimizer",
+    "Gradients",
+    "HybridShardedModel",
+    "HybridShardedOptimizer",
+    "InMemoryCommunicator",
+    "LAMB",
+    "LBFGS",
+    "Lion",
+    "LocalSGDOptimizer",
+    "Member",
+    "MinimizeResult",
+    "ModelMetadata",
+    "Muon",
+    "NewtonCG",
+    "NonlinearCG",
+    "OptimizationOptions",
+    "OptimizationResult",
+    "ParameterGroup",
+    "PipelineParallelModel",
+    "Preempted",
+    "ProcessGrid",
+    "RMSprop",
+    "SGD",
+    "SOAP",
+    "ShardedModelBase",
+    "ShardedOptimizer",
+    "ShardingConfig",
+    "StepReport",
+    "TensorBoard",
+    "TensorOptimizer",
+    "TensorParallelModel",
+    "TensorStep",
+    "Tikhonov",
+    "TotalVariation",
+    "Trainer",
+    "TrainingResult",
+    "ZeRO1Model",
+    "ZeRO1Optimizer",
+    "ZeRO2Model",
+    "ZeRO2Optimizer",
+    "ZeRO3Model",
+    "ZeRO3Optimizer",
+    "distribute",
+    "dump_bad_step",
+    "measured_costs",
+    "minimize",
+    "replay_bad_step",
+    "run_members",
+    "summarize_members",
+]
+_on_use = names_on_use(__name__, __all__, _MODULES)
 
 
 def __getattr__(name: str) -> Any:
     """Import and return a public name when it is first used."""
-    if name == "__version__":
-        return _version()
-    if name not in _MODULES and name not in _HOME:
-        import_module("mpizero.names").unknown_names("mpizero", __all__)(name)
-    if name in _MODULES:
-        return import_module(f"mpizero.{name}")
-    value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
+    return _version() if name == "__version__" else _on_use(name)
 
 
 def __dir__() -> list[str]:

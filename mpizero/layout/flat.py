@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -195,10 +196,17 @@ class FlatLayout:
 
     def pieces(self, span: Span) -> Iterator[tuple[ParameterUse, Span]]:
         """Yield (parameter, range of the overlap) for each parameter that overlaps a range of the flat array."""
-        for entry in self.parameters:
+        for entry in self.parameters[bisect_right(self._stops, span.start) :]:
+            if entry.offset >= span.stop:
+                break
             part = entry.span.intersect(span)
             if part.size:
                 yield entry, part
+
+    @cached_property
+    def _stops(self) -> tuple[int, ...]:
+        """Where each of ``parameters`` ends in the flat array, ascending."""
+        return tuple(entry.span.stop for entry in self.parameters)
 
 
 def joined(block: str, name: str) -> str:

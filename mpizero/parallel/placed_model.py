@@ -35,7 +35,6 @@ from mpizero.parallel.message_progress import MessageProgress
 from mpizero.parallel.optimizer.global_norm import GlobalSums
 from mpizero.parallel.optimizer.sharded_update import Updater, UpdateScope
 from mpizero.parallel.optimizer.tied_parameters import TieExchange
-from mpizero.parallel.optimizer.vector_update import check_vector_method
 from mpizero.parallel.parameters.allocator import Memory
 from mpizero.parallel.parameters.global_view import GlobalView
 from mpizero.parallel.parameters.integer_state import IntegerState
@@ -245,6 +244,8 @@ class PlacedModel:
             scope = UpdateScope(self.exchange.replicated, not self.reducer.waves, self.global_sums, self.ties)
             kept = averaging(optimizer, self.config.ema)
             if kept.needs_vectors:
+                from mpizero.parallel.optimizer.vector_update import check_vector_method
+
                 check_vector_method(optimizer, self.config, self.model, scaled=loss_scale is not None)
             self.updater = self.compute_device.updater(kept, self.store, scope)
         self.integrity.watch(self.updater)

@@ -36,7 +36,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from comparing.ours import LIMIT, MODULES, STRATEGIES, OurModule, Ours, Products
+from comparing.ours import LIMIT, MODULES, PRESETS, STRATEGIES, OurModule, Ours, Products
 from harness import Team, TeamError, alternate, chosen, environment_of, parser, serve, tell
 
 from mpizero.measurement import Measurement
@@ -57,10 +57,6 @@ PEERS = {
 OURS = (*STRATEGIES, *MODULES)
 USUAL = (LIMIT, *STRATEGIES, *(name for name in PEERS if name != "torch-plain"))
 SHAPE = ("ranks", "threads", "dim", "layers", "heads", "batch", "sequence", "vocabulary")
-PRESETS = {
-    "base": {"ranks": 2, "dim": 256, "layers": 4, "heads": 4, "batch": 8, "sequence": 128, "steps": 8},
-    "strong": {"ranks": 2, "dim": 256, "layers": 4, "heads": 4, "batch": 1, "sequence": 64, "steps": 40},
-}
 #: Seconds between two measurements of the processes' memory.
 GLANCE = 0.02
 #: A program that builds DeepSpeed's Adam, which is compiled at run time, before several ranks do so at once.

@@ -1,9 +1,13 @@
 """Measure the seconds of ``import mpizero``, and from ``mpiexec`` to the end of the first step; or memory.
 
 A first run, which is not counted, compiles the kernels. Then these run alternately: an interpreter that does nothing,
-one that imports mpizero, and jobs of 2 and of 8 ranks. The time of a job is from before ``mpiexec`` to the end of the
-first step on the slowest rank. The slowest rank's time is divided into four parts: until Python runs the script
-("python"); imports with ``MPI_Init`` ("imports"); building the model ("model"); the first step ("step").
+one that imports mpizero, and for each number of ranks two jobs: one that trains, and one that is *bare*, whose ranks
+import NumPy and mpi4py and meet in a barrier. The time of a job is from before ``mpiexec`` to the end of the first
+step, or of the barrier, on the slowest rank. "over bare" is the ratio of the two in the same round. The slowest rank's
+time has these parts: until Python runs the script ("python"); NumPy, mpi4py and ``MPI_Init`` ("mpi"); the import of
+mpizero ("import"); making communicators ("groups") and shared windows ("windows"); loading kernels ("kernels"); what
+is left of building the model ("model") and of the first step ("step"). "MB read" are the bytes that this rank asked
+the system to read until its first step was done.
 
 With ``--memory`` a model of 64 million parameters is built on 8 ranks of one node instead. The growth of the processes'
 memory (proportional set size, summed over the ranks) is compared with the size of one copy of the parameters.
@@ -15,13 +19,16 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
 from typing import Any
 
 from harness import alternate, output_of, parser, result_of
 
 from mpizero.measurement import Measurement
 
-PARTS = ("python", "imports", "model", "step")
+PARTS = ("python", "mpi", "import", "groups", "windows", "kernels", "model", "step")
 
 
 def arguments() -> argparse.Namespace:
@@ -35,32 +42,94 @@ def arguments() -> argparse.Namespace:
     return options.parse_args()
 
 
-def job(started: float, strategy: str) -> None:
-    """Run as one rank: build a small GPT and train one step; rank 0 prints the seconds of each part as JSON.
+class Clock:
+    """Measure the seconds of a rank's start by part; a part inside of another one is not counted in that one.
 
     ``started`` is the value of ``time.monotonic()`` before ``mpiexec`` was started.
     """
-    marks = [started, time.monotonic()]
+
+    def __init__(self, started: float) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self._last = started
+
+    def spend(self, part: str) -> None:
+        """Add the time since the last call to ``part``."""
+        now = time.monotonic()
+        self.seconds[part] += now - self._last
+        self._last = now
+
+    def watch(self, owner: type, name: str, part: str, around: Callable[[], str]) -> None:
+        """Count calls of the method ``name`` of ``owner`` as ``part``, and what precedes them as ``around()``."""
+        method = getattr(owner, name)
+
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.spend(around())
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.spend(part)
+
+        setattr(owner, name, call)
+
+
+def job(started: float, strategy: str) -> None:
+    """Run as one rank: build a small GPT and train one step; rank 0 prints what the slowest rank has measured.
+
+    ``started`` is the value of ``time.monotonic()`` before ``mpiexec`` was started.
+    """
+    clock = Clock(started)
+    clock.spend("python")
     import numpy as np
     from mpi4py import MPI
 
+    clock.spend("mpi")
     import mpizero as mz
+    from mpizero.comm.mpi import MpiCommunicator
+    from mpizero.kernels.compile import Kernel
 
+    clock.spend("import")
+    phase = "model"
+    for name, part in (("__init__", "groups"), ("_split", "groups"), ("_split_node", "groups")):
+        clock.watch(MpiCommunicator, name, part, lambda: phase)
+    clock.watch(MpiCommunicator, "_allocate_shared", "windows", lambda: phase)
+    clock.watch(Kernel, "load", "kernels", lambda: phase)
     world = MPI.COMM_WORLD
-    marks.append(time.monotonic())
     config = mz.ShardingConfig(comm=world, micro_batch=1)
     gpt = mz.nn.GPT(dim=64, layers=2, heads=4, sequence=64, vocabulary=256)
     model = mz.distribute(gpt, mz.AdamW(lr=1e-3), strategy=strategy, config=config)
-    marks.append(time.monotonic())
+    clock.spend(phase)
+    phase = "step"
     ids = np.random.default_rng(world.rank).integers(0, 256, (1, 65))
     model.train(ids[:, :-1], ids[:, 1:])
-    marks.append(time.monotonic())
-    everyone = world.gather(marks, 0)
+    clock.spend(phase)
+    tell_slowest(world, {"parts": clock.seconds, "read": read_bytes()})
     model.close()
+
+
+def bare(started: float) -> None:
+    """Run as one rank that imports NumPy and mpi4py, and meets the others in a barrier; rank 0 prints the seconds."""
+    clock = Clock(started)
+    clock.spend("python")
+    import numpy as np  # noqa: F401
+    from mpi4py import MPI
+
+    MPI.COMM_WORLD.Barrier()
+    clock.spend("mpi")
+    tell_slowest(MPI.COMM_WORLD, {"parts": clock.seconds, "read": read_bytes()})
+
+
+def tell_slowest(world: Any, mine: dict[str, Any]) -> None:
+    """Print on rank 0 what the slowest rank has measured, with its "seconds" from the start, as JSON."""
+    everyone = world.gather(mine | {"seconds": sum(mine["parts"].values())}, 0)
     if everyone is not None:
-        slowest = max(everyone, key=lambda rank: rank[-1])
-        parts = [after - before for before, after in zip(slowest, slowest[1:], strict=False)]
-        print(json.dumps({"seconds": slowest[-1] - started, "parts": parts}))
+        print(json.dumps(max(everyone, key=lambda rank: rank["seconds"])))
+
+
+def read_bytes() -> int:
+    """Return how many bytes this process has asked the system to read so far."""
+    fields = Path("/proc/self/io").read_text(encoding="ascii").split()
+    return int(fields[fields.index("rchar:") + 1])
 
 
 def memory(parameters: int, strategy: str) -> None:
@@ -117,39 +186,56 @@ def python(code: str) -> float:
 def seconds(args: argparse.Namespace) -> dict[str, Any]:
     """Time interpreters, imports and jobs alternately, and return a JSON document.
 
-    "seconds" has the values of all rounds by what was timed, and "parts" the median seconds of the parts of each job.
+    "seconds" has the values of all rounds by what was timed; "jobs" has for each job the median seconds of its parts,
+    the bytes that it has read, and its ratio to the bare job.
     """
     sizes = [int(size) for size in args.ranks.split(",")]
-    runs: dict[str, list[dict[str, Any]]] = {f"{n} ranks": [] for n in sizes}
-    for n in sizes:
-        launched(args, n, "--be", "job", "--started", str(time.monotonic()))
+    kinds = {"ranks": "job", "ranks, bare": "bare"}
+    runs: dict[str, list[dict[str, Any]]] = {f"{n} {kind}": [] for n in sizes for kind in kinds}
+    for name in runs:
+        start(args, name, kinds)
 
     def measure(name: str) -> float:
         if name == "python -c pass":
             return python("pass")
         if name == "import mpizero":
             return python("import time; t = time.monotonic(); import mpizero; print(time.monotonic() - t)")
-        told = launched(args, int(name.split()[0]), "--be", "job", "--started", str(time.monotonic()))
-        runs[name].append(told)
-        return float(told["seconds"])
+        runs[name].append(start(args, name, kinds))
+        return float(runs[name][-1]["seconds"])
 
     found: dict[str, Any] = {"seconds": alternate(args.rounds, ["python -c pass", "import mpizero", *runs], measure)}
-    found["parts"] = {
-        name: {part: Measurement.of([run["parts"][k] for run in told]).median for k, part in enumerate(PARTS)}
+    found["jobs"] = {
+        name: {
+            "parts": {part: Measurement.of([run["parts"][part] for run in told]).median for part in PARTS},
+            "read": Measurement.of([run["read"] for run in told]).median,
+            "over": str(
+                Measurement.of_ratios(found["seconds"][name], found["seconds"][f"{name.split()[0]} ranks, bare"])
+            ),
+        }
         for name, told in runs.items()
     }
     return found
 
 
+def start(args: argparse.Namespace, name: str, kinds: dict[str, str]) -> dict[str, Any]:
+    """Run the job ``name``, such as "8 ranks, bare"; return what rank 0 printed."""
+    ranks, kind = name.split(" ", 1)
+    return launched(args, int(ranks), "--be", kinds[kind], "--started", str(time.monotonic()))
+
+
 def report(found: dict[str, Any]) -> str:
     """Format the result of :func:`seconds` as a table."""
-    lines = [f"{'seconds':18s}{'median':>8s}{'least':>8s}{'most':>8s}" + "".join(f"{part:>9s}" for part in PARTS)]
+    lines = [
+        f"{'seconds':18s}{'median':>8s}{'least':>8s}{'most':>8s}"
+        + "".join(f"{part:>9s}" for part in PARTS)
+        + f"{'MB read':>9s}  over bare"
+    ]
     for name, values in found["seconds"].items():
-        measured, parts = Measurement.of(values), found["parts"].get(name, {})
-        lines.append(
-            f"{name:18s}{measured.median:8.3f}{measured.least:8.3f}{measured.most:8.3f}"
-            + "".join(f"{parts[part]:9.3f}" for part in PARTS if parts)
-        )
+        measured, line = Measurement.of(values), f"{name:18s}"
+        line += f"{measured.median:8.3f}{measured.least:8.3f}{measured.most:8.3f}"
+        if job := found["jobs"].get(name):
+            line += "".join(f"{job['parts'][part]:9.3f}" for part in PARTS) + f"{job['read'] / 1e6:9.1f}  {job['over']}"
+        lines.append(line)
     return "\n".join(lines)
 
 
@@ -158,6 +244,8 @@ def main() -> None:
     args = arguments()
     if args.be == "job":
         job(args.started, args.strategy)
+    elif args.be == "bare":
+        bare(args.started)
     elif args.be == "memory":
         memory(int(args.parameters), args.strategy)
     elif args.memory:

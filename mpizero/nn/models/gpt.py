@@ -18,7 +18,6 @@ from mpizero.nn.layers.embedding import TokenEmbedding
 from mpizero.nn.layers.language_head import LanguageHead
 from mpizero.nn.losses.cross_entropy import CrossEntropy
 from mpizero.nn.models.block_model import export_computation_graph, model_dtype
-from mpizero.nn.models.predictor import compile_gpt
 from mpizero.nn.settings import require_positive, require_rate
 from mpizero.nn.split.block import SplitBlock
 from mpizero.nn.split.embedding import SplitTokenEmbedding
@@ -182,4 +181,6 @@ class GPT:
         ``sequence`` and needs no BLAS. It is meant for small batches, where one call costs less than the many calls of
         the layers.
         """
+        from mpizero.nn.models.predictor import compile_gpt
+
         return compile_gpt(self, params)

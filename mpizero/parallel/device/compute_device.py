@@ -30,7 +30,6 @@ from mpizero.parallel.device.device_parameters import DeviceAllocator, DevicePar
 from mpizero.parallel.device.device_update import DeviceUpdater, StagedUpdater
 from mpizero.parallel.gradients.reducer import Job
 from mpizero.parallel.optimizer.sharded_update import Updater, UpdateScope
-from mpizero.parallel.optimizer.vector_update import VectorUpdater
 from mpizero.parallel.parameters.allocator import Allocator, Memory
 from mpizero.parallel.parameters.store import ParameterProvider, ParameterStore
 from mpizero.parallel.step_rules import keeps_gradients_on_device
@@ -70,8 +69,11 @@ class ComputeDevice:
 
     def updater(self, optimizer: Any, store: ParameterStore, scope: UpdateScope) -> Updater:
         """Return an updater for the ranges of ``store`` that this rank updates; see :class:`Updater`."""
-        kind = VectorUpdater if optimizer.needs_vectors else Updater
-        return kind(optimizer, store, scope)
+        if not optimizer.needs_vectors:
+            return Updater(optimizer, store, scope)
+        from mpizero.parallel.optimizer.vector_update import VectorUpdater
+
+        return VectorUpdater(optimizer, store, scope)
 
     def held(self) -> dict[str, int]:
         """Return the bytes of model state that this rank keeps on a GPU, by kind; empty on the host. Not collective."""

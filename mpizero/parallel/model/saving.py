@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,10 +19,12 @@ from mpizero.comm.calls import collective, recorded
 from mpizero.comm.reduce.mean import mean_over_ranks
 from mpizero.crc import crc32
 from mpizero.parallel.checkpointing import learning_rate, model_state
-from mpizero.parallel.checkpointing.chosen_parameters import Choice, LoadReport, load_chosen
 from mpizero.parallel.checkpointing.restore import opened_alike
 from mpizero.parallel.model.core import ShardedCore
 from mpizero.text import notice
+
+if TYPE_CHECKING:
+    from mpizero.parallel.checkpointing.chosen_parameters import LoadReport
 
 
 class Saving(ShardedCore):
@@ -239,6 +241,8 @@ class Saving(ShardedCore):
             If the file is damaged, nothing of it can be loaded, or ``strict`` says so. The message names file,
             parameters and reason.
         """
+        from mpizero.parallel.checkpointing.chosen_parameters import Choice, load_chosen
+
         with all_ranks(self._config.communicator):
             choice = Choice.of(include, exclude, rename, strict)
         report = load_chosen(self.loadable_engine, path, choice)

@@ -40,15 +40,12 @@ class TensorTree:
         The ranks.
     layout : FlatLayout
         The parameters.
-    pieces : sequence of UpdatePiece
-        The ranges of parameters that this rank updates. Only the pieces in its own shard are summed by this rank; they
-        are kept as ``own``.
+    own : sequence of UpdatePiece
+        The ranges of parameters whose sums this rank computes, from :func:`own_pieces`.
     """
 
-    def __init__(self, grid: ProcessGrid, layout: FlatLayout, pieces: Sequence[UpdatePiece]) -> None:
-        self.grid = grid
-        share = Share(layout, grid.data.rank, grid.data.size)
-        self.own = [piece for piece in pieces if _inside(piece.span, share.spans[piece.entry.unit])]
+    def __init__(self, grid: ProcessGrid, layout: FlatLayout, own: Sequence[UpdatePiece]) -> None:
+        self.grid, self.own = grid, own
         tiles = {e.spec.name: tile_rows(e.spec) for e in layout.parameters if e.spec.optimized}
         self.counts = [0] * grid.data.size
         arrivals: dict[tuple[str, int], list[tuple[TreeNode, Program]]] = {
@@ -181,6 +178,11 @@ def _tree_sums(arrays: tuple[Array, ...], starts: Array, stops: Array, out: Arra
     """Write the sums of squares of ranges of one array, or the dot products of two, to ``out``. Not collective."""
     reduction = kernels.backend(arrays[0]).reduction
     (reduction.tree_square_sums if len(arrays) == 1 else reduction.tree_dots)(*arrays, starts, stops, out)
+
+
+def own_pieces(share: Share, pieces: Sequence[UpdatePiece]) -> list[UpdatePiece]:
+    """Return those of ``pieces``, ranges of parameters that a rank updates, that lie in ``share``, its own shard."""
+    return [piece for piece in pieces if _inside(piece.span, share.spans[piece.entry.unit])]
 
 
 def _inside(span: Span, other: Span) -> bool:

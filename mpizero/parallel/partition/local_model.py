@@ -14,7 +14,6 @@ from mpizero.comm import ProcessGrid
 from mpizero.errors import ConfigError
 from mpizero.layout.flat import FlatLayout, joined
 from mpizero.nn.split.model import run_on, whole_scores
-from mpizero.nn.tiles.tiled_model import tiled_model
 from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.sampletree import leaves_of
@@ -241,6 +240,8 @@ def partition_model(
         )
     cuts = parallel_layout.cut(blocks_of(model), model)
     _refuse_frozen_copies(blocks_of(model), parallel_layout.chunks, cuts)
+    from mpizero.nn.tiles.tiled_model import tiled_model  # with all that tiles need, which few trainings have
+
     tensor, context = group_for(grid.tensor_group), group_for(grid.context_group)
     split = tiled_model(model, tensor, context, tiles, {names[-1] for names in cuts})
     stage = grid.here.pipeline

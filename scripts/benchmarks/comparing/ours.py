@@ -8,6 +8,11 @@ from typing import Any
 
 import numpy as np
 
+#: The shapes that are compared, and how many steps a turn of them has.
+PRESETS = {
+    "base": {"ranks": 2, "dim": 256, "layers": 4, "heads": 4, "batch": 8, "sequence": 128, "steps": 8},
+    "strong": {"ranks": 2, "dim": 256, "layers": 4, "heads": 4, "batch": 1, "sequence": 64, "steps": 40},
+}
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 #: Contenders that train PyTorch's module with mpizero: the strategy, and whose kernels compute its functions.
 MODULES = {f"module-{strategy}": (strategy, "torch") for strategy in STRATEGIES}
@@ -49,7 +54,11 @@ class Ours:
 
     def turn(self, warmup: int, steps: int) -> float:
         """Train ``warmup`` steps, then time ``steps`` steps between two barriers; return their seconds together."""
-        return timed(lambda: self.model.train(self.x, self.y), self.world.Barrier, warmup, steps)
+        return timed(self.train, self.world.Barrier, warmup, steps)
+
+    def train(self) -> None:
+        """Train one step."""
+        self.model.train(self.x, self.y)
 
     def digest(self) -> str:
         """Return the SHA-256 of all parameters."""

@@ -1,0 +1,137 @@
+"""Take training steps of the GPT of compare.py apart: calls, matrix products, other kernels, messages, interpreter.
+
+For each of mpizero's strategies the step is timed as it is, and then with clocks around each kernel and each message.
+"calls" are those of Python functions and of functions in C in one step. "products" and "attention" are kernels; "other
+kernels" are all others; "messages" are collectives and barriers, waiting included; "interpreter" is the rest: Python,
+NumPy and the clocks. "alone" is what the step's products take by NumPy's BLAS, as "products alone" of compare.py; those
+of attention are in it. All are medians over steps on rank 0, in milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from comparing.ours import PRESETS, STRATEGIES, Ours, Products
+from harness import parser, result_of
+
+PARTS = ("products", "attention", "other kernels", "messages", "interpreter")
+
+
+def arguments() -> argparse.Namespace:
+    """Parse the command line, and return its options."""
+    options = parser(__doc__, mpiexec=True, json=True)
+    options.add_argument("--preset", choices=PRESETS, default="base", help="shapes (default: %(default)s)")
+    options.add_argument("--steps", type=int, default=30, help="of each kind (default: %(default)s)")
+    return options.parse_args()
+
+
+class Clocks:
+    """Add up the seconds of kernels and messages, by part, while they are watched."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+
+    def watch(self, owner: type, name: str, part: Callable[[Any], str]) -> None:
+        """Time each call of the method ``name`` of ``owner``; ``part`` tells from its object what it belongs to."""
+        method = getattr(owner, name)
+
+        @wraps(method)
+        def call(first: Any, *args: Any) -> Any:
+            entered = time.perf_counter()
+            try:
+                return method(first, *args)
+            finally:
+                self.seconds[part(first)] += time.perf_counter() - entered
+
+        setattr(owner, name, call)
+
+
+def kernel_part(kernel: Any) -> str:
+    """Return the part that a kernel belongs to."""
+    if kernel.name == "product":
+        return "products"
+    return "attention" if kernel.name.startswith("causal_attention") else "other kernels"
+
+
+def timed(step: Callable[[], Any], count: int) -> list[float]:
+    """Return the seconds of each of ``count`` calls of ``step``."""
+    marks = [time.perf_counter()]
+    for _ in range(count):
+        step()
+        marks.append(time.perf_counter())
+    return [stop - start for start, stop in zip(marks, marks[1:], strict=False)]
+
+
+def calls_of(step: Callable[[], Any]) -> int:
+    """Return how many functions of Python and of C one call of ``step`` calls."""
+    events: Counter[str] = Counter()
+    sys.setprofile(lambda frame, event, argument: events.update((event,)))
+    step()
+    sys.setprofile(None)
+    return events["call"] + events["c_call"]
+
+
+def rank(args: argparse.Namespace) -> dict[str, dict[str, float]] | None:
+    """Run as one rank: take the steps of each strategy apart, and return on rank 0 a row of milliseconds for each."""
+    from mpizero.comm.transport import Transport
+    from mpizero.kernels.compile import Kernel
+
+    shape, rows = PRESETS[args.preset] | {"threads": 1, "vocabulary": 256}, {}
+    limit = Products("", shape, None)
+    limit.prepare()
+    alone = statistics.median(limit.turn(1, 1) for _ in range(args.steps))
+    models = {strategy: Ours(strategy, shape, None) for strategy in STRATEGIES}
+    whole, calls = {}, {}
+    for strategy, ours in models.items():
+        ours.prepare()
+        timed(ours.train, 5)
+        whole[strategy] = statistics.median(timed(ours.train, args.steps))
+        calls[strategy] = calls_of(ours.train)
+    clocks = Clocks()
+    clocks.watch(Kernel, "_run", kernel_part)
+    clocks.watch(Transport, "_run", lambda _: "messages")
+    for strategy, ours in models.items():
+        steps = []
+        for _ in range(args.steps):
+            clocks.seconds.clear()
+            (seconds,) = timed(ours.train, 1)
+            steps.append(clocks.seconds | Counter(interpreter=seconds - sum(clocks.seconds.values())))
+        parts = {part: 1e3 * statistics.median(step[part] for step in steps) for part in PARTS}
+        rows[strategy] = {"step": 1e3 * whole[strategy], "calls": calls[strategy], "alone": 1e3 * alone} | parts
+        ours.model.close()
+    return rows if limit.world.rank == 0 else None
+
+
+def table(rows: dict[str, dict[str, float]]) -> str:
+    """Return the rows as a table of Markdown."""
+    columns = ("step", "calls", "alone", *PARTS)
+    lines = ["| | " + " | ".join(columns) + " |", "|---" * (1 + len(columns)) + "|"]
+    for strategy, row in rows.items():
+        cells = [f"{row[name]:,.0f}" if name == "calls" else f"{row[name]:.2f}" for name in columns]
+        lines.append(f"| {strategy} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run as a rank, or start the ranks and print their table."""
+    args = arguments()
+    if args.be:
+        if rows := rank(args):
+            print(json.dumps(rows))
+        return
+    ranks = PRESETS[args.preset]["ranks"]
+    words = ("--be", "rank", "--preset", args.preset, "--steps", str(args.steps))
+    rows = result_of(args.mpiexec, ranks, __file__, *words)
+    print(json.dumps(rows) if args.json else table(rows))
+
+
+if __name__ == "__main__":
+    main()
