@@ -205,7 +205,7 @@ class FlatLayout:
 
     @cached_property
     def _stops(self) -> tuple[int, ...]:
-        """Where each of ``parameters`` ends in the flat array, ascending."""
+        """The index at which each of ``parameters`` ends in the flat array."""
         return tuple(entry.span.stop for entry in self.parameters)
 
 

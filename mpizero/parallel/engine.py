@@ -264,7 +264,7 @@ class Engine(PlacedModel):
 
     def pieces(self) -> tuple[UpdatePiece, ...]:
         """Return the contiguous ranges of optimized parameters that this rank owns by the shard rule."""
-        return tuple(self._bound().own)
+        return tuple(self._bound().trees.own)
 
     def place_iterate(self) -> None:
         """Set the parameters to the last iterate of the method of whole vectors, after an evaluation."""

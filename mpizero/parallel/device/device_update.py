@@ -228,7 +228,7 @@ class StagedUpdater(DeviceUpdater):
 
         Collective over all ranks. :meth:`Updater._apply_directions` does the same with directions on the host.
         """
-        own = self.own
+        own = self.trees.own
         held = self.device_parameters.current() if self.device_parameters.whole else self.store.values
         weights = self._square_sums(held, [piece.store for piece in own])
         steps = self._square_sums(self._gradient, [piece.state for piece in own])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from mpizero.parallel.batch.step_scalars import Divisors
 from mpizero.parallel.optimizer.global_norm import GlobalSums, over_tiles
 from mpizero.parallel.optimizer.kept_state import sharded_pieces, state_sizes
 from mpizero.parallel.optimizer.tensor_plan import TensorPlan
-from mpizero.parallel.optimizer.tensor_tree import TensorTree, own_pieces
+from mpizero.parallel.optimizer.tensor_tree import TensorTree
 from mpizero.parallel.optimizer.tied_parameters import TieExchange, home_of
 from mpizero.parallel.optimizer.whole_tensors import WholeTensors
 from mpizero.parallel.parameters.shards import StatePiece, UpdatePiece, runs_of, update_pieces, whole_last
@@ -82,9 +81,8 @@ class Updater:
         self.tied = tuple(p for p in self.pieces if p.uses)
         self.groups = sorted(set(groups.values()))
         self.size = sum(piece.size for piece in self.pieces)
-        #: Those of ``pieces`` that lie in this rank's own shard.
-        self.own = own_pieces(store.share, self.pieces)
-        self._global_sums, self._ties = scope.global_sums, None if scope.ties is None else scope.ties(self.own)
+        self.trees = TensorTree(self.grid, layout, self.pieces)
+        self._global_sums, self._ties = scope.global_sums, None if scope.ties is None else scope.ties(self.trees.own)
         #: If set, called with every reduced gradient, clipped and unscaled, before the update; not in fused updates.
         self.watch: Callable[[Array], None] | None = None
         self.method: VectorRun | None = None  # what a method of whole vectors has reached
@@ -102,11 +100,6 @@ class Updater:
         """Return a new array of zeros for one slot (such as a momentum) of this rank's optimizer state."""
         return self.memory.private("optimizer state", size, self.dtype)
 
-    @cached_property
-    def trees(self) -> TensorTree:
-        """Sums over the elements of each parameter. Planned when first needed: it takes time that grows with ranks."""
-        return TensorTree(self.grid, self.store.layout, self.own)
-
     def state_pieces(self, slot: str, *, own: bool = False) -> list[StatePiece]:
         """Return the ranges of the arrays of ``slot`` that this rank keeps, by shard and as owner of whole tensors.
 
@@ -114,7 +107,7 @@ class Updater:
         """
         if slot not in self.optimizer.slots:
             return self.tensors.kept[slot] if self.tensors else []
-        return sharded_pieces(self.own if own else self.pieces, self.state[slot].size)
+        return sharded_pieces(self.trees.own if own else self.pieces, self.state[slot].size)
 
     def release(self) -> None:
         """Stop counting the bytes of the optimizer state; the caller then drops the updater. Not collective."""
@@ -269,7 +262,7 @@ class Updater:
         Collective over all ranks. If the sum of all squares is not finite, the first value is that sum. The second is
         then the first parameter whose own sum is not finite or, if there is none, the parameter with the largest sum.
         """
-        sums = self._square_sums(reduced, [piece.gradient for piece in self.own])
+        sums = self._square_sums(reduced, [piece.gradient for piece in self.trees.own])
         total = float(sum(sums.values()))
         if np.isfinite(total):
             return total**0.5, None
@@ -279,7 +272,7 @@ class Updater:
 
     def parts_of(self, name: str, reduced: Array) -> list[Array]:
         """Return this rank's elements of the reduced gradient of parameter ``name``, on the host. Not collective."""
-        pieces = [p for p in self.own if home_of(p.entry.spec) == name]
+        pieces = [p for p in self.trees.own if home_of(p.entry.spec) == name]
         return [kernels.to_host(reduced[p.gradient : p.gradient + p.size]) for p in pieces]
 
     def _square_sums(self, values: Array, starts: Sequence[int]) -> dict[str, float]:
@@ -336,7 +329,7 @@ class Updater:
 
         Collective over all ranks. The norms are those of a parameter's values and of its direction.
         """
-        own = self.own
+        own = self.trees.own
         values = self._parameters()
         weights = self._square_sums(values, [piece.store for piece in own])
         steps = self._square_sums(directions, [piece.gradient for piece in own])

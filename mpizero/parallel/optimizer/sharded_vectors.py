@@ -53,7 +53,7 @@ class ShardedVectors:
         self.precision = float(np.finfo(updater.dtype).eps)
         #: Number of threads that this rank uses.
         self.threads = 1
-        self._starts = [piece.state for piece in updater.own]
+        self._starts = [piece.state for piece in updater.trees.own]
         self._limited = tuple(self._limits())
         self._factors = () if preconditioner is None else tuple(self._scaled(preconditioner))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate, groupby, islice, pairwise
 from typing import NamedTuple
 
@@ -40,48 +40,68 @@ class TensorTree:
         The ranks.
     layout : FlatLayout
         The parameters.
-    own : sequence of UpdatePiece
-        The ranges of parameters whose sums this rank computes, from :func:`own_pieces`.
+    pieces : sequence of UpdatePiece
+        The ranges of parameters that this rank updates. Only the pieces in its own shard are summed by this rank; they
+        are kept as ``own``.
     """
 
-    def __init__(self, grid: ProcessGrid, layout: FlatLayout, own: Sequence[UpdatePiece]) -> None:
-        self.grid, self.own = grid, own
-        tiles = {e.spec.name: tile_rows(e.spec) for e in layout.parameters if e.spec.optimized}
-        self.counts = [0] * grid.data.size
+    def __init__(self, grid: ProcessGrid, layout: FlatLayout, pieces: Sequence[UpdatePiece]) -> None:
+        self.grid, self._layout = grid, layout
+        share = Share(layout, grid.data.rank, grid.data.size)
+        self.own = [piece for piece in pieces if _inside(piece.span, share.spans[piece.entry.unit])]
+
+    @property
+    def counts(self) -> list[int]:
+        """Number of sums that each rank of the data group computes."""
+        return self._arranged[0]
+
+    @cached_property
+    def _tiles(self) -> dict[str, tuple[PartRows, ...]]:
+        """The tiles of each optimized parameter, by its name."""
+        return {e.spec.name: tile_rows(e.spec) for e in self._layout.parameters if e.spec.optimized}
+
+    @cached_property
+    def _arranged(self) -> tuple[list[int], dict[str, tuple[Program, ...]]]:
+        """The number of sums of each rank, and how to add all ranks' to those of each parameter's tiles.
+
+        Made when first needed: the time that it takes grows with the number of ranks, and many trainings need no norm.
+        """
+        counts = [0] * self.grid.data.size
         arrivals: dict[tuple[str, int], list[tuple[TreeNode, Program]]] = {
-            (name, tile): [] for name, rows in tiles.items() for tile in range(len(rows))
+            (name, tile): [] for name, rows in self._tiles.items() for tile in range(len(rows))
         }
         place = 0
-        for rank in range(grid.data.size):
-            for name, tile, nodes in _held(Share(layout, rank, grid.data.size), tiles):
+        for rank in range(self.grid.data.size):
+            for name, tile, nodes in _held(Share(self._layout, rank, self.grid.data.size), self._tiles):
                 arrivals[name, tile] += [(node, (place + i,)) for i, node in enumerate(nodes)]
                 place += len(nodes)
-                self.counts[rank] += len(nodes)
-        self.programs = {
+                counts[rank] += len(nodes)
+        programs = {
             name: tuple(_root(arrivals[name, tile], rows.size) for tile, rows in enumerate(held))
-            for name, held in tiles.items()
+            for name, held in self._tiles.items()
         }
-        self._plan(tiles)
+        return counts, programs
 
-    def _plan(self, tiles: Mapping[str, Sequence[PartRows]]) -> None:
-        """Plan how this rank computes its sums: of contiguous ranges of a piece in place, of others from copies."""
+    @cached_property
+    def _cuts(self) -> tuple[Array, list[tuple[int, int, StridedTile]]]:
+        """The plan of this rank's sums: of contiguous ranges of a piece in place, of others from copies."""
         cuts: list[tuple[int, int, int, int]] = []
-        self._strided: list[tuple[int, int, StridedTile]] = []
+        strided: list[tuple[int, int, StridedTile]] = []
         place = 0
         for number, piece in enumerate(self.own):
             origin = piece.span.start - piece.entry.offset
-            for rows in tiles[piece.entry.spec.name]:
+            for rows in self._tiles[piece.entry.spec.name]:
                 held = elements_within(rows, origin, origin + piece.size)
                 nodes = cover(held.start, held.stop, rows.size)
                 runs = list(islice(row_runs(rows, held.start, held.stop), 2))
                 if len(runs) > 1:
-                    self._strided.append((number, place, StridedTile(rows, origin, nodes)))
+                    strided.append((number, place, StridedTile(rows, origin, nodes)))
                 else:
                     leaves = [node.leaves(rows.size) for node in nodes]
                     first = runs[0].whole - runs[0].local - origin if runs else 0
                     cuts += [(number, place + i, first + r.start, first + r.stop) for i, r in enumerate(leaves)]
                 place += len(nodes)
-        self._piece, self._place, self._first, self._stop = np.array(cuts, np.int64).reshape(-1, 4).T
+        return np.array(cuts, np.int64).reshape(-1, 4).T, strided
 
     def square_sums(self, values: Array, starts: Sequence[int]) -> dict[str, tuple[float, ...]]:
         """Return, for every optimized parameter of the layout, by name, the sum of squares of each tile's elements.
@@ -97,16 +117,17 @@ class TensorTree:
 
     def _sums(self, arrays: tuple[Array, ...], starts: Sequence[int]) -> dict[str, tuple[float, ...]]:
         """Return the sums of squares of one array, or the dot products of two. Collective over the data group."""
-        local = np.empty(self.counts[self.grid.data.rank], np.float64)
-        begin, found = np.array(starts, np.int64)[self._piece], np.empty(self._piece.size, np.float64)
-        _tree_sums(arrays, self._first + begin, self._stop + begin, found)
-        local[self._place] = found
-        for number, place, tile in self._strided:
+        (counts, programs), ((piece, place, first, stop), strided) = self._arranged, self._cuts
+        local = np.empty(counts[self.grid.data.rank], np.float64)
+        begin, found = np.array(starts, np.int64)[piece], np.empty(piece.size, np.float64)
+        _tree_sums(arrays, first + begin, stop + begin, found)
+        local[place] = found
+        for number, at, tile in strided:
             held = [array[starts[number] : starts[number] + self.own[number].size] for array in arrays]
-            local[place : place + len(tile.nodes)] = tile.sums(held)
-        everyone = np.empty(sum(self.counts), np.float64)
-        self.grid.data.allgatherv(local, everyone, self.counts, "tensor sums")
-        return {name: tuple(evaluate(tile, everyone) for tile in held) for name, held in self.programs.items()}
+            local[at : at + len(tile.nodes)] = tile.sums(held)
+        everyone = np.empty(sum(counts), np.float64)
+        self.grid.data.allgatherv(local, everyone, counts, "tensor sums")
+        return {name: tuple(evaluate(tile, everyone) for tile in held) for name, held in programs.items()}
 
 
 class _Block(NamedTuple):
@@ -178,11 +199,6 @@ def _tree_sums(arrays: tuple[Array, ...], starts: Array, stops: Array, out: Arra
     """Write the sums of squares of ranges of one array, or the dot products of two, to ``out``. Not collective."""
     reduction = kernels.backend(arrays[0]).reduction
     (reduction.tree_square_sums if len(arrays) == 1 else reduction.tree_dots)(*arrays, starts, stops, out)
-
-
-def own_pieces(share: Share, pieces: Sequence[UpdatePiece]) -> list[UpdatePiece]:
-    """Return those of ``pieces``, ranges of parameters that a rank updates, that lie in ``share``, its own shard."""
-    return [piece for piece in pieces if _inside(piece.span, share.spans[piece.entry.unit])]
 
 
 def _inside(span: Span, other: Span) -> bool:
