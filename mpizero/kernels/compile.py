@@ -111,11 +111,11 @@ class Kernel:
     def _parts(self, args: tuple[Any, ...]) -> int:
         """Return into how many parts to divide arrays, one a thread; 1 if arguments do not fit the signature."""
         if len(args) <= max(self.divided):
-            return 0
+            return 1
         arrays = [args[i] for i in self.divided]
         size = max(getattr(array, "size", 0) for array in arrays)
         if size < 2 * pool.BLOCK or len({np.shape(array)[:1] for array in arrays}) > 1:
-            return 0
+            return 1
         return min(pool.threads_for(size, pool.BLOCK), len(arrays[0]))
 
     def _run(self, *args: Any) -> Any:
