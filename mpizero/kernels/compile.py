@@ -53,9 +53,9 @@ class Intrinsic(ABC):
     def compiled(self) -> Any:
         """Return the numba ``intrinsic`` that compiled kernels call instead of this object."""
 
+    @abstractmethod
     def __call__(self, *args: Any) -> Any:
-        """Do the operation in plain Python, for kernels that are not compiled; those of some classes always are."""
-        raise NotImplementedError(f"{type(self).__name__} exists in machine code only")
+        """Do the operation in plain Python, for kernels that are not compiled."""
 
 
 class Kernel:

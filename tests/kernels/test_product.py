@@ -10,7 +10,7 @@ from mpizero.errors import ConfigError
 from mpizero.kernels import pool
 from mpizero.kernels.products import multiply
 from mpizero.kernels.products.multiply import KernelProducts, matmul
-from mpizero.kernels.products.product import DEPTH
+from mpizero.kernels.products.product import DEPTH, memory_size, product
 
 pytestmark = pytest.mark.skipif(not multiply.fuses(), reason="needs a compiler, and a CPU that fuses")
 LENGTHS = (0, 1, 2, 7, 12, 16, 31, 33, 64, 100)
@@ -116,6 +116,15 @@ def test_nothing_but_fitting_matrices_of_floats_is_multiplied():
         matmul(single, single[:3])
     assert matmul(single.astype(int), single.astype(int)).tolist() == [[4] * 4] * 4
     assert matmul(single, np.ones(4, "f")).tolist() == [4] * 4
+
+
+@pytest.mark.parametrize("dtype", ["f", "d"])
+def test_the_kernel_in_plain_python_computes_the_same_product(dtype):
+    rng = np.random.default_rng(0)
+    for order in range(4):
+        a, b, out = matrix(rng, 30, 35, dtype, order), matrix(rng, 35, 41, dtype, order), np.empty((30, 41), dtype)
+        assert product.python(a, b, out, np.empty(memory_size(30, 35, a.itemsize), dtype))
+        np.testing.assert_allclose(out, matmul(a, b), rtol=0, atol=200 * np.finfo(dtype).eps)
 
 
 def test_a_cpu_that_does_not_fuse_is_named_where_the_kernel_is_asked_for(monkeypatch):

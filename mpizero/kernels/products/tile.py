@@ -11,6 +11,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
+
 from mpizero.kernels.compile import Intrinsic
 from mpizero.kernels.prefetch import fetch_line
 
@@ -54,6 +56,15 @@ class SumsTile(Intrinsic):
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
+
+    def __call__(self, a: Any, a_at: int, b: Any, b_at: int, depth: int, c: Any, c_at: int, *rest: Any) -> None:
+        """Compute the tile in Python, without fusing."""
+        (c_step, columns, first), wide = rest[:3], tile_columns(c.itemsize)
+        left = a[a_at : a_at + depth * self.rows].reshape(depth, self.rows)
+        right = b[b_at : b_at + depth * wide].reshape(depth, wide)
+        for i, row in enumerate(left.T @ right):
+            place = flat(c)[c_at + i * c_step :][:columns]
+            place[...] = row[:columns] if first else place + row[:columns]
 
     def compiled(self) -> Any:
         """Return the numba intrinsic."""
@@ -170,6 +181,15 @@ class VectorTranspose(Intrinsic):
     def _height(self, lanes: int) -> int:
         return self.rows % lanes or lanes
 
+    def __call__(self, x: Any, at: int, step: int, out: Any, out_at: int, out_step: int) -> None:
+        """Transpose the block in Python."""
+        lanes, source = VECTOR // x.itemsize, flat(x)
+        for p in range(lanes):
+            vector = out[out_at + p * out_step :][:lanes]
+            vector[...] = 0
+            for i in range(self._height(lanes)):
+                vector[i] = source[at + i * step + p]
+
     def compiled(self) -> Any:
         """Return the numba intrinsic."""
         from numba import types
@@ -203,6 +223,11 @@ class VectorCopy(Intrinsic):
 
     def __init__(self, count: int | None = None) -> None:
         self.count = count
+
+    def __call__(self, x: Any, at: int, out: Any, out_at: int) -> None:
+        """Copy the elements in Python."""
+        count = self.count or tile_columns(x.itemsize)
+        out[out_at : out_at + count] = flat(x)[at : at + count]
 
     def compiled(self) -> Any:
         """Return the numba intrinsic."""
@@ -313,3 +338,9 @@ class _Vectors:
     def _indices(self, order: list[int]) -> Any:
         integer = self._ir.IntType(32)
         return self._ir.Constant(self._ir.VectorType(integer, self.lanes), order)
+
+
+def flat(x: Any) -> Any:
+    """Return the memory from a matrix's first to its last element as a flat array."""
+    size = sum((count - 1) * step for count, step in zip(x.shape, x.strides, strict=True)) // x.itemsize + 1
+    return np.lib.stride_tricks.as_strided(x, (size,), (x.itemsize,))
