@@ -14,14 +14,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mpizero.launched import BY_MPI
-from mpizero.names_on_use import names_on_use
+from mpizero.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     __version__: str
 
+    from mpizero import adapters as adapters
+    from mpizero import checkpoint as checkpoint
+    from mpizero import comm as comm
     from mpizero import data as data
+    from mpizero import errors as errors
+    from mpizero import kernels as kernels
+    from mpizero import layout as layout
     from mpizero import nn as nn
     from mpizero import optim as optim
+    from mpizero import parallel as parallel
     from mpizero import testing as testing
     from mpizero.adapters import FunctionModel as FunctionModel
     from mpizero.comm import InMemoryCommunicator as InMemoryCommunicator
@@ -84,93 +91,12 @@ if TYPE_CHECKING:
     from mpizero.train.run.trainer import Trainer as Trainer
     from mpizero.train.run.visit import Preempted as Preempted
 
-_MODULES = (
-    "adapters",
-    "checkpoint",
-    "comm",
-    "data",
-    "errors",
-    "kernels",
-    "layout",
-    "nn",
-    "optim",
-    "parallel",
-    "testing",
-)
-__all__ = [
-    *_MODULES,
-    "Adam",
-    "AdamW",
-    "BadSteps",
-    "Callback",
-    "DDPModel",
-    "DDPOptimizer",
-    "DynamicLossScale",
-    "Evaluation",
-    "FSDPModel",
-    "FSDPOptimizer",
-    "FunctionModel",
-    "GradientCompressionOptimizer",
-    "Gradients",
-    "HybridShardedModel",
-    "HybridShardedOptimizer",
-    "InMemoryCommunicator",
-    "LAMB",
-    "LBFGS",
-    "Lion",
-    "LocalSGDOptimizer",
-    "Member",
-    "MinimizeResult",
-    "ModelMetadata",
-    "Muon",
-    "NewtonCG",
-    "NonlinearCG",
-    "OptimizationOptions",
-    "OptimizationResult",
-    "ParameterGroup",
-    "PipelineParallelModel",
-    "Preempted",
-    "ProcessGrid",
-    "RMSprop",
-    "SGD",
-    "SOAP",
-    "ShardedModelBase",
-    "ShardedOptimizer",
-    "ShardingConfig",
-    "StepReport",
-    "TensorBoard",
-    "TensorOptimizer",
-    "TensorParallelModel",
-    "TensorStep",
-    "Tikhonov",
-    "TotalVariation",
-    "Trainer",
-    "TrainingResult",
-    "ZeRO1Model",
-    "ZeRO1Optimizer",
-    "ZeRO2Model",
-    "ZeRO2Optimizer",
-    "ZeRO3Model",
-    "ZeRO3Optimizer",
-    "distribute",
-    "dump_bad_step",
-    "measured_costs",
-    "minimize",
-    "replay_bad_step",
-    "run_members",
-    "summarize_members",
-]
-_on_use = names_on_use(__name__, __all__, _MODULES)
+_lazy, __dir__, __all__ = lazy_names(__name__)
 
 
 def __getattr__(name: str) -> Any:
     """Import and return a public name when it is first used."""
-    return _version() if name == "__version__" else _on_use(name)
-
-
-def __dir__() -> list[str]:
-    """Return the public names, sorted."""
-    return sorted(__all__)
+    return _version() if name == "__version__" else _lazy(name)
 
 
 def _version() -> str:

@@ -29,7 +29,7 @@ FLOORS = {
     "measurement": 0,
     "fingerprint": 0,
     "names": 1,
-    "names_on_use": 1.5,  # it names the names that are like an unknown one
+    "lazy_names": 1.5,  # it names the names that are like an unknown one
     "faults": 1,
     "sampletree": 1,
     "signatures": 1,

@@ -2,60 +2,32 @@
 
 from typing import TYPE_CHECKING
 
-from mpizero.names_on_use import names_on_use
+from mpizero.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from mpizero.checkpoint.best_link import mark_best, marked_best
-    from mpizero.checkpoint.folders import (
-        RemovalFailure,
-        StepFolder,
-        newest,
-        prune,
-        sound,
-        step_folder,
-        step_of,
-        survey,
-    )
-    from mpizero.checkpoint.format.table import LocalArray
-    from mpizero.checkpoint.full_check import verify
-    from mpizero.checkpoint.image import from_bytes, to_bytes
-    from mpizero.checkpoint.pending import PendingSave, begin
-    from mpizero.checkpoint.reader import Reader, open_checkpoint
-    from mpizero.checkpoint.snapshot import SnapshotBuffer
-    from mpizero.checkpoint.writer import write
-    from mpizero.errors import (
-        CheckpointDamagedError,
-        CheckpointIOError,
-        CheckpointMissingError,
-        CheckpointVersionError,
-    )
-
-__all__ = [
-    "CheckpointDamagedError",
-    "CheckpointIOError",
-    "CheckpointMissingError",
-    "CheckpointVersionError",
-    "StepFolder",
-    "RemovalFailure",
-    "LocalArray",
-    "PendingSave",
-    "Reader",
-    "SnapshotBuffer",
-    "begin",
-    "from_bytes",
-    "mark_best",
-    "marked_best",
-    "newest",
-    "open_checkpoint",
-    "prune",
-    "sound",
-    "step_folder",
-    "step_of",
-    "survey",
-    "to_bytes",
-    "verify",
-    "write",
-]
-
-if not TYPE_CHECKING:  # a checker of types would take any name for known
-    __getattr__ = names_on_use(__name__, __all__)
+    from mpizero.checkpoint.best_link import mark_best as mark_best
+    from mpizero.checkpoint.best_link import marked_best as marked_best
+    from mpizero.checkpoint.folders import RemovalFailure as RemovalFailure
+    from mpizero.checkpoint.folders import StepFolder as StepFolder
+    from mpizero.checkpoint.folders import newest as newest
+    from mpizero.checkpoint.folders import prune as prune
+    from mpizero.checkpoint.folders import sound as sound
+    from mpizero.checkpoint.folders import step_folder as step_folder
+    from mpizero.checkpoint.folders import step_of as step_of
+    from mpizero.checkpoint.folders import survey as survey
+    from mpizero.checkpoint.format.table import LocalArray as LocalArray
+    from mpizero.checkpoint.full_check import verify as verify
+    from mpizero.checkpoint.image import from_bytes as from_bytes
+    from mpizero.checkpoint.image import to_bytes as to_bytes
+    from mpizero.checkpoint.pending import PendingSave as PendingSave
+    from mpizero.checkpoint.pending import begin as begin
+    from mpizero.checkpoint.reader import Reader as Reader
+    from mpizero.checkpoint.reader import open_checkpoint as open_checkpoint
+    from mpizero.checkpoint.snapshot import SnapshotBuffer as SnapshotBuffer
+    from mpizero.checkpoint.writer import write as write
+    from mpizero.errors import CheckpointDamagedError as CheckpointDamagedError
+    from mpizero.errors import CheckpointIOError as CheckpointIOError
+    from mpizero.errors import CheckpointMissingError as CheckpointMissingError
+    from mpizero.errors import CheckpointVersionError as CheckpointVersionError
+else:  # a checker of types would take any name for known
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -5,54 +5,35 @@ The samples of a global batch do not depend on the number of ranks.
 
 from typing import TYPE_CHECKING
 
-from mpizero.data.batches import Batches, batches
-from mpizero.names_on_use import names_on_use
+# Not lazily: the module has the function's name, which would mean the module as soon as that is imported.
+from mpizero.data.batches import Batches as Batches
+from mpizero.data.batches import batches as batches
+from mpizero.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from mpizero.data.arrays import ArraySource, NpySource, digits
-    from mpizero.data.blocks.block_shuffle import BlockShuffledSource
-    from mpizero.data.blocks.cache import CachedSource, cached
-    from mpizero.data.files import FileSource
-    from mpizero.data.hdf5 import Hdf5Source
-    from mpizero.data.moments import Statistics, statistics
-    from mpizero.data.netcdf import NetcdfSource
-    from mpizero.data.online.job import OnlineJob
-    from mpizero.data.online.producer import OnlineProducer
-    from mpizero.data.online.spool import SpoolProducer, spool_source
-    from mpizero.data.online.stream import OnlineBatches, OnlineSource
-    from mpizero.data.source import Source, Subset, sample_order
-    from mpizero.data.text import TextSource
-    from mpizero.data.transforms import SampleRandom, TransformedSource
-    from mpizero.data.zarr_source import ZarrSource
-
-__all__ = [
-    "ArraySource",
-    "Batches",
-    "BlockShuffledSource",
-    "CachedSource",
-    "FileSource",
-    "Hdf5Source",
-    "NetcdfSource",
-    "NpySource",
-    "OnlineBatches",
-    "OnlineJob",
-    "OnlineProducer",
-    "OnlineSource",
-    "SpoolProducer",
-    "SampleRandom",
-    "Source",
-    "Statistics",
-    "Subset",
-    "TextSource",
-    "TransformedSource",
-    "ZarrSource",
-    "batches",
-    "cached",
-    "digits",
-    "sample_order",
-    "spool_source",
-    "statistics",
-]
-
-if not TYPE_CHECKING:  # a checker of types would take any name for known
-    __getattr__ = names_on_use(__name__, __all__)
+    from mpizero.data.arrays import ArraySource as ArraySource
+    from mpizero.data.arrays import NpySource as NpySource
+    from mpizero.data.arrays import digits as digits
+    from mpizero.data.blocks.block_shuffle import BlockShuffledSource as BlockShuffledSource
+    from mpizero.data.blocks.cache import CachedSource as CachedSource
+    from mpizero.data.blocks.cache import cached as cached
+    from mpizero.data.files import FileSource as FileSource
+    from mpizero.data.hdf5 import Hdf5Source as Hdf5Source
+    from mpizero.data.moments import Statistics as Statistics
+    from mpizero.data.moments import statistics as statistics
+    from mpizero.data.netcdf import NetcdfSource as NetcdfSource
+    from mpizero.data.online.job import OnlineJob as OnlineJob
+    from mpizero.data.online.producer import OnlineProducer as OnlineProducer
+    from mpizero.data.online.spool import SpoolProducer as SpoolProducer
+    from mpizero.data.online.spool import spool_source as spool_source
+    from mpizero.data.online.stream import OnlineBatches as OnlineBatches
+    from mpizero.data.online.stream import OnlineSource as OnlineSource
+    from mpizero.data.source import Source as Source
+    from mpizero.data.source import Subset as Subset
+    from mpizero.data.source import sample_order as sample_order
+    from mpizero.data.text import TextSource as TextSource
+    from mpizero.data.transforms import SampleRandom as SampleRandom
+    from mpizero.data.transforms import TransformedSource as TransformedSource
+    from mpizero.data.zarr_source import ZarrSource as ZarrSource
+else:  # a checker of types would take any name for known
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

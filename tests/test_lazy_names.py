@@ -5,16 +5,21 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib import import_module
+from pkgutil import iter_modules
+from types import ModuleType
 
 import pytest
 
-PACKAGES = ["mpizero", *(f"mpizero.{name}" for name in ("checkpoint", "data", "nn", "optim", "parallel"))]
+PACKAGES = [f"mpizero.{name}" for name in ("checkpoint", "data", "nn", "optim", "parallel", "testing")]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_public_name_is_there(package):
+def test_a_public_name_is_no_module_whatever_was_imported(package):
     module = import_module(package)
-    assert all(getattr(module, name) is not None for name in module.__all__)
+    for found in iter_modules(module.__path__, f"{package}."):
+        import_module(found.name)
+    assert not [name for name in module.__all__ if isinstance(getattr(module, name), ModuleType)]
+    assert dir(module) == sorted(module.__all__)
 
 
 def test_a_module_is_imported_when_a_name_of_it_is_used():

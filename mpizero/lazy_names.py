@@ -1,0 +1,39 @@
+"""Load the public names of a package lazily: a name's module is imported when the name is first used."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
+
+
+def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` for the ``__init__.py`` of ``package``, which calls this.
+
+    The public names are those that this file imports as themselves (``from module import name as name``), usually
+    under ``if TYPE_CHECKING:``, where they cost nothing, and checkers of types and readers find them. So a process
+    imports only what it uses. For other names ``__getattr__`` raises ``UnknownNameError`` with the most similar one.
+    """
+    homes = dict(_homes(package))
+    names = sorted(homes)
+
+    def find(name: str) -> Any:
+        if name not in homes:
+            return import_module("mpizero.names").unknown_names(package, names)(name)
+        if homes[name] == package:
+            return import_module(f"{package}.{name}")
+        value = getattr(import_module(homes[name]), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return find, names.copy, names
+
+
+def _homes(package: str) -> Iterator[tuple[str, str]]:
+    """Yield each name that a package imports as itself, and the module that it imports it from."""
+    source = sys.modules[package].__spec__.loader.get_source(package)  # type: ignore[union-attr]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            yield from ((alias.name, str(node.module)) for alias in node.names if alias.name == alias.asname)
