@@ -19,7 +19,7 @@ from mpizero.kernels.compile import apart, kernel
 from mpizero.kernels.products.tile import (
     HIGH,
     LOW,
-    UNROLLED,
+    UNROLL,
     VECTOR,
     SumsTile,
     VectorCopy,
@@ -120,11 +120,11 @@ def next_panels(at: Any, step: Any, by_rows: Any, panels: Any, terms: Any, item:
     as every row may lie in a page of its own; of contiguous columns it fetches one line's width of them, and of these
     as much as it has steps for.
     """
-    wide, line, steps = tile_columns(item), _LINE // item, terms // UNROLLED
+    wide, line, steps = tile_columns(item), _LINE // item, terms // UNROLL
     if by_rows:
         lines = panels * wide // line
-        return at + panels * wide, steps // lines * step, lines * UNROLLED, lines - 1, line, step // lines
-    return at + wide * step, line * step if UNROLLED == 1 else steps, wide // line * UNROLLED, line - 1, step, 1
+        return at + panels * wide, steps // lines * step, lines * UNROLL, lines - 1, line, step // lines
+    return at + wide * step, line * step if UNROLL == 1 else steps, wide // line * UNROLL, line - 1, step, 1
 
 
 def after_tiles(ahead: Any, count: Any) -> Any:

@@ -34,7 +34,7 @@ def registers() -> tuple[int, int, int, int]:
     return next((sizes for name, sizes in _REGISTERS.items() if name in features), (0, 0, 0, 0))
 
 
-VECTOR, HIGH, LOW, UNROLLED = registers()
+VECTOR, HIGH, LOW, UNROLL = registers()
 
 
 def tile_columns(itemsize: int) -> int:
@@ -113,8 +113,8 @@ class SumsTile(Intrinsic):
         """Write the loops over the inner axis; return the sums by row and vector."""
         sums = [[write.zeros] * _ACROSS for _ in range(self.rows)]
         position = write.number(0)
-        for count in sorted({UNROLLED, 1}, reverse=True):
-            fetched = ahead if count == UNROLLED else None
+        for count in sorted({UNROLL, 1}, reverse=True):
+            fetched = ahead if count == UNROLL else None
             position, sums = self._steps(write, a, b, depth, fetched, count, position, sums)
         return sums
 

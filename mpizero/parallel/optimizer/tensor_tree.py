@@ -53,7 +53,7 @@ class TensorTree:
     @property
     def counts(self) -> list[int]:
         """Number of sums that each rank of the data group computes."""
-        return self._arranged[0]
+        return self._all_sums[0]
 
     @cached_property
     def _tiles(self) -> dict[str, tuple[PartRows, ...]]:
@@ -61,7 +61,7 @@ class TensorTree:
         return {e.spec.name: tile_rows(e.spec) for e in self._layout.parameters if e.spec.optimized}
 
     @cached_property
-    def _arranged(self) -> tuple[list[int], dict[str, tuple[Program, ...]]]:
+    def _all_sums(self) -> tuple[list[int], dict[str, tuple[Program, ...]]]:
         """The number of sums of each rank, and how to add all ranks' to those of each parameter's tiles.
 
         Made when first needed: the time that it takes grows with the number of ranks, and many trainings need no norm.
@@ -83,7 +83,7 @@ class TensorTree:
         return counts, programs
 
     @cached_property
-    def _cuts(self) -> tuple[Array, list[tuple[int, int, StridedTile]]]:
+    def _own_sums(self) -> tuple[Array, list[tuple[int, int, StridedTile]]]:
         """The plan of this rank's sums: of contiguous ranges of a piece in place, of others from copies."""
         cuts: list[tuple[int, int, int, int]] = []
         strided: list[tuple[int, int, StridedTile]] = []
@@ -117,7 +117,7 @@ class TensorTree:
 
     def _sums(self, arrays: tuple[Array, ...], starts: Sequence[int]) -> dict[str, tuple[float, ...]]:
         """Return the sums of squares of one array, or the dot products of two. Collective over the data group."""
-        (counts, programs), ((piece, place, first, stop), strided) = self._arranged, self._cuts
+        (counts, programs), ((piece, place, first, stop), strided) = self._all_sums, self._own_sums
         local = np.empty(counts[self.grid.data.rank], np.float64)
         begin, found = np.array(starts, np.int64)[piece], np.empty(piece.size, np.float64)
         _tree_sums(arrays, first + begin, stop + begin, found)
