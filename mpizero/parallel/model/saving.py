@@ -241,9 +241,9 @@ class Saving(ShardedCore):
             If the file is damaged, nothing of it can be loaded, or ``strict`` says so. The message names file,
             parameters and reason.
         """
-        from mpizero.parallel.checkpointing.chosen_parameters import Choice, load_chosen
+        with all_ranks(self._config.communicator):  # also if the import fails on one of them
+            from mpizero.parallel.checkpointing.chosen_parameters import Choice, load_chosen
 
-        with all_ranks(self._config.communicator):
             choice = Choice.of(include, exclude, rename, strict)
         report = load_chosen(self.loadable_engine, path, choice)
         self._pending = None

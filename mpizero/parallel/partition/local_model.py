@@ -238,10 +238,10 @@ def partition_model(
             f"{type(model).__name__} is a black box, which cannot be split ({given}): give a model of blocks, or use "
             "data parallelism alone (pipeline=1, tensor=1, context=1)"
         )
-    cuts = parallel_layout.cut(blocks_of(model), model)
-    _refuse_frozen_copies(blocks_of(model), parallel_layout.chunks, cuts)
     from mpizero.nn.tiles.tiled_model import tiled_model  # with all that tiles need, which few trainings have
 
+    cuts = parallel_layout.cut(blocks_of(model), model)
+    _refuse_frozen_copies(blocks_of(model), parallel_layout.chunks, cuts)
     tensor, context = group_for(grid.tensor_group), group_for(grid.context_group)
     split = tiled_model(model, tensor, context, tiles, {names[-1] for names in cuts})
     stage = grid.here.pipeline
