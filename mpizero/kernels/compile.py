@@ -109,14 +109,16 @@ class Kernel:
         return self._run(*args)
 
     def _parts(self, args: tuple[Any, ...]) -> int:
-        """Return into how many parts to divide arrays, one a thread; 1 if arguments do not fit the signature."""
-        if len(args) <= max(self.divided):
+        """Return into how many parts to divide arrays, one a thread; 1 if they are small, or not of equal length.
+
+        Raise TypeError, which tells of whole arrays, if there were several parts of ones that do not fit the signature.
+        """
+        arrays = [args[i] for i in self.divided if i < len(args)]
+        size = max((getattr(array, "size", 0) for array in arrays), default=0)
+        if (parts := pool.threads_for(size, pool.BLOCK)) == 1:
             return 1
-        arrays = [args[i] for i in self.divided]
-        size = max(getattr(array, "size", 0) for array in arrays)
-        if size < 2 * pool.BLOCK or len({np.shape(array)[:1] for array in arrays}) > 1:
-            return 1
-        return min(pool.threads_for(size, pool.BLOCK), len(arrays[0]))
+        self._check(args)
+        return min(parts, len(arrays[0])) if len({len(array) for array in arrays}) == 1 else 1
 
     def _run(self, *args: Any) -> Any:
         """Run the kernel on the calling thread."""

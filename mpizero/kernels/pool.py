@@ -52,6 +52,12 @@ def run(kernel: Callable[..., None], args: tuple[Any, ...], start: int, stop: in
     run_tasks([functools.partial(kernel, *args, block, min(block + BLOCK, stop)) for block in blocks], threads)
 
 
+def parts_of(length: int, parts: int, multiple: int = 1) -> list[slice]:
+    """Cut ``range(length)`` into ``parts`` ranges of about equal length, which begin at multiples of ``multiple``."""
+    cuts = [length * part // parts // multiple * multiple for part in range(parts)] + [length]
+    return [slice(start, stop) for start, stop in pairwise(cuts)]
+
+
 def run_divided(kernel: Callable[..., Any], args: Sequence[Any], divided: Sequence[int], parts: int) -> None:
     """Call ``kernel`` in ``parts`` threads, each with a part of the first axis of ``args[i]`` for ``i`` in ``divided``.
 
@@ -60,12 +66,10 @@ def run_divided(kernel: Callable[..., Any], args: Sequence[Any], divided: Sequen
     Exception
         As :func:`run_tasks` raises it.
     """
-    length = len(args[divided[0]])
-    cuts = [length * part // parts for part in range(parts + 1)]
-    tasks = []
-    for start, stop in pairwise(cuts):
-        mine = [value[start:stop] if i in divided else value for i, value in enumerate(args)]
-        tasks.append(functools.partial(kernel, *mine))
+    tasks = [
+        functools.partial(kernel, *(value[part] if i in divided else value for i, value in enumerate(args)))
+        for part in parts_of(len(args[divided[0]]), parts)
+    ]
     run_tasks(tasks, parts)
 
 

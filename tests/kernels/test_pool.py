@@ -82,3 +82,12 @@ def test_an_error_in_any_thread_is_raised():
 
     with pytest.raises(ArithmeticError, match="block failed"):
         pool.run(fail, (), 0, 4 * pool.BLOCK, threads=2)
+
+
+def test_what_does_not_fit_is_told_of_whole_arrays(monkeypatch):
+    monkeypatch.setattr(pool, "BLOCK", 16)
+    monkeypatch.setattr(pool, "_numpy_blas", lambda: type("Blas", (), {"num_threads": 3}))
+    with pytest.raises(TypeError, match=r"gelu: y must be .*, got float64 of shape \(101,\)"):
+        activation.gelu(np.ones(101, np.float32), np.ones(101))
+    with pytest.raises(TypeError, match="gelu takes 2 arguments"):
+        activation.gelu(np.ones(101, np.float32))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import os
-from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -63,14 +62,12 @@ class KernelProducts:
 
     def _in_parts(self, a: Array, b: Array, out: Array, parts: int) -> None:
         """Divide the longer side of ``out`` by ``parts``, and compute each part in a thread of its own."""
-        longer, by_rows = max(out.shape), len(out) >= out.shape[1]
-        whole = _ROWS if by_rows else _COLUMNS
-        cuts = [longer * part // parts // whole * whole for part in range(parts)] + [longer]
-        ranges = [slice(start, stop) for start, stop in pairwise(cuts)]
-        if by_rows:
-            tasks = [functools.partial(self._part, a[part], b, out[part]) for part in ranges]
+        rows, columns = out.shape
+        if rows >= columns:
+            tasks = [functools.partial(self._part, a[part], b, out[part]) for part in pool.parts_of(rows, parts, _ROWS)]
         else:
-            tasks = [functools.partial(self._part, a, b[:, part], out[:, part]) for part in ranges]
+            cut = pool.parts_of(columns, parts, _COLUMNS)
+            tasks = [functools.partial(self._part, a, b[:, part], out[:, part]) for part in cut]
         pool.run_tasks(tasks, parts)
 
     def _part(self, a: Array, b: Array, out: Array) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpizero.kernels.pool import run_tasks
+from mpizero.kernels.pool import parts_of, run_tasks
 from mpizero.kernels.products.multiply import threads_for
 from mpizero.nn.layer import vector
 from mpizero.types import Array
@@ -77,8 +77,7 @@ class Heads(NamedTuple):
         if (threads := min(threads_for(operations), self.pairs)) <= 1:
             task(0, self.pairs)
             return
-        cuts = [self.pairs * part // threads for part in range(threads + 1)]
-        run_tasks([partial(task, *cuts[part : part + 2]) for part in range(threads)], threads)
+        run_tasks([partial(task, part.start, part.stop) for part in parts_of(self.pairs, threads)], threads)
 
 
 def attend(heads: Heads, scale: float, *, keep: bool) -> tuple[Array, Array | None]:
