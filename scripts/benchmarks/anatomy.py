@@ -13,14 +13,13 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 from comparing.ours import PRESETS, STRATEGIES, Ours, Products
-from harness import parser, result_of
+from harness import parser, positive, result_of
+from harness.clock import Clock
 
 PARTS = ("products", "attention", "other kernels", "messages", "interpreter")
 
@@ -29,29 +28,8 @@ def arguments() -> argparse.Namespace:
     """Parse the command line, and return its options."""
     options = parser(__doc__, mpiexec=True, json=True)
     options.add_argument("--preset", choices=PRESETS, default="base", help="shapes (default: %(default)s)")
-    options.add_argument("--steps", type=int, default=30, help="of each kind (default: %(default)s)")
+    options.add_argument("--steps", type=positive, default=30, help="of each kind (default: %(default)s)")
     return options.parse_args()
-
-
-class Clocks:
-    """Add up the seconds of kernels and messages, by part, while they are watched."""
-
-    def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
-
-    def watch(self, owner: type, name: str, part: Callable[[Any], str]) -> None:
-        """Time each call of the method ``name`` of ``owner``; ``part`` tells from its object what it belongs to."""
-        method = getattr(owner, name)
-
-        @wraps(method)
-        def call(first: Any, *args: Any) -> Any:
-            entered = time.perf_counter()
-            try:
-                return method(first, *args)
-            finally:
-                self.seconds[part(first)] += time.perf_counter() - entered
-
-        setattr(owner, name, call)
 
 
 def kernel_part(kernel: Any) -> str:
@@ -59,15 +37,6 @@ def kernel_part(kernel: Any) -> str:
     if kernel.name == "product":
         return "products"
     return "attention" if kernel.name.startswith("causal_attention") else "other kernels"
-
-
-def timed(step: Callable[[], Any], count: int) -> list[float]:
-    """Return the seconds of each of ``count`` calls of ``step``."""
-    marks = [time.perf_counter()]
-    for _ in range(count):
-        step()
-        marks.append(time.perf_counter())
-    return [stop - start for start, stop in zip(marks, marks[1:], strict=False)]
 
 
 def calls_of(step: Callable[[], Any]) -> int:
@@ -89,21 +58,21 @@ def rank(args: argparse.Namespace) -> dict[str, dict[str, float]] | None:
     limit.prepare()
     alone = statistics.median(limit.turn(1, 1) for _ in range(args.steps))
     models = {strategy: Ours(strategy, shape, None) for strategy in STRATEGIES}
-    whole, calls = {}, {}
+    clock, whole, calls = Clock("interpreter"), {}, {}
+
+    def steps_of(ours: Ours) -> list[Counter[str]]:
+        clock.take()
+        return [ours.train() or clock.take() for _ in range(args.steps)]
+
     for strategy, ours in models.items():
         ours.prepare()
-        timed(ours.train, 5)
-        whole[strategy] = statistics.median(timed(ours.train, args.steps))
+        ours.turn(5, 0)
+        whole[strategy] = statistics.median(step.total() for step in steps_of(ours))
         calls[strategy] = calls_of(ours.train)
-    clocks = Clocks()
-    clocks.watch(Kernel, "_run", kernel_part)
-    clocks.watch(Transport, "_run", lambda _: "messages")
+    clock.watch(Kernel, "_run", kernel_part)
+    clock.watch(Transport, "_run", lambda _: "messages")
     for strategy, ours in models.items():
-        steps = []
-        for _ in range(args.steps):
-            clocks.seconds.clear()
-            (seconds,) = timed(ours.train, 1)
-            steps.append(clocks.seconds | Counter(interpreter=seconds - sum(clocks.seconds.values())))
+        steps = steps_of(ours)
         parts = {part: 1e3 * statistics.median(step[part] for step in steps) for part in PARTS}
         rows[strategy] = {"step": 1e3 * whole[strategy], "calls": calls[strategy], "alone": 1e3 * alone} | parts
         ours.model.close()

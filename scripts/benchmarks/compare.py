@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from comparing.ours import LIMIT, MODULES, PRESETS, STRATEGIES, OurModule, Ours, Products
-from harness import Team, TeamError, alternate, chosen, environment_of, parser, serve, tell
+from harness import Team, TeamError, alternate, chosen, environment_of, parser, positive, serve, tell
 
 from mpizero.measurement import Measurement
 
@@ -68,12 +68,12 @@ def arguments() -> argparse.Namespace:
     options = parser(__doc__, rounds=7, mpiexec=True, json=True)
     options.add_argument("--preset", choices=PRESETS, default="base", help="shapes that the options below change")
     for name in ("ranks", "dim", "layers", "heads"):
-        options.add_argument(f"--{name}", type=int)
-    options.add_argument("--threads", type=int, default=1, help="of each rank (default: %(default)s)")
-    options.add_argument("--batch", type=int, help="sequences a rank")
-    options.add_argument("--sequence", type=int, help="tokens a sequence")
+        options.add_argument(f"--{name}", type=positive)
+    options.add_argument("--threads", type=positive, default=1, help="of each rank (default: %(default)s)")
+    options.add_argument("--batch", type=positive, help="sequences a rank")
+    options.add_argument("--sequence", type=positive, help="tokens a sequence")
     options.add_argument("--vocabulary", type=int, default=256)
-    options.add_argument("--steps", type=int, help="timed steps of one turn")
+    options.add_argument("--steps", type=positive, help="timed steps of one turn")
     options.add_argument("--warmup", type=int, default=3, help="steps of a turn before the clock starts")
     options.add_argument("--contenders", default=",".join(USUAL), help="(default: %(default)s)")
     options.add_argument("--grain", type=int, help="mpizero's micro_batch (default: the sequences of a rank)")
@@ -85,10 +85,9 @@ def arguments() -> argparse.Namespace:
     for name, value in PRESETS[args.preset].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    args.contenders = args.contenders.split(",")
-    chosen("--contenders", ",".join(map(contender, args.contenders)), (LIMIT, *OURS, *PEERS))
+    args.contenders = chosen("--contenders", args.contenders, (LIMIT, *OURS, *PEERS), contender)
     for name in args.contenders:
-        with_layout(args, name)
+        with_layout(args, name)  # ends the script if it cannot be
     return args
 
 
@@ -103,8 +102,7 @@ def with_layout(args: argparse.Namespace, name: str) -> argparse.Namespace:
     End the script if these numbers are no numbers, or if so many ranks cannot share the sequences equally.
     """
     _, given, sizes = name.partition("@")
-    if not given:
-        return args
+    sizes = sizes if given else f"{args.ranks}x{args.threads}"
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", sizes):
         sys.exit(f"--contenders: {name!r}: after @ come ranks and threads, such as {contender(name)}@1x2")
     ranks, threads = map(int, sizes.split("x"))
@@ -113,6 +111,8 @@ def with_layout(args: argparse.Namespace, name: str) -> argparse.Namespace:
         sys.exit(
             f"--contenders: {name!r}: {ranks} ranks cannot share {total} sequences (--ranks times --batch) equally"
         )
+    if ranks > 1 and contender(name) == "torch-plain":
+        sys.exit(f"--contenders: {name!r}: a plain loop of PyTorch trains on one rank: give torch-plain@1x{threads}")
     return argparse.Namespace(**vars(args) | {"ranks": ranks, "threads": threads, "batch": total // ranks})
 
 

@@ -5,7 +5,7 @@ one that imports mpizero, and for each number of ranks two jobs: one that trains
 import NumPy and mpi4py and meet in a barrier. The time of a job is from before ``mpiexec`` to the end of the first
 step, or of the barrier, on the slowest rank. "over bare" is the ratio of the two in the same round. The slowest rank's
 time has these parts: until Python runs the script ("python"); NumPy, mpi4py and ``MPI_Init`` ("mpi"); the import of
-mpizero ("import"); making communicators ("groups") and shared windows ("windows"); loading kernels ("kernels"); what
+mpizero ("import"); making communicators ("comms") and shared windows ("windows"); loading kernels ("kernels"); what
 is left of building the model ("model") and of the first step ("step"). "MB read" are the bytes that this rank asked
 the system to read until its first step was done.
 
@@ -19,16 +19,15 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from harness import alternate, output_of, parser, result_of
+from harness.clock import Clock
 
 from mpizero.measurement import Measurement
 
-PARTS = ("python", "mpi", "import", "groups", "windows", "kernels", "model", "step")
+PARTS = ("python", "mpi", "import", "comms", "windows", "kernels", "model", "step")
 
 
 def arguments() -> argparse.Namespace:
@@ -42,43 +41,12 @@ def arguments() -> argparse.Namespace:
     return options.parse_args()
 
 
-class Clock:
-    """Measure the seconds of a rank's start by part; a part inside of another one is not counted in that one.
-
-    ``started`` is the value of ``time.monotonic()`` before ``mpiexec`` was started.
-    """
-
-    def __init__(self, started: float) -> None:
-        self.seconds = dict.fromkeys(PARTS, 0.0)
-        self._last = started
-
-    def spend(self, part: str) -> None:
-        """Add the time since the last call to ``part``."""
-        now = time.monotonic()
-        self.seconds[part] += now - self._last
-        self._last = now
-
-    def watch(self, owner: type, name: str, part: str, around: Callable[[], str]) -> None:
-        """Count calls of the method ``name`` of ``owner`` as ``part``, and what precedes them as ``around()``."""
-        method = getattr(owner, name)
-
-        @wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.spend(around())
-            try:
-                return method(*args, **kwargs)
-            finally:
-                self.spend(part)
-
-        setattr(owner, name, call)
-
-
 def job(started: float, strategy: str) -> None:
     """Run as one rank: build a small GPT and train one step; rank 0 prints what the slowest rank has measured.
 
     ``started`` is the value of ``time.monotonic()`` before ``mpiexec`` was started.
     """
-    clock = Clock(started)
+    clock = Clock("model", started)
     clock.spend("python")
     import numpy as np
     from mpi4py import MPI
@@ -89,39 +57,37 @@ def job(started: float, strategy: str) -> None:
     from mpizero.kernels.compile import Kernel
 
     clock.spend("import")
-    phase = "model"
-    for name, part in (("__init__", "groups"), ("_split", "groups"), ("_split_node", "groups")):
-        clock.watch(MpiCommunicator, name, part, lambda: phase)
-    clock.watch(MpiCommunicator, "_allocate_shared", "windows", lambda: phase)
-    clock.watch(Kernel, "load", "kernels", lambda: phase)
+    for name in ("__init__", "_split", "_split_node"):
+        clock.watch(MpiCommunicator, name, lambda _: "comms")
+    clock.watch(MpiCommunicator, "_allocate_shared", lambda _: "windows")
+    clock.watch(Kernel, "load", lambda _: "kernels")
     world = MPI.COMM_WORLD
     config = mz.ShardingConfig(comm=world, micro_batch=1)
     gpt = mz.nn.GPT(dim=64, layers=2, heads=4, sequence=64, vocabulary=256)
     model = mz.distribute(gpt, mz.AdamW(lr=1e-3), strategy=strategy, config=config)
-    clock.spend(phase)
-    phase = "step"
+    clock.spend("model")
+    clock.outside = "step"
     ids = np.random.default_rng(world.rank).integers(0, 256, (1, 65))
     model.train(ids[:, :-1], ids[:, 1:])
-    clock.spend(phase)
-    tell_slowest(world, {"parts": clock.seconds, "read": read_bytes()})
+    tell_slowest(world, clock)
     model.close()
 
 
 def bare(started: float) -> None:
     """Run as one rank that imports NumPy and mpi4py, and meets the others in a barrier; rank 0 prints the seconds."""
-    clock = Clock(started)
+    clock = Clock("mpi", started)
     clock.spend("python")
     import numpy as np  # noqa: F401
     from mpi4py import MPI
 
     MPI.COMM_WORLD.Barrier()
-    clock.spend("mpi")
-    tell_slowest(MPI.COMM_WORLD, {"parts": clock.seconds, "read": read_bytes()})
+    tell_slowest(MPI.COMM_WORLD, clock)
 
 
-def tell_slowest(world: Any, mine: dict[str, Any]) -> None:
-    """Print on rank 0 what the slowest rank has measured, with its "seconds" from the start, as JSON."""
-    everyone = world.gather(mine | {"seconds": sum(mine["parts"].values())}, 0)
+def tell_slowest(world: Any, clock: Clock) -> None:
+    """Print on rank 0 the slowest rank's seconds until now, its parts and the bytes that it has read, as JSON."""
+    parts = dict.fromkeys(PARTS, 0.0) | clock.take()
+    everyone = world.gather({"seconds": sum(parts.values()), "parts": parts, "read": read_bytes()}, 0)
     if everyone is not None:
         print(json.dumps(max(everyone, key=lambda rank: rank["seconds"])))
 

@@ -38,7 +38,7 @@ def parser(doc: str, *, rounds: int = 0, mpiexec: bool = False, json: bool = Fal
     """
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if rounds:
-        made.add_argument("--rounds", type=int, default=rounds, help="(default: %(default)s)")
+        made.add_argument("--rounds", type=positive, default=rounds, help="(default: %(default)s)")
     if mpiexec:
         made.add_argument("--mpiexec", default=beside(sys.executable, "mpiexec"))
         made.add_argument("--be", help=argparse.SUPPRESS)
@@ -48,10 +48,20 @@ def parser(doc: str, *, rounds: int = 0, mpiexec: bool = False, json: bool = Fal
     return made
 
 
-def chosen(option: str, text: str, known: Iterable[str]) -> list[str]:
-    """Return the names in ``text``, the comma-separated value of an option; end the script if one is not ``known``."""
+def positive(text: str) -> int:
+    """Return the value of an option that must be a whole number of 1 or more."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of 1 or more")
+    return int(text)
+
+
+def chosen(option: str, text: str, known: Iterable[str], bare: Callable[[str], str] = str) -> list[str]:
+    """Return the names in ``text``, the comma-separated value of an option.
+
+    End the script if ``bare(name)``, what a name has besides numbers, is not ``known``.
+    """
     names = [name for name in text.split(",") if name]
-    if unknown := sorted(set(names) - set(known)):
+    if unknown := sorted(set(map(bare, names)) - set(known)):
         sys.exit(f"{option}: unknown {', '.join(unknown)}; expected {', '.join(known)}")
     return names
 
