@@ -43,6 +43,8 @@ _PACKAGE = "mpizero.kernels."
 _DTYPES = {"f": "f4", "d": "f8"}
 #: The object that machine code returns when an argument does not fit its signature; the class exists in every process.
 REFUSED: Any = np.ndarray
+#: Least number of elements of a thread's part of divided arrays: fewer take no longer than a second thread to begin.
+_WORTH_A_THREAD = 1 << 19
 _COMPILER = threading.RLock()  # neither numba's pipeline nor llvmlite may be entered by two threads
 
 
@@ -115,7 +117,7 @@ class Kernel:
         """
         arrays = [args[i] for i in self.divided if i < len(args)]
         size = max((getattr(array, "size", 0) for array in arrays), default=0)
-        if (parts := pool.threads_for(size, pool.BLOCK)) == 1:
+        if (parts := pool.threads_for(size, _WORTH_A_THREAD)) == 1:
             return 1
         self._check(args)
         return min(parts, len(arrays[0])) if len({len(array) for array in arrays}) == 1 else 1

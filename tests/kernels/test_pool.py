@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from mpizero.kernels import pool
+from mpizero.kernels import compile, pool
 from mpizero.kernels.compile import Kernel
 from mpizero.kernels.cpu import activation, embedding, loss, norm, optimizer
 
@@ -36,7 +36,7 @@ def test_kernels_whose_rows_are_divided_between_threads_give_the_same_bits(name,
     kernel, used = DIVIDED[name], []
     alone, shared = arguments(kernel, 101, dtype), arguments(kernel, 101, dtype)
     kernel(*alone)
-    monkeypatch.setattr(pool, "BLOCK", 16)
+    monkeypatch.setattr(compile, "_WORTH_A_THREAD", 16)
     monkeypatch.setattr(pool, "_numpy_blas", lambda: type("Blas", (), {"num_threads": 3}))
     monkeypatch.setattr(pool, "run_tasks", lambda tasks, threads: (used.append(threads), [task() for task in tasks]))
     kernel(*shared)
@@ -85,7 +85,7 @@ def test_an_error_in_any_thread_is_raised():
 
 
 def test_what_does_not_fit_is_told_of_whole_arrays(monkeypatch):
-    monkeypatch.setattr(pool, "BLOCK", 16)
+    monkeypatch.setattr(compile, "_WORTH_A_THREAD", 16)
     monkeypatch.setattr(pool, "_numpy_blas", lambda: type("Blas", (), {"num_threads": 3}))
     with pytest.raises(TypeError, match=r"gelu: y must be .*, got float64 of shape \(101,\)"):
         activation.gelu(np.ones(101, np.float32), np.ones(101))

@@ -89,6 +89,7 @@ def test_bits_do_not_depend_on_threads_or_blocks(shape, monkeypatch):
     used = []
     run = pool.run_tasks
     monkeypatch.setattr(pool, "run_tasks", lambda tasks, n: used.append(n) or run(tasks, n))
+    monkeypatch.setattr(multiply, "_WORTH_A_THREAD", 1 << 21)  # so that small products are divided
     for threads in (1, 2, 3):
         monkeypatch.setattr(pool, "_numpy_blas", lambda threads=threads: type("Blas", (), {"num_threads": threads}))
         assert matmul(a, b).tobytes() == alone.tobytes()

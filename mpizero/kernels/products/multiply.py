@@ -22,8 +22,8 @@ from mpizero.kernels.cache import interpreted
 from mpizero.kernels.products.blas_library import VARIABLE, BlasLibrary, installed_mkl
 from mpizero.types import Array
 
-#: Least number of multiplications of a thread's part of a product.
-_WORTH_A_THREAD = 1 << 21
+#: Least number of multiplications of a thread's part of a product: 0.2 ms, as much as a second thread takes to begin.
+_WORTH_A_THREAD = 1 << 23
 #: Rows and columns of a thread's part are multiples of these, which are whole tiles of every CPU.
 _ROWS, _COLUMNS = 12, 64
 
