@@ -19,6 +19,7 @@ from mpizero.kernels.prefetch import fetch_ahead
 from mpizero.types import Array
 
 BLOCK = 1024
+_LINE = 64  # elements that are tested beside each other
 LEVELS = 64
 
 _is_finite = formulas.is_finite
@@ -135,15 +136,23 @@ def _count_nonfinite(x: Array) -> int:
     return bad
 
 
-@kernel("bool(const T[::1])")
-def all_finite(x: Array) -> bool:
+@kernel("bool(const T[::1], T[::1])", scratch=_LINE)
+def all_finite(x: Array, scratch: Array) -> bool:
     """Tell whether no element of ``x`` is infinite or NaN."""
-    for block in range(0, x.size, BLOCK):
+    whole = x.size // BLOCK * BLOCK
+    for block in range(0, whole, BLOCK):
         part = x[block : block + BLOCK]
-        fetch_ahead(x, block, block + part.size)
-        if _count_nonfinite(part):
+        fetch_ahead(x, block, block + BLOCK)
+        # x - x is 0 or NaN. Sums of it beside each other fill vectors, where a count would convert every element.
+        scratch[:] = 0
+        for line in range(0, BLOCK, 4 * _LINE):
+            a, b = part[line : line + _LINE], part[line + _LINE : line + 2 * _LINE]
+            c, d = part[line + 2 * _LINE : line + 3 * _LINE], part[line + 3 * _LINE : line + 4 * _LINE]
+            for i in range(_LINE):
+                scratch[i] += ((a[i] - a[i]) + (b[i] - b[i])) + ((c[i] - c[i]) + (d[i] - d[i]))
+        if _count_nonfinite(scratch):
             return False
-    return True
+    return _count_nonfinite(x[whole:]) == 0
 
 
 @kernel("i8(const T[::1])")
