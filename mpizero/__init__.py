@@ -95,18 +95,8 @@ _lazy, __dir__, __all__ = lazy_names(__name__)
 
 
 def __getattr__(name: str) -> Any:
-    """Import and return a public name when it is first used."""
-    return _version() if name == "__version__" else _lazy(name)
-
-
-def _version() -> str:
-    """Return the version of the installed package. It is read on first use only, because reading it is slow."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("mpizero")
-    except PackageNotFoundError:  # a source tree that was never installed
-        return "0+unknown"
+    """Import and return a public name when it is first used; find the version, too, only then."""
+    return import_module("mpizero.installed").own_version() if name == "__version__" else _lazy(name)
 
 
 if any(name in os.environ for name in BY_MPI):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import ast
+import re
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 
@@ -21,6 +22,8 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
 
     def find(name: str) -> Any:
         if name not in homes:
+            if find_spec(f"{package}.{name}"):  # of ``from package import module``, which asks for the name first
+                return import_module(f"{package}.{name}")
             return import_module("mpizero.names").unknown_names(package, names)(name)
         if homes[name] == package:
             return import_module(f"{package}.{name}")
@@ -34,6 +37,5 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
 def _homes(package: str) -> Iterator[tuple[str, str]]:
     """Yield each name that a package imports as itself, and the module that it imports it from."""
     source = sys.modules[package].__spec__.loader.get_source(package)  # type: ignore[union-attr]
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom):
-            yield from ((alias.name, str(node.module)) for alias in node.names if alias.name == alias.asname)
+    for module, name in re.findall(r"from (\S+) import \(?\s*(\w+) as \2\b", source):
+        yield name, module

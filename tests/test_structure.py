@@ -23,13 +23,14 @@ FLOORS = {
     "frames": -2,  # ... and name the user's own lines
     "errors": -1,
     "validation": 0,
+    "installed": 0,
     "types": 0,
     "crc": 0,
     "launched": 0,
     "measurement": 0,
     "fingerprint": 0,
-    "names": 1,
-    "lazy_names": 1.5,  # it names the names that are like an unknown one
+    "names": 0,
+    "lazy_names": 0.5,  # it names the names that are like an unknown one
     "faults": 1,
     "sampletree": 1,
     "signatures": 1,

@@ -19,7 +19,7 @@ from typing import Any
 
 from mpizero.checkpoint.backends.direct import PieceSums, WritingStopped, open_state, write_pieces
 from mpizero.checkpoint.failures import agreed
-from mpizero.checkpoint.format.skeleton import ALIGNMENT
+from mpizero.checkpoint.format.alignment import ALIGNMENT
 from mpizero.checkpoint.format.table import LocalArray
 from mpizero.checkpoint.publish import TemporaryFolder, publish
 from mpizero.checkpoint.save_plan import RepeatedSave, SavePlan, make_plan

@@ -9,7 +9,7 @@ from typing import Any
 from mpizero.checkpoint.backends import direct, mpio
 from mpizero.checkpoint.backends.direct import PieceSums
 from mpizero.checkpoint.failures import agreed
-from mpizero.checkpoint.format.skeleton import ALIGNMENT
+from mpizero.checkpoint.format.alignment import ALIGNMENT
 from mpizero.checkpoint.format.table import LocalArray
 from mpizero.checkpoint.publish import TemporaryFolder, publish
 from mpizero.checkpoint.save_plan import SavePlan, make_plan

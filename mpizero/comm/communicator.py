@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from mpizero.comm import checks
@@ -55,9 +54,7 @@ class Communicator(Transport):
         """Return itself. Not collective."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close the communicator; after an error, abort it (threads) or leave it open (MPI).
 
         Collective over the communicator if the block has not raised.

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.group.model_group import CommunicatorGroup
 from mpizero.comm.inmemory import InMemoryCommunicator
 from mpizero.errors import GridError
 from mpizero.layout.axes import Axes, Coordinates
 from mpizero.layout.nodes import GROUPS, SHARING, NodeOrder, by_node, inside_nodes, node_major, uneven_counts
 from mpizero.text import notice
+
+if TYPE_CHECKING:
+    from mpizero.comm.group.model_group import CommunicatorGroup
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ class ProcessGrid(NodeOrder):
             raise GridError(f"{sizes} needs {axes.size} ranks, the world has {world.size}")
         host = world.split_node(ranks_per_node, name="node") if share_node_memory else None
         hosts = tuple(range(world.size)) if host is None else _hosts(world, host)
-        groups = _split(world, host, hosts, axes)
+        alone: Communicator = InMemoryCommunicator.group(1, name="alone")[0]
+        groups = _split(world, host, hosts, axes, alone)
         data = groups["data"]
         if (uneven := uneven_counts(axes, hosts)) and world.rank == 0:
             whose = "" if data.size == world.size else " of a data group"
@@ -126,7 +128,9 @@ class ProcessGrid(NodeOrder):
         if host is not None and host is not node:
             host.close()
         position = node_major(nodes)
-        peers = data.split(node.rank, key=position[data.rank], name="peers")
+        peers = alone
+        if len(nodes) > 1 or data.size == 1:
+            peers = data.split(node.rank, key=position[data.rank], name="peers")
         batch, pipeline, tensor = groups["batch"], groups["pipeline"], groups["tensor"]
         context, model, here = groups["context"], groups["model"], axes.coordinates(world.rank)
         return cls(
@@ -152,6 +156,8 @@ class ProcessGrid(NodeOrder):
 
     def _group(self, name: str, comm: Communicator) -> CommunicatorGroup:
         if name not in self._made:
+            from mpizero.comm.group.model_group import CommunicatorGroup
+
             self._made[name] = CommunicatorGroup(comm, comm if comm.shares_memory else None)
         return self._made[name]
 
@@ -193,9 +199,7 @@ class ProcessGrid(NodeOrder):
         """Return itself. Not collective."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close the grid if the block has not raised; this is collective over ``world``."""
         if error is None:
             self.close()
@@ -209,16 +213,18 @@ def _hosts(world: Communicator, host: Communicator) -> tuple[int, ...]:
     return tuple(world.allgather_object(host.broadcast_object(world.rank), tag="nodes"))
 
 
-def _split(world: Communicator, host: Communicator | None, hosts: Sequence[int], axes: Axes) -> dict[str, Communicator]:
+def _split(
+    world: Communicator, host: Communicator | None, hosts: Sequence[int], axes: Axes, alone: Communicator
+) -> dict[str, Communicator]:
     """Return the communicators of all groups by name; groups of the same ranks get the same communicator.
 
     Collective over ``world``. ``host`` is the communicator of this rank's node, or None; ``hosts`` is the lowest rank
     on the node of every rank. ``axes`` and ``hosts`` alone decide which groups have the same ranks, and which groups
-    lie within nodes. Both are the same on all ranks, so all ranks split the same communicators.
+    lie within nodes. Both are the same on all ranks, so all ranks split the same communicators. Groups of this rank
+    only get ``alone``.
     """
     made: dict[tuple[int, ...], Communicator] = {}
     groups: dict[str, Communicator] = {}
-    alone = InMemoryCommunicator.group(1, name="alone")[0]
     for name, differing in GROUPS.items():
         members = axes.group(world.rank, differing)
         if len(members) == 1 and not (world.size == 1 and name in ("data", "batch")):  # checkpoints may need MPI's own

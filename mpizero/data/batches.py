@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from types import TracebackType
 from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -169,9 +168,7 @@ class Batches:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Call :meth:`close`."""
         self.close()
 

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
 
 BLOCK = 1 << 17
 
 
 @functools.cache
-def _numpy_blas() -> Any:
-    """Return threadpoolctl's controller of NumPy's BLAS, or None if it knows none."""
+def _blas_threads() -> Callable[[], int]:
+    """Return the function of NumPy's BLAS that tells how many threads it may use now; one that says 1 if none is known.
+
+    ``threadpoolctl`` would search the library for it at every call, which takes as long as a small kernel.
+    """
     from threadpoolctl import ThreadpoolController
 
-    return next(iter(ThreadpoolController().select(user_api="blas").lib_controllers), None)
+    for found in ThreadpoolController().select(user_api="blas").lib_controllers:
+        for symbol in found.check_symbols:
+            if "get" in symbol.lower() and "threads" in symbol.lower() and hasattr(found.dynlib, symbol):
+                return getattr(found.dynlib, symbol)  # type: ignore[no-any-return]
+    return lambda: 1
 
 
 def threads_for(work: int, least: int) -> int:
@@ -25,13 +34,13 @@ def threads_for(work: int, least: int) -> int:
     These are at most as many as NumPy's BLAS may use now, which ``ShardingConfig(threads=...)`` sets.
     """
     worth = work // least
-    if worth < 2 or (found := _numpy_blas()) is None:
-        return 1
-    return max(1, min(worth, found.num_threads or 1))
+    return 1 if worth < 2 else max(1, min(worth, _blas_threads()()))
 
 
 @functools.cache
 def _pool(threads: int) -> ThreadPoolExecutor:
+    from concurrent.futures import ThreadPoolExecutor
+
     return ThreadPoolExecutor(threads, thread_name_prefix="mpizero-kernel")
 
 

@@ -9,34 +9,29 @@ Examples
 ('gpipe', '1f1b', 'interleaved', 'zero_bubble', 'zero_bubble_v')
 """
 
-from mpizero.layout.axes import AXES, Axes, Coordinates
-from mpizero.layout.grains import GrainRule, Grains
-from mpizero.layout.instructions import Instruction
-from mpizero.layout.partition import Partition
-from mpizero.layout.schedule import Schedule
-from mpizero.layout.schedules import SCHEDULES, build_schedule, chunk_stages
-from mpizero.layout.simulate import Costs, Simulation, TimedInstruction, bubble_formula, simulate
-from mpizero.layout.stages import balanced_chunks, balanced_cuts
-from mpizero.layout.unit import Span
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "AXES",
-    "SCHEDULES",
-    "Axes",
-    "Coordinates",
-    "Costs",
-    "TimedInstruction",
-    "GrainRule",
-    "Grains",
-    "Instruction",
-    "Partition",
-    "Schedule",
-    "Simulation",
-    "Span",
-    "balanced_chunks",
-    "balanced_cuts",
-    "bubble_formula",
-    "build_schedule",
-    "chunk_stages",
-    "simulate",
-]
+from mpizero.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from mpizero.layout.axes import AXES as AXES
+    from mpizero.layout.axes import Axes as Axes
+    from mpizero.layout.axes import Coordinates as Coordinates
+    from mpizero.layout.grains import GrainRule as GrainRule
+    from mpizero.layout.grains import Grains as Grains
+    from mpizero.layout.instructions import Instruction as Instruction
+    from mpizero.layout.partition import Partition as Partition
+    from mpizero.layout.schedule import Schedule as Schedule
+    from mpizero.layout.schedules import SCHEDULES as SCHEDULES
+    from mpizero.layout.schedules import build_schedule as build_schedule
+    from mpizero.layout.schedules import chunk_stages as chunk_stages
+    from mpizero.layout.simulation import Costs as Costs
+    from mpizero.layout.simulation import Simulation as Simulation
+    from mpizero.layout.simulation import TimedInstruction as TimedInstruction
+    from mpizero.layout.simulation import bubble_formula as bubble_formula
+    from mpizero.layout.simulation import simulate as simulate
+    from mpizero.layout.stages import balanced_chunks as balanced_chunks
+    from mpizero.layout.stages import balanced_cuts as balanced_cuts
+    from mpizero.layout.unit import Span as Span
+else:  # a checker of types would take any name for known
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

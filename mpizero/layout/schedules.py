@@ -17,7 +17,6 @@ from typing import NamedTuple
 from mpizero.errors import ConfigError
 from mpizero.layout.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS, FORWARD, Instruction
 from mpizero.layout.schedule import Schedule
-from mpizero.layout.simulate import Costs, simulate
 from mpizero.validation import is_whole
 
 
@@ -313,6 +312,8 @@ def build_schedule(name: str, stages: int, micro_batches: int, virtual: int = 1)
         stage_of,
         tuple(tuple(fuse(row.program(stage, stages, micros, virtual), stage_of)) for stage in range(stages)),
     )
+    from mpizero.layout.simulation import Costs, simulate
+
     simulate(schedule, Costs.uniform(schedule.chunks))
     return schedule
 

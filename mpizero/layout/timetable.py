@@ -7,7 +7,7 @@ from math import ceil
 
 from mpizero.errors import ConfigError
 from mpizero.layout.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS, FORWARD, Instruction
-from mpizero.layout.simulate import Simulation
+from mpizero.layout.simulation import Simulation
 
 #: The letter of each kind of instruction in timetables; PyTorch's pipelining uses the same letters.
 LETTERS = {FORWARD: "F", BACKWARD: "B", BACKWARD_INPUT: "I", BACKWARD_WEIGHTS: "W"}

@@ -12,7 +12,7 @@ import numpy as np
 from mpizero import kernels
 from mpizero.errors import ConfigError, LayoutError
 from mpizero.layout.parts import part_rows, part_runs, take_rows
-from mpizero.nn.layer import namespace, vector
+from mpizero.nn.arrays import namespace, vector
 from mpizero.types import Array, ParameterSpec, Part, as_reals, complex_type
 
 #: Number that keys the random numbers of start values. The parameter's name is already in the key, so all parameters

@@ -12,17 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from mpizero import kernels
-from mpizero.errors import ConfigError, DataError, UnsupportedError
-from mpizero.kernels import device_products
-from mpizero.kernels.products import multiply as host_products
+from mpizero.errors import ConfigError, UnsupportedError
 from mpizero.layout.flat import nested
 from mpizero.nn.graph import Graph, NodeOutput
 from mpizero.nn.operations import Operations
 from mpizero.types import EVALUATE, Array, Group, IntegerSpec, ParameterSpec, Params, Run
-
-#: ``dtype.kind`` of real numbers, and ``dtype.char`` of the types that kernels take.
-_REAL, _FLOATS = frozenset("biuf"), frozenset("fd")
 
 
 class Layer(ABC):
@@ -135,9 +129,9 @@ class Layer(ABC):
         collective over the group. Its parameters have the same names as those of this layer, and
         :attr:`ParameterSpec.part` says which part of each this rank holds. If every rank holds a parameter whole
         (``part`` is None), its gradient is the same on every rank when ``backward_weights`` returns. Ranks exchange
-        arrays by the methods of ``group`` alone (``docs/split_layers.md``). The default makes the form that
-        :data:`SPLIT_FORMS` has for the layer's class. It returns the layer itself if the table has no form for it, or
-        if the group has one rank.
+        arrays by the methods of ``group`` alone (``docs/split_layers.md``). The default makes the form that the table
+        of :mod:`mpizero.nn.split.split_forms` has for the layer's class. It returns the layer itself if the table has
+        no form for it, or if the group has one rank.
 
         Raises
         ------
@@ -145,15 +139,16 @@ class Layer(ABC):
             The layer's class is a subclass of one in the table, and does not define ``split`` itself. The form in the
             table might compute something else than the subclass.
         """
-        kind = next((kind for kind in type(self).__mro__ if kind in SPLIT_FORMS), None)
-        if group.size == 1 or kind is None:
+        forms = {} if group.size == 1 else split_forms()
+        kind = next((kind for kind in type(self).__mro__ if kind in forms), None)
+        if kind is None:
             return self
         if kind is not type(self):
             raise ConfigError(
                 f"{type(self).__name__} has split() from {kind.__name__}, which does not know what the subclass "
                 "changes; define split(group) in it"
             )
-        return SPLIT_FORMS[kind](self, group)
+        return forms[kind](self, group)
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
         """Count the floating-point operations of this rank's matrix products for one sample of shape ``shape``.
@@ -202,8 +197,9 @@ def poll(params: Params) -> None:
         found()
 
 
-#: The function that splits a layer over a group, by the layer's class; :mod:`mpizero.nn.split.split_forms` fills it.
-SPLIT_FORMS: dict[type, Callable[[Any, Group], Layer]] = {}
+#: Returns the function that splits a layer over a group, by the layer's class. ``mpizero/nn/__init__.py`` sets it: the
+#: forms are made of layers, so this module cannot import them, and most models need none.
+split_forms: Callable[[], Mapping[type, Callable[[Any, Group], Layer]]] = dict
 
 
 class _Counted:
@@ -261,140 +257,3 @@ def _tried(layer: Layer, shape: tuple[int, ...]) -> tuple[Operations, tuple[int,
             "calls"
         )
     return sum((found for _, found in calls), Operations()), output
-
-
-def namespace(array: Any) -> Any:
-    """Return the array library of ``array``: NumPy, or the package its type comes from (CuPy)."""
-    return np if isinstance(array, np.ndarray) else kernels.namespace(array)
-
-
-def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
-    """Return the product of two matrices, written to ``out`` if that is given.
-
-    NumPy arrays are multiplied by :mod:`mpizero.kernels.products.multiply`, arrays on a GPU by
-    :mod:`mpizero.kernels.device_products`.
-    """
-    if isinstance(a, np.ndarray):
-        return host_products.matmul(a, b, out)
-    return device_products.matmul(a, b, out)
-
-
-def operand(x: Array) -> Any:
-    """Return ``x`` in the form that :func:`multiply` takes: ``x`` itself, or a copy in 16 bits.
-
-    The copy is made on a GPU whose matrix products are set to 16 bits. Slices of a returned operand, and the operand
-    with its last two axes swapped, can also be passed to :func:`multiply`.
-    """
-    return x if isinstance(x, np.ndarray) else device_products.operand(x)
-
-
-def multiply(a: Any, b: Any, out: Array) -> None:
-    """Write the batched matrix product ``a @ b``, over the last two axes, to ``out``.
-
-    ``a`` and ``b`` were returned by :func:`operand`.
-    """
-    if isinstance(out, np.ndarray):
-        np.matmul(a, b, out=out)
-    else:
-        device_products.multiply(a, b, out)
-
-
-def sum_rows(dy: Array, out: Array) -> None:
-    """Write the sum of a matrix's rows to ``out``, for the gradient of a bias.
-
-    On the host the rows are added in ascending order. On a GPU that order would need one thread for each column and
-    leave most of the GPU idle. There CuPy adds the rows, in another order, which is the same in every call.
-    """
-    xp = namespace(dy)
-    if xp is np:
-        rows = np.ascontiguousarray(dy)
-        kernels.backend(rows).activation.column_sums(rows, out)
-    else:
-        xp.sum(dy, axis=0, out=out)
-
-
-def vector(like: Array, value: float) -> Array:
-    """Return an array of one element, ``value``, in ``like``'s dtype: the form in which kernels take scalars.
-
-    A Python float would make a kernel compute in float64.
-    """
-    result: Array = namespace(like).full(1, value, like.dtype)
-    return result
-
-
-def known(dx: Array | None) -> Array:
-    """Return ``dx``, the input gradient that a layer returned, and assert for type checkers that it is not None."""
-    assert dx is not None
-    return dx
-
-
-def as_rows(x: Array, features: int, dtype: np.dtype[Any], where: str) -> Array:
-    """Return ``x`` as a contiguous matrix of ``features`` columns and of ``dtype``, without a copy if possible.
-
-    The last axis of ``x`` must have ``features`` elements. ``where`` is the layer's name for error messages.
-    """
-    require_numbers(x, where)
-    if x.shape[-1:] != (features,):
-        raise DataError(f"{where}: takes {features} features on the last axis, the input has shape {tuple(x.shape)}")
-    rows = x.reshape(-1, features) if x.size else x.reshape(int(np.prod(x.shape[:-1])), features)
-    matrix: Array = namespace(x).ascontiguousarray(rows, dtype=dtype)
-    return matrix
-
-
-def require_array(x: Any, where: str, what: str = "input") -> None:
-    """Raise :class:`DataError` if ``x`` is no array of NumPy or CuPy.
-
-    ``where`` and ``what`` name the layer and the array in the message.
-    """
-    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-        raise DataError(f"{where}: takes arrays, the {what} is of type {type(x).__name__}; give numpy.asarray of it")
-
-
-def require_numbers(x: Any, where: str, what: str = "input") -> None:
-    """Raise :class:`DataError` if ``x`` is no array of real numbers (float, integer or bool).
-
-    ``where`` and ``what`` name the layer and the array in the message.
-    """
-    if getattr(getattr(x, "dtype", None), "kind", "") not in _REAL:
-        require_array(x, where, what)
-        advice = "; give its parts as real numbers" if x.dtype.kind == "c" else ""
-        raise DataError(f"{where}: takes real numbers, the {what} has dtype {x.dtype}{advice}")
-
-
-def require_floats(x: Any, where: str, what: str = "input") -> None:
-    """Raise :class:`DataError` if ``x`` is no array of float32 or float64, the types that kernels take.
-
-    ``where`` and ``what`` name the layer and the array in the message.
-    """
-    if getattr(getattr(x, "dtype", None), "char", "") not in _FLOATS:
-        require_array(x, where, what)
-        advice = "; cast it with astype(numpy.float32)" if x.dtype.kind in "biuf" else ""
-        raise DataError(f"{where}: takes float32 or float64, the {what} has dtype {x.dtype}{advice}")
-
-
-def require_sequences(x: Any, features: int | None, where: str) -> None:
-    """Raise :class:`DataError` if ``x`` has no shape (samples, length, features).
-
-    ``features`` None allows any number. ``where`` is the layer's name in the message.
-    """
-    require_array(x, where)
-    if x.ndim != 3 or features not in (None, x.shape[2]):
-        shown = "features" if features is None else features
-        raise DataError(f"{where}: takes (samples, length, {shown}), the input has shape {tuple(x.shape)}")
-
-
-def as_ids(x: Array, bound: int, where: str) -> Array:
-    """Return integer ids as contiguous int64; raise :class:`DataError` if one is not in [0, ``bound``).
-
-    ``where`` is the layer's name in the message.
-    """
-    require_array(x, where)
-    if x.dtype.kind not in "iu":
-        raise DataError(f"{where}: takes integer ids, the input has dtype {x.dtype}; cast it with astype(numpy.int64)")
-    if x.size and (int(x.min()) < 0 or int(x.max()) >= bound):
-        raise DataError(
-            f"{where}: takes ids from 0 to {bound - 1}, the input has ids from {int(x.min())} to {int(x.max())}; "
-            "make the vocabulary larger or map the ids into it"
-        )
-    ids: Array = namespace(x).ascontiguousarray(x, dtype=np.int64)
-    return ids

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mpizero.layout import Partition
-from mpizero.nn.layer import namespace
+from mpizero.nn.arrays import namespace
 from mpizero.types import Array, Group
 
 

@@ -14,7 +14,6 @@ from mpizero.errors import ArgumentError
 from mpizero.names import check_slots
 from mpizero.optim.flat_optimizer import FlatOptimizer, RowSum, rate_at
 from mpizero.optim.tensor_optimizer import tensor_slots
-from mpizero.optim.vectors.method import VectorMethod
 from mpizero.types import Array, Dtype, ParameterSpec
 
 _PROBE = 48
@@ -172,7 +171,11 @@ def adapt(optimizer: Any) -> Any:
 
 
 def _adapted(optimizer: Any) -> Any:
-    if isinstance(optimizer, (FlatOptimizer, AdaptedOptimizer, VectorMethod)):
+    if isinstance(optimizer, FlatOptimizer | AdaptedOptimizer):
+        return optimizer
+    from mpizero.optim.vectors.method import VectorMethod
+
+    if isinstance(optimizer, VectorMethod):
         return optimizer
     if isinstance(optimizer, type):
         raise ArgumentError(f"expected an optimizer, got the class {optimizer.__name__}: call it to make one")

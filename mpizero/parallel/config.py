@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cached_property
-from types import TracebackType
 from typing import Any, Self
 from weakref import WeakSet
 
@@ -296,9 +295,7 @@ class ShardingConfig:
         """Return this configuration. Not collective."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close the configuration. After an exception, postpone that until the ranks make their next model together."""
         if error is None:
             self.close()

@@ -21,7 +21,7 @@ from mpizero.parallel.batch.step_scalars import GrainScalars
 from mpizero.parallel.blas_threads import limit_blas_threads
 from mpizero.parallel.checkpointing.half_loaded import HalfLoaded
 from mpizero.parallel.config import ShardingConfig
-from mpizero.parallel.device.compute_device import open_compute_device
+from mpizero.parallel.device.compute_device import ComputeDevice
 from mpizero.parallel.execution.factory import make_runner
 from mpizero.parallel.execution.sequential import Runner
 from mpizero.parallel.gradients.exchange import GradientExchange
@@ -89,7 +89,7 @@ class PlacedModel:
         if callable(told := getattr(model, "set_sharding_config", None)):
             with all_ranks(config.communicator, "model's own settings"):
                 told(config)
-        self.compute_device = open_compute_device(config, self.block_model, device)
+        self.compute_device = self._opened_device(device)
         if self.block_model and not config.is_guest:
             keep_freed_memory()
         self.dtype = np.dtype(model.dtype)
@@ -124,6 +124,14 @@ class PlacedModel:
         #: Set while a failed load has left the model with some old and some new values: it then refuses to be used.
         self.half_loaded: HalfLoaded | None = None
         self._begin_values()
+
+    def _opened_device(self, number: int | None) -> ComputeDevice:
+        """Return what this rank computes on: the host or a GPU, as ``config.device`` says."""
+        if self.config.device == "cpu":
+            return ComputeDevice()
+        from mpizero.parallel.device.cuda_compute_device import open_gpu
+
+        return open_gpu(self.config, self.block_model, number)
 
     def _begin_values(self) -> None:
         self.store.begin(self.model)

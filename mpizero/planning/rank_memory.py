@@ -23,7 +23,7 @@ from typing import NamedTuple
 from mpizero.kernels.device import STAGING
 from mpizero.optim.averaging import EMA
 from mpizero.optim.state_arrays import tensor_state_size
-from mpizero.parallel.device.compute_device import updates_on_device
+from mpizero.parallel.device.cuda_compute_device import updates_on_device
 from mpizero.parallel.device.device_parameters import gradient_places
 from mpizero.parallel.device.device_update import buffer_sizes
 from mpizero.parallel.gradients.exchange import residual_sizes

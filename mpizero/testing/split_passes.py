@@ -12,8 +12,7 @@ import numpy as np
 from mpizero import nn
 from mpizero.frames import is_users
 from mpizero.nn.integers import fresh_integers
-from mpizero.nn.models.block_model import nest
-from mpizero.nn.split.model import run_on
+from mpizero.nn.models.block_model import nest, run_on
 from mpizero.nn.tiles.tiled_block import TiledBlock
 from mpizero.nn.tiles.tiled_model import tiled_model
 from mpizero.sampletree import leaves_of, map_leaves, paths_of

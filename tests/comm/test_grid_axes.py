@@ -126,7 +126,7 @@ def test_groups_of_the_same_ranks_are_one_communicator():
         with ProcessGrid.create(world, axes=Axes(pipeline=2, data=2)) as grid:
             assert grid.model is grid.pipeline
             assert grid.tensor is grid.context
-            assert len(grid.communicators) == 5  # alone, data, pipeline, node, peers
+            assert len(grid.communicators) == 4  # alone (also peers), data, pipeline, node
         with ProcessGrid.create(world, axes=Axes(tensor=4)) as grid:
             assert grid.model is grid.tensor
             assert grid.data is grid.pipeline

@@ -207,7 +207,7 @@ class Joined(mz.nn.Layer):
     """A first layer of the user's, whose input is a dictionary of arrays."""
 
     def forward(self, params, x, run=None):
-        return mz.nn.layer.namespace(x["a"]).concatenate([x["a"], x["b"][0]], axis=1), None
+        return mz.nn.arrays.namespace(x["a"]).concatenate([x["a"], x["b"][0]], axis=1), None
 
     def backward_input(self, params, cache, dy):
         return None, None

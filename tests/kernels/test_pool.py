@@ -37,7 +37,7 @@ def test_kernels_whose_rows_are_divided_between_threads_give_the_same_bits(name,
     alone, shared = arguments(kernel, 101, dtype), arguments(kernel, 101, dtype)
     kernel(*alone)
     monkeypatch.setattr(compile, "_WORTH_A_THREAD", 16)
-    monkeypatch.setattr(pool, "_numpy_blas", lambda: type("Blas", (), {"num_threads": 3}))
+    monkeypatch.setattr(pool, "_blas_threads", lambda: lambda: 3)
     monkeypatch.setattr(pool, "run_tasks", lambda tasks, threads: (used.append(threads), [task() for task in tasks]))
     kernel(*shared)
     assert used == [3]
@@ -86,7 +86,7 @@ def test_an_error_in_any_thread_is_raised():
 
 def test_what_does_not_fit_is_told_of_whole_arrays(monkeypatch):
     monkeypatch.setattr(compile, "_WORTH_A_THREAD", 16)
-    monkeypatch.setattr(pool, "_numpy_blas", lambda: type("Blas", (), {"num_threads": 3}))
+    monkeypatch.setattr(pool, "_blas_threads", lambda: lambda: 3)
     with pytest.raises(TypeError, match=r"gelu: y must be .*, got float64 of shape \(101,\)"):
         activation.gelu(np.ones(101, np.float32), np.ones(101))
     with pytest.raises(TypeError, match="gelu takes 2 arguments"):

@@ -91,7 +91,7 @@ def test_bits_do_not_depend_on_threads_or_blocks(shape, monkeypatch):
     monkeypatch.setattr(pool, "run_tasks", lambda tasks, n: used.append(n) or run(tasks, n))
     monkeypatch.setattr(multiply, "_WORTH_A_THREAD", 1 << 21)  # so that small products are divided
     for threads in (1, 2, 3):
-        monkeypatch.setattr(pool, "_numpy_blas", lambda threads=threads: type("Blas", (), {"num_threads": threads}))
+        monkeypatch.setattr(pool, "_blas_threads", lambda threads=threads: lambda: threads)
         assert matmul(a, b).tobytes() == alone.tobytes()
     assert used == [2, 2] if rows * depth * columns < 6 << 20 else [2, 3]
 

@@ -40,7 +40,6 @@ TOPICS = sorted(topic for topic, path in files("cpu").items() if declared(path))
 
 
 def test_the_folders_have_the_same_files():
-    assert set(TOPICS) == set(kernels.cpu.TOPICS) == set(kernels.cuda.TOPICS)
     assert set(files("reference")) == set(TOPICS)
     assert set(files("cuda")) - {"launch"} == set(TOPICS)
 
@@ -62,7 +61,7 @@ def test_twins_take_the_same_types(topic):
 
 def test_the_namespaces_know_their_topics_and_no_others():
     assert kernels.cpu.copy.scale is not None
-    with pytest.raises(AttributeError, match="no kernels named 'physics'"):
+    with pytest.raises(AttributeError, match="has no attribute 'physics'"):
         _ = kernels.cpu.physics
     with pytest.raises(TypeError, match="got list"):
         kernels.backend([1.0])

@@ -9,7 +9,7 @@ import pytest
 
 import mpizero as mz
 from mpizero.kernels.products import multiply as products
-from mpizero.nn.layer import matmul
+from mpizero.nn.arrays import matmul
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.parallel.placement import placement

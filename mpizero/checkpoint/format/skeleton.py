@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpizero.checkpoint.format.alignment import ALIGNMENT
 from mpizero.checkpoint.format.table import Table
-from mpizero.errors import ConfigError
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -20,10 +20,6 @@ if TYPE_CHECKING:
 FORMAT = "mpizero-checkpoint"
 VERSION = 1
 MARKS: Mapping[str, Any] = {"format": np.bytes_(FORMAT), "version": np.int64(VERSION)}
-#: Every object of the file starts at a multiple of this many bytes, so that arrays can be mapped into memory.
-ALIGNMENT = 64
-#: The largest alignment that can be chosen: a page. The gaps that alignment leaves between arrays are checksummed too.
-ALIGNMENT_LIMIT = 4096
 
 
 @dataclass(frozen=True)
@@ -127,12 +123,6 @@ def gaps(nbytes: int, extents: Iterable[tuple[int, int]]) -> list[tuple[int, int
     if nbytes > end:
         found.append((end, nbytes - end))
     return found
-
-
-def check_alignment(alignment: int) -> None:
-    """Raise :class:`ConfigError` unless ``alignment`` is a power of two from 64 to 4096, in bytes."""
-    if not ALIGNMENT <= alignment <= ALIGNMENT_LIMIT or alignment & (alignment - 1):
-        raise ConfigError(f"alignment must be a power of two from {ALIGNMENT} to {ALIGNMENT_LIMIT}, got {alignment}")
 
 
 def build(table: Table, alignment: int = ALIGNMENT, marks: Mapping[str, Any] = MARKS) -> Skeleton:

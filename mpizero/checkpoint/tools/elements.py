@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpizero.checkpoint.format.checksum import BLOCK
-from mpizero.checkpoint.format.table import DTYPES, LocalArray
+from mpizero.checkpoint.format.table import LocalArray
 from mpizero.checkpoint.reader import Reader
 from mpizero.errors import ConfigError
 from mpizero.names import fits
@@ -43,11 +43,6 @@ def element_types(reader: Reader) -> dict[str, str]:
 def stored_type(element: str) -> np.dtype[Any]:
     """Return the NumPy type in which elements of the named type are stored: uint16 for bfloat16. Not collective."""
     return np.dtype("<u2") if element == BFLOAT16 else np.dtype(element).newbyteorder("<")
-
-
-def supported(element: str) -> bool:
-    """Tell whether a checkpoint can store elements of the named type. Not collective."""
-    return element == BFLOAT16 or any(np.dtype(known).name == element for known in DTYPES)
 
 
 def nbytes_of(reader: Reader, path: str) -> int:

@@ -14,7 +14,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
-from types import TracebackType
 from typing import IO, Any, Self
 
 import numpy as np
@@ -112,9 +111,7 @@ class NpzFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._file.close()
 
     def values(self, name: str) -> Array:

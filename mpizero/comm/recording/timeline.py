@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from time import monotonic
-from types import TracebackType
 from typing import Any, NamedTuple
 
 #: Name of the phase of communicator calls; the detail of such a span is a :class:`CommunicatorCall`.
@@ -97,7 +96,5 @@ class _Open:
     def __enter__(self) -> None:
         self._start = monotonic()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._timeline.add(self._phase, self._detail, self._start)

@@ -123,11 +123,6 @@ class ExactExchange:
         """Change the number of elements in flight in later exchanges. Not collective; all ranks must pass the same."""
         self._elements = elements
 
-    @property
-    def group_index(self) -> int:
-        """Index of this rank's group (usually its node) among all groups."""
-        return self.peers.rank
-
     def pieces(self, rows: RowsToSum) -> Iterator[RowRange]:
         """Exchange partial sums, and yield a RowRange for each part of the elements that this rank owns.
 

@@ -6,13 +6,13 @@ import platform
 import sys
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from importlib import metadata
 from threading import Lock
 from typing import Any
 
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.equality import agree_equal
 from mpizero.comm.startup.launch import mpi_facts
+from mpizero.installed import installed_version
 
 #: Packages whose versions are compared. HDF5 is part of the h5py package.
 _PACKAGES = ("mpizero", "numpy", "mpi4py", "numba", "h5py", "threadpoolctl")
@@ -36,20 +36,8 @@ def versions() -> dict[str, str]:
 def _read_versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
-        try:
-            found[name] = _version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "from source" if name == "mpizero" else "missing"
+        found[name] = installed_version(name) or ("from source" if name == "mpizero" else "missing")
     return found
-
-
-def _version(name: str) -> str:
-    """Read the version of a package; ``metadata.version`` reads its whole description, and takes 40 times as long."""
-    package = metadata.distribution(name)
-    for line in (package.read_text("METADATA") or package.read_text("PKG-INFO") or "").splitlines():
-        if line.startswith("Version:"):
-            return line[8:].strip()
-    return package.version
 
 
 @lru_cache(maxsize=1)

@@ -7,7 +7,6 @@ import selectors
 import socket
 from collections.abc import Generator
 from time import monotonic
-from types import TracebackType
 from typing import Self
 
 #: Generator that plays one side of a query. It yields bytes, to send them, or an integer, to receive that many bytes;
@@ -113,9 +112,7 @@ class TcpQueries:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         for query in tuple(self._live):
             self._end(query)
         self._selector.close()

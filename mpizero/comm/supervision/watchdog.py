@@ -24,7 +24,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 from mpizero.comm.communicator import Communicator
@@ -93,9 +92,7 @@ class Watchdog:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.stop()
 
     def start(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -157,9 +156,7 @@ class CachedSource(Source):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close the cache, unless the block has raised: other ranks may not have."""
         if error is None:
             self.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any, Self
 
 from mpizero.comm import Communicator, as_communicator
@@ -108,9 +107,7 @@ class OnlineJob:
         """Return itself. Not collective."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close the job, also after the SystemExit of a run that was asked to stop; after an error leave it open."""
         if error is None or isinstance(error, SystemExit):
             self.close()

@@ -3,30 +3,6 @@
 The last parameter of some kernels (``scratch``, ``block`` or ``chunk``) is temporary memory, which callers do not pass.
 """
 
-from __future__ import annotations
+from mpizero.lazy_names import lazy_names
 
-from types import ModuleType
-
-TOPICS = (
-    "activation",
-    "attention",
-    "compression",
-    "copy",
-    "element_loss",
-    "embedding",
-    "fused",
-    "loss",
-    "norm",
-    "optimizer",
-    "random",
-    "reduction",
-    "ring",
-)
-
-
-def __getattr__(name: str) -> ModuleType:
-    if name not in TOPICS:
-        raise AttributeError(f"module {__name__!r} has no kernels named {name!r}")
-    from importlib import import_module
-
-    return import_module(f"{__name__}.{name}")
+__getattr__ = lazy_names(__name__)[0]

@@ -12,13 +12,7 @@ from typing import Any
 
 from mpizero.kernels.compile import Kernel, kernel
 from mpizero.kernels.formulas.activation import gelu as gelu_value
-from mpizero.kernels.formulas.activation import (
-    gelu_gradient,
-    relu_gradient,
-    silu_gradient,
-    tanh_gradient,
-    tanh_value,
-)
+from mpizero.kernels.formulas.activation import gelu_gradient, relu_gradient, silu_gradient, tanh_gradient, tanh_value
 from mpizero.kernels.formulas.activation import relu as relu_value
 from mpizero.kernels.formulas.activation import silu as silu_value
 from mpizero.kernels.prefetch import fetch_ahead, fetch_below

@@ -20,19 +20,9 @@ from mpizero.types import Array
 _WIDTH = 16
 
 
-@kernel(
-    "void(T[:,:,:,::1], const T[::1], i8, i8, T[:,:,::1], T[:,:,::1], T[:,:,::1], T[::1])",
-    scratch=SCRATCH,
-)
+@kernel("void(T[:,:,:,::1], const T[::1], i8, i8, T[:,:,::1], T[:,:,::1], T[:,:,::1], T[::1])", scratch=SCRATCH)
 def running_softmax(
-    scores: Array,
-    scale1: Array,
-    offset: int,
-    start: int,
-    maxima: Array,
-    sums: Array,
-    factors: Array,
-    scratch: Array,
+    scores: Array, scale1: Array, offset: int, start: int, maxima: Array, sums: Array, factors: Array, scratch: Array
 ) -> None:
     """Replace scores by exp(scale1[0] * scores - maximum so far), and update maxima and sums (online softmax).
 

@@ -73,14 +73,7 @@ def tree_sum(
 
 @kernel("void(const T[:,::1], i8, const i4[::1], const T[::1], T[::1], const T[::1], i8, i8)")
 def sgd_tree(
-    rows: Array,
-    first: int,
-    program: Array,
-    divisor: Array,
-    w: Array,
-    hyper: Array,
-    start: int,
-    stop: int,
+    rows: Array, first: int, program: Array, divisor: Array, w: Array, hyper: Array, start: int, stop: int
 ) -> None:
     """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.sgd`` does.
 
@@ -96,15 +89,7 @@ def sgd_tree(
 
 @kernel("void(const T[:,::1], i8, const i4[::1], const T[::1], T[::1], T[::1], const T[::1], i8, i8)")
 def momentum_tree(
-    rows: Array,
-    first: int,
-    program: Array,
-    divisor: Array,
-    w: Array,
-    m: Array,
-    hyper: Array,
-    start: int,
-    stop: int,
+    rows: Array, first: int, program: Array, divisor: Array, w: Array, m: Array, hyper: Array, start: int, stop: int
 ) -> None:
     """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.momentum`` does.
 
@@ -173,15 +158,7 @@ def adamw_tree(
 
 @kernel("void(const T[:,::1], i8, const i4[::1], const T[::1], T[::1], T[::1], const T[::1], i8, i8)")
 def rmsprop_tree(
-    rows: Array,
-    first: int,
-    program: Array,
-    divisor: Array,
-    w: Array,
-    v: Array,
-    hyper: Array,
-    start: int,
-    stop: int,
+    rows: Array, first: int, program: Array, divisor: Array, w: Array, v: Array, hyper: Array, start: int, stop: int
 ) -> None:
     """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.rmsprop`` does.
 
@@ -198,15 +175,7 @@ def rmsprop_tree(
 
 @kernel("void(const T[:,::1], i8, const i4[::1], const T[::1], T[::1], T[::1], const T[::1], i8, i8)")
 def lion_tree(
-    rows: Array,
-    first: int,
-    program: Array,
-    divisor: Array,
-    w: Array,
-    m: Array,
-    hyper: Array,
-    start: int,
-    stop: int,
+    rows: Array, first: int, program: Array, divisor: Array, w: Array, m: Array, hyper: Array, start: int, stop: int
 ) -> None:
     """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.lion`` does.
 

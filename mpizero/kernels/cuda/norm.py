@@ -9,13 +9,7 @@ from numba import cuda
 
 from mpizero.kernels.cuda._rows import MOST_THREADS, block_sum
 from mpizero.kernels.cuda.launch import kernel
-from mpizero.kernels.formulas.norm import (
-    inverse_root,
-    layernorm_gradient,
-    rmsnorm_gradient,
-    scaled,
-    standardized,
-)
+from mpizero.kernels.formulas.norm import inverse_root, layernorm_gradient, rmsnorm_gradient, scaled, standardized
 from mpizero.types import Array
 
 
@@ -46,15 +40,7 @@ def layernorm(x: Array, gamma: Array, beta: Array, eps1: Array, y: Array, mean: 
 
 
 def layernorm_backward(
-    dy: Array,
-    x: Array,
-    gamma: Array,
-    mean: Array,
-    rstd: Array,
-    residual: Array,
-    dx: Array,
-    dgamma: Array,
-    dbeta: Array,
+    dy: Array, x: Array, gamma: Array, mean: Array, rstd: Array, residual: Array, dx: Array, dgamma: Array, dbeta: Array
 ) -> None:
     """Write the gradients of :func:`layernorm` to ``dx``, ``dgamma`` and ``dbeta``, from ``dy``, the gradient of y.
 

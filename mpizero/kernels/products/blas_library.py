@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from mpizero.errors import ConfigError
+from mpizero.installed import installed_version
 from mpizero.types import Array
 
 VARIABLE = "MPIZERO_BLAS"
@@ -133,8 +132,10 @@ def _make_mkl_reproducible(found: ctypes.CDLL) -> str:
 
 def installed_mkl() -> Path | None:
     """Return the library in the installed package ``mkl``, or None."""
-    with suppress(metadata.PackageNotFoundError):
-        files = metadata.distribution("mkl").files or ()
-        libraries = sorted(str(file.locate()) for file in files if file.name.startswith("libmkl_rt.so"))
-        return next((path for path in map(Path, reversed(libraries)) if path.exists()), None)
-    return None
+    if installed_version("mkl") is None:
+        return None
+    from importlib import metadata
+
+    files = metadata.distribution("mkl").files or ()
+    libraries = sorted(str(file.locate()) for file in files if file.name.startswith("libmkl_rt.so"))
+    return next((path for path in map(Path, reversed(libraries)) if path.exists()), None)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpizero import kernels
+from mpizero.nn.arrays import multiply, namespace, operand, vector
 from mpizero.nn.attention.workspace import Workspace
-from mpizero.nn.layer import multiply, namespace, operand, vector
 from mpizero.nn.sample_part import SamplePart
 from mpizero.types import Array, Run
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpizero.kernels.pool import parts_of, run_tasks
 from mpizero.kernels.products.multiply import threads_for
-from mpizero.nn.layer import vector
+from mpizero.nn.arrays import vector
 from mpizero.types import Array
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from mpizero.nn.layer import namespace
+from mpizero.nn.arrays import namespace
 from mpizero.types import Array
 
 

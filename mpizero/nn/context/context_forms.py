@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpizero.errors import ConfigError, DataError
+from mpizero.nn.arrays import namespace
 from mpizero.nn.context.context_layers import (
     ContextBlock,
     ContextDropout,
@@ -19,7 +20,7 @@ from mpizero.nn.context.context_layers import (
 )
 from mpizero.nn.context.ring import Zigzag, gather_lengths, located
 from mpizero.nn.context.ring_attention import RingSelfAttention
-from mpizero.nn.layer import Layer, namespace
+from mpizero.nn.layer import Layer
 from mpizero.nn.layers.activation import Activation
 from mpizero.nn.layers.attention import CausalSelfAttention
 from mpizero.nn.layers.block import FeedForward, TransformerBlock

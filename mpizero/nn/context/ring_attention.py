@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from mpizero import kernels
+from mpizero.nn.arrays import multiply, namespace, operand, vector
 from mpizero.nn.attention.batched import view_heads, view_kinds
 from mpizero.nn.attention.workspace import Workspace
 from mpizero.nn.context.ring import KEYS, QUERIES, ContextLayer, Tile, Zigzag, poll_function, ring_pass
-from mpizero.nn.layer import multiply, namespace, operand, vector
 from mpizero.nn.layers.attention import CausalSelfAttention
 from mpizero.nn.operations import Operations
 from mpizero.nn.sample_part import SamplePart

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 from mpizero import kernels
 from mpizero.errors import ConfigError
 from mpizero.names import explains, nearest
-from mpizero.nn.layer import Layer, namespace, require_floats
+from mpizero.nn.arrays import namespace, require_floats
+from mpizero.nn.layer import Layer
 from mpizero.types import EVALUATE, Array, Params, Run
 
 

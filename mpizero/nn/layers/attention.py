@@ -12,10 +12,11 @@ from mpizero import kernels
 from mpizero.errors import ConfigError, DataError
 from mpizero.kernels.products.multiply import by_kernels
 from mpizero.names import explains
+from mpizero.nn.arrays import known, namespace, require_sequences
 from mpizero.nn.attention import by_kernel
 from mpizero.nn.attention.batched import BatchedHeads, blocks
 from mpizero.nn.graph import Graph, NodeOutput
-from mpizero.nn.layer import Layer, known, namespace, poll, require_sequences
+from mpizero.nn.layer import Layer, poll
 from mpizero.nn.layers.affine import Affine
 from mpizero.nn.layers.dropout import Dropout
 from mpizero.nn.layers.linear import Linear

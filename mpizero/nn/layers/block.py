@@ -9,8 +9,9 @@ from typing import Any
 
 from mpizero import kernels
 from mpizero.names import explains
+from mpizero.nn.arrays import known, namespace, require_numbers, require_sequences
 from mpizero.nn.graph import Graph, NodeOutput
-from mpizero.nn.layer import Layer, known, namespace, poll, require_numbers, require_sequences
+from mpizero.nn.layer import Layer, poll
 from mpizero.nn.layers.activation import Activation, named_activation
 from mpizero.nn.layers.affine import Affine
 from mpizero.nn.layers.attention import CausalSelfAttention

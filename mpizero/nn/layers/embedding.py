@@ -11,8 +11,9 @@ import numpy as np
 from mpizero import kernels
 from mpizero.errors import DataError
 from mpizero.names import explains
+from mpizero.nn.arrays import as_ids, namespace, require_array, require_numbers
 from mpizero.nn.graph import Graph, NodeOutput
-from mpizero.nn.layer import Layer, as_ids, namespace, require_array, require_numbers
+from mpizero.nn.layer import Layer
 from mpizero.nn.layers.dropout import Dropout
 from mpizero.nn.layers.sequence_layer import SequenceLayer
 from mpizero.nn.operations import Operations

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mpizero.names import explains
-from mpizero.nn.layer import namespace
+from mpizero.nn.arrays import namespace
 from mpizero.nn.layers.wrapper import Wrapper
 from mpizero.nn.operations import Operations
 from mpizero.types import Array, ParameterSpec, Params

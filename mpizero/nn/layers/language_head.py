@@ -8,8 +8,9 @@ from functools import cached_property
 from typing import Any
 
 from mpizero.names import explains
+from mpizero.nn.arrays import known
 from mpizero.nn.graph import Graph, NodeOutput
-from mpizero.nn.layer import Layer, known, poll
+from mpizero.nn.layer import Layer, poll
 from mpizero.nn.layers.linear import Projection
 from mpizero.nn.layers.norm import LayerNorm
 from mpizero.nn.operations import Operations

@@ -7,7 +7,8 @@ from math import prod
 from typing import Any
 
 from mpizero.names import explains
-from mpizero.nn.layer import Layer, as_rows, matmul, sum_rows
+from mpizero.nn.arrays import as_rows, matmul, sum_rows
+from mpizero.nn.layer import Layer
 from mpizero.nn.layers.affine import Affine
 from mpizero.nn.operations import Operations, linear_operations
 from mpizero.nn.settings import require_init, require_positive

@@ -7,7 +7,8 @@ from typing import Any
 
 from mpizero import kernels
 from mpizero.names import explains
-from mpizero.nn.layer import Layer, as_rows, namespace, vector
+from mpizero.nn.arrays import as_rows, namespace, vector
+from mpizero.nn.layer import Layer
 from mpizero.nn.settings import require_positive
 from mpizero.types import EVALUATE, Array, Init, ParameterSpec, Params, Run
 from mpizero.validation import positive, require

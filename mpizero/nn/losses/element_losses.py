@@ -13,7 +13,7 @@ import numpy as np
 from mpizero import kernels
 from mpizero.errors import DataError
 from mpizero.names import explains
-from mpizero.nn.layer import namespace, require_floats, require_numbers, vector
+from mpizero.nn.arrays import namespace, require_floats, require_numbers, vector
 from mpizero.nn.losses.weighted_target import WeightedTarget, times
 from mpizero.types import Array
 from mpizero.validation import positive, require

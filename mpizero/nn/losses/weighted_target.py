@@ -10,7 +10,7 @@ import numpy as np
 
 from mpizero.errors import DataError
 from mpizero.names import nearest
-from mpizero.nn.layer import namespace, require_array, require_numbers
+from mpizero.nn.arrays import namespace, require_array, require_numbers
 from mpizero.types import Array
 
 _KEYS = ("target", "weight", "mask")

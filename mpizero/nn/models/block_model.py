@@ -11,13 +11,13 @@ import numpy as np
 
 from mpizero.errors import ConfigError, LayoutError, UnsupportedError
 from mpizero.layout.flat import joined, nested
+from mpizero.nn.arrays import namespace
 from mpizero.nn.error_location import call_located
 from mpizero.nn.graph import FORMAT, Graph, NodeOutput
 from mpizero.nn.initialize import start_values_of
 from mpizero.nn.integers import fresh_integers, layer_integers, start_integers
-from mpizero.nn.layer import Layer, namespace
+from mpizero.nn.layer import Layer
 from mpizero.nn.operations import Operations
-from mpizero.nn.split.model import run_on
 from mpizero.types import EVALUATE, Array, BlockModel, ParameterSpec, Params, Run
 
 
@@ -355,6 +355,16 @@ def _backward(
 
 def _block_items(block: str, layer: Any, uses: Mapping[str, Array]) -> Iterable[tuple[str, Array]]:
     return ((spec.name, uses[joined(block, spec.name)]) for spec in layer.specs() if spec.trainable)
+
+
+def run_on(model: BlockModel, x: Array, run: Run) -> Run:
+    """Return ``run`` with the length of the sequences in the input ``x``, if the model needs it; else ``run`` itself.
+
+    Models that need it have a method ``run_on``, as split models do. Collective only for a
+    :class:`~mpizero.nn.context.context_forms.ContextModel`.
+    """
+    know = getattr(model, "run_on", None)
+    return run if know is None else know(x, run)
 
 
 def _require_equal_names(wanted: set[str], given: set[str]) -> None:

@@ -14,7 +14,6 @@ from mpizero.names import as_patterns, selected
 from mpizero.nn.layer import Layer
 from mpizero.nn.layers.frozen import Frozen, PartlyFrozen, completed, frozen_specs
 from mpizero.nn.models.block_model import model_specs
-from mpizero.nn.split.model import SplitModel
 from mpizero.types import Array, BlockModel, ParameterSpec, Params
 
 
@@ -125,6 +124,8 @@ class FrozenModel(_Delegate):
         return self._split if name == "split" else found
 
     def _split(self, group: Any) -> Any:
+        from mpizero.nn.split.model import SplitModel
+
         inner = self.model.split(group)
         if isinstance(inner, SplitModel):
             return replace(inner, whole=self, blocks=_frozen_blocks(inner.blocks, self.names))

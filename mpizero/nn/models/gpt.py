@@ -19,10 +19,6 @@ from mpizero.nn.layers.language_head import LanguageHead
 from mpizero.nn.losses.cross_entropy import CrossEntropy
 from mpizero.nn.models.block_model import export_computation_graph, model_dtype
 from mpizero.nn.settings import require_positive, require_rate
-from mpizero.nn.split.block import SplitBlock
-from mpizero.nn.split.embedding import SplitTokenEmbedding
-from mpizero.nn.split.head import SplitCrossEntropy, SplitHead
-from mpizero.nn.split.model import SplitModel
 from mpizero.types import Array, BlockModel, Group, Params
 from mpizero.validation import require, seed
 
@@ -142,6 +138,11 @@ class GPT:
         """
         if group.size == 1:
             return self
+        from mpizero.nn.split.block import SplitBlock
+        from mpizero.nn.split.embedding import SplitTokenEmbedding
+        from mpizero.nn.split.head import SplitCrossEntropy, SplitHead
+        from mpizero.nn.split.model import SplitModel
+
         embedding, head = self._ends
         layers = {f"blocks.{i}": self._kept(SplitBlock(self._transformer(i), group)) for i in range(self.layers)}
         first = SplitTokenEmbedding(embedding, group, sequence=True)

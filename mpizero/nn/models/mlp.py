@@ -11,7 +11,8 @@ import numpy as np
 
 from mpizero.errors import ConfigError, DataError
 from mpizero.names import explains
-from mpizero.nn.layer import Layer, namespace, require_numbers
+from mpizero.nn.arrays import namespace, require_numbers
+from mpizero.nn.layer import Layer
 from mpizero.nn.layers.activation import named_activation
 from mpizero.nn.layers.linear import Linear
 from mpizero.nn.losses.named_losses import TASKS, loss_for
@@ -19,8 +20,6 @@ from mpizero.nn.models.block_model import export_computation_graph, model_dtype
 from mpizero.nn.models.predictor import compile_mlp
 from mpizero.nn.sequential import Sequential
 from mpizero.nn.settings import require_positive
-from mpizero.nn.split.linear import ColumnLinear, RowLinear
-from mpizero.nn.split.model import SplitModel
 from mpizero.types import EVALUATE, Array, BlockModel, Group, Init, Loss, Params, Run
 from mpizero.validation import require, seed
 
@@ -201,6 +200,9 @@ class MLP:
         """
         if group.size == 1:
             return self
+        from mpizero.nn.split.linear import ColumnLinear, RowLinear
+        from mpizero.nn.split.model import SplitModel
+
         blocks: dict[str, Layer] = {}
         cuts = {}
         last = len(self.hidden)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpizero.errors import DataError
-from mpizero.nn.layer import as_ids, as_rows
+from mpizero.nn.arrays import as_ids, as_rows
 from mpizero.types import Array, Params
 
 

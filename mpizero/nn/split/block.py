@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from mpizero.nn.layer import known, require_sequences
+from mpizero.nn.arrays import known, require_sequences
 from mpizero.nn.layers.activation import Activation
 from mpizero.nn.layers.block import FeedForward, FeedForwardBase, TransformerBlock, TransformerBlockBase
 from mpizero.nn.layers.dropout import Dropout

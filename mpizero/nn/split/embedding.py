@@ -7,7 +7,8 @@ from functools import cached_property
 from typing import Any
 
 from mpizero import kernels
-from mpizero.nn.layer import Layer, as_ids, namespace
+from mpizero.nn.arrays import as_ids, namespace
+from mpizero.nn.layer import Layer
 from mpizero.nn.layers.dropout import Dropout
 from mpizero.nn.layers.embedding import Embedding, Position, TokenEmbedding
 from mpizero.nn.operations import Operations

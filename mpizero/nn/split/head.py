@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpizero import kernels
-from mpizero.nn.layer import namespace, vector
+from mpizero.nn.arrays import namespace, vector
 from mpizero.nn.layers.language_head import LanguageHead, LanguageHeadBase
 from mpizero.nn.layers.norm import LayerNorm
 from mpizero.nn.losses.cross_entropy import CrossEntropy

@@ -8,7 +8,8 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from mpizero.nn.layer import Layer, as_rows, matmul, sum_rows
+from mpizero.nn.arrays import as_rows, matmul, sum_rows
+from mpizero.nn.layer import Layer
 from mpizero.nn.layers.affine import Affine
 from mpizero.nn.layers.linear import Linear, Projection
 from mpizero.nn.layers.wrapper import Wrapper

@@ -214,13 +214,3 @@ def whole_scores(model: BlockModel, y: Array) -> Array:
     """
     join = getattr(model, "whole_scores", None)
     return whole_prediction(model, y) if join is None else join(y)
-
-
-def run_on(model: BlockModel, x: Array, run: Run) -> Run:
-    """Return ``run`` with the length of the sequences in the input ``x``, if the model needs it; else ``run`` itself.
-
-    Models that need it have a method ``run_on``, as split models do. Collective only for a
-    :class:`~mpizero.nn.context.context_forms.ContextModel`.
-    """
-    know = getattr(model, "run_on", None)
-    return run if know is None else know(x, run)

@@ -10,7 +10,8 @@ import numpy as np
 
 from mpizero.errors import DataError
 from mpizero.layout import Partition
-from mpizero.nn.layer import Layer, namespace
+from mpizero.nn.arrays import namespace
+from mpizero.nn.layer import Layer
 from mpizero.nn.layers.sequence_layer import SequenceLayer
 from mpizero.nn.regions import complete
 from mpizero.types import Array, Group, ParameterSpec, Params, Part, Run

@@ -1,13 +1,15 @@
-"""Register the tensor-parallel (split) form of every layer that has one.
+"""List the tensor-parallel (split) form of every layer that has one.
 
 [Note: split forms] A layer does not know how it is split. :meth:`mpizero.nn.Layer.split` looks the layer's class up in
-the table ``SPLIT_FORMS``, which this module fills when :mod:`mpizero.nn` is imported. A user's own layer overrides
-``split`` instead.
+the table ``SPLIT_FORMS``. A user's own layer overrides ``split`` instead.
 """
 
 from __future__ import annotations
 
-from mpizero.nn.layer import SPLIT_FORMS, Layer
+from collections.abc import Callable
+from typing import Any
+
+from mpizero.nn.layer import Layer
 from mpizero.nn.layers.attention import CausalSelfAttention
 from mpizero.nn.layers.block import FeedForward, TransformerBlock
 from mpizero.nn.layers.embedding import Embedding, TokenEmbedding
@@ -27,15 +29,14 @@ def _split_head(head: LanguageHead, group: Group) -> Layer:
     return Sequential({**layers, "projection": layers["projection"].split(group)})
 
 
-SPLIT_FORMS.update(
-    {
-        CausalSelfAttention: SplitAttention,
-        Embedding: SplitEmbedding,
-        FeedForward: SplitFeedForward,
-        LanguageHead: _split_head,
-        Linear: lambda layer, group: SplitLinear(ColumnLinear(layer, group)),
-        Projection: lambda layer, group: SplitProjection(layer, group, joined=True),
-        TokenEmbedding: SplitTokenEmbedding,
-        TransformerBlock: lambda layer, group: SequenceParallel(SplitBlock(layer, group), group),
-    }
-)
+#: The function that splits a layer over a group, by the layer's class.
+SPLIT_FORMS: dict[type, Callable[[Any, Group], Layer]] = {
+    CausalSelfAttention: SplitAttention,
+    Embedding: SplitEmbedding,
+    FeedForward: SplitFeedForward,
+    LanguageHead: _split_head,
+    Linear: lambda layer, group: SplitLinear(ColumnLinear(layer, group)),
+    Projection: lambda layer, group: SplitProjection(layer, group, joined=True),
+    TokenEmbedding: SplitTokenEmbedding,
+    TransformerBlock: lambda layer, group: SequenceParallel(SplitBlock(layer, group), group),
+}

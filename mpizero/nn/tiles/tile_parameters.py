@@ -14,7 +14,7 @@ import numpy as np
 from mpizero import kernels
 from mpizero.errors import LayoutError
 from mpizero.layout.flat import nested
-from mpizero.nn.layer import namespace
+from mpizero.nn.arrays import namespace
 from mpizero.types import Array, ParameterSpec, Params, as_reals
 
 #: Half-open ranges of indices along the axis of a parameter that is split.

@@ -13,9 +13,10 @@ import numpy as np
 
 from mpizero.kernels.fold import fold
 from mpizero.layout import Partition
+from mpizero.nn.arrays import namespace
 from mpizero.nn.context.ring import Zigzag
 from mpizero.nn.integers import layer_integers
-from mpizero.nn.layer import Layer, namespace
+from mpizero.nn.layer import Layer
 from mpizero.nn.operations import Operations
 from mpizero.nn.tiles.coroutines import run_in_turns
 from mpizero.nn.tiles.tile_parameters import TileParameters, copied, require_equal_integers

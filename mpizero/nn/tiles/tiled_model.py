@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from mpizero.kernels.fold import fold
+from mpizero.nn.arrays import namespace
 from mpizero.nn.context.context_forms import context_model
-from mpizero.nn.layer import namespace
-from mpizero.nn.split.model import run_on, split_model, whole_prediction, whole_scores
+from mpizero.nn.models.block_model import run_on
+from mpizero.nn.split.model import split_model, whole_prediction, whole_scores
 from mpizero.nn.tiles.coroutines import run_in_turns
 from mpizero.nn.tiles.tiled_block import Hosted, TiledBlock, TileGrid, bound
 from mpizero.nn.tiles.virtual_group import VirtualRanks

@@ -16,7 +16,7 @@ import numpy as np
 
 from mpizero.errors import CollectiveError, ConfigError
 from mpizero.kernels.fold import sums_of_parts
-from mpizero.nn.layer import namespace
+from mpizero.nn.arrays import namespace
 from mpizero.nn.tiles.coroutines import Meeting, Mismatch
 from mpizero.types import Array, Group, ShiftRequest
 

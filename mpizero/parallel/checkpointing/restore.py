@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from mpizero import checkpoint
-from mpizero.checkpoint import LocalArray
-from mpizero.checkpoint.format.table import number_of
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.equality import agree_arrays
@@ -30,6 +28,7 @@ from mpizero.parallel.parameters.global_view import in_whole
 from mpizero.types import Array, ParameterSpec
 
 if TYPE_CHECKING:
+    from mpizero.checkpoint import LocalArray
     from mpizero.parallel.engine import Engine
 
 #: Elements of the arrays that are read and verified together, into extra memory, for a model that is in use.
@@ -90,7 +89,7 @@ class HeldArray:
     def local(self) -> LocalArray:
         """Return the array with its pieces as ranges of the whole array, the form that checkpoint readers take."""
         ranges = (place for piece in self.pieces for place in in_whole(*piece))
-        return LocalArray(self.path, self.shape, self.dtype, tuple(ranges))
+        return checkpoint.LocalArray(self.path, self.shape, self.dtype, tuple(ranges))
 
 
 @contextmanager
@@ -225,12 +224,14 @@ def _groups(arrays: Sequence[HeldArray]) -> Iterator[list[HeldArray]]:
 
 def _fresh(request: LocalArray) -> LocalArray:
     """Return a copy of ``request`` for the same ranges whose pieces are newly allocated memory."""
+    from mpizero.checkpoint.format.table import number_of
+
     real = number_of(np.dtype(request.dtype))
     room, place, pieces = np.empty(sum(v.size for _, v in request.pieces), real), 0, []
     for start, values in request.pieces:
         pieces.append((start, room[place : place + values.size]))
         place += values.size
-    return LocalArray(request.path, request.shape, request.dtype, tuple(pieces))
+    return checkpoint.LocalArray(request.path, request.shape, request.dtype, tuple(pieces))
 
 
 class _Need(NamedTuple):
@@ -296,7 +297,7 @@ class RowReading:
             return array.local()
         part = self._parts(array.path)[self.group.rank]
         pieces = ((part.start, np.empty(part.size, array.dtype)),) if part.size else ()
-        return LocalArray(array.path, array.shape, array.dtype, pieces)
+        return checkpoint.LocalArray(array.path, array.shape, array.dtype, pieces)
 
     def deliver(self, arrays: Sequence[HeldArray], requests: Sequence[LocalArray]) -> None:
         """Exchange the rows that the ranks have read, and copy each rank's slices out of them.

@@ -7,7 +7,6 @@ from typing import Any
 
 from mpizero.checkpoint.format.strict_json import is_count, is_number
 from mpizero.errors import CheckpointError
-from mpizero.optim.vectors.method import is_progress
 from mpizero.parallel.checkpointing import tile_record
 from mpizero.parallel.checkpointing.grain_record import EXPECTED, is_grain_record
 from mpizero.parallel.checkpointing.restore import ArrayReader
@@ -52,6 +51,8 @@ def _layout_text(layout: Mapping[str, Any] | None) -> str:
 
 
 def _is_optimizer(value: object) -> bool:
+    from mpizero.optim.vectors.method import is_progress
+
     return value is None or (
         isinstance(value, dict)
         and {"name", "slots", "step_count"} <= value.keys() <= {"name", "slots", "step_count", "progress"}

@@ -11,7 +11,6 @@ from mpizero.parallel.batch.step_scalars import GrainScalars
 from mpizero.parallel.device.compute_device import ComputeDevice
 from mpizero.parallel.execution.black_box import BlackBoxEvaluator
 from mpizero.parallel.execution.evaluators import BlockEvaluator
-from mpizero.parallel.execution.pipeline import PipelineRunner
 from mpizero.parallel.execution.sequential import Runner, SequentialRunner, agreeable_errors
 from mpizero.parallel.gradients.unwritten_gradients import check_function, check_layers
 from mpizero.parallel.parameters.store import ParameterStore
@@ -45,6 +44,8 @@ def make_runner(
     kinds["marks"] = check_layers(partitioned.local.blocks, scalars.frozen, always=always)
     provider = device.parameter_provider(store)
     if grid.pipeline.size > 1:
+        from mpizero.parallel.execution.pipeline import PipelineRunner
+
         return PipelineRunner(partitioned, provider, grid.pipeline, scalars, loss_scale, **kinds)
     evaluator = BlockEvaluator(partitioned.local, provider, loss_scale, partitioned.run_on)
     return SequentialRunner(evaluator, scalars, partitioned, **kinds)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
@@ -351,9 +350,7 @@ class ShardedCore(ABC):
         """Return this model. Not collective."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close the model; after an exception, postpone that until all ranks make a model or close ``config``."""
         if error is None:
             self.close()

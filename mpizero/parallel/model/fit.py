@@ -11,11 +11,9 @@ import numpy as np
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.equality import agree_arrays, agree_equal
-from mpizero.data import ArraySource, Source, batches
 from mpizero.errors import ConfigError, DataError, NonFiniteError
 from mpizero.layout import Grains
 from mpizero.names import explains
-from mpizero.optim import VectorMethod
 from mpizero.parallel.model.best_parameters import BestParameters
 from mpizero.sampletree import SampleTree
 from mpizero.text import notice
@@ -23,6 +21,7 @@ from mpizero.types import Array
 from mpizero.validation import fraction, number, require, whole
 
 if TYPE_CHECKING:
+    from mpizero.data.source import Source
     from mpizero.parallel.model.optimizers import ShardedOptimizer
 
 
@@ -135,11 +134,13 @@ class OptimizationResult:
 def run_loop(optimizer: ShardedOptimizer, data: Any, options: OptimizationOptions) -> OptimizationResult:
     """Run the loop of ``optimizer.optimize`` and return its result. Collective."""
     model, comm, config = optimizer.model, optimizer.config.communicator, optimizer.config
-    if isinstance(optimizer.wrapped_optimizer, VectorMethod):
+    if optimizer.wrapped_optimizer.needs_vectors:
         name = type(optimizer.wrapped_optimizer).__name__
         raise ConfigError(
             f"optimize: {name} needs all samples in every step, not batches of some: use mz.minimize or mz.Trainer"
         )
+    from mpizero.data import batches
+
     train, valid = _same_data(comm, data, options)
     agree_equal(comm, lambda: {"the options of optimize": options}, "optimize")
     batch = min(options.batch_size, len(train))
@@ -205,6 +206,8 @@ def compared_samples(source: Source) -> dict[str, Any]:
 
     Not collective. They are up to 16 MiB of each array.
     """
+    from mpizero.data.arrays import ArraySource
+
     found = {}
     if isinstance(source, ArraySource):
         for path, array in SampleTree.of(x=source.x, y=source.y).named:
@@ -219,6 +222,8 @@ def _same_data(comm: Communicator, data: Any, options: OptimizationOptions) -> t
     Collective; the first collective of ``optimize``. If the data are arrays, up to 16 MiB of evenly chosen samples of
     each are compared. If they are a data source, only the number of samples is, because reading may take long.
     """
+    from mpizero.data.arrays import ArraySource
+
     parts: list[Any] = []
 
     def given() -> dict[str, Any]:

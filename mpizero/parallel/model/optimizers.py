@@ -19,7 +19,6 @@ from mpizero.names import explains
 from mpizero.optim.adapted import adapt
 from mpizero.optim.averaging import plain
 from mpizero.optim.tensor_optimizer import tensor_slots
-from mpizero.optim.vectors.method import is_progress
 from mpizero.parallel.checkpointing import model_state
 from mpizero.parallel.checkpointing.restore import opened_alike
 from mpizero.parallel.config import ShardingConfig
@@ -120,7 +119,7 @@ class ShardedOptimizer:
         _check_sharded(model)
         plans, optimizer = self.comparable(model), self.wrapped_optimizer
         specs = [entry.spec for entry in model.layout.parameters if not entry.spec.averaged]
-        if isinstance(optimizer, optim.FlatOptimizer | optim.VectorMethod):
+        if isinstance(optimizer, optim.FlatOptimizer) or optimizer.needs_vectors:
             optimizer.check_names([spec.name for spec in specs])
         groups = {optimizer.group_of(spec) for spec in specs}
         return plans | {
@@ -326,13 +325,14 @@ class ShardedOptimizer:
         ConfigError
             If ranks pass different states. The message names the first rank and array that differ.
         """
+        from mpizero.optim.vectors.method import is_progress  # most optimizers have none
+
         updater, engine = self._updater, self.model.engine
 
         def given() -> dict[str, Any]:
             slots = state["state"]
             if set(slots) != set(updater.state):
-                mine = sorted(updater.state)
-                raise LayoutError(f"state has slots {sorted(slots)}, the optimizer's are {mine}")
+                raise LayoutError(f"state has slots {sorted(slots)}, the optimizer's are {sorted(updater.state)}")
             if (updater.method is not None) != is_progress(state.get("progress")):
                 raise LayoutError("state has no progress of a method of whole vectors, or one that is not needed")
             found = {"the step count": int(state["step_count"]), "the progress": state.get("progress")}

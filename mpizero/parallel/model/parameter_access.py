@@ -11,7 +11,6 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpizero.checkpoint.tools import npz
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.calls import agree_on_call, collective, recorded
 from mpizero.comm.equality import agree_arrays
@@ -148,10 +147,12 @@ class ParameterAccess(ShardedCore):
     @recorded
     def export_npz(self, path: str | Path) -> None:
         """Write all parameters by name to one ``.npz`` file. Rank 0 writes it; no suffix is added to ``path``."""
+        from mpizero.checkpoint.tools.npz import write_arrays
+
         named = self.named_parameters()
         with all_ranks(self._config.communicator):
             if self.rank == 0:
-                npz.write_arrays(path, named)
+                write_arrays(path, named)
 
     @recorded
     def import_npz(self, path: str | Path) -> None:
@@ -159,8 +160,10 @@ class ParameterAccess(ShardedCore):
 
         The file may be compressed. If its arrays have more bytes than those of this model can have, an error is raised.
         """
+        from mpizero.checkpoint.tools.npz import read_arrays
+
         with all_ranks(self._config.communicator, first=True):
-            arrays = npz.read_arrays(os.path.realpath(path), 16 * self.parameter_count)
+            arrays = read_arrays(os.path.realpath(path), 16 * self.parameter_count)
         self.load_named(arrays)
 
     @collective

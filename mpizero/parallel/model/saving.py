@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpizero import checkpoint
-from mpizero.checkpoint import LocalArray, PendingSave, SnapshotBuffer
-from mpizero.checkpoint.format.skeleton import ALIGNMENT
+from mpizero.checkpoint.format.alignment import ALIGNMENT
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.calls import collective, recorded
@@ -24,6 +22,7 @@ from mpizero.parallel.model.core import ShardedCore
 from mpizero.text import notice
 
 if TYPE_CHECKING:
+    from mpizero.checkpoint import LocalArray, PendingSave, SnapshotBuffer
     from mpizero.parallel.checkpointing.chosen_parameters import LoadReport
 
 
@@ -136,7 +135,7 @@ class Saving(ShardedCore):
         """
         memory = self.engine.memory
         if self._snapshot is None:
-            self._snapshot = SnapshotBuffer(
+            self._snapshot = checkpoint.SnapshotBuffer(
                 lambda nbytes: memory.private("snapshot", nbytes, np.uint8),
                 lambda room: memory.release("snapshot", room),
             )
@@ -161,9 +160,7 @@ class Saving(ShardedCore):
                 self._snapshot.close()
                 self._snapshot = None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close the model; after an exception, discard a save that :meth:`begin_save` has started."""
         if error is not None and self._saving is not None:
             self._saving.discard()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpizero import kernels
 from mpizero.optim import adapted, averaging, flat_optimizer
-from mpizero.optim.vectors.run import VectorRun
 from mpizero.parallel.batch.step_scalars import Divisors
 from mpizero.parallel.optimizer.global_norm import GlobalSums, over_tiles
 from mpizero.parallel.optimizer.kept_state import sharded_pieces, state_sizes
@@ -21,6 +20,9 @@ from mpizero.parallel.optimizer.whole_tensors import WholeTensors
 from mpizero.parallel.parameters.shards import StatePiece, UpdatePiece, runs_of, update_pieces, whole_last
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.types import Array
+
+if TYPE_CHECKING:
+    from mpizero.optim.vectors.run import VectorRun
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,7 @@ class Updater:
         self.watch: Callable[[Array], None] | None = None
         self.method: VectorRun | None = None  # what a method of whole vectors has reached
         self.step_count = 0
-        #: The learning rate of the last step; None if it is not known.
-        self.last_rate: float | None = None
+        self.last_rate: float | None = None  # of the last step; None if it is not known
         self._known_rate: tuple[int, float] | None = None
         self.dtype = store.dtype
         #: Exchanges and updates whole tensors; None if the optimizer needs none.

@@ -13,7 +13,7 @@ from mpizero import nn
 from mpizero.comm import ProcessGrid
 from mpizero.errors import ConfigError
 from mpizero.layout.flat import FlatLayout, joined
-from mpizero.nn.split.model import run_on, whole_scores
+from mpizero.nn.models.block_model import run_on
 from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.sampletree import leaves_of
@@ -194,6 +194,8 @@ class PartitionedModel:
 
         Collective over the tensor group.
         """
+        from mpizero.nn.split.model import whole_scores
+
         return whole_scores(self.split, prediction)
 
     def whole_prediction(self, prediction: Array) -> Array:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from mpizero.errors import ConfigError, ExitStatus, MpizeroError
+from mpizero.installed import own_version
 from mpizero.launched import BY_ANY, launched_rank
 from mpizero.train.cli import (
     bench_command,
@@ -131,7 +132,7 @@ def build_parser() -> argparse.ArgumentParser:
         "checkpoint; 70 a rank failed; 74 input/output; 75 stopped early, "
         "and saved; 76 hang or mismatch; 78 bad configuration or usage.",
     )
-    parser.add_argument("--version", action="version", version=f"mpizero {_version()}")
+    parser.add_argument("--version", action="version", version=f"mpizero {own_version()}")
     parser.set_defaults(comm=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     parsers.add_train(commands, _train)
@@ -304,15 +305,6 @@ def _launched_world() -> Communicator:
     from mpizero.comm.startup.launch import world
 
     return world()
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("mpizero")
-    except PackageNotFoundError:  # run from a source tree that is not installed
-        return "0+unknown"
 
 
 def _threads() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from mpizero.checkpoint.format.skeleton import ALIGNMENT, ALIGNMENT_LIMIT
+from mpizero.checkpoint.format.alignment import ALIGNMENT, ALIGNMENT_LIMIT
 from mpizero.train.config.data_sections import DataSection, MadeDataSection
 from mpizero.train.config.loop_section import ALL_SAMPLES, LoopSection
 from mpizero.train.config.message_settings import compression

@@ -9,7 +9,6 @@ import platform
 import socket
 import sys
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from mpizero.comm import Communicator
 from mpizero.comm.leftovers import SHARED_FOLDER
 from mpizero.comm.startup.launch import mpi_facts
 from mpizero.errors import ConfigError, MpizeroError
+from mpizero.installed import installed_version
 from mpizero.kernels.products.multiply import library
 
 if TYPE_CHECKING:
@@ -131,10 +131,12 @@ def hdf5(comm: Communicator) -> str | None:
     try:
         check_available(comm)
     except ConfigError:
-        return f"h5py {metadata.version('h5py')} without MPI: checkpoints are written directly, each rank its own bytes"
+        return (
+            f"h5py {installed_version('h5py')} without MPI: checkpoints are written directly, each rank its own bytes"
+        )
     except ImportError as error:
         return None if "h5py" in str(error) else f"h5py cannot be loaded: {error}"
-    return f"h5py {metadata.version('h5py')} with MPI"
+    return f"h5py {installed_version('h5py')} with MPI"
 
 
 def try_reduction(comm: Communicator) -> tuple[int, float]:

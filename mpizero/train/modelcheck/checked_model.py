@@ -18,8 +18,7 @@ from mpizero.frames import users_line
 from mpizero.layout.flat import joined
 from mpizero.names import nearest
 from mpizero.nn.integers import fresh_integers, start_integers
-from mpizero.nn.models.block_model import bind, evaluate, initial_parameters, model_specs, nest
-from mpizero.nn.split.model import run_on
+from mpizero.nn.models.block_model import bind, evaluate, initial_parameters, model_specs, nest, run_on
 from mpizero.parallel.execution.black_box import writable
 from mpizero.parallel.gradients.unwritten_gradients import mark, marks_left
 from mpizero.parallel.partition.blocks import blocks_of

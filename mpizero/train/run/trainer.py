@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from mpizero.comm.calls import check_call
@@ -303,9 +302,7 @@ class Trainer:
         """Return this trainer. Not collective."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close the trainer; after an exception that other ranks may not have raised, leave that to a later call."""
         if error is None or isinstance(error, Preempted):
             self.close()

@@ -6,7 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from types import FrameType, TracebackType
+from types import FrameType
 
 #: SIGUSR1 is Slurm's early warning; with SIGTERM schedulers and launchers ask a job to end.
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
@@ -35,9 +35,7 @@ class StopSignals(AbstractContextManager["StopSignals"]):
                 self._previous[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._depth -= 1
         if self._depth:
             return
