@@ -84,13 +84,7 @@ class Device(ABC):
             PRODUCT_DTYPE.reset(token)
 
     @abstractmethod
-    def multiply(
-        self,
-        a: HalfPrecisionArray,
-        b: HalfPrecisionArray,
-        out: Array,
-        batches: Batches,
-    ) -> None:
+    def multiply(self, a: HalfPrecisionArray, b: HalfPrecisionArray, out: Array, batches: Batches) -> None:
         """Write the products of two batches of matrices, ``a @ b``, to the float32 array ``out``.
 
         ``batches`` describes the memory layouts of ``a``, ``b`` and ``out``.
@@ -254,13 +248,7 @@ class CupyDevice(Device):
         array: Array = self._cupy.asarray(values)
         return array
 
-    def multiply(
-        self,
-        a: HalfPrecisionArray,
-        b: HalfPrecisionArray,
-        out: Array,
-        batches: Batches,
-    ) -> None:
+    def multiply(self, a: HalfPrecisionArray, b: HalfPrecisionArray, out: Array, batches: Batches) -> None:
         """Write the products of two batches of matrices, ``a @ b``, to ``out`` with cuBLAS.
 
         ``batches`` describes the memory layouts of ``a``, ``b`` and ``out``.
@@ -308,13 +296,7 @@ class SimulatedDevice(Device):
 
         return cast("Array", SimulatedArray(values.copy()))
 
-    def multiply(
-        self,
-        a: HalfPrecisionArray,
-        b: HalfPrecisionArray,
-        out: Array,
-        batches: Batches,
-    ) -> None:
+    def multiply(self, a: HalfPrecisionArray, b: HalfPrecisionArray, out: Array, batches: Batches) -> None:
         """Write the products of two batches of matrices, ``a @ b``, to ``out``, after converting both to float32."""
         from mpizero.kernels import namespace
 

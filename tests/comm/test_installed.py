@@ -1,0 +1,34 @@
+"""Versions of packages are found by the names of the folders that describe them, as importlib.metadata reads them."""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+
+import pytest
+
+from mpizero.installed import installed_version
+
+
+@pytest.mark.parametrize("name", ["mpizero", "numpy", "mpi4py", "numba", "h5py", "threadpoolctl", "pytest", "PyTest"])
+def test_a_version_is_the_one_that_the_description_says(name):
+    assert installed_version(name) == metadata.version(name)
+
+
+def test_a_package_without_description_has_no_version():
+    assert installed_version("a package that nobody made") is None
+
+
+def test_the_first_folder_counts_and_eggs_are_known(tmp_path, monkeypatch):
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder, described in (
+        (first, "Some_Package-1.2.dist-info"),
+        (second, "some_package-3.dist-info"),
+        (second, "an_egg-4.5-py3.11.egg-info"),
+        (second, "unversioned.egg-info"),
+    ):
+        (folder / described).mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [str(first), str(tmp_path / "missing"), str(second)])
+    assert installed_version("some-package") == "1.2"
+    assert installed_version("an-egg") == "4.5"
+    assert installed_version("unversioned") is None
