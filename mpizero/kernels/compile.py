@@ -69,17 +69,10 @@ class Kernel:
         The plain Python function from which the kernel is compiled. Under ``NUMBA_DISABLE_JIT=1`` it runs uncompiled.
     signature : Signature
         Types of all parameters, including the temporary memory, which callers do not pass.
-    divided : tuple of int
-        Positions of the parameters that are divided between threads: see :func:`kernel`.
     """
 
     def __init__(
-        self,
-        python: Callable[..., Any],
-        signature: Signature,
-        scratch: int,
-        names: Iterable[str] = (),
-        divided: Iterable[str] = (),
+        self, python: Callable[..., Any], signature: Signature, scratch: int, names: Iterable[str] = ()
     ) -> None:
         functools.update_wrapper(self, python)
         self.name = python.__qualname__
@@ -97,33 +90,12 @@ class Kernel:
                 f"kernel {self.name}: {len(parameters)} parameters, but the signature has {len(signature.parameters)}"
             )
         self.__signature__ = inspect.Signature(parameters[: -1 if scratch else None])
-        order = [parameter.name for parameter in parameters]
-        self.divided = tuple(order.index(name) for name in divided)
 
     def __call__(self, *args: Any) -> Any:
         """Run the kernel and return its result; Python's interpreter lock is released while it runs.
 
         Raise TypeError if an argument does not fit the signature.
         """
-        if self.divided and (parts := self._parts(args)) > 1:
-            pool.run_divided(self._run, args, self.divided, parts)
-            return None
-        return self._run(*args)
-
-    def _parts(self, args: tuple[Any, ...]) -> int:
-        """Return into how many parts to divide arrays, one a thread; 1 if they are small, or not of equal length.
-
-        Raise TypeError, which tells of whole arrays, if there were several parts of ones that do not fit the signature.
-        """
-        arrays = [args[i] for i in self.divided if i < len(args)]
-        size = max((getattr(array, "size", 0) for array in arrays), default=0)
-        if (parts := pool.threads_for(size, _WORTH_A_THREAD)) == 1:
-            return 1
-        self._check(args)
-        return min(parts, len(arrays[0])) if len({len(array) for array in arrays}) == 1 else 1
-
-    def _run(self, *args: Any) -> Any:
-        """Run the kernel on the calling thread."""
         # Machine code checks its own arguments, so the dtype is looked at only when the latest code refuses them.
         try:
             result = self._latest(*args)
@@ -219,6 +191,40 @@ class Kernel:
         return native.emit(code, function, signature, scratch, self._entry(dtype))
 
 
+class DividedKernel(Kernel):
+    """Represent a kernel without a result whose large arrays are divided between threads: see :func:`kernel`.
+
+    Attributes
+    ----------
+    divided : tuple of int
+        Positions of the parameters that are divided.
+    """
+
+    def __init__(self, divided: Iterable[str], *args: Any) -> None:
+        super().__init__(*args)
+        order = list(self.__signature__.parameters)
+        self.divided = tuple(order.index(name) for name in divided)
+
+    def __call__(self, *args: Any) -> None:
+        """Run the kernel, in as many of the rank's threads as are worth it; raise as :class:`Kernel` does."""
+        if (parts := self._parts(args)) > 1:
+            pool.run_divided(super().__call__, args, self.divided, parts)
+        else:
+            super().__call__(*args)
+
+    def _parts(self, args: tuple[Any, ...]) -> int:
+        """Return into how many parts to divide arrays, one a thread; 1 if they are small, or not of equal length.
+
+        Raise TypeError, which tells of whole arrays, if there were several parts of ones that do not fit the signature.
+        """
+        first = args[self.divided[0]] if len(args) > self.divided[0] else None
+        if (parts := pool.threads_for(getattr(first, "size", 0), _WORTH_A_THREAD)) == 1:
+            return 1
+        self._check(args)
+        lengths = {len(args[i]) for i in self.divided}
+        return min(parts, len(args[self.divided[0]])) if len(lengths) == 1 else 1
+
+
 _RESULTS = {"void": "none", "bool": "bool", "i8": "int64", "f8": "float64"}
 
 
@@ -238,11 +244,14 @@ def kernel(
     names : iterable of str
         Names of all parameters. They are needed only for a function that takes some of its parameters as ``*args``.
     divided : iterable of str
-        Names of arrays of equal length on the first axis. The kernel computes what belongs to an index of this axis
-        from that index's elements and the other arguments alone. So a rank's threads compute parts of large arrays.
+        Names of arrays of equal length on the first axis, the largest first. The kernel computes what belongs to an
+        index of this axis from that index's elements and the other arguments alone. So a rank's threads compute parts
+        of large arrays.
     """
     parsed = Signature.parse(signature)
-    return lambda python: Kernel(python, parsed, scratch, names, divided)
+    if divided:
+        return lambda python: DividedKernel(divided, python, parsed, scratch, names)
+    return lambda python: Kernel(python, parsed, scratch, names)
 
 
 def apart(helper: Callable[..., Any]) -> Callable[..., Any]:

@@ -146,7 +146,7 @@ class FlatLayout:
         names = frozenset(blocks)
         return tuple(unit for unit in self.units if names.issuperset(unit.blocks))
 
-    @property
+    @cached_property
     def gradient_size(self) -> int:
         """Number of gradient elements of all units together."""
         return sum(unit.gradients for unit in self.units)

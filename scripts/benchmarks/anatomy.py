@@ -69,7 +69,7 @@ def rank(args: argparse.Namespace) -> dict[str, dict[str, float]] | None:
         ours.turn(5, 0)
         whole[strategy] = statistics.median(step.total() for step in steps_of(ours))
         calls[strategy] = calls_of(ours.train)
-    clock.watch(Kernel, "_run", kernel_part)
+    clock.watch(Kernel, "__call__", kernel_part)
     clock.watch(Transport, "_run", lambda _: "messages")
     for strategy, ours in models.items():
         steps = steps_of(ours)

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from mpizero.kernels import compile, pool
-from mpizero.kernels.compile import Kernel
+from mpizero.kernels.compile import DividedKernel
 from mpizero.kernels.cpu import activation, embedding, loss, norm, optimizer
 
 DIVIDED = {
     f"{module.__name__.rpartition('.')[2]}.{name}": kernel
     for module in (activation, embedding, loss, norm)
     for name, kernel in vars(module).items()
-    if isinstance(kernel, Kernel) and kernel.divided
+    if isinstance(kernel, DividedKernel)
 }
 
 

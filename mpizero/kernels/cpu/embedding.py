@@ -9,7 +9,7 @@ from mpizero.kernels.formulas.embedding import inside
 from mpizero.types import Array
 
 
-@kernel("void(const T[:,::1], const i8[::1], T[:,::1])", divided=("ids", "out"))
+@kernel("void(const T[:,::1], const i8[::1], T[:,::1])", divided=("out", "ids"))
 def gather(table: Array, ids: Array, out: Array) -> None:
     """Copy row ``ids[i]`` of ``table`` to row i of ``out``; fill row i with NaN if the table has no such row."""
     T = table.dtype.type  # noqa: N806

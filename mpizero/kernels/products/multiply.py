@@ -52,9 +52,10 @@ class KernelProducts:
             return False
         if not (a.dtype == b.dtype == dtype and dtype.isnative and out.flags.writeable):
             return False
-        if (parts := threads_for(rows * depth * columns)) > 1:
+        work = rows * depth * columns
+        if work >= 2 * _WORTH_A_THREAD and (parts := threads_for(work)) > 1:
             self._in_parts(a, b, out, parts)
-        elif rows and depth and columns:
+        elif work:
             self._part(a, b, out)
         else:
             out[...] = 0
@@ -72,7 +73,7 @@ class KernelProducts:
 
     def _part(self, a: Array, b: Array, out: Array) -> None:
         """Compute one thread's part of a product, in temporary memory of its own."""
-        memory = self.memory(a)
+        memory = np.empty(self._memory_size(*a.shape, a.itemsize), a.dtype)
         if not self._kernel(a, b, out, memory):
             result = np.empty_like(out, order="C")
             self._kernel(np.ascontiguousarray(a), np.ascontiguousarray(b), result, memory)
@@ -127,7 +128,7 @@ def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
     If ``out`` is given, the product is written to it, and ``out`` is returned.
     """
     chosen = library()
-    if chosen is None or a.ndim != 2 or b.ndim != 2 or prod(a.shape) * b.shape[1] < chosen.least:
+    if chosen is None or a.ndim != 2 or b.ndim != 2 or (chosen.least and prod(a.shape) * b.shape[1] < chosen.least):
         return np.matmul(a, b, out=out)
     plain = type(a) is type(b) is np.ndarray and (out is None or type(out) is np.ndarray)
     if not plain and any(_multiplies_itself(x) for x in (a, b, out) if x is not None):

@@ -74,10 +74,11 @@ class Heads(NamedTuple):
 
     def run(self, task: Callable[[int, int], None], operations: int) -> None:
         """Call ``task(start, stop)`` for ranges of all heads, in as many threads as ``operations`` are worth."""
-        if (threads := min(threads_for(operations), self.pairs)) <= 1:
-            task(0, self.pairs)
+        pairs = self.pairs
+        if (threads := min(threads_for(operations), pairs)) <= 1:
+            task(0, pairs)
             return
-        run_tasks([partial(task, part.start, part.stop) for part in parts_of(self.pairs, threads)], threads)
+        run_tasks([partial(task, part.start, part.stop) for part in parts_of(pairs, threads)], threads)
 
 
 def attend(heads: Heads, scale: float, *, keep: bool) -> tuple[Array, Array | None]:

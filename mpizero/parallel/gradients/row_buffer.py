@@ -92,7 +92,7 @@ class RowBuffer:
         self._storage, self._scratch = self.window, self.window[:0].reshape(-1)
         apart = 1 if scratch else accumulate  # with scratch memory, micro-batches are added in their grain's row
         self._micro_batches = MicroBatchSum(allocator, self.layout.gradient_size, self.dtype, apart)
-        self._views: dict[tuple[int | None, int], Any] = {}
+        self._views: dict[tuple[int | None, int, str], Any] = {}  # by row, unit and block, or "" for all blocks
         self._plans: dict[int, RowsPlan] = {}
         self._reserved: set[int] = set()
         self._plan: RowsPlan | None = None
@@ -231,17 +231,22 @@ class RowBuffer:
 
     def _parts(self, row: int | None, unit: Unit, block: str) -> list[Array]:
         """Return where the gradients of ``block`` are written, an array for each range: in a row, or in the scratch."""
-        if row is None:
-            return block_parts(unit, block, self._scratch)
-        place = self._unit(row, unit)
-        return [place[span.start : span.stop] for span in unit.gradient_ranges[block]]
+        key = (None if row is None else self._place(row), unit.index, block)
+        if key not in self._views:
+            if row is None:
+                self._views[key] = block_parts(unit, block, self._scratch)
+            else:
+                own = self._unit(row, unit)
+                self._views[key] = [own[span.start : span.stop] for span in unit.gradient_ranges[block]]
+        found: list[Array] = self._views[key]
+        return found
 
     def _unit(self, row: int, unit: Unit) -> Array:
         base = self.layout.gradient_bases[unit.index]
         return self.row(row)[base : base + unit.gradients]
 
     def _target(self, row: int | None, unit: Unit) -> Any:
-        key = (None if row is None else self._place(row), unit.index)
+        key = (None if row is None else self._place(row), unit.index, "")
         if key not in self._views:
             buffer = self._scratch if row is None else self._unit(row, unit)
             self._views[key] = self._named.unit(unit, buffer, by_block=row is None)
