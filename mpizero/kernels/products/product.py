@@ -16,16 +16,7 @@ from typing import Any
 import numpy as np
 
 from mpizero.kernels.compile import apart, kernel
-from mpizero.kernels.products.tile import (
-    HIGH,
-    LOW,
-    UNROLL,
-    VECTOR,
-    SumsTile,
-    VectorCopy,
-    VectorTranspose,
-    tile_columns,
-)
+from mpizero.kernels.products.tile import HIGH, LOW, UNROLL, VECTOR, SumsTile, VectorCopy, VectorTranspose, tile_columns
 from mpizero.types import Array
 
 #: Terms of a sum that are added before the sum is stored. Longer is faster, up to the size of a cache; shorter is more
