@@ -7,6 +7,7 @@ a second. Installers name the folder that describes a package after its name and
 from __future__ import annotations
 
 import os
+import re
 import sys
 from contextlib import suppress
 from functools import cache
@@ -22,7 +23,7 @@ def installed_version(name: str) -> str | None:
     >>> installed_version("numpy") == numpy.__version__
     True
     """
-    return _versions(tuple(sys.path)).get(name.lower())
+    return _versions(tuple(sys.path)).get(_normalized(name))
 
 
 def own_version() -> str:
@@ -40,5 +41,10 @@ def _versions(folders: tuple[str, ...]) -> dict[str, str]:
                 described, kind = os.path.splitext(entry)
                 if kind in (".dist-info", ".egg-info") and "-" in described:
                     name, version = described.split("-")[:2]
-                    found.setdefault(name.lower().replace("_", "-"), version)
+                    found.setdefault(_normalized(name), version)
     return found
+
+
+def _normalized(name: str) -> str:
+    """Return the form of a package's name in which all spellings of it are equal (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()

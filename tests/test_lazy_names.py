@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 from pkgutil import iter_modules
 from types import ModuleType
 
 import pytest
 
-PACKAGES = [f"mpizero.{name}" for name in ("checkpoint", "data", "nn", "optim", "parallel", "testing")]
+from mpizero.errors import UnknownNameError
+
+PACKAGES = [
+    f"mpizero.{name}" for name in ("checkpoint", "comm", "data", "layout", "nn", "optim", "parallel", "testing")
+]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -20,6 +26,22 @@ def test_a_public_name_is_no_module_whatever_was_imported(package):
         import_module(found.name)
     assert not [name for name in module.__all__ if isinstance(getattr(module, name), ModuleType)]
     assert dir(module) == sorted(module.__all__)
+
+
+@pytest.mark.parametrize("package", ["mpizero", *PACKAGES])
+def test_every_name_that_a_package_imports_as_itself_is_public(package):
+    tree = ast.parse(Path(import_module(package).__file__).read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert {a.name for node in imports for a in node.names if a.name == a.asname} == set(import_module(package).__all__)
+
+
+def test_the_name_of_a_module_is_no_public_name_and_says_which_one_may_be_meant():
+    import mpizero as mz
+
+    with pytest.raises(UnknownNameError, match=r"'mpizero.optim' has no public name 'muon'.*did you mean 'Muon'\?"):
+        vars(mz.optim)["__getattr__"]("muon")  # other tests may have imported the module, which makes it an attribute
+    with pytest.raises(UnknownNameError, match="a.b"):
+        getattr(mz, "a.b")
 
 
 def test_a_module_is_imported_when_a_name_of_it_is_used():

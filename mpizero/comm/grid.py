@@ -128,9 +128,7 @@ class ProcessGrid(NodeOrder):
         if host is not None and host is not node:
             host.close()
         position = node_major(nodes)
-        peers = alone
-        if len(nodes) > 1 or data.size == 1:
-            peers = data.split(node.rank, key=position[data.rank], name="peers")
+        peers = alone if len(nodes) == 1 else data.split(node.rank, key=position[data.rank], name="peers")
         batch, pipeline, tensor = groups["batch"], groups["pipeline"], groups["tensor"]
         context, model, here = groups["context"], groups["model"], axes.coordinates(world.rank)
         return cls(

@@ -15,17 +15,19 @@ BLOCK = 1 << 17
 
 @functools.cache
 def _blas_threads() -> Callable[[], int]:
-    """Return the function of NumPy's BLAS that tells how many threads it may use now; one that says 1 if none is known.
+    """Return a function that returns how many threads NumPy's BLAS may use now; 1 if threadpoolctl does not know it.
 
-    ``threadpoolctl`` would search the library for it at every call, which takes as long as a small kernel.
+    Of OpenBLAS with threads of its own, as in NumPy's wheels, this is the library's function: threadpoolctl searches
+    the library for it at every call, which takes as long as a small kernel.
     """
     from threadpoolctl import ThreadpoolController
 
-    for found in ThreadpoolController().select(user_api="blas").lib_controllers:
-        for symbol in found.check_symbols:
-            if "get" in symbol.lower() and "threads" in symbol.lower() and hasattr(found.dynlib, symbol):
-                return getattr(found.dynlib, symbol)  # type: ignore[no-any-return]
-    return lambda: 1
+    found: Any = next(iter(ThreadpoolController().select(user_api="blas").lib_controllers), None)
+    if found is None:
+        return lambda: 1
+    own = getattr(found, "check_symbols", ()) if getattr(found, "threading_layer", "") == "pthreads" else ()
+    symbols = [symbol for symbol in own if "get_num_threads" in symbol and hasattr(found.dynlib, symbol)]
+    return getattr(found.dynlib, symbols[0]) if symbols else lambda: found.num_threads or 1
 
 
 def threads_for(work: int, least: int) -> int:

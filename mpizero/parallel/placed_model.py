@@ -126,7 +126,7 @@ class PlacedModel:
         self._begin_values()
 
     def _opened_device(self, number: int | None) -> ComputeDevice:
-        """Return what this rank computes on: the host or a GPU, as ``config.device`` says."""
+        """Return what this rank computes on; collective over ``config.comm`` if ``config.device`` says a GPU."""
         if self.config.device == "cpu":
             return ComputeDevice()
         from mpizero.parallel.device.cuda_compute_device import open_gpu

@@ -10,7 +10,9 @@ import pytest
 from mpizero.installed import installed_version
 
 
-@pytest.mark.parametrize("name", ["mpizero", "numpy", "mpi4py", "numba", "h5py", "threadpoolctl", "pytest", "PyTest"])
+@pytest.mark.parametrize(
+    "name", ["mpizero", "numpy", "mpi4py", "numba", "h5py", "threadpoolctl", "pytest", "PyTest", "typing_extensions"]
+)
 def test_a_version_is_the_one_that_the_description_says(name):
     assert installed_version(name) == metadata.version(name)
 

@@ -170,7 +170,9 @@ def test_ranks_of_a_node_take_its_gpus_in_turn():
 
 def test_a_rank_without_a_gpu_stops_all_of_them_with_the_reason(monkeypatch):
     def construct(comm):
-        monkeypatch.setattr("mpizero.parallel.device.compute_device.found", lambda: (0, "no package cupy; install it"))
+        monkeypatch.setattr(
+            "mpizero.parallel.device.cuda_compute_device.found", lambda: (0, "no package cupy; install it")
+        )
         with mz.ShardingConfig(comm=comm, device="cuda") as config, pytest.raises(ConfigError) as caught:
             mz.DDPModel(gpt(), config)
         return str(caught.value)

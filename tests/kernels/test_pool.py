@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -91,3 +92,17 @@ def test_what_does_not_fit_is_told_of_whole_arrays(monkeypatch):
         activation.gelu(np.ones(101, np.float32), np.ones(101))
     with pytest.raises(TypeError, match="gelu takes 2 arguments"):
         activation.gelu(np.ones(101, np.float32))
+
+
+def test_a_blas_with_threads_of_another_library_is_asked_through_threadpoolctl(monkeypatch):
+    """OpenBLAS built with OpenMP does not know the limit until its next product; old versions name no symbols."""
+    limits = iter((3, 2))
+
+    class Controller:
+        threading_layer, check_symbols = "openmp", ("openblas_get_num_threads",)
+        num_threads = property(lambda self: next(limits))
+
+    found = SimpleNamespace(select=lambda user_api: SimpleNamespace(lib_controllers=[Controller()]))
+    monkeypatch.setattr("threadpoolctl.ThreadpoolController", lambda: found)
+    asked = pool._blas_threads.__wrapped__()
+    assert (asked(), asked()) == (3, 2)

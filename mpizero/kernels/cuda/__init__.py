@@ -3,6 +3,6 @@
 Arrays are CuPy's or numba-cuda's. Under ``NUMBA_ENABLE_CUDASIM=1`` they are NumPy's or simulated ones.
 """
 
-from mpizero.lazy_names import lazy_names
+from mpizero.lazy_names import lazy_modules
 
-__getattr__ = lazy_names(__name__)[0]
+__getattr__ = lazy_modules(__name__)

@@ -73,7 +73,7 @@ class KernelProducts:
 
     def _part(self, a: Array, b: Array, out: Array) -> None:
         """Compute one thread's part of a product, in temporary memory of its own."""
-        memory = np.empty(self._memory_size(*a.shape, a.itemsize), a.dtype)
+        memory = self.memory(a)
         if not self._kernel(a, b, out, memory):
             result = np.empty_like(out, order="C")
             self._kernel(np.ascontiguousarray(a), np.ascontiguousarray(b), result, memory)

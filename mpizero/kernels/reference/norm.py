@@ -18,15 +18,7 @@ def layernorm(x: Array, gamma: Array, beta: Array, eps1: Array, y: Array, mean: 
 
 
 def layernorm_backward(
-    dy: Array,
-    x: Array,
-    gamma: Array,
-    mean: Array,
-    rstd: Array,
-    residual: Array,
-    dx: Array,
-    dgamma: Array,
-    dbeta: Array,
+    dy: Array, x: Array, gamma: Array, mean: Array, rstd: Array, residual: Array, dx: Array, dgamma: Array, dbeta: Array
 ) -> None:
     """Write the gradients of :func:`layernorm` to ``dx``, ``dgamma`` and ``dbeta``, from ``dy``, the gradient of y.
 

@@ -92,7 +92,7 @@ class RowBuffer:
         self._storage, self._scratch = self.window, self.window[:0].reshape(-1)
         apart = 1 if scratch else accumulate  # with scratch memory, micro-batches are added in their grain's row
         self._micro_batches = MicroBatchSum(allocator, self.layout.gradient_size, self.dtype, apart)
-        self._views: dict[tuple[int | None, int, str], Any] = {}  # by row, unit and block, or "" for all blocks
+        self._views: dict[tuple[int | None, int, str | None], Any] = {}  # by row, unit and block; None is all blocks
         self._plans: dict[int, RowsPlan] = {}
         self._reserved: set[int] = set()
         self._plan: RowsPlan | None = None
@@ -246,7 +246,7 @@ class RowBuffer:
         return self.row(row)[base : base + unit.gradients]
 
     def _target(self, row: int | None, unit: Unit) -> Any:
-        key = (None if row is None else self._place(row), unit.index, "")
+        key = (None if row is None else self._place(row), unit.index, None)
         if key not in self._views:
             buffer = self._scratch if row is None else self._unit(row, unit)
             self._views[key] = self._named.unit(unit, buffer, by_block=row is None)

@@ -306,3 +306,16 @@ def test_a_gradient_that_is_not_finite_is_named_with_its_samples() -> None:
         model.train(*points_of(4))
         assert "the gradient of 'hidden.1" in model.last_step.skipped
         assert "rank 0, samples 1 to 1" in model.last_step.skipped
+
+
+class OneBlock:
+    """A model of one block, whose name is empty."""
+
+    blocks, loss, dtype, seed = {"": mz.nn.Linear(4, 2)}, mz.nn.MeanSquaredError(), "float64", 0  # noqa: RUF012
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_block_may_have_an_empty_name(strategy: str) -> None:
+    with mz.distribute(OneBlock(), mz.SGD(lr=0.1), strategy=strategy, comm="self") as model:
+        losses = [model.train(np.eye(4), np.ones((4, 2))) for _ in range(5)]
+    assert losses[-1] < losses[0]
