@@ -130,7 +130,7 @@ class Layer(ABC):
         :attr:`ParameterSpec.part` says which part of each this rank holds. If every rank holds a parameter whole
         (``part`` is None), its gradient is the same on every rank when ``backward_weights`` returns. Ranks exchange
         arrays by the methods of ``group`` alone (``docs/split_layers.md``). The default makes the form that the table
-        of :mod:`mpizero.nn.split.split_forms` has for the layer's class. It returns the layer itself if the table has
+        in ``mpizero/nn/split/split_forms.py`` has for the layer's class. It returns the layer itself if the table has
         no form for it, or if the group has one rank.
 
         Raises
