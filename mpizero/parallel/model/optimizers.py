@@ -330,12 +330,12 @@ class ShardedOptimizer:
         updater, engine = self._updater, self.model.engine
 
         def given() -> dict[str, Any]:
-            slots = state["state"]
+            slots, progress, needed = state["state"], state.get("progress"), updater.method is not None
             if set(slots) != set(updater.state):
                 raise LayoutError(f"state has slots {sorted(slots)}, the optimizer's are {sorted(updater.state)}")
-            if (updater.method is not None) != is_progress(state.get("progress")):
+            if needed != (progress is not None) or (needed and not is_progress(progress)):
                 raise LayoutError("state has no progress of a method of whole vectors, or one that is not needed")
-            found = {"the step count": int(state["step_count"]), "the progress": state.get("progress")}
+            found = {"the step count": int(state["step_count"]), "the progress": progress}
             for slot, arrays in sorted(slots.items()):
                 for spec in (entry.spec for entry in slot_entries(engine, slot)):
                     if spec.name not in arrays or np.shape(arrays[spec.name]) != spec.shape:

@@ -406,6 +406,15 @@ def test_optimizer_state_is_never_left_out_without_a_word(change, message) -> No
         assert plain.parameters_sha256() == trained
 
 
+@pytest.mark.parametrize("progress", [{"stage": "lost"}, {}, 0])
+def test_progress_that_an_optimizer_does_not_have_is_refused(progress: object) -> None:
+    with mz.distribute(mz.nn.MLP(3, [4], 2), mz.Adam(lr=0.1), comm="self") as model:
+        state = model.optimizer.state_dict()
+        with pytest.raises(LayoutError, match="progress"):
+            model.optimizer.load_state_dict({**state, "progress": progress})
+        model.optimizer.load_state_dict(state)
+
+
 def test_state_of_other_slots_is_refused() -> None:
     """Momentum that a run has gathered is not dropped by an optimizer of the same name without one."""
     model, _ = sharded("ddp", None, gpt(layers=1), mz.SGD(lr=1e-2, momentum=0.9))
