@@ -25,7 +25,7 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
         if name not in homes:
             if not name.isidentifier() or find_spec(f"{package}.{name}") is None:
                 return import_module("mpizero.names").unknown_names(package, names)(name)
-            # ``from package import module`` asks for the name first, so nothing is searched for here.
+            # ``from package import module`` asks for the name first, so no similar name is searched for: that is slow.
             alike = "".join(f"; did you mean {public!r}?" for public in names if public.lower() == name)
             text = f"module {package!r} has no public name {name!r}, which is a module of it{alike}"
             raise import_module("mpizero.errors").UnknownNameError(text)
