@@ -23,6 +23,8 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
 
     def find(name: str) -> Any:
         if name not in homes:
+            if name.startswith("__"):  # inspect asks so while it goes through a namespace, which must not change
+                raise AttributeError(f"module {package!r} has no attribute {name!r}")
             if not name.isidentifier() or find_spec(f"{package}.{name}") is None:
                 return import_module("mpizero.names").unknown_names(package, names)(name)
             # ``from package import module`` asks for the name first, so no similar name is searched for: that is slow.

@@ -56,3 +56,17 @@ assert mz.nn.MLP.__name__ == "MLP" and "mpizero.nn.models.mlp" in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_asking_for_an_attribute_of_python_imports_nothing():
+    """Doctest and inspect ask every value of a namespace for such attributes, while they go through it."""
+    code = """
+import sys
+import mpizero as mz
+packages = [getattr(mz, name) for name in ("nn", "comm", "kernels", "errors")]
+before = set(sys.modules)
+assert not [one for one in [mz, *vars(mz).values(), mz.kernels.cpu] if hasattr(one, "__wrapped__")]
+assert set(sys.modules) == before | {"mpizero.kernels.cpu"}, set(sys.modules) - before
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
