@@ -330,10 +330,10 @@ class ShardedOptimizer:
         updater, engine = self._updater, self.model.engine
 
         def given() -> dict[str, Any]:
-            slots, progress, needed = state["state"], state.get("progress"), updater.method is not None
+            slots, progress = state["state"], state.get("progress")
             if set(slots) != set(updater.state):
                 raise LayoutError(f"state has slots {sorted(slots)}, the optimizer's are {sorted(updater.state)}")
-            if needed != (progress is not None) or (needed and not is_progress(progress)):
+            if not (progress is None if updater.method is None else is_progress(progress)):
                 raise LayoutError("state has no progress of a method of whole vectors, or one that is not needed")
             found = {"the step count": int(state["step_count"]), "the progress": progress}
             for slot, arrays in sorted(slots.items()):
