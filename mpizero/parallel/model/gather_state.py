@@ -1,13 +1,14 @@
-"""Gather arrays of the whole model, of parameters' elements or of optimizer state, from the ranks that own them."""
+"""Gather arrays of the whole model, of parameters' elements or of optimizer state, and check a state to be loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from mpizero.comm.reduce.exact import gather_spans
+from mpizero.errors import LayoutError
 from mpizero.layout.flat import FlatLayout
 from mpizero.layout.unit import ParameterUse
 from mpizero.optim.state_arrays import state_specs
@@ -117,3 +118,23 @@ def _gathered(engine: Engine, full: Array) -> Array:
     spans = [Share(layout, rank, data.size).spans for rank in range(data.size)]
     gather_spans(data, [full[s.start : s.stop] for s in spans[data.rank]], full, spans)
     return engine.whole.assemble(full)
+
+
+def checked_state(engine: Engine, updater: Updater, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a ``state_dict()`` by what they are; LayoutError if the optimizer has others."""
+    from mpizero.optim.vectors.method import is_progress  # most optimizers have none
+
+    if absent := {"step_count", "state"}.difference(state):
+        raise LayoutError(f"state has no {sorted(absent)}; pass what state_dict() has returned")
+    slots, progress, method = state["state"], state.get("progress"), updater.method
+    if set(slots) != set(updater.state):
+        raise LayoutError(f"state has slots {sorted(slots)}, the optimizer's are {sorted(updater.state)}")
+    if not (progress is None if method is None else is_progress(progress)):
+        raise LayoutError(f"progress is {progress!r:.60}, expected {method and 'that of state_dict()'}")
+    found = {"the step count": int(state["step_count"]), "the progress": progress}
+    for slot, arrays in sorted(slots.items()):
+        for spec in (entry.spec for entry in slot_entries(engine, slot)):
+            if spec.name not in arrays or np.shape(arrays[spec.name]) != spec.shape:
+                raise LayoutError(f"state {slot!r} has no array {spec.name!r} of shape {spec.shape}")
+            found[f"{slot!r} of parameter {spec.name!r}"] = arrays[spec.name]
+    return found

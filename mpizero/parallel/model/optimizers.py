@@ -14,7 +14,7 @@ from mpizero import checkpoint, optim
 from mpizero.comm import Communicator
 from mpizero.comm.calls import agree_on_call, check_call, collective, recorded
 from mpizero.comm.equality import agree_arrays, agree_equal
-from mpizero.errors import ArgumentError, ConfigError, LayoutError, StateError
+from mpizero.errors import ArgumentError, ConfigError, StateError
 from mpizero.names import explains
 from mpizero.optim.adapted import adapt
 from mpizero.optim.averaging import plain
@@ -24,7 +24,7 @@ from mpizero.parallel.checkpointing.restore import opened_alike
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.model.core import ShardedCore
 from mpizero.parallel.model.fit import OptimizationOptions, OptimizationResult, run_loop
-from mpizero.parallel.model.gather_state import gather_slot, slot_entries
+from mpizero.parallel.model.gather_state import checked_state, gather_slot, slot_entries
 from mpizero.parallel.optimizer.sharded_update import Updater
 from mpizero.parallel.optimizer.tied_parameters import home_of
 from mpizero.parallel.parameters.global_view import take
@@ -325,27 +325,10 @@ class ShardedOptimizer:
         ConfigError
             If ranks pass different states. The message names the first rank and array that differ.
         """
-        from mpizero.optim.vectors.method import is_progress  # most optimizers have none
-
         updater, engine = self._updater, self.model.engine
-
-        def given() -> dict[str, Any]:
-            slots, progress = state["state"], state.get("progress")
-            if set(slots) != set(updater.state):
-                raise LayoutError(f"state has slots {sorted(slots)}, the optimizer's are {sorted(updater.state)}")
-            if not (progress is None if updater.method is None else is_progress(progress)):
-                raise LayoutError("state has no progress of a method of whole vectors, or one that is not needed")
-            found = {"the step count": int(state["step_count"]), "the progress": progress}
-            for slot, arrays in sorted(slots.items()):
-                for spec in (entry.spec for entry in slot_entries(engine, slot)):
-                    if spec.name not in arrays or np.shape(arrays[spec.name]) != spec.shape:
-                        raise LayoutError(f"state {slot!r} has no array {spec.name!r} of shape {spec.shape}")
-                    found[f"{slot!r} of parameter {spec.name!r}"] = arrays[spec.name]
-            return found
-
         comm = self.config.communicator
-        # Local steps leave every rank a state of its own.
-        agree_arrays(comm, "load_state_dict", given, 0 if engine.grid.world.size == comm.size else comm.rank)
+        own = 0 if engine.grid.world.size == comm.size else comm.rank  # local steps leave every rank its own state
+        agree_arrays(comm, "load_state_dict", lambda: checked_state(engine, updater, state), own)
         slots, held = state["state"], updater.host_state()
         for slot, arrays in slots.items():
             for piece in updater.state_pieces(slot):

@@ -415,6 +415,14 @@ def test_progress_that_an_optimizer_does_not_have_is_refused(progress: object) -
         model.optimizer.load_state_dict(state)
 
 
+@pytest.mark.parametrize("missing", ["step_count", "state"])
+def test_a_state_without_one_of_its_parts_is_refused_by_name(missing: str) -> None:
+    with mz.distribute(mz.nn.MLP(3, [4], 2), mz.Adam(lr=0.1), comm="self") as model:
+        state = model.optimizer.state_dict()
+        with pytest.raises(LayoutError, match=rf"no \['{missing}'\]; pass what state_dict"):
+            model.optimizer.load_state_dict({key: value for key, value in state.items() if key != missing})
+
+
 def test_state_of_other_slots_is_refused() -> None:
     """Momentum that a run has gathered is not dropped by an optimizer of the same name without one."""
     model, _ = sharded("ddp", None, gpt(layers=1), mz.SGD(lr=1e-2, momentum=0.9))
