@@ -25,8 +25,7 @@ from mpizero.errors import ArgumentError, CollectiveError, CollectiveMismatch, E
 from mpizero.layout import Span
 from mpizero.types import Array
 
-#: Most bytes of one message; longer ones are sent in pieces. Open MPI 4 counts received bytes in 32 bits,
-#: and displacements of MPI before version 4 have 32 bits too.
+#: Most bytes of one message; longer ones go in pieces. Open MPI 4 counts bytes in 32 bits, MPI before 4 displacements.
 MESSAGE_LIMIT = 1 << 30
 #: The tag of the pieces of long blocks; user tags are below :data:`mpizero.comm.checks.TAG_LIMIT`.
 _PIECES = TAG_LIMIT + 1
@@ -76,12 +75,14 @@ class MpiCommunicator(Communicator):
         with holder.register_new(self.trace, comm, timeout, guest=guest) as connect:
             # [Note: split, never dup] A duplicate of a Cartesian communicator keeps its topology, with which Open MPI
             # 4.1.4 writes wrong HDF5 data; a split does not. User messages never mix with messages of a split.
+            waiting = Waiting(holder.ranks_per_core)
+            waiting.end(comm.Ibarrier())  # asleep: the first may wait for long
             own = comm.Split(0, comm.Get_rank())
             own.Set_errhandler(MPI.ERRORS_RETURN)
             figures = np.array([holder.verifies, holder.ranks_per_core])
-            own.Allreduce(MPI.IN_PLACE, spec(figures), MPI.MAX)  # what is so on one rank is so on all
+            waiting.end(own.Iallreduce(MPI.IN_PLACE, spec(figures), MPI.MAX))  # what is so on one rank is so on all
             holder.verifies, waiting = bool(figures[0]), Waiting(float(figures[1]))
-            members = connect(own)
+            members = connect(own, waiting.meet)
         self._adopt(own, limit, waiting, members, guest=guest)
 
     def _adopt(self, own: MPI.Comm, limit: int, waiting: Waiting, members: tuple[int, ...], *, guest: bool) -> None:
@@ -225,9 +226,8 @@ class MpiCommunicator(Communicator):
             start += count
 
     def _allreduce(self, buffer: Array, op: str) -> None:
-        self._waiting.meet(self._comm)
         for piece in self._pieces(buffer):
-            self._comm.Allreduce(MPI.IN_PLACE, spec(piece), OPERATIONS[op])
+            self._waiting.allreduce(self._comm, piece, OPERATIONS[op])
 
     def _iallreduce(self, buffer: Array, op: str) -> Request:
         operation = OPERATIONS[op]

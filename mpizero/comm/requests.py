@@ -3,7 +3,7 @@
 [Note: shared cores] MPI libraries poll while they wait. If a node has more ranks than cores, a rank that polls takes
 the time of those that it waits for: of 64 ranks on two cores, polling takes nine tenths of the processor time of small
 steps. There a rank asks whether an operation has ended, and sleeps between its questions. Only non-blocking operations
-can be asked. So a blocking collective that computes nothing becomes its non-blocking twin. Before other blocking calls
+can be asked. So a blocking collective that adds no floats becomes its non-blocking twin. Before other blocking calls
 the ranks meet in a barrier for which they wait asleep; so none polls for long. The two forms of a collective do not fit
 together, so all ranks of a communicator use the same one: they agree when the first communicator is made.
 """
@@ -24,8 +24,11 @@ from mpizero.types import Array
 #: Seconds in which a rank that waits only lets others run; then those of its first sleep, and of its longest for each
 #: rank that a core has (many ranks may come before the awaited one), but at most so many. Each sleep is longer than the
 #: one before by this factor. On two cores: with a longest sleep of 1 ms steps of 3 and 8 ranks took nearly twice as
-#: long as with 0.3 ms; with one of 5 ms steps of 32 ranks took twice as long as with 1 ms.
-_YIELD, _FIRST, _LONGEST, _AT_MOST, _GROWTH = 2e-4, 5e-5, 7.5e-5, 1e-3, 1.2
+#: long as with 0.3 ms; with one of 5 ms steps of 32 ranks took twice as long as with 1 ms; with one of 2 ms and a first
+#: one eight times as long steps of 64 ranks took 0.31 s, not 0.36 s, and their start a tenth less.
+_YIELD, _FIRST, _LONGEST, _AT_MOST, _GROWTH = 2e-4, 5e-5, 7.5e-5, 2e-3, 1.2
+#: From so many ranks for a core on, a rank lets others run for less long, and sleeps longer at first.
+_MANY = 4
 
 _INTEGERS = {
     ("i", 1): MPI.INT8_T, ("i", 2): MPI.INT16_T, ("i", 4): MPI.INT32_T, ("i", 8): MPI.INT64_T,
@@ -63,13 +66,15 @@ class Waiting:
     def __init__(self, ranks: float) -> None:
         self.asleep = ranks > 1.0
         self._longest = min(_AT_MOST, _LONGEST * ranks)
+        crowd = max(1.0, ranks / _MANY)
+        self._yield, self._first = _YIELD / crowd, _FIRST * crowd
 
     def end(self, request: MPI.Request, status: MPI.Status | None = None) -> None:
         """Wait until an operation has ended."""
         if not self.asleep:
             request.Wait(status)
         elif not request.Test(status):
-            until, pause = monotonic() + _YIELD, _FIRST
+            until, pause = monotonic() + self._yield, self._first
             while monotonic() < until:
                 os.sched_yield()
                 if request.Test(status):
@@ -84,6 +89,14 @@ class Waiting:
             self.end(started(*arguments))
         else:
             blocking(*arguments)
+
+    def allreduce(self, comm: MPI.Intracomm, buffer: Array, operation: MPI.Op) -> None:
+        """Reduce an array in place over the ranks of ``comm``. Collective."""
+        if self.asleep and buffer.dtype.kind in "biu":  # exact, in whatever order the twin adds
+            self.end(comm.Iallreduce(MPI.IN_PLACE, spec(buffer), operation))
+        else:
+            self.meet(comm)
+            comm.Allreduce(MPI.IN_PLACE, spec(buffer), operation)
 
     def meet(self, comm: MPI.Intracomm) -> None:
         """If ranks sleep, wait until all ranks of ``comm`` have come here. Collective over ``comm``."""

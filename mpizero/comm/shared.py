@@ -114,64 +114,58 @@ class MpiSharedMemory(SharedMemory):
     def __init__(self, comm: MPI.Intracomm, nbytes: int, name: str, waiting: Waiting) -> None:
         rank = comm.Get_rank()
         self._window, self.buffer = MPI.WIN_NULL, np.empty(0, np.uint8)
-        waiting.meet(comm)
-        _agree_on_size(comm, nbytes, name)
+        most, opposite = _largest(comm, waiting, nbytes, -nbytes)
+        if most != (least := -opposite):
+            raise SharedMemoryError(f"ranks of {name!r} ask for windows of {least} to {most} bytes; they must agree")
         with _one_at_a_time(rank == 0):
-            waiting.meet(comm)  # until the first rank has the lock
-            self._check(comm, free_space() if rank == 0 else None, nbytes, name)
-            self._window = self._allocate(comm, nbytes, name)
-            memory, _ = self._window.Shared_query(0)
-            whole = np.frombuffer(cast("memoryview", memory), np.uint8)
-            # Every process maps the window at the same distance from a page, so one offset aligns it for all.
-            offset = np.array(-whole.ctypes.data % ALIGNMENT, np.int64)
-            comm.Bcast([offset, 1, MPI.INT64_T], 0)
-            self.buffer = whole[int(offset) : int(offset) + nbytes]
+            self._check(comm, waiting, free_space() if rank == 0 else None, nbytes, name)
+            self._window, self.buffer = self._allocate(comm, waiting, nbytes, name)
             part = -(-nbytes // comm.Get_size() // 4096) * 4096
             self._window.Lock_all(MPI.MODE_NOCHECK)
             failure = _take(self.buffer[rank * part : (rank + 1) * part])
-            waiting.meet(comm)
-            taken = np.array(failure is None, np.int32)
-            comm.Allreduce(MPI.IN_PLACE, [taken, 1, MPI.INT32_T], MPI.MIN)
-        if not taken:
+            self._window.Sync()
+            (failed,) = _largest(comm, waiting, failure is not None)
+        if failed:
             self.close()
             full = failure is None or failure.errno == errno.EFAULT
             reasons = comm.allgather("" if full else f"rank {rank} of its {comm.Get_size()} cannot zero it: {failure}")
             if reasons := list(filter(None, reasons)):
                 raise SharedMemoryError(f"a window of {nbytes} bytes for {name!r} failed: {reasons[0]}")
-            self._check(comm, 0 if rank == 0 else None, nbytes, name)
-        self._window.Sync()
-        waiting.call(comm.Barrier, comm.Ibarrier)
+            self._check(comm, waiting, 0 if rank == 0 else None, nbytes, name)
         self._window.Sync()
 
     @staticmethod
-    def _check(comm: MPI.Intracomm, room: int | None, nbytes: int, name: str) -> None:
+    def _check(comm: MPI.Intracomm, waiting: Waiting, room: int | None, nbytes: int, name: str) -> None:
         """Raise SharedMemoryError on all ranks if ``room`` is below ``nbytes`` on the first rank. Collective.
 
-        ``room`` is the number of free bytes on the first rank, and None on the others.
+        ``room`` is the number of free bytes on the first rank, and None on the others, or if it is not known.
         """
-        reason = None
-        if room is not None and room < nbytes:
+        if not any(_largest(comm, waiting, room is not None and room < nbytes)):
+            return
+        reason = ""
+        if comm.Get_rank() == 0:
             reason = (
                 f"a window of {nbytes} bytes for {name!r} does not fit: {SHARED_FOLDER} has {free_space()} bytes left "
                 f"on {MPI.Get_processor_name()}{taken_by_leftovers()}; enlarge it (in a container --shm-size), use "
                 "fewer ranks per node, or share_node_memory=False"
             )
-        if reason := comm.bcast(reason, 0):
-            raise SharedMemoryError(reason)
+        raise SharedMemoryError(comm.bcast(reason, 0))
 
     @staticmethod
-    def _allocate(comm: MPI.Intracomm, nbytes: int, name: str) -> MPI.Win:
-        reason = ""
+    def _allocate(comm: MPI.Intracomm, waiting: Waiting, nbytes: int, name: str) -> tuple[MPI.Win, Array]:
+        """Allocate a window on the first rank; return it with the bytes that all ranks use. Collective."""
+        reason, whole, first = "", np.empty(0, np.uint8), comm.Get_rank() == 0
         try:
-            size = nbytes + ALIGNMENT if comm.Get_rank() == 0 else 0
-            window = MPI.Win.Allocate_shared(size, 1, MPI.INFO_NULL, comm)
+            window = MPI.Win.Allocate_shared(nbytes + ALIGNMENT if first else 0, 1, MPI.INFO_NULL, comm)
+            memory, _ = window.Shared_query(0)
+            whole = np.frombuffer(cast("memoryview", memory), np.uint8)
         except MPI.Exception as error:
             reason, window = str(error), MPI.WIN_NULL
-        failed = np.array(bool(reason), np.int32)
-        comm.Allreduce(MPI.IN_PLACE, [failed, 1, MPI.INT32_T], MPI.MAX)
+        # Every process maps the window at the same distance from a page, so one offset aligns it for all.
+        failed, offset = _largest(comm, waiting, bool(reason), -whole.ctypes.data % ALIGNMENT if first else 0)
         if failed:
             raise SharedMemoryError(f"a window of {nbytes} bytes for {name!r} failed: {reason or 'on another rank'}")
-        return window
+        return window, whole[offset : offset + nbytes]
 
     def synchronize(self) -> None:
         """Order this rank's loads and stores of the window by ``Win.Sync``. Not collective.
@@ -189,9 +183,9 @@ class MpiSharedMemory(SharedMemory):
         self._window = MPI.WIN_NULL
 
 
-def _agree_on_size(comm: MPI.Intracomm, nbytes: int, name: str) -> None:
-    figures = np.array([nbytes, -nbytes], np.int64)
-    comm.Allreduce(MPI.IN_PLACE, [figures, 2, MPI.INT64_T], MPI.MAX)
-    most, least = int(figures[0]), -int(figures[1])
-    if most != least:
-        raise SharedMemoryError(f"ranks of {name!r} ask for windows of {least} to {most} bytes; they must agree")
+def _largest(comm: MPI.Intracomm, waiting: Waiting, *figures: int) -> list[int]:
+    """Return the largest value that each of the integers has on any rank. Collective."""
+    largest = np.array(figures, np.int64)
+    waiting.allreduce(comm, largest, MPI.MAX)
+    found: list[int] = largest.tolist()
+    return found

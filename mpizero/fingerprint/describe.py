@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import datetime
-import decimal
-import fractions
 import functools
+import sys
 import types
-import uuid
 from collections import deque
 from collections.abc import Iterable
 from enum import Enum
@@ -17,11 +15,21 @@ from typing import Any
 import numpy as np
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, bytearray, type(None), type(Ellipsis), type(NotImplemented)})
-BY_REPR = (
-    range, slice, decimal.Decimal, fractions.Fraction, uuid.UUID, datetime.date, datetime.time, datetime.timedelta,
-    datetime.tzinfo,
-)  # fmt: skip
+#: Classes of modules that are not imported for this alone, which would take 5 ms: who has such a value has the module.
+_RARE = (("decimal", "Decimal"), ("fractions", "Fraction"), ("uuid", "UUID"))
 _SHOWN = 120
+
+
+class _Rare(type):
+    def __instancecheck__(cls, value: object) -> bool:
+        return any(isinstance(value, getattr(sys.modules.get(module), name, ())) for module, name in _RARE)
+
+
+class Rare(metaclass=_Rare):
+    """Have the values of some classes of Python's library as instances, without their modules."""
+
+
+BY_REPR = (range, slice, Rare, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo)
 
 
 def words(subject: str, steps: Iterable[str]) -> str:

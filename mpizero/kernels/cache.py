@@ -14,7 +14,6 @@ import importlib.util
 import os
 import stat
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -67,6 +66,8 @@ def _own_root() -> Path:
 
     Raise PermissionError if no such folder can be made.
     """
+    import tempfile
+
     tried = []
     for base in dict.fromkeys((tempfile.gettempdir(), "/var/tmp", "/dev/shm")):
         try:
@@ -191,6 +192,8 @@ def load_or_build(path: Path, build: Callable[[], bytes]) -> bytes:
     with _locked(path.with_suffix(".lock")):
         if (code := _read(path)) is not None:
             return code
+        import tempfile
+
         code = build()
         number, temporary = tempfile.mkstemp(prefix=f"{path.stem}.", dir=path.parent)  # of mode 0600
         with open(number, "wb") as file:

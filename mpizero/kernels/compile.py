@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.kernels import cache, pool
+from mpizero.kernels import cache, objects, pool, processor
 from mpizero.kernels.signature import Parameter, Signature
 
 _PACKAGE = "mpizero.kernels."
@@ -163,15 +163,13 @@ class Kernel:
         return self.__module__.startswith(_PACKAGE)
 
     def _load(self, dtype: str) -> Callable[..., Any]:
-        from mpizero.kernels import native
-
         entry = self._entry(dtype)
         if self._cached:
-            path = cache.folder(native.cpu_name()) / f"{entry}.o"
+            path = cache.folder(processor.cpu_name()) / f"{entry}.o"
             code = cache.load_or_build(path, lambda: self._build(dtype))
         else:
             code = self._build(dtype)
-        self._code.append(native.Native(self.name, code, entry))
+        self._code.append(objects.Native(self.name, code, entry))
         call: Callable[..., Any] = self._code[-1].call
         return call
 

@@ -3,25 +3,22 @@
 Importing numba takes 0.4 s, and unpickling a cached kernel some 10 ms more. With eight ranks on two cores that is
 longer than the first training step. So numba is imported only to compile a kernel. The machine code of the kernel is
 stored as an object file, together with that of an *entry function*, which Python calls, and which reads the memory of
-NumPy's arrays itself and releases Python's interpreter lock. Loading the file needs llvmlite only, and a call takes
+NumPy's arrays itself and releases Python's interpreter lock (loading it: :mod:`mpizero.kernels.objects`). A call takes
 less time than through numba's dispatcher.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import re
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from mpizero.kernels import processor
+from mpizero.kernels.objects import ALIGNED, C_CONTIGUOUS, WRITEABLE, ArrayLayout, address_of
 from mpizero.kernels.signature import Parameter, Signature
 
-_C_CONTIGUOUS, _ALIGNED, _WRITEABLE = 0x1, 0x100, 0x400
 _LLVM_TYPES = {"i8": "i64", "u8": "i64", "i4": "i32", "u4": "i32", "f8": "double", "f4": "float", "bool": "i8"}
-_METH_FASTCALL = 0x80
 _DECLARATIONS = """
 declare i64 @PyLong_AsLongLong(ptr)
 declare i64 @PyLong_AsUnsignedLongLongMask(ptr)
@@ -40,118 +37,6 @@ define void @NRT_MemInfo_call_dtor(ptr %owner) {
 }
 @none = private constant [1 x i8] zeroinitializer
 """
-
-
-class _MethodDef(ctypes.Structure):
-    _fields_ = (
-        ("name", ctypes.c_char_p),
-        ("function", ctypes.c_void_p),
-        ("flags", ctypes.c_int),
-        ("doc", ctypes.c_char_p),
-    )
-
-
-class Native:
-    """Load the machine code of a kernel and hold it as a Python builtin.
-
-    Parameters
-    ----------
-    name : str
-        Name of the builtin.
-    code : bytes
-        Contents of the object file.
-    entry : str
-        Name of the entry function in the object file, unique in the process.
-
-    Attributes
-    ----------
-    call : builtin
-        Runs the kernel and returns its result. If an argument does not fit the kernel's signature, it returns the
-        class ``np.ndarray`` instead and does nothing.
-    """
-
-    def __init__(self, name: str, code: bytes, entry: str) -> None:
-        llvm, _ = target()
-        engine = _engine()
-        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
-        engine.finalize_object()
-        self._method = _MethodDef(name.encode(), engine.get_function_address(entry), _METH_FASTCALL, None)
-        new = ctypes.pythonapi.PyCFunction_NewEx
-        new.restype, new.argtypes = ctypes.py_object, (ctypes.POINTER(_MethodDef), ctypes.py_object, ctypes.c_void_p)
-        self.call: Callable[..., Any] = new(ctypes.byref(self._method), np.ndarray, None)
-
-
-@functools.cache
-def _engine() -> Any:
-    """Return the LLVM engine that owns all machine code; it is never freed, because a kernel may still be running."""
-    llvm, machine = target()
-    module = llvm.parse_assembly(f'target triple = "{machine.triple}"')
-    return llvm.create_mcjit_compiler(module, _make_machine())
-
-
-@functools.cache
-def target() -> tuple[Any, Any]:
-    """Return llvmlite's binding and the target machine of this CPU.
-
-    Raises
-    ------
-    RuntimeError
-        If array objects of this Python and NumPy have an unknown layout in memory.
-    """
-    import llvmlite.binding as llvm
-
-    probe = np.zeros((2, 3), np.float64)
-    at = _Layout()
-    base = id(probe)
-    if (
-        ctypes.c_void_p.from_address(base + at.data).value != probe.ctypes.data
-        or ctypes.c_int.from_address(base + at.ndim).value != 2
-        or not ctypes.c_int.from_address(base + at.flags).value & _C_CONTIGUOUS
-        or ctypes.c_int.from_address(id(probe.dtype) + at.type_number).value != probe.dtype.num
-    ):
-        raise RuntimeError(f"NumPy {np.__version__} lays out arrays in a way that mpizero's kernels do not know")
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    return llvm, _make_machine()
-
-
-def _make_machine() -> Any:
-    """Make an LLVM target machine for this CPU; every execution engine needs its own, because it takes ownership."""
-    import llvmlite.binding as llvm
-
-    chosen = llvm.Target.from_default_triple()
-    cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
-    return chosen.create_target_machine(cpu=cpu, features=features, opt=3, reloc="default", codemodel="jitdefault")
-
-
-def cpu_name() -> str:
-    """Return LLVM's name of this CPU and the list of its features, as one text."""
-    llvm, _ = target()
-    return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
-
-
-def cpu_features() -> frozenset[str]:
-    """Return LLVM's names of the features that this CPU has."""
-    import llvmlite.binding as llvm
-
-    features = frozenset(name for name, present in llvm.get_host_cpu_features().items() if present)
-    return features | ({"neon"} if llvm.get_process_triple().startswith("aarch64") else set())
-
-
-class _Layout:
-    """Hold the offsets, in bytes, of fields in NumPy's array objects, its dtype objects and Python's object header.
-
-    ``data``, ``ndim``, ``shape``, ``strides``, ``dtype`` and ``flags`` are fields of an array; ``kind``, ``byte_order``
-    and ``type_number`` are fields of a dtype; ``type`` is the type of any object. NumPy has not changed its fields
-    since version 1.0, because they are part of its C ABI.
-    """
-
-    def __init__(self) -> None:
-        head = object.__basicsize__
-        self.type = head - 8
-        self.data, self.ndim, self.shape, self.strides = head, head + 8, head + 16, head + 24
-        self.dtype, self.flags = head + 40, head + 48
-        self.kind, self.byte_order, self.type_number = head + 8, head + 10, head + 12
 
 
 def emit(function_ir: str, function: str, signature: Signature, scratch: int, entry: str) -> bytes:
@@ -175,7 +60,7 @@ def emit(function_ir: str, function: str, signature: Signature, scratch: int, en
     RuntimeError
         If the kernel can raise an exception, or needs a function that is missing at run time (to allocate memory).
     """
-    llvm, machine = target()
+    llvm, machine = processor.initialized_llvm(), processor.make_target_machine()
     module = llvm.parse_assembly(function_ir)
     if any(map(_may_raise, module.functions)):
         raise RuntimeError("kernels neither allocate (use scratch=) nor raise; this one may raise")
@@ -193,7 +78,7 @@ def emit(function_ir: str, function: str, signature: Signature, scratch: int, en
         for used in module.functions
         if used.is_declaration
         and not used.name.startswith("llvm.")
-        and (used.name.startswith("NRT_") or llvm.address_of_symbol(used.name) is None)  # NRT: numba's, here only now
+        and (used.name.startswith("NRT_") or not address_of(used.name))  # NRT: numba's, here only now
     ]
     if missing:
         raise RuntimeError(f"kernels neither allocate (use scratch=) nor raise; this one needs {', '.join(missing)}")
@@ -229,7 +114,7 @@ class _Entry:
         self._scratch = scratch
         self._lines: list[str] = []
         self._count = 0
-        self._at = _Layout()
+        self._at = ArrayLayout()
 
     def text(self, function: str, entry: str) -> str:
         """Return the LLVM assembly of a module with the entry function, called ``entry``.
@@ -291,8 +176,8 @@ class _Entry:
         self._require(self._assign(f"icmp ne i32 {is_array}, 0"))
         ndim = self._load("i32", pointer, at.ndim)
         self._require(self._assign(f"icmp eq i32 {ndim}, {parameter.ndim}"))
-        contiguous = 0 if parameter.strided else _C_CONTIGUOUS
-        needed = contiguous | _ALIGNED | (0 if parameter.readonly else _WRITEABLE)
+        contiguous = 0 if parameter.strided else C_CONTIGUOUS
+        needed = contiguous | ALIGNED | (0 if parameter.readonly else WRITEABLE)
         flags = self._assign(f"and i32 {self._load('i32', pointer, at.flags)}, {needed}")
         self._require(self._assign(f"icmp eq i32 {flags}, {needed}"))
         descriptor = self._load("ptr", pointer, at.dtype)

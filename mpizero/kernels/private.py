@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import errno
 import os
-import shlex
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from tempfile import mkdtemp
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _LINKS = 40
@@ -83,6 +81,8 @@ def require_private(folder: Path) -> None:
     if wrong := foreign(found):
         remedy = _ANOTHER
         if found.st_uid == os.geteuid():  # what lies in it may be theirs: closing it is not enough
+            import shlex
+
             remedy = f"rm -r {shlex.quote(path)} (it is compiled again)"
         raise UnsafeFolderError(path, wrong, remedy)
 
@@ -105,6 +105,8 @@ def own_folder(base: Path, name: str) -> Path:
         with suppress(FileExistsError):
             os.mkdir(base / name, 0o700)
     if _first_own(base, name) is None:
+        from tempfile import mkdtemp
+
         mkdtemp(prefix=f"{name}-", dir=base)
     if (found := _first_own(base, name)) is None:
         raise PermissionError(errno.EACCES, "a folder made here can be written by others", str(base))

@@ -10,10 +10,10 @@ comparison also finds bits that flipped at any earlier time. A CRC32 detects eve
 
 from __future__ import annotations
 
+import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from socket import gethostname
 from typing import NamedTuple
 
 import numpy as np
@@ -217,7 +217,7 @@ class Integrity:
         ``damaged`` are the ranges that changed between two updates, as pairs (rank, index into the rank's ranges).
         ``differing`` has a list of such pairs for each range whose copies are not equal.
         """
-        hosts = self.everyone.allgather_object(gethostname(), "integrity")
+        hosts = self.everyone.allgather_object(os.uname().nodename, "integrity")
         lines = []
         for rank, place in damaged:
             lines.append(

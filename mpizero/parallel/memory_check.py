@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from socket import gethostname
 
 import numpy as np
 
@@ -65,7 +65,7 @@ def fits_shared_memory(
             claims = claims_grains(placement, config, grid, grid.model.size)
             rows = _rows(grid, config, scratch=scratch, claims=claims)
             needed = _window_bytes(grid, layout, item, placement, rows, in_place=in_place)
-    told = grid.world.allgather_object((gethostname(), needed, room), "shared memory")
+    told = grid.world.allgather_object((os.uname().nodename, needed, room), "shared memory")
     asked: Counter[str] = Counter()
     rooms: dict[str, int] = {}
     for host, window, free in told:
@@ -75,7 +75,7 @@ def fits_shared_memory(
     short = {host: asked[host] - free for host, free in rooms.items() if asked[host] > free}
     if short:
         host = max(short, key=lambda name: short[name])
-        held = dict(grid.world.allgather_object((gethostname(), taken_by_leftovers()), "leftovers"))[host]
+        held = dict(grid.world.allgather_object((os.uname().nodename, taken_by_leftovers()), "leftovers"))[host]
         tell_private(
             grid.world,
             f"the model needs {asked[host]} bytes of shared memory on {host}, where {SHARED_FOLDER} has {rooms[host]} "

@@ -28,7 +28,6 @@ from mpizero.parallel.gradients.exchange import GradientExchange
 from mpizero.parallel.gradients.gradient_views import GradientViews
 from mpizero.parallel.gradients.reducer import GradientReducer
 from mpizero.parallel.gradients.row_buffer import RowBuffer
-from mpizero.parallel.gradients.wave_buffer import WaveBuffer
 from mpizero.parallel.integrity import Integrity
 from mpizero.parallel.memory_check import fits_shared_memory, tell_private
 from mpizero.parallel.message_progress import MessageProgress
@@ -188,6 +187,8 @@ class PlacedModel:
             views = GradientViews(self.layout, allocator, self.dtype, self.integers)
         waves = None
         if assigns_waves(placement, config, grid.data.size):
+            from mpizero.parallel.gradients.wave_buffer import WaveBuffer
+
             in_place = writes_in_place(self.model)
             waves = WaveBuffer(self.store, views, self.exchange, config.accumulate, in_place=in_place)
         claims = claims_grains(placement, config, grid, grid.model.size)

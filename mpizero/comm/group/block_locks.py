@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -26,6 +25,8 @@ class BlockLocks:
         path = ""
         with all_ranks(node, "block locks"):
             if node.rank == 0:
+                import tempfile
+
                 first, path = tempfile.mkstemp(prefix="mpizero-locks-")
                 os.close(first)
         path = node.broadcast_object(path, tag="block locks")

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from mpizero.comm.status.remote_status import RemoteStatus
 from mpizero.comm.status.startup_board import StartupBoard, is_working
 from mpizero.comm.status.status_board import Slot, StatusBoard, open_status_board
+
+if TYPE_CHECKING:
+    from mpizero.comm.status.remote_status import RemoteStatus
 
 T = TypeVar("T")
 #: Seconds for which a rank that ends waits for ranks that have not started yet: one of them may need it.
@@ -35,7 +37,7 @@ class PeerGroup:
     status_board : StatusBoard
         The status board of this rank's node.
     remote_status : RemoteStatus or None
-        Reads the status boards of other nodes; None if it could not be opened.
+        Reads the status boards of other nodes; None if there are none, or it could not be opened.
     """
 
     members: tuple[int, ...]
@@ -73,20 +75,36 @@ class PeerGroups:
         return tuple(sorted(members)) in (group.members for group in self.groups)
 
     def add_group(
-        self, comm: Any, members: Sequence[int], host: str, warn_once: Callable[[BaseException], None]
+        self,
+        comm: Any,
+        members: Sequence[int],
+        host: str,
+        warn_once: Callable[[BaseException], None],
+        meet: Callable[[Any], None],
     ) -> None:
         """Open a peer group for the ranks of ``comm``, an mpi4py communicator. Collective over ``comm``.
 
         ``members`` are the world ranks of ``comm``, and ``host`` is the name of this rank's host. If the status board
         or the status server cannot be opened on a rank, this rank calls ``warn_once`` with the error and goes on
-        without it; the other ranks do not wait for this rank.
+        without it; the other ranks do not wait for this rank. ``meet`` is :meth:`.Waiting.meet`.
         """
         ranks = tuple(sorted(members))
+        meet(comm)
         control = comm.Split(0, self.rank)
-        ask = control.allgather
-        status_board = make_on_all(ask, lambda gather: open_status_board(self.rank, ranks, host, gather), warn_once)
+
+        def ask(value: Any) -> list[Any]:
+            meet(control)
+            gathered: list[Any] = control.allgather(value)
+            return gathered
+
+        hosts = dict(zip(ranks, ask(host), strict=True))
+        status_board = make_on_all(ask, lambda gather: open_status_board(self.rank, hosts, gather), warn_once)
         status_board = status_board or StatusBoard((self.rank,), self.rank, None)
-        remote_status = make_on_all(ask, lambda gather: RemoteStatus(status_board, host, gather), warn_once)
+        remote_status = None
+        if len(set(hosts.values())) > 1:
+            from mpizero.comm.status.remote_status import RemoteStatus
+
+            remote_status = make_on_all(ask, lambda gather: RemoteStatus(status_board, host, gather), warn_once)
         self.groups = sorted([*self.groups, PeerGroup(ranks, control, status_board, remote_status)], key=_size)
 
     def remove_group(self, members: Sequence[int], *, free: bool) -> None:

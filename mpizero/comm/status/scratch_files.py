@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Iterator
 
 
 def scratch_folders() -> Iterator[str]:
     """Yield the folders to try for small temporary files: /dev/shm, then Python's folder for them, if there is one."""
     yield "/dev/shm"
+    import tempfile
+
     with contextlib.suppress(OSError):  # nothing that can be written
         yield tempfile.gettempdir()
 
@@ -36,6 +37,8 @@ def _open(stack: contextlib.ExitStack) -> int:
             file: int = create("mpizero")
             stack.callback(os.close, file)
             return file
+    import tempfile
+
     for folder in scratch_folders():
         with contextlib.suppress(OSError):
             return stack.enter_context(tempfile.TemporaryFile(dir=folder)).fileno()

@@ -13,7 +13,6 @@ import json
 import mmap
 import os
 import struct
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -58,6 +57,8 @@ class StatusBoard:
 
         Not collective.
         """
+        import tempfile
+
         for folder in scratch_folders():
             with contextlib.suppress(OSError):
                 file, path = tempfile.mkstemp(prefix="mpizero-status-", dir=folder)
@@ -151,18 +152,15 @@ def encode(slots: Mapping[Any, Any]) -> bytes:
     return json.dumps(slots, separators=(",", ":")).encode()
 
 
-def open_status_board(
-    rank: int, members: Sequence[int], host: str, allgather: Callable[[Any], list[Any]]
-) -> StatusBoard:
+def open_status_board(rank: int, hosts: Mapping[int, str], allgather: Callable[[Any], list[Any]]) -> StatusBoard:
     """Open the status board of this rank's node; if that fails, open a status board of this process alone.
 
-    Collective over the world ranks ``members``. ``allgather`` takes a picklable object and returns the list of all
-    these ranks' objects, in the order of ``members``. ``host`` is the name of this rank's host.
+    Collective over the ranks of ``hosts``, which has the names of the hosts by world rank. ``allgather`` takes a
+    picklable object and returns the list of all these ranks' objects, in the order of ``hosts``.
     """
-    hosts = allgather(host)
-    ranks = [other for other, name in zip(members, hosts, strict=True) if name == host]
+    ranks = [other for other, name in hosts.items() if name == hosts[rank]]
     path = StatusBoard.create_file(len(ranks)) if rank == ranks[0] else None
-    shared = allgather(path)[members.index(ranks[0])]
+    shared = allgather(path)[list(hosts).index(ranks[0])]
     try:
         status_board = StatusBoard(ranks, rank, shared)
     except (OSError, ValueError):  # the same host name, but another file system (containers)

@@ -17,10 +17,9 @@ import contextlib
 import faulthandler
 import os
 import signal
-import socket
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from mpizero.comm.recording.call_trace import CallTrace
@@ -87,7 +86,7 @@ class Guard(JobExit):
         self._keeps |= keep
         if self.hooks is not None and self.hooks.live:
             return
-        self._imported, self.process, self.host = True, os.getpid(), socket.gethostname()
+        self._imported, self.process, self.host = True, os.getpid(), os.uname().nodename
         self.hooks = PythonHooks(self)
         if is_several(os.environ):
             os.environ[RANK_PROCESS] = mark(os.environ)
@@ -155,8 +154,8 @@ class Guard(JobExit):
         """Supervise the process while a new communicator is made inside a ``with`` statement, and register the new one.
 
         Collective over ``comm``, the mpi4py intracommunicator from which the new one is made. The value of the ``with``
-        statement is a function. The body calls this function with the new communicator; the call is collective over
-        the new communicator, connects its ranks outside MPI (``status/peer_groups.py``), and returns their world ranks.
+        statement is a function. The body calls it with the new communicator and :meth:`.Waiting.meet`. The call is
+        collective, connects the ranks outside MPI (``status/peer_groups.py``), and returns their world ranks.
         """
         if not guest:
             self.install()
@@ -164,10 +163,10 @@ class Guard(JobExit):
         entry = self.register.add(trace, members, comm.Get_rank())
         try:
             if guest or len(members) == 1:
-                yield lambda own: members
+                yield lambda own, meet: members
             else:
                 with watch_arrival(entry, self.supervisor, timeout, self._known_slots, self._end_stuck):
-                    yield lambda own: self._join_group(own, members)
+                    yield lambda own, meet: self._join_group(own, members, meet)
         except BaseException:
             self.register.remove(trace)
             raise
@@ -186,13 +185,13 @@ class Guard(JobExit):
         if not self.ending:
             self.end_job(self.with_prefix(text), ExitStatus.HANG)
 
-    def _join_group(self, comm: Any, members: tuple[int, ...]) -> tuple[int, ...]:
+    def _join_group(self, comm: Any, members: tuple[int, ...], meet: Callable[[Any], None]) -> tuple[int, ...]:
         """Open a peer group for the ranks of ``comm`` if there is none; return ``members``. Collective over ``comm``.
 
         ``members`` are the world ranks of ``comm``. Also begins to write the status of this rank and to compare calls.
         """
         if not self.peers.has_group(members):
-            self.peers.add_group(comm, members, self.host, self.supervisor.warn_once)
+            self.peers.add_group(comm, members, self.host, self.supervisor.warn_once, meet)
         self._start_heartbeat()
         self._watch_mismatches()
         if len(members) == self.size:

@@ -7,6 +7,9 @@ a gradient or a sum of gradients. Element i of the parameters belongs to column 
 
 The machine works on blocks of columns that fit into the first-level cache, so a row is read from memory once, and the
 sum is never written to memory. The last addition of a program is done in the loop of the update.
+
+Kernels that end in ``_tree`` have the bits of two calls, ``tree_sum`` and the kernel of the optimizer, whose scalars
+are in ``hyper``. Their decorator puts ``rows``, ``first``, ``program`` and ``divisor`` in the place of ``total``.
 """
 
 from __future__ import annotations
@@ -170,11 +173,7 @@ def _tree_kernel(arrays: str) -> Callable[[Callable[..., None]], Kernel]:
 
 @_tree_kernel("T[::1]")
 def sgd_tree(total: Any, w: Array, hyper: Array, start: int, stop: int) -> None:
-    """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.sgd`` does.
-
-    The bits are the same as with the two calls. ``hyper`` holds the scalars that ``optimizer.sgd`` needs. The decorator
-    replaces ``total`` by the arguments ``rows``, ``first``, ``program`` and ``divisor``.
-    """
+    """Sum and divide rows of gradients, then update as ``optimizer.sgd`` does."""
     lr, decay = hyper[0], hyper[1]
     w = w[start:stop]
     for i in range(w.size):
@@ -183,11 +182,7 @@ def sgd_tree(total: Any, w: Array, hyper: Array, start: int, stop: int) -> None:
 
 @_tree_kernel("T[::1], T[::1]")
 def momentum_tree(total: Any, w: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
-    """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.momentum`` does.
-
-    The bits are the same as with the two calls. ``hyper`` holds the scalars that ``optimizer.momentum`` needs. The
-    decorator replaces ``total`` by the arguments ``rows``, ``first``, ``program`` and ``divisor``.
-    """
+    """Sum and divide rows of gradients, then update as ``optimizer.momentum`` does."""
     lr, decay, factor, keep = hyper[0], hyper[1], hyper[2], hyper[3]
     of_g, of_m = hyper[4], hyper[5]
     w, m = w[start:stop], m[start:stop]
@@ -197,11 +192,7 @@ def momentum_tree(total: Any, w: Array, m: Array, hyper: Array, start: int, stop
 
 @_tree_kernel("T[::1], T[::1], T[::1]")
 def adam_tree(total: Any, w: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
-    """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.adam`` does.
-
-    The bits are the same as with the two calls. ``hyper`` holds the scalars that ``optimizer.adam`` needs. The
-    decorator replaces ``total`` by the arguments ``rows``, ``first``, ``program`` and ``divisor``.
-    """
+    """Sum and divide rows of gradients, then update as ``optimizer.adam`` does."""
     decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
     rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
     w, m, v = w[start:stop], m[start:stop], v[start:stop]
@@ -212,11 +203,7 @@ def adam_tree(total: Any, w: Array, m: Array, v: Array, hyper: Array, start: int
 
 @_tree_kernel("T[::1], T[::1], T[::1]")
 def adamw_tree(total: Any, w: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
-    """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.adamw`` does.
-
-    The bits are the same as with the two calls. ``hyper`` holds the scalars that ``optimizer.adamw`` needs. The
-    decorator replaces ``total`` by the arguments ``rows``, ``first``, ``program`` and ``divisor``.
-    """
+    """Sum and divide rows of gradients, then update as ``optimizer.adamw`` does."""
     shrink, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
     rest2, rate, correction, eps = hyper[4], hyper[5], hyper[6], hyper[7]
     w, m, v = w[start:stop], m[start:stop], v[start:stop]
@@ -227,11 +214,7 @@ def adamw_tree(total: Any, w: Array, m: Array, v: Array, hyper: Array, start: in
 
 @_tree_kernel("T[::1], T[::1]")
 def rmsprop_tree(total: Any, w: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
-    """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.rmsprop`` does.
-
-    The bits are the same as with the two calls. ``hyper`` holds the scalars that ``optimizer.rmsprop`` needs. The
-    decorator replaces ``total`` by the arguments ``rows``, ``first``, ``program`` and ``divisor``.
-    """
+    """Sum and divide rows of gradients, then update as ``optimizer.rmsprop`` does."""
     lr, decay, alpha, rest, eps = hyper[0], hyper[1], hyper[2], hyper[3], hyper[4]
     w, v = w[start:stop], v[start:stop]
     for i in range(w.size):
@@ -240,11 +223,7 @@ def rmsprop_tree(total: Any, w: Array, v: Array, hyper: Array, start: int, stop:
 
 @_tree_kernel("T[::1], T[::1]")
 def lion_tree(total: Any, w: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
-    """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.lion`` does.
-
-    The bits are the same as with the two calls. ``hyper`` holds the scalars that ``optimizer.lion`` needs. The
-    decorator replaces ``total`` by the arguments ``rows``, ``first``, ``program`` and ``divisor``.
-    """
+    """Sum and divide rows of gradients, then update as ``optimizer.lion`` does."""
     shrink, lr, beta1, rest1 = hyper[0], hyper[1], hyper[2], hyper[3]
     beta2, rest2, zero = hyper[4], hyper[5], hyper[6]
     w, m = w[start:stop], m[start:stop]

@@ -5,7 +5,8 @@ pops the top of the stack and adds it to the entry below, and ``v <= -2`` adds r
 a gradient or a sum of gradients. Element i of the parameters belongs to column ``first + i`` of the matrix, where
 ``first`` is an argument. The stack holds ``DEPTH`` rows, which is enough for the tree over 32,768 grains.
 
-Every thread executes the program on one column at a time.
+Every thread executes the program on one column at a time. Kernels that end in ``_tree`` have the bits of two calls, of
+``tree_sum`` and then of the optimizer's kernel, whose scalars are in ``hyper``.
 """
 
 from __future__ import annotations
@@ -75,10 +76,7 @@ def tree_sum(
 def sgd_tree(
     rows: Array, first: int, program: Array, divisor: Array, w: Array, hyper: Array, start: int, stop: int
 ) -> None:
-    """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.sgd`` does.
-
-    The bits are the same as with the two calls. ``hyper`` holds the scalars that ``optimizer.sgd`` needs.
-    """
+    """Sum and divide rows of gradients, then update as ``optimizer.sgd`` does."""
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
     lr, decay = hyper[0], hyper[1]
@@ -91,10 +89,7 @@ def sgd_tree(
 def momentum_tree(
     rows: Array, first: int, program: Array, divisor: Array, w: Array, m: Array, hyper: Array, start: int, stop: int
 ) -> None:
-    """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.momentum`` does.
-
-    The bits are the same as with the two calls. ``hyper`` holds the scalars that ``optimizer.momentum`` needs.
-    """
+    """Sum and divide rows of gradients, then update as ``optimizer.momentum`` does."""
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
     lr, decay, factor, keep = hyper[0], hyper[1], hyper[2], hyper[3]
@@ -117,10 +112,7 @@ def adam_tree(
     start: int,
     stop: int,
 ) -> None:
-    """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.adam`` does.
-
-    The bits are the same as with the two calls. ``hyper`` holds the scalars that ``optimizer.adam`` needs.
-    """
+    """Sum and divide rows of gradients, then update as ``optimizer.adam`` does."""
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
     decay, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
@@ -143,10 +135,7 @@ def adamw_tree(
     start: int,
     stop: int,
 ) -> None:
-    """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.adamw`` does.
-
-    The bits are the same as with the two calls. ``hyper`` holds the scalars that ``optimizer.adamw`` needs.
-    """
+    """Sum and divide rows of gradients, then update as ``optimizer.adamw`` does."""
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
     shrink, beta1, rest1, beta2 = hyper[0], hyper[1], hyper[2], hyper[3]
@@ -160,10 +149,7 @@ def adamw_tree(
 def rmsprop_tree(
     rows: Array, first: int, program: Array, divisor: Array, w: Array, v: Array, hyper: Array, start: int, stop: int
 ) -> None:
-    """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.rmsprop`` does.
-
-    The bits are the same as with the two calls. ``hyper`` holds the scalars that ``optimizer.rmsprop`` needs.
-    """
+    """Sum and divide rows of gradients, then update as ``optimizer.rmsprop`` does."""
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
     lr, decay, alpha, rest = hyper[0], hyper[1], hyper[2], hyper[3]
@@ -177,10 +163,7 @@ def rmsprop_tree(
 def lion_tree(
     rows: Array, first: int, program: Array, divisor: Array, w: Array, m: Array, hyper: Array, start: int, stop: int
 ) -> None:
-    """Sum and divide rows of gradients as ``tree_sum`` does, then update as ``optimizer.lion`` does.
-
-    The bits are the same as with the two calls. ``hyper`` holds the scalars that ``optimizer.lion`` needs.
-    """
+    """Sum and divide rows of gradients, then update as ``optimizer.lion`` does."""
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
     shrink, lr, beta1, rest1 = hyper[0], hyper[1], hyper[2], hyper[3]

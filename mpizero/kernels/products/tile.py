@@ -28,7 +28,7 @@ _REGISTERS = {"avx512f": (64, 12, 4, 1), "fma": (32, 6, 4, 4), "neon": (16, 12, 
 @functools.cache
 def registers() -> tuple[int, int, int, int]:
     """Return what ``_REGISTERS`` holds for this CPU; zeros on a CPU that cannot fuse."""
-    from mpizero.kernels.native import cpu_features
+    from mpizero.kernels.processor import cpu_features
 
     features = cpu_features()
     return next((sizes for name, sizes in _REGISTERS.items() if name in features), (0, 0, 0, 0))

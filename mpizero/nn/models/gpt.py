@@ -13,7 +13,6 @@ from mpizero.errors import UnsupportedError
 from mpizero.names import explains
 from mpizero.nn.layer import Layer
 from mpizero.nn.layers.block import TransformerBlock
-from mpizero.nn.layers.checkpointed import Checkpointed
 from mpizero.nn.layers.embedding import TokenEmbedding
 from mpizero.nn.layers.language_head import LanguageHead
 from mpizero.nn.losses.cross_entropy import CrossEntropy
@@ -100,7 +99,11 @@ class GPT:
         return TransformerBlock(self.dim, self.heads, self.dropout, site, residual_scale)
 
     def _kept(self, block: Layer) -> Layer:
-        return Checkpointed(block) if self.activation_checkpointing else block
+        if not self.activation_checkpointing:
+            return block
+        from mpizero.nn.layers.checkpointed import Checkpointed
+
+        return Checkpointed(block)
 
     @cached_property
     def _ends(self) -> tuple[TokenEmbedding, LanguageHead]:

@@ -9,7 +9,6 @@ from mpizero.comm import ProcessGrid
 from mpizero.comm.supervision import guard
 from mpizero.parallel.batch.step_scalars import GrainScalars
 from mpizero.parallel.device.compute_device import ComputeDevice
-from mpizero.parallel.execution.black_box import BlackBoxEvaluator
 from mpizero.parallel.execution.evaluators import BlockEvaluator
 from mpizero.parallel.execution.sequential import Runner, SequentialRunner, agreeable_errors
 from mpizero.parallel.gradients.unwritten_gradients import check_function, check_layers
@@ -37,6 +36,8 @@ def make_runner(
     }
     always = "gradients" in guard.current().debug
     if not isinstance(partitioned.local, BlockModel):
+        from mpizero.parallel.execution.black_box import BlackBoxEvaluator
+
         box = BlackBoxEvaluator(partitioned.local, store)
         if box.in_place:
             kinds["marks"] = check_function(partitioned.local.loss_and_grad, scalars.frozen, always=always)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.calls import collective, recorded
@@ -14,9 +14,11 @@ from mpizero.parallel.batch.redistribute import Asked
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.execution.evaluation import Evaluation
 from mpizero.parallel.model.manual_gradients import ManualGradients
-from mpizero.parallel.model.metadata import ModelMetadata, describe
 from mpizero.parallel.model.optimizers import ShardedOptimizer
 from mpizero.text import notice
+
+if TYPE_CHECKING:
+    from mpizero.parallel.model.metadata import ModelMetadata
 
 
 @explains
@@ -216,5 +218,7 @@ class ShardedModelBase(ManualGradients):
 
         The bytes are those of this rank: stored, and sent in the last step.
         """
+        from mpizero.parallel.model.metadata import describe
+
         sent = self.last_step.bytes_sent if self.last_step is not None else 0
         return describe(self.engine, self._config, sent, self.label, self._mean_every)

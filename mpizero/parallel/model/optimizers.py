@@ -19,8 +19,7 @@ from mpizero.names import explains
 from mpizero.optim.adapted import adapt
 from mpizero.optim.averaging import plain
 from mpizero.optim.tensor_optimizer import tensor_slots
-from mpizero.parallel.checkpointing import model_state
-from mpizero.parallel.checkpointing.restore import opened_alike
+from mpizero.parallel import checkpointing
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.model.core import ShardedCore
 from mpizero.parallel.model.fit import OptimizationOptions, OptimizationResult, run_loop
@@ -350,8 +349,8 @@ class ShardedOptimizer:
     @recorded
     def deserialize(self, data: bytes) -> None:
         """Restore the optimizer state from bytes of ``serialize``; every rank passes the same bytes. Collective."""
-        with opened_alike(self.config.communicator, "deserialize", data) as reader:
-            model_state.restore_state(self.model.loadable_engine, reader)
+        with checkpointing.restore.opened_alike(self.config.communicator, "deserialize", data) as reader:
+            checkpointing.model_state.restore_state(self.model.loadable_engine, reader)
 
     @collective
     def save(self, path: str | Path) -> None:
@@ -373,7 +372,7 @@ class ShardedOptimizer:
             If the checkpoint is damaged, or has the state of another optimizer.
         """
         with checkpoint.open_checkpoint(path, self.config.communicator) as reader:
-            model_state.restore_state(self.model.loadable_engine, reader)
+            checkpointing.model_state.restore_state(self.model.loadable_engine, reader)
 
 
 def _check_sharded(model: Any) -> None:

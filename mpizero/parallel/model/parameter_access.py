@@ -18,7 +18,7 @@ from mpizero.errors import LayoutError, SharedMemoryError
 from mpizero.layout.unit import ParameterUse
 from mpizero.names import nearest, number_array
 from mpizero.nn.integers import start_value
-from mpizero.parallel.checkpointing.model_state import copy_state
+from mpizero.parallel import checkpointing
 from mpizero.parallel.model.core import ShardedCore
 from mpizero.parallel.model.private_fallback import in_private_memory
 from mpizero.parallel.parameters.integer_state import named_integers
@@ -207,7 +207,7 @@ class ParameterAccess(ShardedCore):
             copy.close()
             raise SharedMemoryError("deep_copy: the nodes have no shared memory for a second model; save and load it")
         copy.engine.store.copy_from(engine.store)
-        copy_state(engine, copy.engine)
+        checkpointing.model_state.copy_state(engine, copy.engine)
         if self._optimizer is not None:
             copy._optimizer = self._optimizer.for_copy(copy)
         return copy

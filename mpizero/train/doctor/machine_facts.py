@@ -191,11 +191,11 @@ def try_kernel() -> tuple[str, CacheFolder | None, float]:
 
     Not collective. The problem is "" if there is none. The folder is None if an exception was raised.
     """
-    from mpizero.kernels import cache, cpu, native
+    from mpizero.kernels import cache, cpu, processor
 
     started = time.perf_counter()
     try:
-        place = cache.find_folder(native.cpu_name())
+        place = cache.find_folder(processor.cpu_name())
         if not os.access(place.path, os.W_OK | os.X_OK):
             return f"{place.path} cannot be written", place, 0.0
         x = np.arange(5, dtype=np.float32)

@@ -1,0 +1,134 @@
+"""Object files are loaded without LLVM, as LLVM would load them."""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import platform
+import subprocess
+import sys
+
+import llvmlite.binding as llvm
+import numpy as np
+import pytest
+
+from mpizero.kernels import cache, objects, processor
+from mpizero.kernels.cpu import loss, optimizer
+
+on_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="LLVM loads the code of other processors")
+
+
+def code_of(kernel):
+    kernel.load("f")
+    entry = kernel._entry("f4")
+    return cache._read(cache.folder(processor.cpu_name()) / f"{entry}.o"), entry
+
+
+def called(address, *args):
+    method = objects._MethodDef(b"kernel", address, objects._METH_FASTCALL, None)
+    new = ctypes.pythonapi.PyCFunction_NewEx
+    new.restype, new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)
+    assert new(ctypes.addressof(method), np.ndarray, None)(*args) is None
+
+
+def compiled(text, **how):
+    """Return the object file that LLVM makes of a function in its assembly."""
+    processor.initialized_llvm()
+    machine = llvm.Target.from_default_triple().create_target_machine(**how)
+    return machine.emit_object(llvm.parse_assembly(f'target triple = "{machine.triple}"\n{text}'))
+
+
+def problem(kernel):
+    rng = np.random.default_rng(0)
+    if kernel is loss.softmax_cross_entropy:
+        return [rng.normal(size=(4, 9)).astype(np.float32), np.array([1, -1, 12, 8]), np.zeros(4)]
+    w, g, m, v = (rng.random(1000).astype(np.float32) for _ in range(4))
+    return [w, g, m, v, rng.random(8).astype(np.float32), 3, 990]
+
+
+@on_x86
+@pytest.mark.parametrize("kernel", [loss.softmax_cross_entropy, optimizer.adamw], ids=lambda kernel: kernel.name)
+def test_a_placed_kernel_computes_the_bits_of_one_that_llvm_has_loaded(kernel):
+    code, entry = code_of(kernel)
+    ours, theirs = problem(kernel), problem(kernel)
+    called(objects._place(code, entry), *ours)
+    called(objects._place_by_llvm(code, entry), *theirs)
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(ours, theirs, strict=True) if isinstance(a, np.ndarray))
+    assert any(a.tobytes() != np.asarray(b).tobytes() for a, b in zip(ours, problem(kernel), strict=True))
+
+
+@on_x86
+def test_no_kernel_that_was_ever_compiled_here_needs_llvm():
+    code_of(optimizer.sgd)
+    files = list(cache.folder(processor.cpu_name()).glob("*.o"))
+    assert all(objects._place(cache._read(file), file.stem) for file in files)
+
+
+@on_x86
+def test_a_process_that_loads_kernels_does_not_load_llvm():
+    code_of(optimizer.sgd)
+    program = (
+        "import sys; import numpy as np; from mpizero.kernels.cpu import optimizer\n"
+        "optimizer.sgd(np.ones(5, 'f'), np.ones(5, 'f'), np.zeros(2, 'f'), 0, 5)\n"
+        "print({'llvmlite', 'numba'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+RELATIVE = """
+@number = internal global i64 42
+define ptr @answer() {
+  %value = load i64, ptr @number
+  %boxed = call ptr @PyLong_FromLongLong(i64 %value)
+  ret ptr %boxed
+}
+declare ptr @PyLong_FromLongLong(i64)
+"""
+
+
+def test_code_whose_addresses_are_not_absolute_is_left_to_llvm():
+    code = compiled(RELATIVE, reloc="pic", codemodel="small", jit=True)
+    assert objects._place(code, "answer") is None
+    function = ctypes.PYFUNCTYPE(ctypes.py_object)(objects._place_by_llvm(code, "answer"))
+    assert function() == 42
+
+
+@on_x86
+def test_data_and_functions_are_found_wherever_the_image_lies():
+    code = compiled(RELATIVE, reloc="static", codemodel="large")
+    places = {objects._place(code, "answer") for _ in range(3)}
+    assert len(places) == 3
+    assert [ctypes.PYFUNCTYPE(ctypes.py_object)(place)() for place in places] == [42] * 3
+
+
+@on_x86
+def test_a_function_that_no_library_has_is_named():
+    text = "declare void @no_such_function()\ndefine void @go() {\n call void @no_such_function()\n ret void\n}"
+    with pytest.raises(RuntimeError, match="no_such_function"):
+        objects._place(compiled(text, reloc="static", codemodel="large"), "go")
+
+
+def test_a_file_of_another_processor_is_left_to_llvm():
+    assert objects._place(b"\x7fELF\x02\x01" + bytes(12) + b"\xb7\x00" + bytes(44), "go") is None
+
+
+def test_features_are_those_that_llvm_finds():
+    known = {"fma", "avx2", "avx512f", "neon", "f16c", "bmi2"}
+    found = {name for name, present in llvm.get_host_cpu_features().items() if present} & known
+    assert processor.cpu_features() & (known - {"neon"}) == found - {"neon"}
+
+
+def test_where_the_system_tells_nothing_llvm_is_asked(monkeypatch):
+    def refused(*args, **kwargs):
+        raise FileNotFoundError(2, "no such file")
+
+    expected = processor.cpu_features()
+    processor._described.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(builtins, "open", refused)
+        asked, name = processor.cpu_features(), processor.cpu_name()
+    processor._described.cache_clear()
+    assert {"fma", "avx512f", "neon"} & asked == {"fma", "avx512f", "neon"} & expected
+    assert llvm.get_host_cpu_name() in name
+    assert name != processor.cpu_name() or platform.machine() != "x86_64"
