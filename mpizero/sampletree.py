@@ -14,7 +14,7 @@ import sys
 from collections import UserDict, namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpizero.errors import DataError
+from mpizero.records import dataclass
 from mpizero.types import Array
 
 #: Function that builds a tree again, given an iterator over the values that take the places of its leaves.

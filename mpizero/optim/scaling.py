@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from mpizero.errors import ConfigError, NonFiniteError
 from mpizero.names import explains
+from mpizero.records import dataclass
 from mpizero.validation import number, positive, require, whole
 
 

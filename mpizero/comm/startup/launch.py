@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 from mpizero.comm.communicator import Communicator
@@ -12,6 +11,7 @@ from mpizero.comm.inmemory import InMemoryCommunicator
 from mpizero.comm.supervision import guard
 from mpizero.errors import ConfigError
 from mpizero.launched import Launch, is_rank, is_several
+from mpizero.records import dataclass
 
 _LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +20,7 @@ from mpizero.nn.layers.norm import LayerNorm
 from mpizero.nn.layers.sequence_layer import SequenceLayer
 from mpizero.nn.operations import Operations
 from mpizero.nn.settings import require_positive
+from mpizero.records import dataclass
 from mpizero.types import EVALUATE, Array, Init, Params, Run
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, NamedTuple, NoReturn
@@ -21,6 +21,7 @@ from mpizero.layout import Grains
 from mpizero.layout.nodes import GROUPS
 from mpizero.parallel.batch.grain_owners import grain_part_number
 from mpizero.parallel.batch.node_claims import NodeClaims
+from mpizero.records import dataclass
 from mpizero.sampletree import SampleTree
 from mpizero.types import Array
 from mpizero.validation import require, whole

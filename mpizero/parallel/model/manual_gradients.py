@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from mpizero.parallel.model.inspection import Inspection
 from mpizero.parallel.model.local_training import LocalTraining
 from mpizero.parallel.model.saving import Saving
 from mpizero.parallel.parameters.shards import Share
+from mpizero.records import dataclass
 from mpizero.types import Array
 from mpizero.validation import number, require
 
