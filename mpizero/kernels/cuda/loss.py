@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numba import cuda
@@ -15,27 +16,32 @@ from mpizero.kernels.formulas.loss import cross_entropy, cross_entropy_gradient
 from mpizero.types import Array
 
 
+def _largest_and_total(logits: Array, row: int, shared: Array) -> tuple[Any, Any]:
+    """Return the largest logit of a row, and the sum over its classes of exp(logit - largest), in all threads."""
+    T = logits.dtype.type  # noqa: N806
+    first, classes, step = cuda.threadIdx.x, logits.shape[1], cuda.blockDim.x
+    largest = T(-math.inf)
+    for j in range(first, classes, step):
+        largest = larger(logits[row, j], largest)
+    largest = block_max(largest, shared)
+    total = T(0)
+    for j in range(first, classes, step):
+        total += exponential(logits[row, j] - largest, T)
+    return largest, block_sum(total, shared)
+
+
 @kernel("void(const T[:,::1], const i8[::1], f8[::1])")
 def softmax_cross_entropy(logits: Array, targets: Array, losses: Array) -> None:
     """Write the loss of each row, -log softmax(logits)[target], to ``losses``.
 
     The loss is 0 for a negative target (the row is ignored), and NaN for a target that is not a class.
     """
-    T = logits.dtype.type  # noqa: N806
     shared = cuda.shared.array(MOST_THREADS, logits.dtype)
     rows, classes = logits.shape
-    first, step = cuda.threadIdx.x, cuda.blockDim.x
     for row in range(cuda.blockIdx.x, rows, cuda.gridDim.x):
         target = targets[row]
-        largest = T(-math.inf)
-        for j in range(first, classes, step):
-            largest = larger(logits[row, j], largest)
-        largest = block_max(largest, shared)
-        total = T(0)
-        for j in range(first, classes, step):
-            total += exponential(logits[row, j] - largest, T)
-        total = block_sum(total, shared)
-        if first == 0:
+        largest, total = _largest_and_total(logits, row, shared)
+        if cuda.threadIdx.x == 0:
             if target < 0:
                 losses[row] = 0.0
             elif not inside(target, classes):
@@ -53,18 +59,11 @@ def softmax_cross_entropy_backward(logits: Array, targets: Array, scale1: Array,
     T = logits.dtype.type  # noqa: N806
     shared = cuda.shared.array(MOST_THREADS, logits.dtype)
     rows, classes = logits.shape
-    first, step = cuda.threadIdx.x, cuda.blockDim.x
     for row in range(cuda.blockIdx.x, rows, cuda.gridDim.x):
         target = targets[row]
-        largest = T(-math.inf)
-        for j in range(first, classes, step):
-            largest = larger(logits[row, j], largest)
-        largest = block_max(largest, shared)
-        total = T(0)
-        for j in range(first, classes, step):
-            total += exponential(logits[row, j] - largest, T)
-        share = T(1) / block_sum(total, shared)
-        for j in range(first, classes, step):
+        largest, total = _largest_and_total(logits, row, shared)
+        share = T(1) / total
+        for j in range(cuda.threadIdx.x, classes, cuda.blockDim.x):
             if target < 0:
                 dlogits[row, j] = T(0)
             elif not inside(target, classes):
@@ -83,18 +82,10 @@ def partial_cross_entropy(logits: Array, targets: Array, first: int, terms: Arra
     T = logits.dtype.type  # noqa: N806
     shared = cuda.shared.array(MOST_THREADS, logits.dtype)
     rows, classes = logits.shape
-    thread, step = cuda.threadIdx.x, cuda.blockDim.x
     for row in range(cuda.blockIdx.x, rows, cuda.gridDim.x):
         target = targets[row]
-        largest = T(-math.inf)
-        for j in range(thread, classes, step):
-            largest = larger(logits[row, j], largest)
-        largest = block_max(largest, shared)
-        total = T(0)
-        for j in range(thread, classes, step):
-            total += exponential(logits[row, j] - largest, T)
-        total = block_sum(total, shared)
-        if thread == 0:
+        largest, total = _largest_and_total(logits, row, shared)
+        if cuda.threadIdx.x == 0:
             terms[0, row] = T(0) if target < 0 else largest
             terms[1, row] = T(0) if target < 0 else total
             terms[2, row] = logits[row, target - first] if target >= 0 and inside(target - first, classes) else T(0)
