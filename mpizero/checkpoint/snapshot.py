@@ -44,7 +44,8 @@ class SnapshotBuffer:
     def __init__(
         self, allocate: Callable[[int], Array] | None = None, release: Callable[[Array], object] | None = None
     ) -> None:
-        self._allocate, self._release = allocate or _untouched, release or _forget
+        self._allocate = allocate or (lambda nbytes: np.empty(nbytes, np.uint8))
+        self._release = release or (lambda memory: None)  # Python frees an array that is no longer used
         self._memory: Array = np.empty(0, np.uint8)
         self._until_read: Callable[[], object] | None = None
         #: Layout of the last save through this buffer.
@@ -101,11 +102,3 @@ class SnapshotBuffer:
 
 def _padded(nbytes: int) -> int:
     return -(-nbytes // LINE) * LINE
-
-
-def _forget(memory: Array) -> None:
-    """Do nothing: Python frees an array that is no longer used."""
-
-
-def _untouched(nbytes: int) -> Array:
-    return np.empty(nbytes, np.uint8)

@@ -80,13 +80,9 @@ def _unit(simulation: Simulation) -> float:
     shortest = min(durations, default=1.0)
     for parts in (1, 2, 3, 4):
         unit = shortest / parts
-        if all(_is_multiple(duration, unit) for duration in durations):
+        if all(abs(duration / unit - round(duration / unit)) < 1e-6 for duration in durations):
             return unit
     return shortest
-
-
-def _is_multiple(duration: float, unit: float) -> bool:
-    return abs(duration / unit - round(duration / unit)) < 1e-6
 
 
 def _head(simulation: Simulation, step: float) -> list[str]:

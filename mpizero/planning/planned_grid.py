@@ -104,16 +104,12 @@ class PlannedRanks:
         small = min(simulated or real, real)
         hosts = tuple(rank - rank % real % small for rank in range(axes.size))
         ranks = cls(axes, hosts, share)
-        return ranks if share and axes.context == 1 else ranks._in_waves()
-
-    def _in_waves(self) -> PlannedRanks:
-        """Return these ranks, without shared memory if waves with context groups rule it out, as in a run.
-
-        The context ranks that share a grain must follow one another in the order in which a wave assigns grains. With
-        shared memory that order goes node by node, and may separate them.
-        """
-        grid = self.grid(0)
-        return self.private() if self.share and grid.order != tuple(range(grid.data.size)) else self
+        if not share or axes.context == 1:
+            return ranks
+        # The context ranks that share a grain must follow one another in the order in which a wave assigns grains. With
+        # shared memory that order goes node by node, and may separate them: such a run has no shared memory.
+        grid = ranks.grid(0)
+        return ranks if grid.order == tuple(range(grid.data.size)) else ranks.private()
 
     def private(self) -> PlannedRanks:
         """Return the ranks of the same job without shared memory. Not collective."""

@@ -21,10 +21,6 @@ _OUTCOMES = ("passed", "failed", "skipped")
 _CONTROL: pytest.StashKey[Communicator] = pytest.StashKey()
 
 
-def _uses_mpi(config: pytest.Config) -> bool:
-    return bool(config.getoption("--with-mpi", default=False) or config.getoption("--only-mpi", default=False))
-
-
 def _new_world(name: str) -> Communicator:
     from mpi4py import MPI
 
@@ -56,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Make the communicator over which ranks compare test outcomes. Collective over all ranks with ``--with-mpi``."""
-    if _uses_mpi(config):
+    if config.getoption("--with-mpi", default=False) or config.getoption("--only-mpi", default=False):
         config.stash[_CONTROL] = _new_world("test outcomes")
 
 

@@ -174,12 +174,12 @@ class _BlockCheck:
             if difference := first_difference(again, before, f"the {place} of a second pass on the same input"):
                 self.fail("forward", f"{difference}: a layer must keep no state from call to call")
         if self.tiled.exit is None:
-            self._equal(recorders, "forward", _is_output)
+            self._equal(recorders, "forward", lambda place: place.startswith("output"))
         self._close("forward", _leaves("output", y), _leaves("output", known.y), known)
         grads = _new_gradients(tiled, self.dtype)
         dx = tiled.backward(params, cache, known.dy, grads)
         if self.tiled.entry is None:
-            self._equal(recorders, "backward_input", _is_input)
+            self._equal(recorders, "backward_input", lambda place: place.startswith("gradient of the input"))
         held = {f"gradient of {spec.name!r}" for spec in self.tiled.specs() if spec.part is None}
         self._equal(recorders, "backward_weights", held.__contains__)
         self._close(
@@ -234,14 +234,6 @@ class _BlockCheck:
         line = f", {Path(code.co_filename).name}:{code.co_firstlineno}" if code and is_users(code.co_filename) else ""
         tiles = f"{len(self.tiled.forms)} tiles" + ("" if tile is None else f", tile {tile}")
         raise AssertionError(f"block {self.name!r} in {tiles} ({type(form).__name__}.{method}{line}): {text}")
-
-
-def _is_output(place: str) -> bool:
-    return place.startswith("output")
-
-
-def _is_input(place: str) -> bool:
-    return place.startswith("gradient of the input")
 
 
 def _leaves(name: str, value: Any) -> list[tuple[str, Any]]:

@@ -90,7 +90,9 @@ def input_half(graph: Pass, gradients: Sequence[torch.Tensor]) -> tuple[Gradient
         if node in to_input
     }
     edges = {node: found for node, found in edges.items() if found}
-    if not graph.weights or _is_shared(edges, order):
+    parents = Counter(edge for node in order for edge in _children(node))
+    shared = any(parents[edge] > 1 for found in edges.values() for edge in found)  # reached from another place, too
+    if not graph.weights or shared:
         found, weights = whole_backward(graph, gradients, keep=True)
         return found, PendingWeights((), {}, (), weights)
     roots = [
@@ -160,12 +162,6 @@ def half_times(graph: Pass, gradients: Sequence[torch.Tensor], repeats: int = 3)
         equal = all(a is b or torch.equal(a, b) for a, b in zip([*inputs, *weights], halves, strict=True))
         found.append(HalfTimes(divided - begun, halfway - divided, ended - halfway, equal))
     return min(found, key=lambda times: (times.equal, times.ratio))
-
-
-def _is_shared(edges: dict[Node, tuple[GradientEdge, ...]], order: Sequence[Node]) -> bool:
-    """Tell whether one of the edges can also be reached from another place of the graph."""
-    parents = Counter(edge for node in order for edge in _children(node))
-    return any(parents[edge] > 1 for found in edges.values() for edge in found)
 
 
 def _children(node: Node) -> list[GradientEdge]:

@@ -175,7 +175,7 @@ def chosen_blocks(module: torch.nn.Module, blocks: Any) -> dict[str, torch.nn.Mo
     found: dict[str, torch.nn.Module] = {}
     for one in listed:
         if isinstance(one, str):
-            names = [name for name in known if name and _matches(name, one)]
+            names = [name for name in known if name and name.count(".") == one.count(".") and fnmatchcase(name, one)]
             if not names:
                 raise ConfigError(
                     f"TorchModel: blocks: no submodule is called {one!r}{nearest(one, known)}; there are "
@@ -192,10 +192,6 @@ def chosen_blocks(module: torch.nn.Module, blocks: Any) -> dict[str, torch.nn.Mo
     if not found:
         raise ConfigError("TorchModel: blocks is empty: name at least one submodule, or leave it out")
     return found
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return name.count(".") == pattern.count(".") and fnmatchcase(name, pattern)
 
 
 def check_all_held(module: torch.nn.Module, blocks: dict[str, torch.nn.Module]) -> None:

@@ -69,7 +69,7 @@ class CachedSource(Source):
             blocks = -(-len(source) // self._block)
             sizes = [leaf.nbytes * len(source) for leaf in self._tree.leaves]
             needed = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes) + blocks
-            room = _room(self._node, limit)
+            room = min(n for n in (room_in_memory(), self._node.shared_space(), limit) if n is not None)
             votes = np.array([needed <= room, source.in_page_cache], np.int8)
         comm.allreduce(votes, "min", tag="cache")
         fits, kept = votes.tolist()
@@ -225,8 +225,3 @@ def cached(source: Source, config: BatchConfig | BatchModel, limit: int | None =
             raise DataError("cached: the source has no samples")
     agree_equal(comm, lambda: {"the arguments of cached": {**source.describe(), "limit": limit}}, "agree cache")
     return CachedSource(source, comm, limit)
-
-
-def _room(node: Communicator, limit: int | None) -> int:
-    """Return how many bytes a copy may have on this node. Not collective."""
-    return min(room for room in (room_in_memory(), node.shared_space(), limit) if room is not None)

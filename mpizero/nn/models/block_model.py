@@ -348,13 +348,10 @@ def _backward(
     """Run a block's backward pass into its arrays of ``uses``; ``kept`` are its parameters and its cache."""
     if dy is None:
         raise LayoutError(f"no gradient reaches block {block!r}: the block after it returns none for its input")
-    grads = nest([*_block_items(block, layer, uses), *fresh_integers(layer).items()])
+    own = ((spec.name, uses[joined(block, spec.name)]) for spec in layer.specs() if spec.trainable)
+    grads = nest([*own, *fresh_integers(layer).items()])
     dx: Array | None = call_located("block", block, layer.backward, *kept, dy, grads)
     return dx
-
-
-def _block_items(block: str, layer: Any, uses: Mapping[str, Array]) -> Iterable[tuple[str, Array]]:
-    return ((spec.name, uses[joined(block, spec.name)]) for spec in layer.specs() if spec.trainable)
 
 
 def run_on(model: BlockModel, x: Array, run: Run) -> Run:

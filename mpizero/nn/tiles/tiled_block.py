@@ -155,7 +155,9 @@ class TiledBlock(Layer):
         inputs: Any = x if self.takes_parts else self.grid.cut(x, run.length, self.entry)
         tiles = zip(self.forms, self._views(params), inputs, self.grid.runs(run), strict=True)
         found = run_in_turns([bound(form.forward, p, part, r) for form, p, part, r in tiles])
-        return self._output([y for y, _ in found]), _Cache(run.length, [cache for _, cache in found])
+        parts = [y for y, _ in found]
+        output: Any = tuple(parts) if self.gives_parts else self.grid.join(parts, self.exit)
+        return output, _Cache(run.length, [cache for _, cache in found])
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Compute the gradient of the input for all tiles. Collective over the groups."""
@@ -212,9 +214,6 @@ class TiledBlock(Layer):
 
     def _views(self, params: Params) -> list[Params]:
         return self._parameters.parameters(params) * self.grid.along
-
-    def _output(self, parts: list[Any]) -> Any:
-        return tuple(parts) if self.gives_parts else self.grid.join(parts, self.exit)
 
     def _above(self, dy: Any, cache: _Cache) -> Any:
         return dy if self.gives_parts else self.grid.cut(dy, cache.length, self.exit)

@@ -155,7 +155,8 @@ class TiledModel:
         A block that no axis splits is the unsplit block, which runs once.
         """
         names = list(self.whole.blocks)
-        leaves = [self._cut_axis(name) for name in names]
+        cuts = [getattr(self.forms[0], "cuts", {}).get(name) for name in names]
+        leaves = [cut if cut is None or cut < 0 else cut + 1 for cut in cuts]  # axes of whole outputs, with samples
         found: dict[str, Any] = {}
         for name, entry, leave in zip(names, [None, *leaves], leaves, strict=False):
             block, forms = self.whole.blocks[name], tuple(form.blocks[name] for form in self.forms)
@@ -166,11 +167,6 @@ class TiledModel:
                 found[name] = replace(found[name], gives_parts=True)
                 found[after] = replace(following, takes_parts=True)
         return found
-
-    def _cut_axis(self, block: str) -> int | None:
-        """Return the axis of a block's output that is cut over the tensor tiles, or None."""
-        cut = getattr(self.forms[0], "cuts", {}).get(block)
-        return cut if cut is None or cut < 0 else cut + 1
 
     @property
     def _prediction_axis(self) -> int | None:

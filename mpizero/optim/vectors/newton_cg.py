@@ -106,7 +106,7 @@ class NewtonCG(VectorMethod):
         numbers = progress.numbers
         if not math.isfinite(loss):
             if not numbers.get("inside"):
-                self._to_edge(space, progress)
+                space.add(self._edge(space, progress), CONJUGATE, DIRECTION)
             self._want(space, progress, "search", 1.0, DIRECTION)
             return
         if not self.exact:
@@ -133,9 +133,6 @@ class NewtonCG(VectorMethod):
         c = space.dot(DIRECTION, DIRECTION) - progress.numbers["radius"][0] ** 2
         root = math.sqrt(max(0.0, b * b - a * c))
         return (root - b) / a if b <= 0.0 else -c / (b + root)
-
-    def _to_edge(self, space: VectorSpace, progress: MethodProgress) -> None:
-        space.add(self._edge(space, progress), CONJUGATE, DIRECTION)
 
     # ------------------------------------------------------------------ a trial of the step
 

@@ -38,7 +38,10 @@ class BlackBoxEvaluator:
         self._takes_run = takes_run(model.loss_and_grad, "loss_and_grad", *given)
         self._unread: dict[str, Array] = {}
         self._direction: Mapping[str, Array] | None = None
-        self._own_loss = _loss_function(model)
+        # Only if the attribute is True: a user's class may have a method loss that returns a mean, for example.
+        users: Any = model
+        loss = users.loss if getattr(model, "has_loss", False) is True else None
+        self._own_loss = None if loss is None else (loss, takes_run(loss, "loss", "parameters", "batch"))
 
     def gradients(
         self, x: Any, y: Any, run: Run, target: GradientTarget, done: UnitDone, ended: BlockEnded | None = None
@@ -205,16 +208,6 @@ class BlackBoxEvaluator:
             raise LayoutError(f"product must return (products by name, weight), it returned {_kinds(result)}")
         loss, weight = loss_and_weight(self._function, 0.0, result[1], None, "product")
         return loss, result[0], weight
-
-
-def _loss_function(model: Any) -> tuple[Callable[..., Any], bool] | None:
-    """Return the model's function that computes the loss without gradients, and whether it takes an argument ``run``.
-
-    Return None if the model's attribute ``has_loss`` is not True: a user's class may have a method ``loss`` that
-    returns something else, a mean for example.
-    """
-    function = model.loss if getattr(model, "has_loss", False) is True else None
-    return None if function is None else (function, takes_run(function, "loss", "parameters", "batch"))
 
 
 def _kinds(result: Any) -> Any:

@@ -9,7 +9,6 @@ from mpizero.optim.state_arrays import state_size, tensor_state_size
 from mpizero.parallel.partition.tiles import exactness
 
 if TYPE_CHECKING:
-    from mpizero.layout.flat import FlatLayout
     from mpizero.parallel.config import ShardingConfig
     from mpizero.parallel.engine import Engine
 
@@ -148,7 +147,7 @@ def describe(
         replicated=tuple(kind for kind, sharded in flags.items() if not sharded),
         sharded=tuple(kind for kind, sharded in flags.items() if sharded),
         parameter_count=engine.whole.parameter_count,
-        trainable_count=_optimized(engine.whole.layout),
+        trainable_count=sum(entry.spec.size for entry in engine.whole.layout.parameters if entry.spec.optimized),
         held_count=engine.layout.size,
         bytes_on_rank=memory.kinds(),
         bytes_on_device=engine.compute_device.held(),
@@ -157,10 +156,6 @@ def describe(
         peak_bytes=memory.peak_bytes,
         bytes_sent_last_step=bytes_sent,
     )
-
-
-def _optimized(layout: FlatLayout) -> int:
-    return sum(entry.spec.size for entry in layout.parameters if entry.spec.optimized)
 
 
 def _formula(engine: Engine) -> dict[str, float]:

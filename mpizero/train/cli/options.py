@@ -116,8 +116,5 @@ def named_as_options() -> Iterator[None]:
     try:
         yield
     except SettingError as error:
-        raise ConfigError(re.sub(r"\bparallel\.(\w+)( =)?", _option, error.message)) from None
-
-
-def _option(found: re.Match[str]) -> str:
-    return f"--{found[1].replace('_', '-')}"
+        text = re.sub(r"\bparallel\.(\w+)( =)?", lambda found: f"--{found[1].replace('_', '-')}", error.message)
+        raise ConfigError(text) from None

@@ -23,10 +23,6 @@ def reference(value: Any) -> str:
     return str(value)
 
 
-def _any(value: Any) -> dict[str, Any]:
-    return dict(value)
-
-
 @dataclass(frozen=True, kw_only=True)
 class MakeSettings(ConfigSection):
     """Serve as base class of the sections whose object a function of the user's makes.
@@ -40,7 +36,7 @@ class MakeSettings(ConfigSection):
     """
 
     make: str = required(reference)
-    arguments: Mapping[str, Any] = field(default_factory=dict, metadata={"check": _any})
+    arguments: Mapping[str, Any] = field(default_factory=dict, metadata={"check": dict})
 
     @classmethod
     def of(cls, table: Mapping[str, Any]) -> Self:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -172,8 +172,10 @@ def default_layouts(ranks: int, *, blocks: int, heads: int = 1, sequence: int = 
 def _pipelines(ranks: int, blocks: int) -> Iterator[ParallelSection]:
     """Yield a layout with a pipeline for every possible number of stages; schedules and strategies alternate."""
     place = 0
+    schedules = ("1f1b", *(name for name in SCHEDULES if name != "1f1b"))
     for stages in (n for n in range(2, ranks + 1) if ranks % n == 0):
-        for schedule in _turned(("1f1b", *(name for name in SCHEDULES if name != "1f1b")), place):
+        first = place % len(schedules)
+        for schedule in (*schedules[first:], *schedules[:first]):
             virtual = 2 if schedule == "interleaved" else 1
             if len(chunk_stages(schedule, stages, virtual)) <= blocks:
                 yield ParallelSection(
@@ -185,11 +187,6 @@ def _pipelines(ranks: int, blocks: int) -> Iterator[ParallelSection]:
                 )
                 place += 1
                 break
-
-
-def _turned(names: Sequence[str], by: int) -> Sequence[str]:
-    by %= len(names)
-    return (*names[by:], *names[:by])
 
 
 def _largest(ranks: int, fits: Any) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
-from mpizero.data import Source, batches
+from mpizero.data import batches
 from mpizero.data.batches import whole_batch
 from mpizero.errors import ConfigError, ExitStatus
 from mpizero.parallel import ShardingConfig
@@ -63,9 +63,8 @@ def _verify(config: Config, comm: Communicator, options: argparse.Namespace) -> 
         return batches(source, sharding, config.train.global_batch, seed=config.train.seed, group=group)
 
     # The comparison of layouts would not find a model that is wrong in one process, too: check the model first.
-    model = examine(
-        build_model(config, source, validation), *source.samples(np.arange(_few(config, source))), comm=comm
-    )
+    few = min(SAMPLES, config.train.global_batch, len(source))
+    model = examine(build_model(config, source, validation), *source.samples(np.arange(few)), comm=comm)
     if any(finding.check != "ranks" for finding in model.findings):  # ranks that differ show in layouts too, by step
         if comm.rank == 0:
             print(json.dumps({"model": model.to_dict()}) if options.json else model, flush=True)
@@ -154,11 +153,6 @@ def _shown(progress: Progress) -> Callable[[str, int], None]:
             progress.step(done, {"layout": layout, "at": str(step)})
 
     return show
-
-
-def _few(config: Config, source: Source) -> int:
-    """Return the number of samples on which the model itself is checked."""
-    return min(SAMPLES, config.train.global_batch, len(source))
 
 
 def _print(report: Report, model: ModelReport, *, as_json: bool) -> None:

@@ -109,7 +109,8 @@ def _single(histories: Sequence[RunHistory]) -> Iterator[Markup]:
     for place, name in enumerate([*known, *rates, *others[:_MOST_OTHERS]]):
         title = known.get(name, name.replace("_per_second", " a second").replace("_", " "))
         title = title[:1].upper() + title[1:]
-        checked = all(_is_of_validation(history, name) for history in histories)
+        # whether all runs have the figure in no steps but those that were followed by a validation
+        checked = all(set(h.series(name)[0]) <= set(h.series("validation_loss")[0]) for h in histories)
         curves = []
         for number, history in enumerate(histories):
             curve = _curve(histories, number, name, dots=2 * len(history.series(name)[0]) < len(history.records.steps))
@@ -121,11 +122,6 @@ def _single(histories: Sequence[RunHistory]) -> Iterator[Markup]:
             yield _drawn(f"curve-{place}", title, curves, histories, caption, wide=name == "gradient_norm")
     if others[_MOST_OTHERS:]:
         yield element("p", f"Not drawn: {', '.join(others[_MOST_OTHERS:])}. They are in the metrics of the run.")
-
-
-def _is_of_validation(history: RunHistory, name: str) -> bool:
-    """Return whether a run has a figure in no steps but those that were followed by a validation."""
-    return set(history.series(name)[0]) <= set(history.series("validation_loss")[0])
 
 
 def _range(curves: Sequence[Curve]) -> str:
