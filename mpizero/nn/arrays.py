@@ -74,8 +74,7 @@ def vector(like: Array, value: float) -> Array:
     """
     if isinstance(like, np.ndarray):
         return _host_vector(value, like.dtype)
-    result: Array = namespace(like).full(1, value, like.dtype)
-    return result
+    return namespace(like).full(1, value, like.dtype)
 
 
 @lru_cache(maxsize=256)

@@ -165,5 +165,4 @@ def real_type(dtype: Any) -> np.dtype[Any]:
 
 def host_view(array: Any) -> Array:
     """Return the values of an array of JAX on the CPU as a read-only NumPy array, without a copy."""
-    view: Array = np.asarray(array)
-    return view
+    return np.asarray(array)

@@ -47,8 +47,7 @@ class Held:
     def now(self) -> torch.Tensor:
         """The tensor that is in the first of the places."""
         place, key = self.places[0]
-        tensor: torch.Tensor = place[key]
-        return tensor
+        return place[key]
 
 
 def without_values(module: torch.nn.Module) -> torch.nn.Module:

@@ -140,8 +140,7 @@ def overflows(values: Array, source: str, converted: Array, target: str) -> int:
 
 
 def _infinite(values: Array, element: str) -> Array:
-    found: Array = (values & 0x7FFF) == _EXPONENT_OF_BFLOAT16 if element == BFLOAT16 else np.isinf(values)
-    return found
+    return (values & 0x7FFF) == _EXPONENT_OF_BFLOAT16 if element == BFLOAT16 else np.isinf(values)
 
 
 def widened(values: Array, element: str) -> Array:

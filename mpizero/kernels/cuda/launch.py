@@ -195,13 +195,9 @@ def empty(like: Array, shape: int, dtype: str) -> Array:
     """Allocate a 1-D array of ``shape`` elements: a NumPy array if ``like`` is one, otherwise a device array."""
     if isinstance(like, np.ndarray):
         return np.empty(shape, dtype)
-    made: Array = cuda.device_array(shape, np.dtype(dtype))
-    return made
+    return cuda.device_array(shape, np.dtype(dtype))
 
 
 def to_host(array: Array) -> Array:
     """Return a NumPy copy of a device array made by :func:`empty`; return a NumPy array itself."""
-    if isinstance(array, np.ndarray):
-        return array
-    copied: Array = array.copy_to_host()
-    return copied
+    return array if isinstance(array, np.ndarray) else array.copy_to_host()

@@ -343,5 +343,4 @@ class GaussianNLLLoss(ElementLoss):
 
     @staticmethod
     def _rows(array: Array) -> Array:
-        rows: Array = array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
-        return rows
+        return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])

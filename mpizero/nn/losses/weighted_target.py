@@ -115,8 +115,7 @@ class WeightedTarget:
                 f"{self.where}: takes a {what} of the target's shape {shape} or of its leading axes, such as "
                 f"{shape[:1]}; the {what} has shape {tuple(array.shape)}"
             )
-        aligned: Array = array.reshape(*array.shape, *[1] * (len(shape) - array.ndim))
-        return aligned
+        return array.reshape(*array.shape, *[1] * (len(shape) - array.ndim))
 
 
 def times(values: Array, weights: Array | None) -> Array:

@@ -186,8 +186,7 @@ def _gradients(cuts: Mapping[str, Any], grads: Any, tiles: int, copies: list[_Co
 
 def _own(array: Array) -> Array:
     """Return a new array for a tile's gradient, or for the new value of an integer array, which starts as the old."""
-    found: Array = array.copy() if array.dtype.kind in "iub" else namespace(array).empty_like(array)
-    return found
+    return array.copy() if array.dtype.kind in "iub" else namespace(array).empty_like(array)
 
 
 def copied(grads: Any) -> Any:

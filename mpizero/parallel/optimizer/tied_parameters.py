@@ -162,8 +162,7 @@ class TieExchange:
         """Return a view, in ``reduced``, of the gradient of one use on this stage, for the elements ``span``."""
         piece = self.pieces[tie.name]
         start = (piece.gradient, *piece.uses)[use.number] + span.start - tie.mine.start
-        part: Array = reduced[start : start + span.size]
-        return part
+        return reduced[start : start + span.size]
 
     def _world_rank(self, holder: _Holder) -> int:
         axes, here = self.grid.axes, self.grid.here
@@ -173,8 +172,7 @@ class TieExchange:
 
 def _copied(values: Array) -> Array:
     """Return a copy, on the host, of an array on the host or on a GPU."""
-    copy: Array = values.copy() if isinstance(values, np.ndarray) else kernels.to_host(values)
-    return copy
+    return values.copy() if isinstance(values, np.ndarray) else kernels.to_host(values)
 
 
 def home_of(spec: Any) -> str:

@@ -79,8 +79,7 @@ def _made_source(section: MadeDataSection, config: Config) -> tuple[Source, Sour
     made = function.call(section.arguments, {"seed": lambda: config.train.seed})
     training, validation = _parts_of(made, function)
     if validation is None:
-        found: tuple[Source, Source] = training.split(section.validation)
-        return found
+        return training.split(section.validation)
     if section.validation is not None:
         raise rejected("data.validation", section.validation, f"must be left out: {section.make} makes these samples")
     return training, validation
