@@ -259,10 +259,8 @@ class RankMemory:
         """Return the bytes of the largest buffers that the messages of gradients need."""
         traffic = self.traffic
         every = [*traffic.reductions(), *traffic.replications()]  # parameters go straight to their places
-        found = max((e.send_buffer for e in every), default=0) + max((e.receive_buffer for e in every), default=0)
-        return (
-            found + max((e.packed_send for e in every), default=0) + max((e.packed_receive for e in every), default=0)
-        )
+        buffers = [(e.send_buffer, e.receive_buffer, e.packed_send, e.packed_receive) for e in every]
+        return sum(max(sizes) for sizes in zip(*buffers, strict=True))
 
     def _group_buffers(self) -> MemoryBytes:
         """Return the memory that tensor and context group keep for their calls: windows, or message buffers."""

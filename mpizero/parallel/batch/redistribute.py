@@ -305,11 +305,6 @@ def in_contexts(batch: GlobalBatch, grid: ProcessGrid, cut: Callable[[Any, Any],
     return GlobalBatch(grains, batch.count * size, batch.samples)
 
 
-@lru_cache(maxsize=64)  # batches of the same sizes come again and again
-def _transfer(grains: Grains, counts: tuple[int, ...], owners: tuple[int, ...], rank: int) -> _Transfer:
-    return _Transfer(grains, counts, owners, rank)
-
-
 class _Transfer:
     """Plan which samples this rank sends to each rank and receives from each, from integers that all ranks know."""
 
@@ -364,3 +359,6 @@ class _Transfer:
                 position += size
             found[g] = Grain(g, tuple(parts), self.grains.span(g).stop)
         return found
+
+
+_transfer = lru_cache(maxsize=64)(_Transfer)  # batches of the same sizes come again and again

@@ -340,22 +340,16 @@ class RowBuffer:
         most = rows if self.claims is None else max(rows, claimed_rows(self.grid, count))
         needed = (most if self._claimed else rows) * self.grid.node.size
         if count not in self._reserved:  # some data groups may have room for it that others have to make
+            own, several = plan.folds[self.grid.place], self._scratch_use == "micro-batches"
+            # A grain of several micro-batches, perhaps one that this rank only claims, is added in scratch memory.
+            scratch = own.uses_scratch or (several and (len(own.folds) > 0 or self.claims is not None))
             reserved, self._reserved = self._reserved, set()  # where this fails, earlier rows may be gone
             with on_all_ranks(self.grid.world, "gradients"):
                 self._take(most * self.grid.node.size)
-                if (self._writes_to_scratch(plan) or self._claims_scratch) and not self._scratch.size:
+                if scratch and not self._scratch.size:
                     self._scratch = self.allocator.private("gradients", largest_block(self.layout), self.dtype)
             self._reserved = reserved | {count}
         self.window = self._storage[:needed]  # a rank's rows stand where the plan of this batch looks for them
-
-    def _writes_to_scratch(self, plan: RowsPlan) -> bool:
-        own = plan.folds[self.grid.place]
-        return own.uses_scratch or (self._scratch_use == "micro-batches" and len(own.folds) > 0)
-
-    @property
-    def _claims_scratch(self) -> bool:
-        """Tell whether this rank may claim a grain of several micro-batches, which are added in scratch memory."""
-        return self.claims is not None and self._scratch_use == "micro-batches"
 
     def _take(self, needed: int) -> None:
         if self._storage.shape[0] < needed:

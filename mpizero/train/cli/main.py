@@ -143,8 +143,9 @@ def build_parser() -> argparse.ArgumentParser:
     for one in (new_command, replay_command, ensemble_command, report_command, watch_command):
         one.add_command(commands, partial(_on_first_rank, one.run))
     bench_command.add_command(commands, _bench)
-    checkpoint_command.add_command(commands, _checkpoint)
-    completion_command.add_command(commands, _completion)
+    checkpoint_command.add_command(commands, lambda options: _on_first_rank(options.tool, options))
+    complete = partial(_on_first_rank, lambda options: completion_command.run(options, parser))
+    completion_command.add_command(commands, complete)
     return parser
 
 
@@ -276,14 +277,6 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _bench(options: argparse.Namespace) -> int:
     return bench_command.run(options, lambda: _world(options), _threads())
-
-
-def _checkpoint(options: argparse.Namespace) -> int:
-    return _on_first_rank(options.tool, options)
-
-
-def _completion(options: argparse.Namespace) -> int:
-    return _on_first_rank(lambda given: completion_command.run(given, build_parser()), options)
 
 
 # ------------------------------------------------------------------ surroundings

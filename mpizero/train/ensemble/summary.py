@@ -69,10 +69,12 @@ def summarize_members(run: str | Path, members: int | None = None) -> dict[str, 
     >>> mz.summarize_members("ensemble")["figures"]["loss"]["mean"]
     1.5
     """
-    count = _members_in(Path(run)) if members is None else members
-    if not count:
+    if members is None:  # up to the last that has a folder
+        numbers = [path.name.removeprefix("member_") for path in Path(run).glob("member_*")]
+        members = 1 + max((int(number) for number in numbers if number.isdecimal()), default=-1)
+    if not members:
         raise DataError(f"{run}: holds no folder of a member, such as {member_folder(run, 0).name}")
-    found = [{"member": number, **_outcome(member_folder(run, number))} for number in range(count)]
+    found = [{"member": number, **_outcome(member_folder(run, number))} for number in range(members)]
     statuses = [one["status"] for one in found]
     summary = {
         "members": found,
@@ -81,12 +83,6 @@ def summarize_members(run: str | Path, members: int | None = None) -> dict[str, 
     }
     _replace(Path(run) / SUMMARY, summary)
     return summary
-
-
-def _members_in(run: Path) -> int:
-    """Return the number of the last member that has a folder in ``run``, plus one."""
-    numbers = [path.name.removeprefix("member_") for path in run.glob("member_*")]
-    return 1 + max((int(number) for number in numbers if number.isdecimal()), default=-1)
 
 
 def _outcome(folder: Path) -> dict[str, Any]:

@@ -227,12 +227,9 @@ class RunHistory:
         """The skipped steps, in order, each as in its last repetition."""
         events = {event.step: event for visit in self.visits for event in visit.skipped}
         texts = dict(self.messages("skipped"))
-        seen = [step for step in sorted({*events, *texts}) if step in texts or step > self._last_line]
+        last = max((line["step"] for line in self.records.steps[-1:]), default=0)
+        seen = [step for step in sorted({*events, *texts}) if step in texts or step > last]
         return [Skip(step, texts.get(step, ""), events.get(step)) for step in seen]
-
-    @property
-    def _last_line(self) -> int:
-        return max((line["step"] for line in self.records.steps[-1:]), default=0)
 
     @cached_property
     def resumes(self) -> list[Resume]:
