@@ -92,7 +92,7 @@ MAX_MODULES, MAX_TEST_MODULES = 16, 20
 TYPING_CYCLES: dict[frozenset[str], str] = {
     frozenset(f"mpizero.parallel.model.{name}" for name in ("base", "best_parameters", "fit", "optimizers")): (
         "users get the optimizer from the model and the model from the optimizer, both with their types"
-    ),
+    )
 }
 #: Public classes of one name, and why that is right.
 TWO_CLASSES = {
@@ -111,7 +111,7 @@ TWINS = {
 NO_VERBS = re.compile(r"(What|Where|Who|Whoever|Whose|Whether|How|That|Of|Sums|Which)\b")
 #: "module" or "module.function": why it is over the budget.
 LONG: dict[str, str] = {
-    "mpizero.errors": "two dozen exceptions of a line each, with an example each; their place is part of their names",
+    "mpizero.errors": "two dozen exceptions of a line each, with an example each; their place is part of their names"
 }
 
 

@@ -44,8 +44,7 @@ def test_a_report_keeps_its_own_line_ends():
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [errors.CheckpointError, errors.ConfigError, errors.DataError, CheckpointIOError, CheckpointMissingError],
+    "kind", [errors.CheckpointError, errors.ConfigError, errors.DataError, CheckpointIOError, CheckpointMissingError]
 )
 def test_every_deliberate_error_tells_what_it_quotes_in_printable_form(kind):
     told = str(kind(f"run/{HOSTILE}: {ORDINARY}"))

@@ -17,10 +17,7 @@ from mpizero.comm.communicator import Communicator
 from mpizero.comm.startup.convert import communicator_of
 from mpizero.errors import ConfigError
 
-_BACKENDS: Mapping[str, Callable[..., list[PieceSums]]] = {
-    "direct": direct.store,
-    "mpio": mpio.store,
-}
+_BACKENDS: Mapping[str, Callable[..., list[PieceSums]]] = {"direct": direct.store, "mpio": mpio.store}
 
 
 def write(

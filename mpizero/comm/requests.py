@@ -27,8 +27,6 @@ from mpizero.types import Array
 #: long as with 0.3 ms; with one of 5 ms steps of 32 ranks took twice as long as with 1 ms; with one of 2 ms and a first
 #: one eight times as long steps of 64 ranks took 0.31 s, not 0.36 s, and their start a tenth less.
 _YIELD, _FIRST, _LONGEST, _AT_MOST, _GROWTH = 2e-4, 5e-5, 7.5e-5, 2e-3, 1.2
-#: From so many ranks for a core on, a rank lets others run for less long, and sleeps longer at first.
-_MANY = 4
 
 _INTEGERS = {
     ("i", 1): MPI.INT8_T, ("i", 2): MPI.INT16_T, ("i", 4): MPI.INT32_T, ("i", 8): MPI.INT64_T,
@@ -66,7 +64,7 @@ class Waiting:
     def __init__(self, ranks: float) -> None:
         self.asleep = ranks > 1.0
         self._longest = min(_AT_MOST, _LONGEST * ranks)
-        crowd = max(1.0, ranks / _MANY)
+        crowd = max(1.0, ranks / 4)  # so many ranks come before the awaited one
         self._yield, self._first = _YIELD / crowd, _FIRST * crowd
 
     def end(self, request: MPI.Request, status: MPI.Status | None = None) -> None:

@@ -187,5 +187,4 @@ def _largest(comm: MPI.Intracomm, waiting: Waiting, *figures: int) -> list[int]:
     """Return the largest value that each of the integers has on any rank. Collective."""
     largest = np.array(figures, np.int64)
     waiting.allreduce(comm, largest, MPI.MAX)
-    found: list[int] = largest.tolist()
-    return found
+    return [int(figure) for figure in largest]

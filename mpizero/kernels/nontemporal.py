@@ -81,19 +81,13 @@ _store_line, _fence = _StoreLine(), _Fence()
 
 @kernel("void(const u1[::1], u1[::1])")
 def copy_past_cache(source: Array, target: Array) -> None:
-    """Copy all bytes of ``source`` to ``target``, past the cache.
+    """Copy all bytes of ``source`` to ``target``, past the cache, as one stream.
 
-    Both have the same size, and the address of ``target`` is a multiple of ``LINE``. Four pages are copied at a time,
-    one cache line of each in turn, because memory serves several streams faster than one.
+    Both have the same size, and the address of ``target`` is a multiple of ``LINE``. Lines of four pages in turn, as
+    glibc copies large blocks, took 2.6 times as long as an ordinary copy on a third-generation AMD EPYC.
     """
-    blocks, lines = source.size // (4 * PAGE), source.size // LINE
-    for block in range(blocks):
-        for i in range(block * 4 * PAGE, block * 4 * PAGE + PAGE, LINE):
-            _store_line(target, i, source)
-            _store_line(target, i + PAGE, source)
-            _store_line(target, i + 2 * PAGE, source)
-            _store_line(target, i + 3 * PAGE, source)
-    for line in range(blocks * 4 * PAGE // LINE, lines):
+    lines = source.size // LINE
+    for line in range(lines):
         _store_line(target, line * LINE, source)
     rest, whole = source[lines * LINE :], target[lines * LINE :]
     for i in range(rest.size):

@@ -221,10 +221,7 @@ _ROWS = {
     "gpipe": _ScheduleRow(gpipe),
     "1f1b": _ScheduleRow(one_forward_one_backward),
     "interleaved": _ScheduleRow(
-        interleaved,
-        lambda virtual: virtual >= 2,
-        "at least 2 (with 1 it is the schedule '1f1b')",
-        padded=True,
+        interleaved, lambda virtual: virtual >= 2, "at least 2 (with 1 it is the schedule '1f1b')", padded=True
     ),
     "zero_bubble": _ScheduleRow(zero_bubble),
     "zero_bubble_v": _ScheduleRow(

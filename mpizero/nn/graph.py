@@ -23,12 +23,7 @@ class Graph:
     nodes: list[dict[str, Any]] = field(default_factory=list)
 
     def add(
-        self,
-        op: str,
-        name: str,
-        inputs: tuple[NodeOutput, ...],
-        shape: tuple[int, ...],
-        **attributes: Any,
+        self, op: str, name: str, inputs: tuple[NodeOutput, ...], shape: tuple[int, ...], **attributes: Any
     ) -> NodeOutput:
         """Append a node without parameters and return its output.
 

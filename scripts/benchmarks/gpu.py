@@ -108,10 +108,7 @@ def kernel(args: argparse.Namespace, device: devices.Device) -> None:
         cupy.cuda.Device().synchronize()
         return (time.perf_counter() - begun) / repeat
 
-    work = {
-        "AdamW": lambda: cuda.optimizer.adamw(w, g, m, v, hyper, 0, size),
-        "copy": lambda: cupy.copyto(other, one),
-    }
+    work = {"AdamW": lambda: cuda.optimizer.adamw(w, g, m, v, hyper, 0, size), "copy": lambda: cupy.copyto(other, one)}
     for name in work:
         seconds(work[name])  # compiles
     found = alternate(args.rounds, list(work), lambda name: seconds(work[name]))

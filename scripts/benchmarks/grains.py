@@ -130,11 +130,7 @@ def step_rates(case: Case, rounds: int) -> dict[int, list[float]]:
             config = mz.ShardingConfig(comm="self", micro_batch=size)
             models[size] = mz.ZeRO1Model(case.model, config, optimizer=mz.AdamW(1e-3))
         return alternate(
-            rounds,
-            sizes,
-            lambda size: batch / seconds(lambda: models[size].train(x, y), 0.2),
-            warm_up=1,
-            quiet=True,
+            rounds, sizes, lambda size: batch / seconds(lambda: models[size].train(x, y), 0.2), warm_up=1, quiet=True
         )
     finally:
         for model in models.values():

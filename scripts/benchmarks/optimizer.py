@@ -269,9 +269,7 @@ def measure(args: argparse.Namespace, part: str) -> dict[str, list[float]]:
             else:
                 teams[TORCH] = stack.enter_context(team(args, "torch"))
         return alternate(
-            args.rounds,
-            list(teams),
-            lambda name: max(teams[name].ask("turn", case=name, warmup=2, steps=args.repeat)),
+            args.rounds, list(teams), lambda name: max(teams[name].ask("turn", case=name, warmup=2, steps=args.repeat))
         )
 
 

@@ -179,13 +179,7 @@ def loader(path: Path) -> Iterator[Any]:
     yield from torch.utils.data.DataLoader(Samples(), batch_size=BATCH, shuffle=True, num_workers=1)
 
 
-CONTENDERS = {
-    "sequential": sequential,
-    "shuffled": shuffled,
-    "blocks": by_blocks,
-    "memory": memory,
-    "loader": loader,
-}
+CONTENDERS = {"sequential": sequential, "shuffled": shuffled, "blocks": by_blocks, "memory": memory, "loader": loader}
 
 
 def show(title: str, rows: dict[str, tuple[Measurement, Measurement]]) -> None:

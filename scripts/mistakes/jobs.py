@@ -67,10 +67,7 @@ def settings_that_are_wrong_on_one_rank():
 
 
 @case.mistake(
-    "ArgumentError",
-    'comm must be an mpi4py communicator, an mpizero Communicator, "self"',
-    status=78,
-    ranks=(2, 4),
+    "ArgumentError", 'comm must be an mpi4py communicator, an mpizero Communicator, "self"', status=78, ranks=(2, 4)
 )
 def a_communicator_by_a_wrong_name():
     """Pass ShardingConfig(comm="world") to mean all ranks."""
@@ -103,13 +100,7 @@ def a_model_after_the_end_of_mpi():
     mz.ZeRO2Model(network(), mz.ShardingConfig())
 
 
-@case.mistake(
-    "DataError",
-    "in thread 'trainer'",
-    "samples of shape (4,) on rank 0 and",
-    status=65,
-    ranks=(2, 4),
-)
+@case.mistake("DataError", "in thread 'trainer'", "samples of shape (4,) on rank 0 and", status=65, ranks=(2, 4))
 def an_error_in_a_thread_that_trains():
     """Train in a thread, with an error on one rank while all main threads wait."""
     model = mz.ZeRO2Model(network(), mz.ShardingConfig(timeout=20.0))

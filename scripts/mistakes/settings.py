@@ -120,12 +120,7 @@ def an_error_of_the_users_function():
     model(loss_and_grad=loss_and_grad).train(*case.samples())
 
 
-@case.mistake(
-    "ConfigError: threads=0",
-    'settings.py", line',
-    status=78,
-    environment={"MPIZERO_TRACEBACK": "1"},
-)
+@case.mistake("ConfigError: threads=0", 'settings.py", line', status=78, environment={"MPIZERO_TRACEBACK": "1"})
 def a_traceback_that_is_asked_for():
     """Set `MPIZERO_TRACEBACK=1`, which prints the whole traceback of an error."""
     mz.ShardingConfig(threads=0)

@@ -94,12 +94,7 @@ def a_class_for_a_layer():
     mz.ZeRO2Model(network(mz.nn.Linear), mz.ShardingConfig())
 
 
-@case.mistake(
-    "ValueError: cannot reshape",
-    "In block 'encoder.2': Folded.forward",
-    'shapes.py", line',
-    status=(1, 70),
-)
+@case.mistake("ValueError: cannot reshape", "In block 'encoder.2': Folded.forward", 'shapes.py", line', status=(1, 70))
 def an_error_of_the_users_layer():
     """Raise an error in a user's layer; its traceback is printed, with the name of the block."""
 

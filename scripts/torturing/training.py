@@ -19,11 +19,7 @@ from torturing.jobs import Ended, Job, run
 
 #: Steps of a run, each with a checkpoint; most kills of one run before it is left to end.
 STEPS, KILLS = 45, 10
-SETTINGS = {
-    "direct": [],
-    "background": ["checkpoint.asynchronous=true"],
-    "mpio": ["checkpoint.backend=mpio"],
-}
+SETTINGS = {"direct": [], "background": ["checkpoint.asynchronous=true"], "mpio": ["checkpoint.backend=mpio"]}
 CONFIG = """
 [model]
 name = "mlp"

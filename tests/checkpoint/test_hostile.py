@@ -152,9 +152,7 @@ def met_by(small, folder, readers):
     """What each reader does with a checkpoint, or with the bytes that would hold it."""
     image = image_of(folder) if load_bytes in readers else b""
     return zip(
-        readers,
-        meet(*(lambda r=read: r(small, image if r is load_bytes else folder) for read in readers)),
-        strict=True,
+        readers, meet(*(lambda r=read: r(small, image if r is load_bytes else folder) for read in readers)), strict=True
     )
 
 

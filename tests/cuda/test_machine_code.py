@@ -63,10 +63,7 @@ def test_arguments_have_the_types_of_a_launch(examine, script):
     """A u8 is one whatever its value: numba would take a small Python integer for an i8."""
     from tests.cuda.planted_kernels import keyed
 
-    assert [str(kind) for kind in keyed.argument_types("f4")] == [
-        "uint64",
-        "array(float32, 1d, C)",
-    ]
+    assert [str(kind) for kind in keyed.argument_types("f4")] == ["uint64", "array(float32, 1d, C)"]
     assert examine("keyed") == []
 
 

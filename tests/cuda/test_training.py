@@ -145,12 +145,7 @@ def test_the_products_of_split_layers_are_rounded_too(axis, monkeypatch):
     seen, multiply = [], device_products.multiply
 
     def watched(a, b, out):
-        seen.append(
-            (
-                len(out.shape),
-                isinstance(a, HalfPrecisionArray) and isinstance(b, HalfPrecisionArray),
-            )
-        )
+        seen.append((len(out.shape), isinstance(a, HalfPrecisionArray) and isinstance(b, HalfPrecisionArray)))
         multiply(a, b, out)
 
     monkeypatch.setattr(device_products, "multiply", watched)

@@ -152,12 +152,7 @@ def test_a_rank_that_leaves_early_is_missed_in_a_collective_of_the_users_own(job
 
 
 @pytest.mark.parametrize(
-    ("fault", "runner"),
-    [
-        ("watched", ("-m", "mpi4py")),
-        ("end_with_finalize", ()),
-        ("end_with_a_tail", ()),
-    ],
+    ("fault", "runner"), [("watched", ("-m", "mpi4py")), ("end_with_finalize", ()), ("end_with_a_tail", ())]
 )
 def test_a_good_end_is_silent(job, fault, runner):
     ended = job(fault, runner=runner)

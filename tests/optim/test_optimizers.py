@@ -158,10 +158,7 @@ def test_decay_spares_biases_and_groups_override_by_name():
     optimizer = optim.AdamW(
         lr=0.1,
         weight_decay=0.5,
-        groups=[
-            optim.ParameterGroup("head.*", lr_scale=0.1),
-            optim.ParameterGroup("*.bias", weight_decay=0.25),
-        ],
+        groups=[optim.ParameterGroup("head.*", lr_scale=0.1), optim.ParameterGroup("*.bias", weight_decay=0.25)],
     )
 
     def settings(name, decay):

@@ -39,10 +39,7 @@ def model_of():
 
 
 OPTIMIZERS = {
-    "SGD": (
-        lambda: mz.SGD(lr=1e-2, momentum=0.9),
-        lambda values: torch.optim.SGD(values, lr=1e-2, momentum=0.9),
-    ),
+    "SGD": (lambda: mz.SGD(lr=1e-2, momentum=0.9), lambda values: torch.optim.SGD(values, lr=1e-2, momentum=0.9)),
     "AdamW": (
         lambda: mz.AdamW(lr=1e-2, weight_decay=0.1),
         lambda values: torch.optim.AdamW(

@@ -63,10 +63,7 @@ def test_tensors_of_any_dtype_and_base_model_names_are_read(script, dtype, rng):
     named = from_torch(model, {**state, "h.0.attn.bias": torch.ones(1)})
     x = rng.integers(0, 5, (2, 4))
     np.testing.assert_allclose(
-        evaluate(model, bind(model, named), x),
-        twin.float()(torch.from_numpy(x)).detach().numpy(),
-        rtol=1e-4,
-        atol=1e-6,
+        evaluate(model, bind(model, named), x), twin.float()(torch.from_numpy(x)).detach().numpy(), rtol=1e-4, atol=1e-6
     )
 
 

@@ -256,11 +256,7 @@ def test_an_import_like_a_checkpoint_resumes_at_its_step(tool, on_threads):
         (["inspect", "."], ExitStatus.DATA, "holds no checkpoint"),
         (["diff", "run", "nothing"], ExitStatus.DATA, "nothing: no such file or folder"),
         (["export", "run", "x", "--format", "zip"], ExitStatus.CONFIG, "usage"),
-        (
-            ["export", "run", "x.pt"],
-            ExitStatus.CONFIG,
-            "x.pt: the name tells no format: end it with",
-        ),
+        (["export", "run", "x.pt"], ExitStatus.CONFIG, "x.pt: the name tells no format: end it with"),
         (
             ["export", "run", "x", "--format", "npz", "--dtype", "int8"],
             ExitStatus.CONFIG,

@@ -32,12 +32,7 @@ STEP = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3", "SLURM_STEP_ID": "0", 
             4,
             2,
         ),
-        (
-            {"SLURM_PROCID": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"},
-            "mpiexec of Open MPI",
-            4,
-            2,
-        ),
+        ({"SLURM_PROCID": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}, "mpiexec of Open MPI", 4, 2),
     ],
     ids=["alone", "batch script", "pmix", "pmi2", "srun without MPI", "hydra", "hydra by Slurm", "orted by Slurm"],
 )

@@ -94,10 +94,7 @@ def test_runs_saved_before_there_was_the_setting_have_the_length_of_their_steps(
     [
         ({"schedule_steps": 5}, 'schedule_steps = 5: belongs to the schedules "linear" and "cosine"'),
         ({"schedule": "cosine", "schedule_steps": 0}, "schedule_steps = 0: must be a whole number >= 1"),
-        (
-            {"schedule": "cosine", "schedule_steps": 5, "warmup": 6},
-            "warmup = 6: .* optimizer.schedule_steps = 5",
-        ),
+        ({"schedule": "cosine", "schedule_steps": 5, "warmup": 6}, "warmup = 6: .* optimizer.schedule_steps = 5"),
         ({"schedule": "cosine", "warmup": 11}, "warmup = 11: must be at most train.steps = 10"),
         ({"warmup": 11}, "warmup = 11: must be at most train.steps = 10"),
     ],

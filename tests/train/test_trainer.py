@@ -15,14 +15,7 @@ import pytest
 import mpizero as mz
 from mpizero import checkpoint
 from mpizero.comm import InMemoryCommunicator
-from mpizero.errors import (
-    ArgumentError,
-    CheckpointError,
-    ConfigError,
-    DataError,
-    SharedMemoryError,
-    StateError,
-)
+from mpizero.errors import ArgumentError, CheckpointError, ConfigError, DataError, SharedMemoryError, StateError
 from mpizero.testing import run_in_threads
 from mpizero.train.run import saver
 from mpizero.train.run.improvement import Improvement

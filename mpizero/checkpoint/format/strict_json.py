@@ -26,11 +26,7 @@ def parse(data: bytes) -> Any:
         raise ValueError(f"would take {memory} bytes of memory, at most {MEMORY_LIMIT} are allowed")
     try:
         found = json.loads(
-            data.decode(),
-            object_pairs_hook=_unique,
-            parse_constant=_refuse,
-            parse_float=_finite,
-            parse_int=_bounded,
+            data.decode(), object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite, parse_int=_bounded
         )
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error!s:.200}") from None

@@ -106,11 +106,7 @@ class ExactExchange:
     """
 
     def __init__(
-        self,
-        peers: Communicator,
-        codec: Codec | None = None,
-        scratch: Scratch = fresh,
-        elements: int | None = None,
+        self, peers: Communicator, codec: Codec | None = None, scratch: Scratch = fresh, elements: int | None = None
     ) -> None:
         self.peers, self.codec, self.scratch, self._elements = peers, codec, scratch, elements
 

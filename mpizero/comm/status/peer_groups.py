@@ -94,8 +94,7 @@ class PeerGroups:
 
         def ask(value: Any) -> list[Any]:
             meet(control)
-            gathered: list[Any] = control.allgather(value)
-            return gathered
+            return list(control.allgather(value))
 
         hosts = dict(zip(ranks, ask(host), strict=True))
         status_board = make_on_all(ask, lambda gather: open_status_board(self.rank, hosts, gather), warn_once)

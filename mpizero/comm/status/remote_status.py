@@ -76,8 +76,6 @@ class RemoteStatus:
         self._next, self._pause = 0.0, 0.5
         self._body, self._encoded_at = b"", float("-inf")
         hosts: list[tuple[int, str]] = allgather((status_board.rank, host))
-        if len({name for _, name in hosts}) == 1:
-            return
         if status_board.rank in status_board.ranks[:SERVING]:
             self._servers = list(_listening())
         places = [server.getsockname() for server in self._servers]

@@ -32,10 +32,7 @@ from mpizero.comm.supervision.heartbeat import Heartbeat
 from mpizero.comm.supervision.job_exit import JobExit
 from mpizero.comm.supervision.mismatch_watch import MismatchWatch
 from mpizero.comm.supervision.python_hooks import PythonHooks
-from mpizero.errors import (
-    ConfigError,
-    ExitStatus,
-)
+from mpizero.errors import ConfigError, ExitStatus
 from mpizero.launched import RANK_PROCESS, Launch, is_rank, is_several, job_name, launched_rank, mark, ranks_of_node
 from mpizero.names import nearest
 

@@ -34,14 +34,7 @@ from mpizero.comm.supervision.heartbeat import Heartbeat
 from mpizero.comm.supervision.mismatch_watch import MismatchWatch
 from mpizero.comm.supervision.python_hooks import PythonHooks
 from mpizero.comm.supervision.supervisor import Supervisor
-from mpizero.errors import (
-    CollectiveError,
-    CollectiveMismatch,
-    ExitStatus,
-    MpizeroError,
-    PeerFailure,
-    RemoteError,
-)
+from mpizero.errors import CollectiveError, CollectiveMismatch, ExitStatus, MpizeroError, PeerFailure, RemoteError
 
 #: Seconds after its failure in which a rank's process is ended by force, whatever MPI does.
 HARD_STOP = 4.0

@@ -19,15 +19,7 @@ def sgd(w: Scalar, g: Scalar, lr: Scalar, decay: Scalar) -> Scalar:
 
 
 def momentum(
-    w: Scalar,
-    g: Scalar,
-    m: Scalar,
-    lr: Scalar,
-    decay: Scalar,
-    factor: Scalar,
-    keep: Scalar,
-    of_g: Scalar,
-    of_m: Scalar,
+    w: Scalar, g: Scalar, m: Scalar, lr: Scalar, decay: Scalar, factor: Scalar, keep: Scalar, of_g: Scalar, of_m: Scalar
 ) -> tuple[Scalar, Scalar]:
     """Return the new ``w`` and momentum buffer ``m`` after a step of gradient descent with momentum.
 

@@ -8,13 +8,7 @@ from typing import Any
 from mpizero.errors import ConfigError
 from mpizero.names import nearest
 from mpizero.nn.losses.cross_entropy import CrossEntropy
-from mpizero.nn.losses.element_losses import (
-    BCEWithLogitsLoss,
-    GaussianNLLLoss,
-    HuberLoss,
-    L1Loss,
-    MeanSquaredError,
-)
+from mpizero.nn.losses.element_losses import BCEWithLogitsLoss, GaussianNLLLoss, HuberLoss, L1Loss, MeanSquaredError
 from mpizero.nn.losses.relative_error import RelativeL2Loss
 from mpizero.types import Loss
 

@@ -276,16 +276,7 @@ class GrainScalars:
         """Compare the ranks' learning rates in the first message of a separate optimizer step.
 
         Collective over all ranks. Such a step follows ``compute_gradients``, which has exchanged the other records.
-        ``ask_rate`` returns this rank's learning rate.
-
-        Raises
-        ------
-        CollectiveMismatch
-            If the ranks have called different operations.
-        ConfigError
-            If the learning rates differ between ranks in any bit; the error names ranks and rates.
-        Exception
-            The error that ``ask_rate`` has raised on this rank; the other ranks raise a ``RemoteError`` that quotes it.
+        ``ask_rate`` returns this rank's learning rate. Raises what :meth:`agree` raises.
         """
         rate = np.array(self._asked(ask_rate), np.float64)
         told = agree_on_call(self.grid.world, (int(rate.view(np.int64)), self.error is not None))

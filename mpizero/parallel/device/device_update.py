@@ -71,11 +71,7 @@ class DeviceUpdater(Updater):
     """
 
     def __init__(
-        self,
-        optimizer: Any,
-        store: ParameterStore,
-        scope: UpdateScope,
-        device_parameters: DeviceParameters,
+        self, optimizer: Any, store: ParameterStore, scope: UpdateScope, device_parameters: DeviceParameters
     ) -> None:
         self.device_parameters, self.device = device_parameters, device_parameters.device
         super().__init__(optimizer, store, scope)

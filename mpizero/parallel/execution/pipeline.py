@@ -72,12 +72,8 @@ class PipelineRunner:
     counts : bool
         Whether this rank records its losses in ``scalars`` if it has the last chunk. The ranks of a tensor group
         compute equal losses, and only one of them records them.
-    agreeable : tuple of type
-        The types of layer errors that are raised later, on all ranks together; see :func:`agreeable_errors`.
-    compute_device : ComputeDevice, optional
-        The device where the layers compute; the host if not given.
-    marks : WriteCheck, optional
-        Checks that layers write all of their gradients; not checked if not given.
+    agreeable, compute_device, marks
+        As in :class:`~mpizero.parallel.execution.sequential.SequentialRunner`.
     """
 
     def __init__(

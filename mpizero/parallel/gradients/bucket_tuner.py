@@ -60,16 +60,12 @@ def make_tuner(
 
     Parameters
     ----------
-    exchange : GradientExchange
-        The exchange whose bucket size is tuned.
-    everyone : Communicator
-        All ranks that train together.
+    exchange, everyone, itemsize
+        As in :class:`BucketTuner`.
     largest : int
         The most elements that this rank's node could have in flight at once: :attr:`GradientReducer.largest`.
     bucket_mb : float, str or None
         The setting ``ShardingConfig.bucket_mb``.
-    itemsize : int
-        Bytes of an element.
     """
     tried: tuple[float, ...] = ()
     if bucket_mb == AUTO:  # between the groups of another stage more may travel than here

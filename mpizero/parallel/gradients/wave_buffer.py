@@ -53,14 +53,8 @@ class WaveBuffer:
 
     Parameters
     ----------
-    store : ParameterStore
-        The parameters, with their layout, the process grid, the allocator and the timeline.
-    views : GradientViews
-        Makes named views of gradients.
-    exchange : GradientExchange
-        Sends partial sums to the peers that own the elements.
-    accumulate : int
-        Number of micro-batches of a full grain.
+    store, views, exchange, accumulate
+        As in :class:`~mpizero.parallel.gradients.row_buffer.RowBuffer`.
     in_place : bool
         Whether the gradients of all units are written at once; see [Note: in place].
     """

@@ -168,14 +168,10 @@ class Updater:
 
         Parameters
         ----------
-        rows : 2-D array
-            Partial sums of gradients, one in each row. ``UpdatePiece.gradient`` is an index into a row.
-        program : int32 array
-            The tree program: says which rows are added in which order.
+        rows, program, out
+            As in :class:`~mpizero.parallel.gradients.reducer.SumOperands`.
         divisors : Divisors
             What sums of gradients, and of averaged parameters, are divided by.
-        out : 1-D array
-            One of the rows, to which an optimizer that needs norms (LAMB) writes its update directions.
         threads : int
             Number of threads that this rank uses.
         """

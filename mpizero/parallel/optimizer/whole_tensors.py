@@ -36,12 +36,8 @@ class WholeTensors:
     ----------
     optimizer : TensorOptimizer
         What :func:`mpizero.optim.averaging.averaging` returns for one.
-    store : ParameterStore
-        The parameters.
-    plan : TensorPlan
-        The tensors and their owners.
-    pieces : sequence of UpdatePiece
-        The ranges of all parameters that this rank updates.
+    store, plan, pieces
+        As in :class:`.TensorExchange`.
     """
 
     def __init__(self, optimizer: Any, store: ParameterStore, plan: TensorPlan, pieces: Sequence[UpdatePiece]) -> None:

@@ -93,14 +93,10 @@ def measured_costs(model: BlockModel, x: Array, y: Array, config: ShardingConfig
 
     Parameters
     ----------
-    model : BlockModel
-        The whole model.
-    x, y : array
-        Samples and targets of a micro-batch, of the shapes and types that are used in training.
+    model, x, y, repeats
+        As in :func:`measure_blocks`.
     config : ShardingConfig
         The ranks.
-    repeats : int
-        Number of runs of each block, at least 2.
 
     Returns
     -------
@@ -132,11 +128,7 @@ def measured_costs(model: BlockModel, x: Array, y: Array, config: ShardingConfig
 
 
 def _parameters(
-    model: BlockModel,
-    block: str,
-    specs: tuple[ParameterSpec, ...],
-    homes: dict[str, ParameterSpec],
-    fill: StartValues,
+    model: BlockModel, block: str, specs: tuple[ParameterSpec, ...], homes: dict[str, ParameterSpec], fill: StartValues
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Allocate a block's parameters, with their initial values, and its gradients, uninitialized; return both by name.
 

@@ -108,12 +108,7 @@ class ParallelLayout:
             If the product of the sizes cannot be the number of ranks, or ``order`` is not valid.
         """
         return Axes.build(
-            world,
-            pipeline=self.pipeline,
-            tensor=self.tensor,
-            data=self.data,
-            context=self.context,
-            order=self.order,
+            world, pipeline=self.pipeline, tensor=self.tensor, data=self.data, context=self.context, order=self.order
         )
 
     def cut(self, blocks: Mapping[str, Sequence[ParameterSpec]], model: Any) -> tuple[tuple[str, ...], ...]:

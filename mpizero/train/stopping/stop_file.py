@@ -25,10 +25,7 @@ class StopFile:
     """
 
     def __init__(
-        self,
-        path: Path,
-        clock: Callable[[], float] = time.monotonic,
-        report: Callable[[str], object] = warnings.warn,
+        self, path: Path, clock: Callable[[], float] = time.monotonic, report: Callable[[str], object] = warnings.warn
     ) -> None:
         self._path, self._clock, self._report = path, clock, report
         self._next, self._warned = float("-inf"), False

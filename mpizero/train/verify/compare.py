@@ -111,11 +111,7 @@ def compare_layouts(
 
 
 def _compare_on(
-    comm: Any,
-    task: TrainingTask,
-    layouts: Sequence[str | Layout],
-    tolerance: float | None,
-    progress: Progress | None,
+    comm: Any, task: TrainingTask, layouts: Sequence[str | Layout], tolerance: float | None, progress: Progress | None
 ) -> Report:
     chosen = [Layout.parse(layout) if isinstance(layout, str) else layout for layout in layouts]
     comm = default_world() if comm is None else comm

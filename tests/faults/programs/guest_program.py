@@ -105,10 +105,7 @@ def train(comm, steps=3, **settings):
     """Train a model; return what the process looked like meanwhile, and the hash of the parameters."""
     import mpizero as mz
 
-    with (
-        mz.ShardingConfig(comm=comm, micro_batch=1, **settings) as config,
-        mz.ZeRO2Model(network(), config) as model,
-    ):
+    with mz.ShardingConfig(comm=comm, micro_batch=1, **settings) as config, mz.ZeRO2Model(network(), config) as model:
         optimizer = mz.ZeRO2Optimizer(mz.AdamW(lr=0.01), config)
         optimizer.set_model(model)
         for step in range(steps):

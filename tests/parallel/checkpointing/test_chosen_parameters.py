@@ -38,12 +38,7 @@ def files(tmp_path_factory):
 
 
 TAKEN = ("hidden.0.linear.weight", "hidden.0.linear.bias", "hidden.1.linear.weight")
-LAYOUTS = [
-    (1, {}),
-    (2, {"tensor_parallel_size": 2}),
-    (3, {}),
-    (4, {"pipeline_parallel_size": 2, "zero_stage": 3}),
-]
+LAYOUTS = [(1, {}), (2, {"tensor_parallel_size": 2}), (3, {}), (4, {"pipeline_parallel_size": 2, "zero_stage": 3})]
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "npz", "safetensors"])
@@ -118,18 +113,8 @@ def test_what_cannot_be_loaded_changes_nothing_and_is_told(files, tmp_path):
         "another model": (path, {}, CheckpointError, r"different output.linear.weight: shape \[6, 5\] in the file"),
         "strict": (path, {"include": "output.*", "strict": True}, CheckpointError, r"include=\[\.\.\.\], or map names"),
         "nothing fits": (tmp_path / "other.npz", {"include": "*"}, CheckpointError, "none of the chosen.*did you mean"),
-        "too large": (
-            tmp_path / "huge.npz",
-            {"include": "*"},
-            CheckpointError,
-            "8 values are too large",
-        ),
-        "whole numbers": (
-            tmp_path / "ints.npz",
-            {"include": "*"},
-            CheckpointError,
-            "int64 in the file, float32",
-        ),
+        "too large": (tmp_path / "huge.npz", {"include": "*"}, CheckpointError, "8 values are too large"),
+        "whole numbers": (tmp_path / "ints.npz", {"include": "*"}, CheckpointError, "int64 in the file, float32"),
         "no file": (tmp_path / "none", {}, FileNotFoundError, "none: no such file or folder"),
         "another kind": (tmp_path / "text", {}, CheckpointError, "neither a checkpoint .* torch.save_file|save_file"),
     }

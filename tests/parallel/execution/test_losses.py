@@ -69,11 +69,7 @@ def trained(comm, strategy, **layout):
     return found
 
 
-LAYOUTS = {
-    2: ("zero2", {}),
-    3: ("zero3", {}),
-    4: ("", {"pipeline_parallel_size": 2, "zero_stage": 2}),
-}
+LAYOUTS = {2: ("zero2", {}), 3: ("zero3", {}), 4: ("", {"pipeline_parallel_size": 2, "zero_stage": 2})}
 
 
 def test_one_hash_for_each_loss_on_any_number_of_ranks():

@@ -131,10 +131,7 @@ def test_an_error_while_predicting_or_evaluating_is_raised_on_all_and_disturbs_n
         with model:
             for name in TRAPPED:
                 armed[name].update(what="forward", first=0)
-                for call in (
-                    lambda: model.predict(x),
-                    lambda: model.evaluate(*part(model.batch_group, x, y)),
-                ):
+                for call in (lambda: model.predict(x), lambda: model.evaluate(*part(model.batch_group, x, y))):
                     told = error_of(call)
                     parallel_assert(comm, "trap in forward" in told, f"{name}: {told!r}")
                 armed[name].clear()

@@ -363,11 +363,7 @@ ENDS: dict[str, tuple[tuple[dict[str, Any], ...], str, bool]] = {
     "drops the model and holds another": ((NODES, PRIVATE), "", True),
     "ends MPI": ((PRIVATE,), "MPI.Finalize()", True),
     "fails on one rank": ((PRIVATE,), "1 / (1 - MPI.COMM_WORLD.rank)", False),
-    "dies on one rank": (
-        (NODES,),
-        "MPI.COMM_WORLD.rank and os.kill(os.getpid(), 9); model.evaluate(x, x)",
-        False,
-    ),
+    "dies on one rank": ((NODES,), "MPI.COMM_WORLD.rank and os.kill(os.getpid(), 9); model.evaluate(x, x)", False),
 }
 
 

@@ -13,11 +13,7 @@ from mpizero.testing import run_in_threads
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(12, 4)).astype("f4"), RNG.integers(0, 3, 12)
-OPTIMIZERS = {
-    "adamw": lambda: mz.AdamW(1e-2),
-    "lamb": lambda: mz.LAMB(1e-2),
-    "own": lambda: Own(),
-}
+OPTIMIZERS = {"adamw": lambda: mz.AdamW(1e-2), "lamb": lambda: mz.LAMB(1e-2), "own": lambda: Own()}
 
 
 class Own:

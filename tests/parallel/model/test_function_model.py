@@ -42,10 +42,7 @@ GOOD = {"a": np.ones((2, 3)), "b": np.ones(3)}
             for kind in ("bool", "int64", "<U32", "object", "float16", "complex128")
         ),
         *(
-            (
-                (loss, GOOD, 1.0),
-                "loss_and_grad .answer at test_function_model.py:.* returned .* as the loss of sample",
-            )
+            ((loss, GOOD, 1.0), "loss_and_grad .answer at test_function_model.py:.* returned .* as the loss of sample")
             for loss in ("1.5", b"1", None, 1j, np.complex128(1), np.ones(2), True, np.array("1"))
         ),
         *(

@@ -115,10 +115,7 @@ MISTAKES = {
     "a schedule without a step": (lambda: mz.SGD(lr=lambda: 0.1), r"called as lr\(step\)"),
     "an unknown strategy": (lambda: mz.distribute(black_box(), mz.SGD(), strategy="zero4"), r"did you mean 'zero"),
     # settings
-    "a word for a flag": (
-        lambda: mz.ShardingConfig(auto_sync_gradients="no"),
-        "gradients='no': expected True",
-    ),
+    "a word for a flag": (lambda: mz.ShardingConfig(auto_sync_gradients="no"), "gradients='no': expected True"),
     "a number for a flag": (lambda: mz.ShardingConfig(share_node_memory=3), "share_node_memory=3: expected True"),
     "a rate of text": (lambda: mz.nn.GPT(8, 1, 2, 4, dropout="0.1"), "dropout rate='0.1': expected"),
     "an eps of text": (lambda: mz.nn.LayerNorm(4, eps="x"), "eps='x': expected a finite number > 0"),

@@ -427,11 +427,7 @@ def test_a_preconditioner_of_the_right_scales_makes_the_steps_of_the_problem_in_
 @pytest.mark.parametrize("factors", [{"w": SCALES**-2.0}, {"*": 0.1}], ids=["array", "number"])
 def test_a_preconditioner_keeps_the_bits_of_one_process(factors: Any) -> None:
     model = mz.FunctionModel({"w": np.zeros(6)}, scaled_squares)
-    choice = {
-        "data": (MATRIX, TARGETS),
-        "bounds": (-0.5, 0.5),
-        "options": {"preconditioner": factors, "maxiter": 6},
-    }
+    choice = {"data": (MATRIX, TARGETS), "bounds": (-0.5, 0.5), "options": {"preconditioner": factors, "maxiter": 6}}
     expected = minimized("self", model, **choice)[1]
     for ranks in (2, 3):
         for strategy, memory in EVERY[:: 2 if ranks == 2 else 3]:

@@ -16,15 +16,7 @@ from mpizero.planning.machine_file import write_machine
 from mpizero.planning.time_floors import PHASES
 from mpizero.testing import run_in_threads
 from mpizero.train.bench import step as bench
-from mpizero.train.bench.phase_times import (
-    ALL_PHASES,
-    StepSpans,
-    clock_offset,
-    phases_of,
-    spans_of,
-    waited,
-    waits,
-)
+from mpizero.train.bench.phase_times import ALL_PHASES, StepSpans, clock_offset, phases_of, spans_of, waited, waits
 from mpizero.train.bench.trace_events import write_trace
 from mpizero.train.config.config_file import ConfigDocument, parse_config
 
@@ -48,9 +40,7 @@ def nonzero(phases):
 
 def test_time_belongs_to_the_innermost_phase_and_adds_up():
     step = StepSpans(
-        0.0,
-        10.0,
-        marks(("reduction", "unit", 6.0, 7.0), ("local sums", "unit", 5.0, 8.0), ("forward", "a", 1.0, 3.0)),
+        0.0, 10.0, marks(("reduction", "unit", 6.0, 7.0), ("local sums", "unit", 5.0, 8.0), ("forward", "a", 1.0, 3.0))
     )
     assert nonzero(phases_of(step, {})) == {"forward": 2.0, "local sums": 2.0, "reduction": 1.0, "other": 5.0}
 

@@ -22,12 +22,7 @@ LAYOUTS = [
     (4, ("parallel.pipeline=2", "parallel.tensor=2", "parallel.ranks_per_node=2", "parallel.schedule=zero_bubble")),
 ]
 
-INTERLEAVED = (
-    "model.layers=3",
-    "parallel.pipeline=2",
-    "parallel.schedule=interleaved",
-    "parallel.virtual_stages=2",
-)
+INTERLEAVED = ("model.layers=3", "parallel.pipeline=2", "parallel.schedule=interleaved", "parallel.virtual_stages=2")
 
 
 def planned(commands, ranks, *settings, flags=()):
