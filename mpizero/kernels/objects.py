@@ -188,7 +188,7 @@ def _place(code: bytes, entry: str) -> int | None:
     file.write(memory, base)
     protect = ctypes.CDLL(None, use_errno=True).mprotect
     if protect(ctypes.c_void_p(base), ctypes.c_size_t(file.size), mmap.PROT_READ | mmap.PROT_EXEC):
-        raise OSError(ctypes.get_errno(), "this system lets no process write machine code and run it")
+        raise OSError(ctypes.get_errno(), "written machine code may not run: allow execmem or set NUMBA_DISABLE_JIT=1")
     return file.address(entry, base)
 
 

@@ -113,6 +113,21 @@ def test_a_file_of_another_processor_is_left_to_llvm():
     assert objects._place(b"\x7fELF\x02\x01" + bytes(12) + b"\xb7\x00" + bytes(44), "go") is None
 
 
+@on_x86
+def test_where_written_code_may_not_run_the_error_says_what_to_do():
+    code_of(optimizer.sgd)
+    program = (
+        "import ctypes, sys; import numpy as np; from mpizero.kernels.cpu import optimizer\n"
+        "if ctypes.CDLL(None).prctl(65, 1, 0, 0, 0): sys.exit('skipped')  # PR_SET_MDWE of Linux 6.3\n"
+        "optimizer.sgd(np.ones(5, 'f'), np.ones(5, 'f'), np.zeros(2, 'f'), 0, 5)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    if "skipped" in done.stderr:
+        pytest.skip("the kernel cannot forbid it")
+    assert "PermissionError" in done.stderr
+    assert "execmem or set NUMBA_DISABLE_JIT=1" in done.stderr
+
+
 def test_features_are_those_that_llvm_finds():
     known = {"fma", "avx2", "avx512f", "neon", "f16c", "bmi2"}
     found = {name for name, present in llvm.get_host_cpu_features().items() if present} & known
