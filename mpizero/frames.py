@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
+import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +15,13 @@ TRACEBACK = "MPIZERO_TRACEBACK"
 
 #: Folder of this package, as it may stand in the file names of code objects: with symbolic links and resolved.
 _PACKAGE = tuple({f"{path}{os.sep}" for path in (Path(__file__).parent, Path(__file__).resolve().parent)})
+#: Folders of Python's standard library and of the commands that packages install; nothing is imported to find them,
+#: because a rank that fails may have no file left to open.
+_LIBRARY = f"{sys.platlibdir}/python{sys.version_info[0]}.{sys.version_info[1]}"
+_PYTHON = tuple(
+    os.path.join(path, "")
+    for path in (os.path.dirname(os.__file__), *(f"{sys.exec_prefix}/{own}" for own in (_LIBRARY, "bin", "local/bin")))
+)
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 #: File name of code compiled from a string: the ``__init__`` of a dataclass, but also a program given to ``python -c``.
 _GENERATED = "<string>"
@@ -31,19 +39,9 @@ class Line(NamedTuple):
         return f"{Path(self.file).name}:{self.number} in {self.function}"
 
 
-@functools.cache
-def _python_folders() -> tuple[str, ...]:
-    """Return the folders of Python's standard library and of the commands that packages install."""
-    import sysconfig
-
-    return tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "scripts"))
-
-
 def is_users(file: str) -> bool:
     """Tell whether a source file is the user's: outside of Python, of mpizero and of all installed packages."""
-    return not file.startswith((*_PACKAGE, *_python_folders(), "<frozen")) and not any(
-        part in file for part in _INSTALLED
-    )
+    return not file.startswith((*_PACKAGE, *_PYTHON, "<frozen")) and not any(part in file for part in _INSTALLED)
 
 
 def users_line(trace: TracebackType | None) -> Line | None:
@@ -78,8 +76,6 @@ def rendered(error: BaseException) -> list[str]:
 
     If no line of the user's code is found, or ``MPIZERO_TRACEBACK`` is set, they are the whole traceback.
     """
-    import traceback
-
     line = users_line(error.__traceback__)
     if line is None or shows_all():
         return "".join(traceback.format_exception(error)).splitlines()

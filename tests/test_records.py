@@ -85,6 +85,7 @@ def test_methods_of_a_class_are_kept():
             return self.name
 
     assert Named("a", 1.0) == Named("a", 2.0)
+    assert hash(Named("a", 1.0)) != hash(Named("a", 2.0))  # made of all fields, as Python does
     assert repr(Named("a", 1.0)) == "a"
 
 
@@ -96,5 +97,13 @@ def test_a_value_that_holds_itself_has_a_text_and_one_without_fields_equals_its_
     held = Stored([])
     held.name.append(held)
     assert repr(held) == "Stored(name=[...], value=0.5)"
+
+    @dataclass(frozen=True)
+    class One:
+        x: float
+
+    nothing = float("nan")
+    assert One(nothing) == One(nothing) != One(float("nan"))
+    assert hash(One(3)) == hash((3,))
     assert Empty() == Empty()
     assert hash(Empty()) == hash(Empty())

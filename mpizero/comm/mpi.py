@@ -76,7 +76,7 @@ class MpiCommunicator(Communicator):
             # [Note: split, never dup] A duplicate of a Cartesian communicator keeps its topology, with which Open MPI
             # 4.1.4 writes wrong HDF5 data; a split does not. User messages never mix with messages of a split.
             waiting = Waiting(holder.ranks_per_core)
-            waiting.end(comm.Ibarrier())  # asleep: the first may wait for long
+            waiting.end(comm.Ibarrier())  # here the first wait for the last, which a split would do without sleeping
             own = comm.Split(0, comm.Get_rank())
             own.Set_errhandler(MPI.ERRORS_RETURN)
             figures = np.array([holder.verifies, holder.ranks_per_core])

@@ -65,7 +65,7 @@ class Waiting:
         self.asleep = ranks > 1.0
         self._longest = min(_AT_MOST, _LONGEST * ranks)
         crowd = max(1.0, ranks / 4)  # so many ranks come before the awaited one
-        self._yield, self._first = _YIELD / crowd, _FIRST * crowd
+        self._yield, self._first = _YIELD / crowd, min(self._longest, _FIRST * crowd)
 
     def end(self, request: MPI.Request, status: MPI.Status | None = None) -> None:
         """Wait until an operation has ended."""

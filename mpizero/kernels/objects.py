@@ -20,7 +20,8 @@ from mpizero.kernels import processor
 C_CONTIGUOUS, ALIGNED, WRITEABLE = 0x1, 0x100, 0x400
 _METH_FASTCALL = 0x80
 _ELF64, _X86_64 = b"\x7fELF\x02\x01", 62
-_CONTENTS, _SYMBOLS, _RELOCATIONS, _IN_MEMORY, _ABSOLUTE = 1, 2, 4, 0x2, 1
+_CONTENTS, _SYMBOLS, _RELOCATIONS, _UNWINDING, _ABSOLUTE = 1, 2, 4, 0x70000001, 1
+_WRITABLE, _IN_MEMORY = 0x1, 0x2
 #: name, kind, flags, address, offset, size, section of names, section that is changed, alignment, size of an entry
 _SECTION = np.dtype("<u4, <u4, <u8, <u8, <u8, <u8, <u4, <u4, <u8, <u8")
 #: name, kind, visibility, section (0: of another file), value, size
@@ -121,6 +122,8 @@ class _ObjectFile:
         Bytes of the image.
     relocations : list of tuple
         Of each address that is to be written: its place in the image, kind, symbol and addend.
+    plain : bool
+        Whether all that belongs into memory is contents that do not change, and all addresses are absolute.
     """
 
     def __init__(self, code: bytes) -> None:
@@ -128,9 +131,10 @@ class _ObjectFile:
         (start,), (count,) = struct.unpack_from("<Q", code, 40), struct.unpack_from("<H", code, 60)
         self._sections = np.frombuffer(code, _SECTION, count, start).tolist()
         self.places: dict[int, int] = {}
-        self.size = 0
+        self.size, self.plain = 0, True
         for number, (_, kind, flags, _, _, size, _, _, align, _) in enumerate(self._sections):
-            if kind == _CONTENTS and flags & _IN_MEMORY and size:
+            if flags & _IN_MEMORY and size and kind != _UNWINDING:
+                self.plain &= kind == _CONTENTS and not flags & _WRITABLE
                 self.places[number] = -(-self.size // align) * align
                 self.size = self.places[number] + size
         table = next(section for section in self._sections if section[1] == _SYMBOLS)
@@ -142,6 +146,8 @@ class _ObjectFile:
             if section[1] == _RELOCATIONS and section[7] in self.places
             for offset, *record in self._records(_RELOCATION, section)
         ]
+        known = {0, *self.places}
+        self.plain &= all(kind == _ABSOLUTE and self._symbols[one][3] in known for _, kind, one, _ in self.relocations)
 
     def _records(self, kind: np.dtype[Any], section: tuple[int, ...]) -> list[tuple[int, ...]]:
         found: list[tuple[int, ...]] = np.frombuffer(self._code, kind, section[5] // kind.itemsize, section[4]).tolist()
@@ -175,12 +181,12 @@ class _ObjectFile:
 def _place(code: bytes, entry: str) -> int | None:
     """Place an object file in memory, where it stays, and return the address of its function ``entry``.
 
-    Return None, and do nothing, if the file is not for x86-64 CPUs, or has addresses that are not absolute.
+    Return None, and do nothing, if the file is not for x86-64 CPUs, or has more than :class:`_ObjectFile` knows.
     """
     if code[:6] != _ELF64 or struct.unpack_from("<H", code, 18)[0] != _X86_64:
         return None
     file = _ObjectFile(code)
-    if any(kind != _ABSOLUTE for _, kind, _, _ in file.relocations):
+    if not file.plain:
         return None
     memory = mmap.mmap(-1, file.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))  # never freed, because a kernel may still be running

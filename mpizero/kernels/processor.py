@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from contextlib import suppress
 from typing import Any
 
-_IDENTITY = ("vendor_id", "cpu family", "model", "stepping", "flags")
+_IDENTITY = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")
 
 
 @functools.cache
@@ -28,9 +29,12 @@ def _described() -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """Return a text that is the same on CPUs for which the same machine code is compiled."""
+    """Return a text that differs where other machine code is compiled, as far as Linux and NumPy tell features.
+
+    NumPy asks the CPU itself, so an emulator that has fewer features than the machine has another text.
+    """
     if described := _described():
-        return repr(described)
+        return repr((described, getattr(sys.modules.get("numpy._core._multiarray_umath"), "__cpu_features__", None)))
     llvm = initialized_llvm()
     return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
 

@@ -18,6 +18,7 @@ from mpizero.comm.group import window
 from mpizero.comm.reduce.codecs import Codec
 from mpizero.comm.reduce.exact import exchange_step, gather_step
 from mpizero.layout import Partition
+from mpizero.nn.tiles.virtual_group import Arrived
 from mpizero.types import Array
 
 
@@ -332,11 +333,11 @@ class RecordingGroup:
         block = np.moveaxis(x, axis, 0)[start : start + call.sizes[self.rank]]
         return np.array(np.moveaxis(block, 0, axis), order="C")
 
-    def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> _Shifted:
+    def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> Arrived:
         """Record the call, and return a finished request with copies of ``arrays``."""
         if by % self.size:
             self.calls += [GroupCall("shift", x.size, (), 1, x.itemsize, self.axis) for x in arrays]
-        return _Shifted(tuple(np.array(x, order="C") for x in arrays))
+        return Arrived(tuple(np.array(x, order="C") for x in arrays))
 
     def _along(self, kind: str, x: Array, axis: int, sizes: Sequence[int]) -> GroupCall:
         axis %= x.ndim
@@ -345,17 +346,3 @@ class RecordingGroup:
         call = GroupCall(kind, unit, tuple(map(int, sizes)), outer, x.itemsize, self.axis)
         self.calls.append(call)
         return call
-
-
-class _Shifted(NamedTuple):
-    """Implement :class:`mpizero.types.ShiftRequest` for arrays that have already arrived."""
-
-    arrays: tuple[Array, ...]
-
-    def wait(self) -> tuple[Array, ...]:
-        """Return the arrays at once."""
-        return self.arrays
-
-    def test(self) -> bool:
-        """Return True, because the arrays have arrived."""
-        return True

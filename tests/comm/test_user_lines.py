@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import sysconfig
 import traceback
 
@@ -106,3 +108,20 @@ def test_ipython_shows_the_user_the_last_own_line_first_and_no_other(tmp_path, m
     assert not any("invented" in line for line in shown)
     monkeypatch.setenv(TRACEBACK, "1")
     assert error._render_traceback_() == "".join(traceback.format_exception(error)).splitlines()
+
+
+def test_a_rank_without_files_left_to_open_still_describes_its_error(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import resource\n"
+        "from mpizero.comm.failure_report import describe_error\n"
+        "from mpizero.frames import rendered\n"
+        "try:\n"
+        "    {}['shard']\n"
+        "except KeyError as error:\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))\n"
+        "    print(describe_error(error), rendered(error))\n"
+    )
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    assert "program.py:5" in done.stdout, done.stderr
+    assert "KeyError: 'shard'" in done.stdout

@@ -96,10 +96,17 @@ def test_code_whose_addresses_are_not_absolute_is_left_to_llvm():
 
 @on_x86
 def test_data_and_functions_are_found_wherever_the_image_lies():
-    code = compiled(RELATIVE, reloc="static", codemodel="large")
+    code = compiled(RELATIVE.replace("internal global", "internal constant"), reloc="static", codemodel="large")
     places = {objects._place(code, "answer") for _ in range(3)}
     assert len(places) == 3
     assert [ctypes.PYFUNCTYPE(ctypes.py_object)(place)() for place in places] == [42] * 3
+
+
+@on_x86
+@pytest.mark.parametrize("kind", ["internal global i64 42", "internal global i64 0", "common global i64 0"])
+def test_data_that_may_change_is_left_to_llvm(kind):
+    text = RELATIVE.replace("internal global i64 42", kind)
+    assert objects._place(compiled(text, reloc="static", codemodel="large"), "answer") is None
 
 
 @on_x86

@@ -99,11 +99,13 @@ class PeerGroups:
         hosts = dict(zip(ranks, ask(host), strict=True))
         status_board = make_on_all(ask, lambda gather: open_status_board(self.rank, hosts, gather), warn_once)
         status_board = status_board or StatusBoard((self.rank,), self.rank, None)
-        remote_status = None
-        if len(set(hosts.values())) > 1:
+
+        def opened(gather: Callable[[Any], list[Any]]) -> RemoteStatus:
             from mpizero.comm.status.remote_status import RemoteStatus
 
-            remote_status = make_on_all(ask, lambda gather: RemoteStatus(status_board, host, gather), warn_once)
+            return RemoteStatus(status_board, host, gather)
+
+        remote_status = make_on_all(ask, opened, warn_once) if len(set(hosts.values())) > 1 else None
         self.groups = sorted([*self.groups, PeerGroup(ranks, control, status_board, remote_status)], key=_size)
 
     def remove_group(self, members: Sequence[int], *, free: bool) -> None:

@@ -122,7 +122,7 @@ class VirtualRanks:
             else:
                 received[target] = tuple(namespace(x).array(x) for x in brought)
         coming = dict(requests)
-        return [coming.get(member) or _Arrived(received[member]) for member in range(self.hosted)]
+        return [coming.get(member) or Arrived(received[member]) for member in range(self.hosted)]
 
     def _sum(self, terms: Sequence[Array]) -> Array:
         """Return the sum of this rank's terms, in the tree's order, as a new contiguous array."""
@@ -136,7 +136,7 @@ class VirtualRanks:
         return tuple(sum(sizes[first : first + self.hosted]) for first in range(0, self.tiles, self.hosted))
 
 
-class _Arrived(NamedTuple):
+class Arrived(NamedTuple):
     """Hold the arrays of a shift within this rank; implements :class:`mpizero.types.ShiftRequest`."""
 
     arrays: tuple[Array, ...]
