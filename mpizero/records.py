@@ -25,10 +25,9 @@ else:
         own = {name for name, value in vars(kind).items() if value is not None}
         made = dataclasses.dataclass(kind, **options | {"eq": False, "repr": False})
         names = [field.name for field in dataclasses.fields(made) if field.compare]
-        one = staticmethod(
-            lambda self: tuple(getattr(self, name) for name in names)
-        )  # of one field attrgetter makes none
-        made._compared = attrgetter(*names) if len(names) > 1 else one
+        # attrgetter makes a tuple of several fields only
+        few = staticmethod(lambda self: tuple(getattr(self, name) for name in names))
+        made._compared = attrgetter(*names) if len(names) > 1 else few
         for name, method in (("__eq__", _equal), ("__hash__", _hash), ("__repr__", _text)):
             if name not in own:
                 setattr(made, name, method)
