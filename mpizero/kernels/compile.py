@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.kernels import cache, objects, pool, processor
+from mpizero.kernels import cache, object_files, pool, processor
 from mpizero.kernels.signature import Parameter, Signature
 
 _PACKAGE = "mpizero.kernels."
@@ -165,11 +165,11 @@ class Kernel:
     def _load(self, dtype: str) -> Callable[..., Any]:
         entry = self._entry(dtype)
         if self._cached:
-            path = cache.folder(processor.cpu_name()) / f"{entry}.o"
+            path = cache.folder(processor.cpu_identity()) / f"{entry}.o"
             code = cache.load_or_build(path, lambda: self._build(dtype))
         else:
             code = self._build(dtype)
-        self._code.append(objects.Native(self.name, code, entry))
+        self._code.append(object_files.Native(self.name, code, entry))
         call: Callable[..., Any] = self._code[-1].call
         return call
 

@@ -1,10 +1,10 @@
-"""Turn a kernel's LLVM code into a Python builtin, without numba at run time.
+"""Compile a kernel's LLVM code to an object file that needs no numba at run time.
 
 Importing numba takes 0.4 s, and unpickling a cached kernel some 10 ms more. With eight ranks on two cores that is
 longer than the first training step. So numba is imported only to compile a kernel. The machine code of the kernel is
 stored as an object file, together with that of an *entry function*, which Python calls, and which reads the memory of
-NumPy's arrays itself and releases Python's interpreter lock (loading it: :mod:`mpizero.kernels.objects`). A call takes
-less time than through numba's dispatcher.
+NumPy's arrays itself and releases Python's interpreter lock. A call takes less time than through numba's dispatcher.
+:mod:`mpizero.kernels.object_files` loads the file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpizero.kernels import processor
-from mpizero.kernels.objects import ALIGNED, C_CONTIGUOUS, WRITEABLE, ArrayLayout, address_of
+from mpizero.kernels.object_files import ALIGNED, C_CONTIGUOUS, WRITEABLE, ArrayLayout, address_of
 from mpizero.kernels.signature import Parameter, Signature
 
 _LLVM_TYPES = {"i8": "i64", "u8": "i64", "i4": "i32", "u4": "i32", "f8": "double", "f4": "float", "bool": "i8"}

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import mmap
 import struct
+from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -22,11 +23,11 @@ _METH_FASTCALL = 0x80
 _ELF64, _X86_64 = b"\x7fELF\x02\x01", 62
 _CONTENTS, _SYMBOLS, _RELOCATIONS, _UNWINDING, _ABSOLUTE = 1, 2, 4, 0x70000001, 1
 _WRITABLE, _IN_MEMORY = 0x1, 0x2
-#: name, kind, flags, address, offset, size, section of names, section that is changed, alignment, size of an entry
+_Section = namedtuple("_Section", "name kind flags address offset size link target align entry_size")
 _SECTION = np.dtype("<u4, <u4, <u8, <u8, <u8, <u8, <u4, <u4, <u8, <u8")
-#: name, kind, visibility, section (0: of another file), value, size
+_Symbol = namedtuple("_Symbol", "name kind visibility section value size")  # section 0: it is in another file
 _SYMBOL = np.dtype("<u4, u1, u1, <u2, <u8, <u8")
-#: offset, kind, symbol, addend
+_Relocation = namedtuple("_Relocation", "offset kind symbol addend")
 _RELOCATION = np.dtype("<u8, <u4, <u4, <i8")
 
 
@@ -121,61 +122,61 @@ class _ObjectFile:
     size : int
         Bytes of the image.
     relocations : list of tuple
-        Of each address that is to be written: its place in the image, kind, symbol and addend.
-    plain : bool
+        Place in the image, and record, of each address that is to be written.
+    supported : bool
         Whether all that belongs into memory is contents that do not change, and all addresses are absolute.
     """
 
     def __init__(self, code: bytes) -> None:
         self._code = code
         (start,), (count,) = struct.unpack_from("<Q", code, 40), struct.unpack_from("<H", code, 60)
-        self._sections = np.frombuffer(code, _SECTION, count, start).tolist()
+        self._sections = [_Section(*row) for row in np.frombuffer(code, _SECTION, count, start).tolist()]
         self.places: dict[int, int] = {}
-        self.size, self.plain = 0, True
-        for number, (_, kind, flags, _, _, size, _, _, align, _) in enumerate(self._sections):
-            if flags & _IN_MEMORY and size and kind != _UNWINDING:
-                self.plain &= kind == _CONTENTS and not flags & _WRITABLE
-                self.places[number] = -(-self.size // align) * align
-                self.size = self.places[number] + size
-        table = next(section for section in self._sections if section[1] == _SYMBOLS)
-        self._names = self._sections[table[6]][4]
-        self._symbols = self._records(_SYMBOL, table)
+        self.size, self.supported = 0, True
+        for number, section in enumerate(self._sections):
+            if section.flags & _IN_MEMORY and section.size and section.kind != _UNWINDING:
+                self.supported &= section.kind == _CONTENTS and not section.flags & _WRITABLE
+                self.places[number] = -(-self.size // section.align) * section.align
+                self.size = self.places[number] + section.size
+        table = next(section for section in self._sections if section.kind == _SYMBOLS)
+        self._names = self._sections[table.link].offset
+        self._symbols = [_Symbol(*row) for row in self._rows(_SYMBOL, table)]
         self.relocations = [
-            (self.places[section[7]] + offset, *record)
+            (self.places[section.target] + row[0], _Relocation(*row))
             for section in self._sections
-            if section[1] == _RELOCATIONS and section[7] in self.places
-            for offset, *record in self._records(_RELOCATION, section)
+            if section.kind == _RELOCATIONS and section.target in self.places
+            for row in self._rows(_RELOCATION, section)
         ]
-        known = {0, *self.places}
-        self.plain &= all(kind == _ABSOLUTE and self._symbols[one][3] in known for _, kind, one, _ in self.relocations)
+        for _, record in self.relocations:
+            self.supported &= record.kind == _ABSOLUTE and self._symbols[record.symbol].section in {0, *self.places}
 
-    def _records(self, kind: np.dtype[Any], section: tuple[int, ...]) -> list[tuple[int, ...]]:
-        found: list[tuple[int, ...]] = np.frombuffer(self._code, kind, section[5] // kind.itemsize, section[4]).tolist()
+    def _rows(self, kind: np.dtype[Any], section: _Section) -> Any:
+        return np.frombuffer(self._code, kind, section.size // kind.itemsize, section.offset).tolist()
+
+    def _address(self, symbol: _Symbol, base: int) -> int:
+        if symbol.section:
+            return base + self.places[symbol.section] + int(symbol.value)
+        name = self._name(symbol)
+        if not (found := address_of(name)):
+            raise RuntimeError(f"machine code needs the function {name}, which this process has not")
         return found
 
-    def _address(self, symbol: tuple[int, ...], base: int) -> int:
-        name, _, _, section, value, _ = symbol
-        if section:
-            return base + self.places[section] + value
-        if not (found := address_of(self._name(name))):
-            raise RuntimeError(f"machine code needs the function {self._name(name)}, which this process has not")
-        return found
-
-    def _name(self, place: int) -> str:
-        start = self._names + place
+    def _name(self, symbol: _Symbol) -> str:
+        start = self._names + symbol.name
         return self._code[start : self._code.index(0, start)].decode()
 
     def write(self, memory: mmap.mmap, base: int) -> None:
         """Write the image into memory, which begins at the address ``base``."""
         for number, place in self.places.items():
-            offset, size = self._sections[number][4:6]
-            memory[place : place + size] = self._code[offset : offset + size]
-        for place, _, symbol, addend in self.relocations:
-            struct.pack_into("<Q", memory, place, self._address(self._symbols[symbol], base) + addend)
+            section = self._sections[number]
+            memory[place : place + section.size] = self._code[section.offset : section.offset + section.size]
+        for place, record in self.relocations:
+            address = self._address(self._symbols[record.symbol], base) + record.addend
+            struct.pack_into("<Q", memory, place, address)
 
     def address(self, function: str, base: int) -> int:
         """Return the address of a function of the file in an image at the address ``base``."""
-        return next(self._address(s, base) for s in self._symbols if s[3] and self._name(s[0]) == function)
+        return next(self._address(s, base) for s in self._symbols if s.section and self._name(s) == function)
 
 
 def _place(code: bytes, entry: str) -> int | None:
@@ -186,7 +187,7 @@ def _place(code: bytes, entry: str) -> int | None:
     if code[:6] != _ELF64 or struct.unpack_from("<H", code, 18)[0] != _X86_64:
         return None
     file = _ObjectFile(code)
-    if not file.plain:
+    if not file.supported:
         return None
     memory = mmap.mmap(-1, file.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))  # never freed, because a kernel may still be running

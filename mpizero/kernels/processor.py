@@ -28,7 +28,7 @@ def _described() -> dict[str, str]:
     return found if len(found) == len(_IDENTITY) and os.uname().machine == "x86_64" else {}
 
 
-def cpu_name() -> str:
+def cpu_identity() -> str:
     """Return a text that differs where other machine code is compiled, as far as Linux and NumPy tell features.
 
     NumPy asks the CPU itself, so an emulator that has fewer features than the machine has another text.

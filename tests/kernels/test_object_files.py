@@ -12,7 +12,7 @@ import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
-from mpizero.kernels import cache, objects, processor
+from mpizero.kernels import cache, object_files, processor
 from mpizero.kernels.cpu import loss, optimizer
 
 on_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="LLVM loads the code of other processors")
@@ -21,11 +21,11 @@ on_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="LLVM loads t
 def code_of(kernel):
     kernel.load("f")
     entry = kernel._entry("f4")
-    return cache._read(cache.folder(processor.cpu_name()) / f"{entry}.o"), entry
+    return cache._read(cache.folder(processor.cpu_identity()) / f"{entry}.o"), entry
 
 
 def called(address, *args):
-    method = objects._MethodDef(b"kernel", address, objects._METH_FASTCALL, None)
+    method = object_files._MethodDef(b"kernel", address, object_files._METH_FASTCALL, None)
     new = ctypes.pythonapi.PyCFunction_NewEx
     new.restype, new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)
     assert new(ctypes.addressof(method), np.ndarray, None)(*args) is None
@@ -36,6 +36,13 @@ def compiled(text, **how):
     processor.initialized_llvm()
     machine = llvm.Target.from_default_triple().create_target_machine(**how)
     return machine.emit_object(llvm.parse_assembly(f'target triple = "{machine.triple}"\n{text}'))
+
+
+def process_with_sgd(before, after=""):
+    """Run a process that imports a kernel, then does ``before``, calls the kernel, and does ``after``."""
+    call = "optimizer.sgd(np.ones(5, 'f'), np.ones(5, 'f'), np.zeros(2, 'f'), 0, 5)"
+    program = "\n".join(["import numpy as np; from mpizero.kernels.cpu import optimizer", before, call, after])
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
 
 
 def problem(kernel):
@@ -51,8 +58,8 @@ def problem(kernel):
 def test_a_placed_kernel_computes_the_bits_of_one_that_llvm_has_loaded(kernel):
     code, entry = code_of(kernel)
     ours, theirs = problem(kernel), problem(kernel)
-    called(objects._place(code, entry), *ours)
-    called(objects._place_by_llvm(code, entry), *theirs)
+    called(object_files._place(code, entry), *ours)
+    called(object_files._place_by_llvm(code, entry), *theirs)
     assert all(a.tobytes() == b.tobytes() for a, b in zip(ours, theirs, strict=True) if isinstance(a, np.ndarray))
     assert any(a.tobytes() != np.asarray(b).tobytes() for a, b in zip(ours, problem(kernel), strict=True))
 
@@ -60,19 +67,14 @@ def test_a_placed_kernel_computes_the_bits_of_one_that_llvm_has_loaded(kernel):
 @on_x86
 def test_no_kernel_that_was_ever_compiled_here_needs_llvm():
     code_of(optimizer.sgd)
-    files = list(cache.folder(processor.cpu_name()).glob("*.o"))
-    assert all(objects._place(cache._read(file), file.stem) for file in files)
+    files = list(cache.folder(processor.cpu_identity()).glob("*.o"))
+    assert all(object_files._place(cache._read(file), file.stem) for file in files)
 
 
 @on_x86
 def test_a_process_that_loads_kernels_does_not_load_llvm():
     code_of(optimizer.sgd)
-    program = (
-        "import sys; import numpy as np; from mpizero.kernels.cpu import optimizer\n"
-        "optimizer.sgd(np.ones(5, 'f'), np.ones(5, 'f'), np.zeros(2, 'f'), 0, 5)\n"
-        "print({'llvmlite', 'numba'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = process_with_sgd("import sys", "print({'llvmlite', 'numba'} & set(sys.modules))")
     assert done.stdout == "set()\n"
 
 
@@ -89,15 +91,15 @@ declare ptr @PyLong_FromLongLong(i64)
 
 def test_code_whose_addresses_are_not_absolute_is_left_to_llvm():
     code = compiled(RELATIVE, reloc="pic", codemodel="small", jit=True)
-    assert objects._place(code, "answer") is None
-    function = ctypes.PYFUNCTYPE(ctypes.py_object)(objects._place_by_llvm(code, "answer"))
+    assert object_files._place(code, "answer") is None
+    function = ctypes.PYFUNCTYPE(ctypes.py_object)(object_files._place_by_llvm(code, "answer"))
     assert function() == 42
 
 
 @on_x86
 def test_data_and_functions_are_found_wherever_the_image_lies():
     code = compiled(RELATIVE.replace("internal global", "internal constant"), reloc="static", codemodel="large")
-    places = {objects._place(code, "answer") for _ in range(3)}
+    places = {object_files._place(code, "answer") for _ in range(3)}
     assert len(places) == 3
     assert [ctypes.PYFUNCTYPE(ctypes.py_object)(place)() for place in places] == [42] * 3
 
@@ -106,29 +108,26 @@ def test_data_and_functions_are_found_wherever_the_image_lies():
 @pytest.mark.parametrize("kind", ["internal global i64 42", "internal global i64 0", "common global i64 0"])
 def test_data_that_may_change_is_left_to_llvm(kind):
     text = RELATIVE.replace("internal global i64 42", kind)
-    assert objects._place(compiled(text, reloc="static", codemodel="large"), "answer") is None
+    assert object_files._place(compiled(text, reloc="static", codemodel="large"), "answer") is None
 
 
 @on_x86
 def test_a_function_that_no_library_has_is_named():
     text = "declare void @no_such_function()\ndefine void @go() {\n call void @no_such_function()\n ret void\n}"
     with pytest.raises(RuntimeError, match="no_such_function"):
-        objects._place(compiled(text, reloc="static", codemodel="large"), "go")
+        object_files._place(compiled(text, reloc="static", codemodel="large"), "go")
 
 
 def test_a_file_of_another_processor_is_left_to_llvm():
-    assert objects._place(b"\x7fELF\x02\x01" + bytes(12) + b"\xb7\x00" + bytes(44), "go") is None
+    assert object_files._place(b"\x7fELF\x02\x01" + bytes(12) + b"\xb7\x00" + bytes(44), "go") is None
 
 
 @on_x86
 def test_where_written_code_may_not_run_the_error_says_what_to_do():
     code_of(optimizer.sgd)
-    program = (
-        "import ctypes, sys; import numpy as np; from mpizero.kernels.cpu import optimizer\n"
-        "if ctypes.CDLL(None).prctl(65, 1, 0, 0, 0): sys.exit('skipped')  # PR_SET_MDWE of Linux 6.3\n"
-        "optimizer.sgd(np.ones(5, 'f'), np.ones(5, 'f'), np.zeros(2, 'f'), 0, 5)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    # PR_SET_MDWE of Linux 6.3
+    forbid = "import ctypes, sys\nif ctypes.CDLL(None).prctl(65, 1, 0, 0, 0): sys.exit('skipped')"
+    done = process_with_sgd(forbid)
     if "skipped" in done.stderr:
         pytest.skip("the kernel cannot forbid it")
     assert "PermissionError" in done.stderr
@@ -149,8 +148,8 @@ def test_where_the_system_tells_nothing_llvm_is_asked(monkeypatch):
     processor._described.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(builtins, "open", refused)
-        asked, name = processor.cpu_features(), processor.cpu_name()
+        asked, name = processor.cpu_features(), processor.cpu_identity()
     processor._described.cache_clear()
     assert {"fma", "avx512f", "neon"} & asked == {"fma", "avx512f", "neon"} & expected
     assert llvm.get_host_cpu_name() in name
-    assert name != processor.cpu_name() or platform.machine() != "x86_64"
+    assert name != processor.cpu_identity() or platform.machine() != "x86_64"

@@ -195,7 +195,7 @@ def try_kernel() -> tuple[str, CacheFolder | None, float]:
 
     started = time.perf_counter()
     try:
-        place = cache.find_folder(processor.cpu_name())
+        place = cache.find_folder(processor.cpu_identity())
         if not os.access(place.path, os.W_OK | os.X_OK):
             return f"{place.path} cannot be written", place, 0.0
         x = np.arange(5, dtype=np.float32)
