@@ -103,7 +103,8 @@ def is_rank(environment: Mapping[str, str]) -> bool:
     """
     process, _, way = environment.get(RANK_PROCESS, "").partition(" ")
     own, _, here = mark(environment).partition(" ")
-    return (process in ("", own) or way != here) and _has_socket(environment) and not _below_mpi(environment)
+    open_here = not environment.get("PMI_FD", "").isdecimal() or _socket(environment) is not None
+    return (process in ("", own) or way != here) and open_here and not _below_mpi(environment)
 
 
 def mark(environment: Mapping[str, str]) -> str:
@@ -114,10 +115,6 @@ def mark(environment: Mapping[str, str]) -> str:
 def _way(environment: Mapping[str, str], process: int | None = None) -> str:
     names = ("PMIX_NAMESPACE", "PMI_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
     return " ".join([*(environment.get(name, "-") for name in names), str(_socket(environment, process))])
-
-
-def _has_socket(environment: Mapping[str, str]) -> bool:
-    return not environment.get("PMI_FD", "").isdecimal() or _socket(environment) is not None
 
 
 def _socket(environment: Mapping[str, str], process: int | None = None) -> int | None:

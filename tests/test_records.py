@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import pickle
 from typing import Any
 
@@ -70,6 +71,51 @@ def test_users_derive_dataclasses_copy_pickle_and_replace_them():
         assert dataclasses.replace(value, name="c").name == "c"
         with pytest.raises(dataclasses.FrozenInstanceError):
             value.name = "d"
+
+
+@pytest.mark.parametrize("options", [{"frozen": True}, {"frozen": True, "kw_only": True}])
+def test_parameters_checks_and_frozen_fields_are_those_of_python(options):
+    def outcomes(decorate):
+        @decorate(**options)
+        class Point:
+            """Hold a point."""
+
+            x: int
+            y: float = 2.0
+            label: str = "p"
+
+            def __post_init__(self):
+                if self.x < 0:
+                    raise ValueError("x < 0")
+
+        class Plain(Point):
+            pass
+
+        def attempt(action, *words, **named):
+            try:
+                return repr(action(*words, **named)).replace(Point.__qualname__, "Point")
+            except Exception as error:
+                return f"{type(error).__name__}: {error}".replace(Point.__qualname__, "Point")
+
+        yield str(inspect.signature(Point)), Point.__match_args__, Point.y, dataclasses.fields(Point)[0].type
+        made, derived = Point(x=1), Plain(x=1)
+        yield [attempt(Point, *words) for words in ((), (1,), (1, 3.0), (1, 3.0, "q"), (1, 2, 3, 4))]
+        yield [attempt(Point, **named) for named in ({"y": 1}, {"x": 1, "label": "q"}, {"x": -1}, {"x": 1, "z": 1})]
+        yield [attempt(setattr, value, name, 5) for value in (made, derived) for name in ("x", "new")]
+        yield [attempt(delattr, value, name) for value in (made, derived) for name in ("x", "new", "absent")]
+        yield sorted(vars(made).items()), sorted(vars(derived).items())
+        yield attempt(lambda: decorate(frozen=False)(type("Thawed", (Point,), {})))
+
+    assert [*outcomes(dataclass)] == [*outcomes(dataclasses.dataclass)]
+
+
+def test_a_field_without_default_cannot_follow_one_with_a_default():
+    class Wrong:
+        x: int = 1
+        y: int
+
+    with pytest.raises((TypeError, SyntaxError), match=r"non-default|without a default"):
+        dataclass(frozen=True)(Wrong)
 
 
 def test_methods_of_a_class_are_kept():

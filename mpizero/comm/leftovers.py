@@ -11,12 +11,8 @@ import contextlib
 import errno
 import fcntl
 import os
-import re
-import shutil
 import signal
-import socket
 import stat
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,8 +20,8 @@ from typing import NamedTuple
 
 #: Folder in which most MPI libraries keep windows and queues.
 SHARED_FOLDER = "/dev/shm"
-#: Names of the shared-memory files of MPI libraries and of mpizero.
-_NAMES = re.compile(r"(mpich_|MPI|vader_segment|sm_segment|osc_|psm2?_|ucx_shm|mpizero-).*")
+#: What the names of the shared-memory files of MPI libraries and of mpizero begin with.
+_NAMES = ("mpich_", "MPI", "vader_segment", "sm_segment", "osc_", "psm_", "psm2_", "ucx_shm", "mpizero-")
 #: Seconds since its last change before a file counts as left behind.
 AGE = 300.0
 
@@ -57,7 +53,7 @@ def leftovers(folder: str = SHARED_FOLDER, age: float = AGE) -> list[Leftover]:
     found = []
     with contextlib.suppress(OSError):
         for path in sorted(Path(folder).iterdir()):
-            if _NAMES.fullmatch(path.name) and (nbytes := _mine(path)) is not None:
+            if path.name.startswith(_NAMES) and (nbytes := _mine(path)) is not None:
                 with _unused(path) as why:
                     if why is not None:
                         found.append(Leftover(str(path), nbytes, why or _too_young(path, age)))
@@ -71,7 +67,9 @@ def session_folders(folder: str | None = None, age: float = AGE) -> list[Leftove
     session folder is set if the use of a file in it cannot be determined, or if the folder was changed less than
     ``age`` seconds ago.
     """
-    top = Path(folder or tempfile.gettempdir()) / f"ompi.{socket.gethostname()}.{os.getuid()}"
+    import tempfile
+
+    top = Path(folder or tempfile.gettempdir()) / f"ompi.{os.uname().nodename}.{os.getuid()}"
     found = []
     with contextlib.suppress(OSError):
         for path in sorted(top.glob("pid.*")):
@@ -91,6 +89,8 @@ def remove(found: Sequence[Leftover]) -> tuple[list[Leftover], list[Leftover]]:
 
     Each file is checked again before it is removed. ``spared`` of the kept ones says why they were kept.
     """
+    import shutil
+
     gone: list[Leftover] = []
     spared: list[Leftover] = []
     for leftover in found:

@@ -20,7 +20,6 @@ method is compared instead of the fields of an object.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import hashlib
@@ -168,7 +167,8 @@ class Fingerprint:
         if kind not in self._hidden:
             file = getattr(sys.modules.get(kind.__module__), "__file__", None)
             bare = not kind.__dictoffset__ and not any("__slots__" in vars(base) for base in kind.__mro__)
-            record = is_dataclass(kind) or issubclass(kind, types.SimpleNamespace | argparse.Namespace)
+            namespace = getattr(sys.modules.get("argparse"), "Namespace", types.SimpleNamespace)
+            record = is_dataclass(kind) or issubclass(kind, types.SimpleNamespace | namespace)
             self._hidden[kind] = bare or ((file is None or is_standard(file)) and not record)
         return self._hidden[kind]
 

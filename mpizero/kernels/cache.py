@@ -123,10 +123,11 @@ def find_folder(cpu: str) -> CacheFolder:
         If no folder can be made; the message names those that were tried.
     """
     digest = hashlib.sha256()
-    package = Path(__file__).parent
-    for source in sorted(package.rglob("*.py")):
-        digest.update(f"{source.relative_to(package).as_posix()}\n".encode())
-        digest.update(source.read_bytes())
+    package = os.path.dirname(__file__)
+    for where, _, names in sorted(os.walk(package)):
+        for name in sorted(name for name in names if name.endswith(".py")):
+            digest.update(f"{where.removeprefix(package)}/{name}\n".encode())
+            digest.update(Path(where, name).read_bytes())
     for compiler in ("numba", "llvmlite"):
         digest.update(_version_file(compiler))
     settings = sorted((k, v) for k, v in os.environ.items() if k.startswith("NUMBA_") and k not in _OTHER_SETTINGS)

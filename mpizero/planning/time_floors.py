@@ -65,17 +65,16 @@ class TimeFloors:
         traffic = self.plan.traffic(rank)
         passes, sent = StepPasses(traffic), traffic.sent()
         forward, backward = self._work(traffic)
-        inside = [name for name in ("tensor", "context") if name in sent]
-        agreed = [name for name in ("samples", "norms", "control") if name in sent]
+        products = tensor_work(traffic) / self.machine.rate(self.ranks_per_node)
         found = {
             "forward": forward,
             "backward": backward,
-            "layers' messages": sum(self._purpose(name, sent[name]) for name in inside) + self._windows(traffic),
+            "layers' messages": self._purposes(sent, "tensor", "context") + self._windows(traffic),
             "local sums": self._passes(passes.local_sums()),
             "reduction": self._passes(passes.reduction()) + self._reduction(traffic, sent),
-            "optimizer": self._passes(passes.optimizer()) + self._tensors(traffic, sent),
+            "optimizer": self._passes(passes.optimizer()) + products + self._purposes(sent, "whole tensors"),
             "publication": self._publication(traffic),
-            "agreement": sum(self._purpose(name, sent[name]) for name in agreed),
+            "agreement": self._purposes(sent, "samples", "norms", "control"),
             "waiting": self._bubble(traffic),
         }
         return {phase: found[phase] for phase in PHASES}
@@ -120,8 +119,8 @@ class TimeFloors:
                 found += times * (moved + copies.barriers * self.machine.seconds("barrier", 0))
         return found
 
-    def _purpose(self, purpose: str, sent: Sent) -> float:
-        return self._messages(_OPERATIONS.get(purpose, "gather"), sent)
+    def _purposes(self, sent: dict[str, Sent], *names: str) -> float:
+        return sum(self._messages(_OPERATIONS.get(name, "gather"), sent[name]) for name in names if name in sent)
 
     def _exchanges(self, operation: str, exchanges: Iterable[ExchangeCost]) -> float:
         alike = Counter(e.sent for e in exchanges).items()
@@ -129,18 +128,12 @@ class TimeFloors:
 
     def _reduction(self, traffic: RankTraffic, sent: dict[str, Sent]) -> float:
         """Return the seconds of the messages that sum gradients over ranks, and of a node's barriers before sums."""
-        ties = self._purpose("ties", sent["ties"]) if "ties" in sent else 0.0
         rows = self._exchanges("exchange", traffic.reductions()) + self._exchanges("gather", traffic.replications())
         times = 1
         if traffic.training.step.waves:
             waves = traffic.training.step.wave_plan(traffic.grid).waves
             times = len(waves) * len(traffic.part.layout.units)
-        return rows + ties + times * self._barrier(traffic)
-
-    def _tensors(self, traffic: RankTraffic, sent: dict[str, Sent]) -> float:
-        """Return the seconds of the products that update whole tensors, and of their messages."""
-        messages = self._purpose("whole tensors", sent["whole tensors"]) if "whole tensors" in sent else 0.0
-        return tensor_work(traffic) / self.machine.rate(self.ranks_per_node) + messages
+        return rows + self._purposes(sent, "ties") + times * self._barrier(traffic)
 
     def _publication(self, traffic: RankTraffic) -> float:
         """Return the seconds of the messages that send updated parameters and gather units, and of one barrier.

@@ -30,11 +30,6 @@ from mpizero.signatures import writes_in_place
 from mpizero.types import BlockModel, Run
 
 
-def _at_once(nbytes: int) -> float:
-    """Return 0 seconds as the time of a message of any size."""
-    return 0.0
-
-
 @dataclass(frozen=True)
 class RankPlan:
     """Hold what one rank keeps in memory, sends and computes in a step.
@@ -144,7 +139,7 @@ class TrainingPlan:
     y: Any
     loss_scale: bool = False
     rate: float = 1.0
-    message: Callable[[int], float] = _at_once
+    message: Callable[[int], float] = lambda nbytes: 0.0
     tries: bool = True
 
     @cached_property

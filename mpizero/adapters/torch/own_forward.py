@@ -135,12 +135,9 @@ class _Trace:
 
     def _ends(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if self.found is None:
-            self._from, self._x = f"the output of block {self._names[self._next]!r}", map_leaves(_clone, output)
+            self._from = f"the output of block {self._names[self._next]!r}"
+            self._x = map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, output)
             self._next += 1
-
-
-def _clone(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _bound(module: torch.nn.Module, args: Any, named: Any) -> dict[str, Any]:

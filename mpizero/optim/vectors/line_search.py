@@ -184,7 +184,8 @@ class LineSearch:
 
 def _trial_step(best: Point, other: Point, here: Point, *, bracketed: bool, least: float, most: float) -> float:
     """Return the next step, from the ends of the interval and the last step (section 4, cases 1 to 4)."""
-    cubic, secant = _cubic(best, here), _secant(best, here)
+    cubic, fall = _cubic(best, here), best.slope - here.slope
+    secant = here.step + here.slope / fall * (here.step - best.step) if fall else math.inf
     if here.value > best.value:
         length = here.step - best.step
         quadratic = best.step + 0.5 * length * best.slope / (best.slope - (here.value - best.value) / length)
@@ -212,8 +213,3 @@ def _cubic(a: Point, b: Point) -> float:
     root = math.copysign(root, a.step - b.step)
     below = 2.0 * root - b.slope + a.slope
     return b.step + (root - b.slope + theta) / below * (a.step - b.step) if below else a.step
-
-
-def _secant(a: Point, b: Point) -> float:
-    """Return the step at which the line through two points' slopes is zero."""
-    return b.step + b.slope / (a.slope - b.slope) * (b.step - a.step) if a.slope != b.slope else math.inf

@@ -239,7 +239,8 @@ def _lines(table: LayoutTable) -> Iterator[str]:
         yield f"{place:20}counted " + _figures(row.held, (row.pss_at_rest, row.pss_in_step), row.sent, row.messages)
         yield f"{'':20}planned " + _figures(row.planned, (None, most), row.planned_sent, row.planned_messages)
     counted = PARTS[:-1] if table.not_counted else PARTS
-    worst = ", ".join(f"{part} {100 * _deviation(table.rows, part):.2f} %" for part in counted)
+    far = {p: max(abs(row.held[p] - row.planned[p]) / max(row.planned[p], 1) for row in table.rows) for p in counted}
+    worst = ", ".join(f"{part} {100 * share:.2f} %" for part, share in far.items())
     if table.not_counted:
         yield f"neither counted nor planned: arrays of the model's own passes ({table.not_counted})"
     yield f"largest difference between counted and planned: {worst}"
@@ -256,10 +257,6 @@ def _figures(held: dict[str, int], pss: tuple[int | None, int], sent: int, messa
     moving = (kept, None if kept is None else rest + kept, pss[1], sent)
     shown = "".join(f"{'' if size is None else f'{size / 1e6:.3f}':>11}" for size in (*parts, *moving))
     return f"{shown}{messages:11}"
-
-
-def _deviation(rows: Sequence[RankRow], part: str) -> float:
-    return max(abs(row.held[part] - row.planned[part]) / max(row.planned[part], 1) for row in rows)
 
 
 def as_json(tables: Sequence[LayoutTable]) -> str:

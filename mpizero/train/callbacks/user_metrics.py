@@ -119,7 +119,8 @@ class UserMetrics:
         found: dict[str, float | None] = {}
         for name in self._metrics:
             pairs = [pair for sums in everyone for pair in sums[name]]
-            total, weight = (_exact_sum([pair[place] for pair in pairs]) for place in (0, 1))
+            finite = all(math.isfinite(value) for pair in pairs for value in pair)
+            total, weight = (math.fsum(pair[place] for pair in pairs) if finite else math.nan for place in (0, 1))
             value = total / weight if weight else math.nan
             found[name] = value if math.isfinite(value) else None
         # The groups of a split model have computed the same: all go on with the values of one.
@@ -130,11 +131,6 @@ class UserMetrics:
 def _part(samples: tuple[Any, Any], start: int, count: int) -> tuple[Any, Any]:
     x, y = (map_arrays(lambda leaf: leaf[start : start + count], values) for values in samples)
     return x, y
-
-
-def _exact_sum(values: list[float]) -> float:
-    """Return the sum, rounded once; NaN if a value is not finite."""
-    return math.fsum(values) if all(map(math.isfinite, values)) else math.nan
 
 
 def _checked(name: str, found: Any) -> tuple[float, float]:

@@ -142,7 +142,7 @@ def build_parser() -> argparse.ArgumentParser:
     parsers.add_doctor(commands, _doctor)
     for one in (new_command, replay_command, ensemble_command, report_command, watch_command):
         one.add_command(commands, partial(_on_first_rank, one.run))
-    bench_command.add_command(commands, _bench)
+    bench_command.add_command(commands, lambda asked: bench_command.run(asked, lambda: _world(asked), _threads()))
     checkpoint_command.add_command(commands, lambda options: _on_first_rank(options.tool, options))
     complete = partial(_on_first_rank, lambda options: completion_command.run(options, parser))
     completion_command.add_command(commands, complete)
@@ -273,10 +273,6 @@ def _doctor(options: argparse.Namespace) -> int:
     if rank == 0:
         print(text, flush=True)
     return examination.exit_status(findings)
-
-
-def _bench(options: argparse.Namespace) -> int:
-    return bench_command.run(options, lambda: _world(options), _threads())
 
 
 # ------------------------------------------------------------------ surroundings

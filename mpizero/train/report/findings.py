@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from mpizero.train.number_format import amount, duration
 from mpizero.train.record.events import VisitStart
@@ -259,7 +259,8 @@ def _compared(found: MemoryTable, where: str) -> Iterator[str]:
     if not whole:
         return
     worst, rank = max(whole)
-    parts = _enumerated([part for part in found.compared if part in found.parts])
+    *first, final = [part for part in found.compared if part in found.parts] or [""]
+    parts = f"{', '.join(first)} and {final}" if first else final
     if worst == 0:
         text = f"{parts}{where} took the memory that was planned, to the byte, on every rank."
     else:
@@ -274,10 +275,6 @@ def _compared(found: MemoryTable, where: str) -> Iterator[str]:
         size, planned = found.counted[part][most], totals[most][0]
         text = f"{part}{where} are not in the plan, and take {amount(size)}B on rank {most}"
         yield text[:1].upper() + text[1:] + (f", {percent(size / planned)} more." if planned else ".")
-
-
-def _enumerated(names: Sequence[str]) -> str:
-    return ", ".join(names[:-1]) + " and " + names[-1] if len(names) > 1 else "".join(names)
 
 
 def _checkpoints(history: RunHistory) -> Iterator[str]:
