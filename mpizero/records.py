@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Set
 from operator import attrgetter
 from reprlib import recursive_repr
 from typing import TYPE_CHECKING, Any
@@ -30,23 +29,20 @@ else:
         shared = {"eq": False, "repr": False, "init": left, "frozen": left}
         made = dataclasses.dataclass(kind, **options | shared)
         if not left:
-            _freeze(made, own)
+            _freeze(made)
         names = [field.name for field in dataclasses.fields(made) if field.compare]
         # attrgetter makes a tuple of several fields only
         few = staticmethod(lambda self: tuple(getattr(self, name) for name in names))
         made._compared = attrgetter(*names) if len(names) > 1 else few
-        for name, method in (
-            ("__eq__", _equal),
-            ("__hash__", lambda self: hash(self._compared(self))),
-            ("__repr__", _text),
-        ):
-            if name not in own:
-                setattr(made, name, method)
+        methods = {"__eq__": _equal, "__hash__": lambda self: hash(self._compared(self)), "__repr__": _text}
+        methods |= {} if left else {"__init__": _initializer(made)}
+        for name in methods.keys() - own:
+            setattr(made, name, methods[name])
         return made
 
 
-def _freeze(kind: Any, own: Set[str]) -> None:
-    """Give a dataclass ``__init__`` and make it frozen; an ``__init__`` whose name is in ``own`` is kept."""
+def _freeze(kind: Any) -> None:
+    """Make the objects of a dataclass refuse new values of their fields."""
 
     def checked(action: str, method: str) -> Any:
         def call(self: Any, name: str, *value: Any) -> None:
@@ -58,19 +54,18 @@ def _freeze(kind: Any, own: Set[str]) -> None:
 
     kind.__setattr__, kind.__delattr__ = checked("assign to", "__setattr__"), checked("delete", "__delattr__")
     kind.__dataclass_params__.frozen = kind.__dataclass_params__.init = True
-    if "__init__" not in own:
-        kind.__init__ = _initializer(kind)
 
 
 def _initializer(kind: type) -> Any:
     """Compile ``__init__`` of a dataclass whose fields are all its parameters."""
     fields = sorted(dataclasses.fields(kind), key=attrgetter("kw_only"))
+    first = len(fields) - sum(bool(field.kw_only) for field in fields)  # the first one that is given by its name only
     defaults = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
     words = [f"{field.name}=None" if field.name in defaults else field.name for field in fields]
-    words.insert(first := next((i for i, field in enumerate(fields) if field.kw_only), len(fields)), "*")
+    words[first:first] = ["*"] if first < len(fields) else []
     lines = [f"object.__setattr__(self, {field.name!r}, {field.name})" for field in fields]
     lines += ["self.__post_init__()"] if hasattr(kind, "__post_init__") else []
-    text = f"def __init__({', '.join(['self', *words]).removesuffix(', *')}):\n {'; '.join(lines) or 'pass'}"
+    text = f"def __init__(self, {', '.join(words)}):\n {'; '.join(lines) or 'pass'}"
     found: dict[str, Any] = {}
     exec(text, vars(sys.modules[kind.__module__]), found)
     function = found["__init__"]

@@ -146,6 +146,10 @@ class TiledBlock(Layer):
         """Describe the block's integer arrays. Not collective."""
         return layer_integers(self.forms[0])
 
+    @cached_property
+    def _has_integers(self) -> bool:
+        return bool(self.integers())
+
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Run the block forward for all tiles. Collective over the groups that the block is split over."""
         inputs: Any = x if self.takes_parts else self.grid.cut(x, run.length, self.entry)
@@ -201,7 +205,7 @@ class TiledBlock(Layer):
         found = [self._parameters.gradients(one) for one in held]
         targets = [target for row, _ in found for target in row]
         yield targets
-        if self.integers():
+        if self._has_integers:
             require_equal_integers(targets)
         for _, copies in found:
             self._parameters.collect(copies)
