@@ -10,13 +10,17 @@ import signal
 import socket
 import time
 from math import prod
+from types import SimpleNamespace
 
 import h5py
 import pytest
 
 from mpizero import checkpoint
+from mpizero.comm import as_communicator
 from mpizero.errors import ExitStatus
+from mpizero.train.run.recorder import RunRecorder
 from mpizero.train.run.run_folder import RunFolder, RunFolderError
+from mpizero.train.run.saver import SavedCheckpoint
 
 BESIDE = "checkpoint.asynchronous=true"
 
@@ -84,6 +88,18 @@ def test_a_run_whose_folder_is_removed_ends_with_one_error_on_all_ranks(mpizero)
     assert "run folder" in outcome.err or "was not written" in outcome.err
     # A save that had looked already when the folder went may make it anew; no later one goes on in there.
     assert len(list(run.glob("checkpoints/step_*"))) <= 1
+
+
+def test_a_folder_that_goes_while_a_save_is_recorded_is_named_as_the_runs(tmp_path):
+    folder = RunFolder(tmp_path / "run" / "checkpoints")
+    folder.open()
+    path = folder.checkpoints / "step_00000001"
+    path.mkdir()
+    recorder = RunRecorder(SimpleNamespace(loop=SimpleNamespace(steps=1)), folder, as_communicator("self"), {})
+    (tmp_path / "run").rename(tmp_path / "away")
+    with pytest.raises(RunFolderError, match=r"run folder .*run: has been removed since the run began"):
+        recorder.saved(SavedCheckpoint(1, str(path), 0.0, beside=False, best=False))
+    folder.close()
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_neither_taken_nor_passed_over(trained, on_threads):

@@ -143,19 +143,20 @@ class RunRecorder:
         if self.traces(step):
             self._record_phases(step, reading)
 
-    def saved(self, checkpoint: SavedCheckpoint) -> None:
+    def saved(self, saved: SavedCheckpoint) -> None:
         """Record a checkpoint that is complete."""
         with all_ranks(self._comm):
             if self._comm.rank == 0:
-                path = Path(checkpoint.path)
+                path, seconds = Path(saved.path), round(saved.seconds, 6)
+                try:
+                    nbytes = sum(file.stat().st_size for file in path.iterdir())
+                except OSError:
+                    self._folder.check()  # names the run's folder if that has gone
+                    raise
+                where = os.path.relpath(path, self._folder.root)
                 self._put(
                     CheckpointWrite(
-                        step=checkpoint.step,
-                        path=os.path.relpath(path, self._folder.root),
-                        bytes=sum(file.stat().st_size for file in path.iterdir()),
-                        seconds=round(checkpoint.seconds, 6),
-                        beside=checkpoint.beside,
-                        best=checkpoint.best,
+                        step=saved.step, path=where, bytes=nbytes, seconds=seconds, beside=saved.beside, best=saved.best
                     )
                 )
 
