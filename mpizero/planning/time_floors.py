@@ -136,10 +136,7 @@ class TimeFloors:
         return rows + self._purposes(sent, "ties") + times * self._barrier(traffic)
 
     def _publication(self, traffic: RankTraffic) -> float:
-        """Return the seconds of the messages that send updated parameters and gather units, and of one barrier.
-
-        Only the ranks of a node join the barrier.
-        """
+        """Return the seconds of messages that send parameters and gather units, and of one barrier of a node."""
         found = self._exchanges("gather", traffic.publications()) if traffic.training.row.shard_optimizer else 0.0
         return found + self._exchanges("gather", traffic.gathers()) + self._barrier(traffic)
 

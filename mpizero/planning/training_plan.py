@@ -30,6 +30,10 @@ from mpizero.signatures import writes_in_place
 from mpizero.types import BlockModel, Run
 
 
+def _at_once(nbytes: int) -> float:
+    return 0.0
+
+
 @dataclass(frozen=True)
 class RankPlan:
     """Hold what one rank keeps in memory, sends and computes in a step.
@@ -139,7 +143,7 @@ class TrainingPlan:
     y: Any
     loss_scale: bool = False
     rate: float = 1.0
-    message: Callable[[int], float] = lambda nbytes: 0.0
+    message: Callable[[int], float] = _at_once
     tries: bool = True
 
     @cached_property

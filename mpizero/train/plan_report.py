@@ -121,14 +121,12 @@ def _memory(plan: PlannedRun) -> str:
 
 def _messages(plan: PlannedRun) -> str:
     rows = _rows(plan, lambda rank: {purpose: sent.bytes for purpose, sent in rank.sent.items()})
-    text = _table(
-        plan,
-        "bytes that the busiest rank sends a step",
-        rows,
-        PURPOSES,
-        lambda rank: ("messages", f"{rank.messages:,}"),
-    )
+    text = _table(plan, "bytes that the busiest rank sends a step", rows, PURPOSES, _message_count)
     return f"{text}\nall ranks together {amount(sum(rank.bytes_sent for rank in plan.training.by_rank))}B"
+
+
+def _message_count(rank: RankPlan) -> tuple[str, str]:
+    return "messages", f"{rank.messages:,}"
 
 
 def _work(plan: PlannedRun) -> str:

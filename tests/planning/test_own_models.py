@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 import mpizero as mz
 from mpizero.errors import ConfigError
+from mpizero.planning.training_plan import TrainingPlan
 from mpizero.types import EVALUATE, Array, Init, ParameterSpec
 from tests.parallel.models import MEMORIES
 from tests.parallel.parallel_layouts import points
@@ -128,3 +130,12 @@ def test_products_of_a_users_layer_that_does_not_count_them_are_not_told_as_none
     assert not plan.not_counted
     assert plan.by_rank[0].operations is None
     assert plan.by_rank[0].memory["activations"].mine
+
+
+def test_a_plan_can_be_sent_to_other_processes():
+    config = mz.ShardingConfig(comm="self", micro_batch=1)
+    x, y = np.zeros((4, 4), np.float32), np.zeros(4, int)
+    plan = TrainingPlan(
+        model=mz.nn.MLP(4, [8], 3), optimizer=mz.SGD(0.1), config=config, row=None, ranks=2, global_batch=4, x=x, y=y
+    )
+    assert pickle.loads(pickle.dumps(plan)).message(1) == plan.message(1) == 0.0
