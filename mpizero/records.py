@@ -2,7 +2,7 @@
 
 Before Python 3.13 ``dataclasses`` compiles each method of each class by itself. For the 80 classes that a rank needs to
 start, that took a fifth of the time that mpizero adds to the start of Python. What is made is a dataclass, from which
-users can derive dataclasses; fields with ``hash=`` and those of type ``InitVar`` are not known.
+users can derive dataclasses. Not supported: fields with ``hash=``, of type ``InitVar``, or named ``object``.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ else:
         if not options.get("frozen") or options.keys() - {"frozen", "kw_only"}:
             return dataclasses.dataclass(kind, **options)
         own = {name for name, value in vars(kind).items() if value is not None}
-        # for Python what derives from a frozen dataclass has to be one; it also knows the fields' factories
-        left = dataclasses.is_dataclass(kind) or any(isinstance(v, dataclasses.Field) for v in vars(kind).values())
-        shared = {"eq": False, "repr": False, "init": left, "frozen": left}
+        # Python must make what derives from a frozen dataclass, and it knows default factories
+        by_python = dataclasses.is_dataclass(kind) or any(isinstance(v, dataclasses.Field) for v in vars(kind).values())
+        shared = {"eq": False, "repr": False, "init": by_python, "frozen": by_python}
         made = dataclasses.dataclass(kind, **options | shared)
-        if not left:
+        if not by_python:
             _freeze(made)
         names = [field.name for field in dataclasses.fields(made) if field.compare]
         # attrgetter makes a tuple of several fields only
         few = staticmethod(lambda self: tuple(getattr(self, name) for name in names))
         made._compared = attrgetter(*names) if len(names) > 1 else few
         methods = {"__eq__": _equal, "__hash__": lambda self: hash(self._compared(self)), "__repr__": _text}
-        methods |= {} if left else {"__init__": _initializer(made)}
+        methods |= {} if by_python else {"__init__": _initializer(made)}
         for name in methods.keys() - own:
             setattr(made, name, methods[name])
         return made
@@ -61,14 +61,14 @@ def _initializer(kind: type) -> Any:
     fields = sorted(dataclasses.fields(kind), key=attrgetter("kw_only"))
     first = len(fields) - sum(bool(field.kw_only) for field in fields)  # the first one that is given by its name only
     defaults = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
-    words = [f"{field.name}=None" if field.name in defaults else field.name for field in fields]
-    words[first:first] = ["*"] if first < len(fields) else []
-    lines = [f"object.__setattr__(self, {field.name!r}, {field.name})" for field in fields]
-    lines += ["self.__post_init__()"] if hasattr(kind, "__post_init__") else []
-    text = f"def __init__(self, {', '.join(words)}):\n {'; '.join(lines) or 'pass'}"
-    found: dict[str, Any] = {}
-    exec(text, vars(sys.modules[kind.__module__]), found)
-    function = found["__init__"]
+    parameters = [f"{field.name}=None" if field.name in defaults else field.name for field in fields]
+    parameters[first:first] = ["*"] if first < len(fields) else []
+    statements = [f"object.__setattr__(self, {field.name!r}, {field.name})" for field in fields]
+    statements += ["self.__post_init__()"] if hasattr(kind, "__post_init__") else []
+    source = f"def __init__(self, {', '.join(parameters)}):\n {'; '.join(statements) or 'pass'}"
+    namespace: dict[str, Any] = {}
+    exec(source, vars(sys.modules[kind.__module__]), namespace)
+    function = namespace["__init__"]
     function.__defaults__ = tuple(defaults[field.name] for field in fields[:first] if field.name in defaults)
     function.__kwdefaults__ = {field.name: defaults[field.name] for field in fields[first:] if field.name in defaults}
     function.__annotations__ = {field.name: field.type for field in fields} | {"return": None}

@@ -21,7 +21,7 @@ from typing import NamedTuple
 #: Folder in which most MPI libraries keep windows and queues.
 SHARED_FOLDER = "/dev/shm"
 #: What the names of the shared-memory files of MPI libraries and of mpizero begin with.
-_NAMES = ("mpich_", "MPI", "vader_segment", "sm_segment", "osc_", "psm_", "psm2_", "ucx_shm", "mpizero-")
+_PREFIXES = ("mpich_", "MPI", "vader_segment", "sm_segment", "osc_", "psm_", "psm2_", "ucx_shm", "mpizero-")
 #: Seconds since its last change before a file counts as left behind.
 AGE = 300.0
 
@@ -53,7 +53,7 @@ def leftovers(folder: str = SHARED_FOLDER, age: float = AGE) -> list[Leftover]:
     found = []
     with contextlib.suppress(OSError):
         for path in sorted(Path(folder).iterdir()):
-            if path.name.startswith(_NAMES) and (nbytes := _mine(path)) is not None:
+            if path.name.startswith(_PREFIXES) and (nbytes := _mine(path)) is not None:
                 with _unused(path) as why:
                     if why is not None:
                         found.append(Leftover(str(path), nbytes, why or _too_young(path, age)))

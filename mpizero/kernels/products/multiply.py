@@ -22,7 +22,8 @@ from mpizero.kernels.cache import interpreted
 from mpizero.kernels.products.blas_library import VARIABLE, BlasLibrary, installed_mkl
 from mpizero.types import Array
 
-_NUMPYS = np.ndarray.__array_ufunc__
+#: NumPy's own; a subclass of its array may have another.
+_NUMPY_UFUNC = np.ndarray.__array_ufunc__
 #: Least number of multiplications of a thread's part of a product: 0.2 ms, as much as a second thread takes to begin.
 _WORTH_A_THREAD = 1 << 23
 #: Rows and columns of a thread's part are multiples of these, which are whole tiles of every CPU.
@@ -132,7 +133,7 @@ def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
     if chosen is None or a.ndim != 2 or b.ndim != 2 or (chosen.least and prod(a.shape) * b.shape[1] < chosen.least):
         return np.matmul(a, b, out=out)
     plain = type(a) is type(b) is np.ndarray and (out is None or type(out) is np.ndarray)
-    if not plain and any(type(x).__array_ufunc__ is not _NUMPYS for x in (a, b, out) if x is not None):
+    if not plain and any(type(x).__array_ufunc__ is not _NUMPY_UFUNC for x in (a, b, out) if x is not None):
         memory = chosen.memory(a)  # for those who measure what a product takes, by arrays that do not compute it
         result: Array = np.matmul(a, b, out=out)
         del memory
