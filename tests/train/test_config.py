@@ -300,6 +300,8 @@ def test_an_error_in_the_file_names_the_file_and_the_line():
     ("text", "message"),
     [
         (GPT + "[train]\nstep = 3\n", "run.toml:6: train.step: unknown key (did you mean 'steps'?)"),
+        (GPT + "[parallel]\nthreads = 2\n", "run.toml:6: parallel.threads: unknown key (did you mean 'train.threads'"),
+        (GPT + "[train]\nlr = 1\n", "run.toml:6: train.lr: unknown key (did you mean 'optimizer.lr'?)"),
         (GPT + "[optimzer]\nlr = 1\n", "run.toml:5: optimzer: unknown section (did you mean 'optimizer'?)"),
         ("[model]\nnam = 'gpt'\n[data]\ntext = 'a'\n", "run.toml:1: model.name is missing"),
         ("[data]\ntext = 'a'\n", "run.toml: [model] is missing"),
