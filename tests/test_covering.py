@@ -13,7 +13,7 @@ import exactness  # noqa: E402
 import exactness_hybrid  # noqa: E402
 import own_models  # noqa: E402
 from matrix.covering import covering  # noqa: E402
-from matrix.jobs import Matrix, chosen_trainings, places  # noqa: E402
+from matrix.jobs import Matrix, Place, chosen_trainings, job, places  # noqa: E402
 
 sys.path.remove(str(SCRIPTS))
 
@@ -51,3 +51,12 @@ def test_pairs_that_occur_nowhere_are_not_asked_for():
     rows = [("ddp", 1), ("ddp", 2), ("1f1b", 2), ("ddp", 1)]
     assert [rows[i] for i in covering(rows)] == [("ddp", 1), ("ddp", 2), ("1f1b", 2)]
     assert covering([]) == []
+
+
+def test_a_job_that_takes_too_long_is_ended_with_one_line_that_names_the_option(tmp_path):
+    launcher = tmp_path / "mpiexec"
+    launcher.write_text("#!/bin/sh\nexec sleep 60\n")
+    launcher.chmod(0o755)
+    options = Namespace(steps=1, progress=False, timeout=0.1)
+    with pytest.raises(SystemExit, match=r"^\S+mpiexec -n 2 .*: ended by --timeout 0.1 \(seconds\): give a longer one"):
+        job(exactness.MATRIX, options, Place("first MPI", 2, str(launcher), sys.executable), None)

@@ -162,9 +162,13 @@ def job(matrix: Matrix, args: argparse.Namespace, place: Place, chosen: Sequence
         options = ["--steps", str(args.steps), "--worker", folder, *matrix.more, *more]
         options += ["--progress"] * args.progress
         command = [place.mpiexec, "-n", str(place.ranks), *shlex.split(place.python), matrix.script, *options]
-        done = subprocess.run(
-            command, env=environment, timeout=args.timeout, stderr=subprocess.PIPE, text=True, check=False
-        )
+        try:
+            done = subprocess.run(
+                command, env=environment, timeout=args.timeout, stderr=subprocess.PIPE, text=True, check=False
+            )
+        except subprocess.TimeoutExpired:
+            advice = "give a longer one, or run --covering; --progress shows how far trainings come"
+            sys.exit(f"{' '.join(command)}: ended by --timeout {args.timeout:g} (seconds): {advice}")
         if done.returncode or not output.exists():
             sys.exit(f"{done.stderr}\n{' '.join(command)}: exit status {done.returncode}")
         rows: list[Row] = json.loads(output.read_text(encoding="utf-8"))
