@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import runpy
@@ -133,6 +134,12 @@ def test_the_update_is_timed_beside_collectives_and_plain_loops():
     [
         ("compare.py", ["--contenders", "zero2,zero4"], "--contenders: unknown zero4"),
         ("compare.py", ["--peers-python", "/bin/false"], "/bin/false has no torch.*--contenders '.*zero3'"),
+        pytest.param(
+            "compare.py",
+            ["--contenders", "ddp,module-ddp@1x2"],
+            f"^{re.escape(sys.executable)} has no torch, which --contenders 'module-ddp@1x2' need",
+            marks=pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="PyTorch is here"),
+        ),
         ("optimizer.py", ["--parts", "sums"], "--parts: unknown sums"),
     ],
 )

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -183,6 +184,12 @@ def require(args: argparse.Namespace) -> bool:
 
     Return True if DeepSpeed takes part and its own fused Adam can be built.
     """
+    modules = [name for name in args.contenders if contender(name) in MODULES]
+    if modules and importlib.util.find_spec("torch") is None:
+        sys.exit(
+            f"{sys.executable} has no torch, which --contenders '{','.join(modules)}' need: start this script with an "
+            "interpreter that has both mpizero and PyTorch"
+        )
     wanted = {name.partition("-")[0] for name in map(contender, args.contenders) if name in PEERS}
     environment = environment_of(1) | {
         "DS_ACCELERATOR": "cpu",
