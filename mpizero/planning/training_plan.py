@@ -30,7 +30,7 @@ from mpizero.signatures import writes_in_place
 from mpizero.types import BlockModel, Run
 
 
-def _at_once(nbytes: int) -> float:
+def _takes_no_time(nbytes: int) -> float:
     return 0.0
 
 
@@ -143,7 +143,7 @@ class TrainingPlan:
     y: Any
     loss_scale: bool = False
     rate: float = 1.0
-    message: Callable[[int], float] = _at_once
+    message: Callable[[int], float] = _takes_no_time
     tries: bool = True
 
     @cached_property
