@@ -4,7 +4,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 . scripts/environment.sh
 
-PARTS=(lint types package serial mpich cuda ptx torch openmpi exactness hybrid torture slurm site)
+PARTS=(lint types package serial mpich cuda gpu ptx torch openmpi exactness hybrid torture slurm site)
 # They wait or keep one core busy, so they run one after the other beside the parts that use all cores.
 BESIDE=(types ptx torch slurm package torture site)
 # The parts that share a budget, and its minutes on two cores: half of the processor time. The other parts are "core".
@@ -22,6 +22,7 @@ usage: scripts/test.sh [--quick] [--only PART]... [--help]
   serial     tests without MPI
   mpich      tests with MPI on 1, 2, 3 and 8 ranks (MPICH from PyPI, no system package needed)
   cuda       the GPU kernels in Numba's CUDA simulator
+  gpu        scripts/gpu_check.sh rehearsed in the simulator, in an environment as a bare machine has it, with its wheels
   ptx        the GPU kernels compiled to machine code by numba-cuda and ptxas, no GPU needed: errors, spills, doubles
   torch      layers, losses, gradients and training compared with PyTorch's (its CPU build); recipes with it and JAX;
              models of PyTorch, JAX, C, Fortran and Numba on layouts in which every pair occurs: the same bits
@@ -120,9 +121,11 @@ have_openmpi() {
     command -v mpicc.openmpi mpiexec.openmpi gcc >/dev/null && [ -f /usr/include/hdf5/openmpi/hdf5.h ] && python_headers
 }
 
-# numba-cuda with the compilers that it uses, and ptxas, of one release; neither a GPU nor its driver.
+# numba-cuda with the compilers that it uses, and ptxas, of one release; neither a GPU nor its driver. What a bare machine
+# with a GPU lacks is not there either: scripts/gpu_check.sh takes it from wheels.
 install_cuda() {
-    "$1/bin/pip" install -q --no-compile -e . 'numba-cuda[cu13]' 'cuda-toolkit[nvcc]==13.*' pytest
+    "$1/bin/pip" install -q --no-compile -e . 'numba-cuda[cu13]' 'cuda-toolkit[nvcc]==13.*' pytest &&
+        "$1/bin/pip" uninstall -q -y isal greenlet mpi4py
 }
 
 # PyTorch's CPU build (another version may come with gigabytes for GPUs), an implementation of SOAP for it, JAX and optax, over
@@ -377,6 +380,20 @@ part_cuda() {
     NUMBA_ENABLE_CUDASIM=1 run_pytest cuda 600 -n 2 --dist worksteal tests/cuda
 }
 
+# With PyTorch and JAX in the environment, as there.
+part_gpu() {
+    local wheels=$PWD/build/gpu-wheels out=$PWD/build/gpu-rehearsal
+    wait_prepared cuda && wait_prepared torch || return 1
+    rm -rf "$out" "$wheels"
+    scripts/gpu_check.sh --wheels "$wheels" \
+        --download "$("$CUDA_VENV/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')" >"$LOGS/gpu-wheels.log" 2>&1 || { cat "$LOGS/gpu-wheels.log" && return 1; }
+    env -u MPI4PY_LIBMPI PYTHON="$CUDA_VENV/bin/python" \
+        PYTHONPATH="$("$TORCH_VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')" \
+        timeout -k 10 900 scripts/gpu_check.sh --rehearse --wheels "$wheels" "$out" && return
+    tail -n 60 "$out/log.txt"
+    return 1
+}
+
 part_ptx() {
     wait_prepared cuda || return 1
     timeout -k 10 900 "$CUDA_VENV/bin/python" scripts/cuda_kernels.py || return 1
@@ -502,8 +519,8 @@ STARTED=$SECONDS
 chosen 'openmpi|exactness|slurm|torch' && ! { skipped openmpi && skipped slurm; } && start_preparing openmpi
 (prepare test) || fail "cannot install the test requirements"
 SETUP=$((SECONDS - STARTED))
-! chosen ptx || skipped ptx || start_preparing cuda
-! chosen torch || skipped torch || start_preparing torch
+! chosen 'ptx|gpu' || start_preparing cuda
+! chosen 'torch|gpu' || start_preparing torch
 ! chosen site || skipped site || start_preparing site
 start_group run_beside >/dev/null
 RUNNING_BESIDE=$!

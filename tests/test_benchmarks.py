@@ -74,25 +74,6 @@ def test_a_member_that_ends_is_reported_with_what_it_wrote():
         team("raise SystemExit('no such thing')")
 
 
-def test_the_benchmark_of_gpus_compares_losses_in_the_simulator():
-    small = "--dim 4 --layers 1 --heads 1 --sequence 2 --batch 1 --vocabulary 3 --steps 1"
-    done = subprocess.run(
-        [sys.executable, FOLDER / "gpu.py", *small.split()],
-        capture_output=True, text=True, timeout=300, check=True, env={**os.environ, "NUMBA_ENABLE_CUDASIM": "1"},
-    )  # fmt: skip
-    assert re.search("differ by .*: ok", done.stdout), done.stdout
-
-
-def test_the_benchmark_of_gpus_says_that_there_is_none():
-    done = subprocess.run(
-        [sys.executable, FOLDER / "gpu.py"],
-        capture_output=True, text=True, timeout=60, check=False,
-        env={**os.environ, "NUMBA_ENABLE_CUDASIM": "0", "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
-    assert done.returncode == os.EX_UNAVAILABLE
-    assert re.fullmatch("no GPU: .*\n", done.stderr), done.stderr
-
-
 #: Runs a script several times in one job; each word with spaces in it has the options of one run.
 IN_TURN = """
 import runpy, sys

@@ -238,5 +238,5 @@ def test_test_script_lists_its_parts():
     shown = subprocess.run(
         ["bash", ROOT / "scripts" / "test.sh", "--help"], capture_output=True, text=True, check=True, timeout=60
     ).stdout
-    parts = "lint types package serial mpich cuda ptx torch openmpi exactness hybrid torture slurm site"
+    parts = "lint types package serial mpich cuda gpu ptx torch openmpi exactness hybrid torture slurm site"
     assert [line.split()[0] for line in shown.splitlines() if re.match(r"  [a-z]+  ", line)] == parts.split()

@@ -39,8 +39,10 @@ import numpy as np
 from mpizero.kernels import cache, object_files, pool, processor
 from mpizero.kernels.signature import Parameter, Signature
 
-_PACKAGE = "mpizero.kernels."
-_DTYPES = {"f": "f4", "d": "f8"}
+#: What the names of modules with kernels begin with.
+PACKAGE = "mpizero.kernels."
+#: What ``T`` stands for in a signature, by NumPy's character of an argument's dtype.
+DTYPES = {"f": "f4", "d": "f8"}
 #: The object that machine code returns when an argument does not fit its signature; the class exists in every process.
 REFUSED: Any = np.ndarray
 #: Least number of elements of a thread's part of divided arrays: fewer take no longer than a second thread to begin.
@@ -120,7 +122,7 @@ class Kernel:
         """Compile the kernel for the dtype of NumPy's character "f" or "d", or load its code, if not done yet."""
         with _COMPILER:
             if char not in self._calls:
-                dtype = _DTYPES[char]
+                dtype = DTYPES[char]
                 self._calls[char] = self._interpreted(dtype) if cache.interpreted() else self._load(dtype)
 
     def _check(self, args: tuple[Any, ...]) -> str:
@@ -134,7 +136,7 @@ class Kernel:
             raise TypeError(f"{title} takes {len(names)} arguments ({', '.join(names)}), got {len(args)}")
         position = self.signature.template
         char = "f" if position is None else getattr(getattr(args[position], "dtype", None), "char", "f")
-        signature = self.signature.resolve(_DTYPES.get(char, "f4"))
+        signature = self.signature.resolve(DTYPES.get(char, "f4"))
         for name, value, parameter in zip(names, args, signature.parameters, strict=False):
             if not parameter.accepts(value):
                 raise TypeError(f"{title}: {name} must be {parameter}, got {_describe(value)}")
@@ -154,13 +156,13 @@ class Kernel:
 
     def _entry(self, dtype: str) -> str:
         """Return the name, unique in the process, of the entry function for a dtype ("f4" or "f8")."""
-        place = self.__module__.removeprefix(_PACKAGE)
+        place = self.__module__.removeprefix(PACKAGE)
         return f"{place}.{self.name}-{dtype}" + ("" if self._cached else f"-{id(self):x}")
 
     @property
     def _cached(self) -> bool:
         """True if the kernel may be cached: if it is part of ``mpizero.kernels``, whose sources are the cache's key."""
-        return self.__module__.startswith(_PACKAGE)
+        return self.__module__.startswith(PACKAGE)
 
     def _load(self, dtype: str) -> Callable[..., Any]:
         entry = self._entry(dtype)
@@ -310,7 +312,7 @@ def with_compiled_helpers(python: Callable[..., Any], wrap: Callable[[Callable[.
     def linked(helper: Any) -> Any:
         if isinstance(helper, Kernel):
             return wrap(helper.python)
-        if isinstance(helper, types.FunctionType) and helper.__module__.startswith(_PACKAGE):
+        if isinstance(helper, types.FunctionType) and helper.__module__.startswith(PACKAGE):
             return wrap(helper)
         return helper.compiled() if isinstance(helper, Intrinsic) else helper
 

@@ -82,6 +82,42 @@ def test_a_spill_is_found(script):
 
 
 @compiling
+def test_a_kernel_is_compiled_once_and_loaded_from_the_cache_by_the_next_process(tmp_path, monkeypatch):
+    """There is no GPU here: a stand-in tells for which one to compile."""
+    from types import SimpleNamespace
+
+    from numba import cuda
+    from numba.cuda import dispatcher
+    from numba.cuda.cudadrv import devices
+
+    from mpizero.kernels import cache
+    from mpizero.kernels.cuda import launch
+    from tests.cuda.planted_kernels import good
+
+    monkeypatch.setenv("MPIZERO_CACHE_DIR", str(tmp_path))
+    cache.find_folder.cache_clear()
+    device = SimpleNamespace(compute_capability=(9, 0))
+    for module in (cuda, dispatcher):
+        monkeypatch.setattr(module, "get_current_device", lambda: device)
+    monkeypatch.setattr(devices, "get_context", lambda: SimpleNamespace(device=device))
+
+    def load(name):
+        made = good.dispatcher()
+        launch.load_or_compile(made, good.argument_types("f4"), name)
+        (kernel,) = made.overloads.values()
+        return kernel._codelibrary.get_cubin(cc=(9, 0)).code
+
+    compiled = load("good-f4")
+    (stored,) = tmp_path.rglob("*.cubin")
+    monkeypatch.setattr(dispatcher, "compile_cuda", None)  # what would be called to compile
+    assert load("good-f4") == compiled
+    stored.write_bytes(stored.read_bytes()[:-1])  # damaged: it is compiled again
+    with pytest.raises(TypeError, match="not callable"):
+        load("good-f4")
+    cache.find_folder.cache_clear()
+
+
+@compiling
 def test_what_the_assembler_refuses_is_an_error(script):
     with pytest.raises(RuntimeError, match="ptxas ended with"):
         script.assembled(".version 7.8\n.target sm_80\n.address_size 64\nnonsense", (8, 0))

@@ -210,6 +210,18 @@ class Joined(mz.nn.Layer):
         return None, None
 
 
+def test_blocks_that_take_arrays_of_the_host_only_are_refused():
+    class Compiled(mz.nn.Linear):
+        computed_by = "JAX"
+
+    wrapped = mz.nn.MLP(4, (5,), 3)
+    model = SimpleNamespace(
+        **{"blocks": {"a": Compiled(4, 3)}, "loss": wrapped.loss, "dtype": wrapped.dtype, "seed": 0}
+    )
+    with mz.ShardingConfig(device="cuda") as config, pytest.raises(ConfigError, match="block 'a' is computed by JAX"):
+        mz.DDPModel(model, config)
+
+
 def test_trees_of_arrays_are_copied_to_the_gpu_leaf_by_leaf():
     x = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
     y = np.arange(6) % 3

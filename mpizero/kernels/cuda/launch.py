@@ -19,6 +19,9 @@ passed too: they are copied to the device, and copied back afterwards if they ar
 ``NUMBA_ENABLE_CUDASIM=1`` arrays are NumPy's or those of :mod:`mpizero.kernels.simulated`. The simulator runs every
 thread of a kernel in Python, so these arrays should be small.
 
+On a GPU a kernel is compiled at its first call with a dtype by one process of the node, and kept as machine code in the
+folder of :mod:`mpizero.kernels.cache`, from which the other processes and later ones load it.
+
 The simulator is part of numba (0.68 has it) and of the package numba-cuda, which GPUs need. If both are installed,
 numba-cuda provides ``numba.cuda``.
 """
@@ -37,7 +40,8 @@ from typing import Any
 import numpy as np
 from numba import cuda as _cuda
 
-from mpizero.kernels.compile import numba_type, with_compiled_helpers
+from mpizero.kernels import cache
+from mpizero.kernels.compile import DTYPES, PACKAGE, numba_type, with_compiled_helpers
 from mpizero.kernels.device import simulated
 from mpizero.kernels.signature import Signature
 from mpizero.kernels.simulated import SimulatedArray
@@ -52,7 +56,7 @@ _SIMULATOR = threading.Lock()  # it runs one kernel at a time; ranks that are th
 
 
 class CudaKernel:
-    """Represent a CUDA kernel, called like the CPU kernel; numba compiles it at the first call with each dtype.
+    """Represent a CUDA kernel, called like the CPU kernel; it is compiled or loaded at its first call with each dtype.
 
     Attributes
     ----------
@@ -69,6 +73,7 @@ class CudaKernel:
         self.signature = signature
         self.__signature__ = inspect.signature(python)
         self._compiled: Any = None
+        self._loaded: set[str] = set()
 
     def __call__(self, *args: Any) -> None:
         """Launch the kernel on the current stream; raise TypeError if the number or the axes of arguments are wrong."""
@@ -96,6 +101,8 @@ class CudaKernel:
         with _simulating() if simulated() else nullcontext():
             if self._compiled is None:  # not while the simulator runs another: it sets names in the module meanwhile
                 self._compiled = self.dispatcher()
+            if not simulated():
+                self.load(self._dtype(args))
             self._compiled[self._grid(args)](*passed)
         for device, host in returned:
             device.copy_to_host(host)
@@ -105,6 +112,22 @@ class CudaKernel:
         if simulated():
             return cuda.jit(_for_simulator(self.python))
         return cuda.jit(with_compiled_helpers(self.python, _device_function))
+
+    def _dtype(self, args: tuple[Any, ...]) -> str:
+        """Return the dtype that ``T`` stands for in a call with these arguments, "f4" or "f8"; "f4" without a T."""
+        position = self.signature.template
+        char = "f" if position is None else getattr(getattr(args[position], "dtype", None), "char", "f")
+        return DTYPES.get(char, "f4")
+
+    def load(self, dtype: str) -> None:
+        """Compile the kernel for ``dtype`` ("f4" or "f8") and this process's GPU, or load its code, if not done yet."""
+        if dtype in self._loaded:
+            return
+        if self._compiled is None:
+            self._compiled = self.dispatcher()
+        place = f"{self.__module__.removeprefix(PACKAGE)}.{self.name}-{dtype}"
+        load_or_compile(self._compiled, self.argument_types(dtype), place)
+        self._loaded.add(dtype)
 
     def argument_types(self, dtype: str) -> tuple[Any, ...]:
         """Return numba's types of the arguments of a launch on a GPU, with ``dtype`` in place of ``T``.
@@ -184,6 +207,30 @@ class _Running:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernel(), name)
+
+
+def load_or_compile(dispatcher: Any, arguments: tuple[Any, ...], place: str) -> None:
+    """Give a dispatcher of numba the machine code for arguments of these types, from the cache or newly compiled.
+
+    numba's own cache would not see that a formula in another file has changed, and each rank would compile for itself.
+    ``place`` is the name of the kernel's file in the cache without its ending.
+    """
+    import pickle
+
+    import numba_cuda
+    from numba.cuda.dispatcher import _Kernel
+    from numba.cuda.serialize import dumps
+
+    capability = cuda.get_current_device().compute_capability
+
+    def build() -> bytes:
+        made = _Kernel(dispatcher.py_func, arguments, **dispatcher.targetoptions)
+        made._codelibrary.get_cubin(cc=capability)
+        return bytes(dumps(made._reduce_states()))
+
+    identity = f"sm_{capability[0]}{capability[1]}, numba-cuda {numba_cuda.__version__}"
+    code = cache.load_or_build(cache.folder(identity) / f"{place}.cubin", build)
+    dispatcher.add_overload(_Kernel._rebuild(**pickle.loads(code)), arguments)
 
 
 @functools.cache

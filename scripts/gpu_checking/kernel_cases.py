@@ -1,0 +1,239 @@
+"""Draw arguments for every CUDA kernel: random inputs, and outputs that are filled with NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Host(np.ndarray[Any, np.dtype[Any]]):
+    """Hold an argument that is passed from the host's memory, as scalars of a step, ranges and programs are."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Describe one call of a kernel.
+
+    Attributes
+    ----------
+    kernel : str
+        Module and name of the function, in the packages ``mpizero.kernels.cuda`` and ``reference``.
+    args : tuple
+        Its arguments, on the host.
+    wide : bool
+        Whether the reference computes in float64; otherwise in the dtype of the arguments, on which results depend.
+    tolerance : float
+        The largest allowed error, relative to the largest value of the result, in units of the dtype's resolution.
+    """
+
+    kernel: str
+    args: tuple[Any, ...]
+    wide: bool = True
+    tolerance: float = 100.0
+
+
+@dataclass
+class Draw:
+    """Draw arrays of one dtype; ``flat`` elements or ``rows`` x ``columns``.
+
+    ``length`` is that of arrays whose NumPy form runs a loop of Python over all elements.
+    """
+
+    dtype: Any
+    flat: int
+    rows: int
+    columns: int
+    length: int
+    rng: Any = field(default_factory=lambda: np.random.default_rng(0))
+
+    def normal(self, *shape: int) -> Array:
+        """Return normal random numbers."""
+        return np.asarray(self.rng.standard_normal(shape).astype(self.dtype))
+
+    def positive(self, *shape: int) -> Array:
+        """Return random numbers above 0, as second moments are."""
+        return np.abs(self.normal(*shape)) + self.dtype(0.01)
+
+    def out(self, *shape: int, dtype: Any = None) -> Array:
+        """Return an output, filled with NaN, or with 77 for integers."""
+        kind = np.dtype(self.dtype if dtype is None else dtype)
+        return np.full(shape, np.nan if kind.kind == "f" else 77, kind)
+
+    def host(self, values: Any, dtype: Any = None) -> Host:
+        """Return an argument that stays on the host; its dtype is that of the arrays unless it is given."""
+        return np.array(values, self.dtype if dtype is None else dtype).view(Host)
+
+
+def cases(d: Draw) -> Iterator[Case]:
+    """Yield calls of all kernels."""
+    for family in (_flat, _updates, _rows, _attention, _random, _copies):
+        yield from family(d)
+    if d.dtype is np.float32:
+        yield from _compression(d)
+
+
+def _flat(d: Draw) -> Iterator[Case]:
+    n, (rows, columns) = d.flat, (d.rows, d.columns)
+    for name in ("gelu", "silu", "relu", "tanh"):
+        yield Case(f"activation.{name}", (d.normal(n), d.out(n)))
+        yield Case(f"activation.{name}_backward", (d.normal(n), d.normal(n), d.out(n)))
+    x, bias = d.normal(rows, columns), d.normal(columns)
+    yield Case("activation.add_bias", (x, bias, d.out(rows, columns)))
+    yield Case("activation.add_bias_residual", (x, bias, d.normal(rows, columns), d.out(rows, columns)))
+    yield Case("activation.bias_gelu", (x, bias, d.out(rows, columns), d.out(rows, columns)))
+    yield Case("activation.column_sums", (x, d.out(columns)))
+    one, other, scale = d.normal(n), d.normal(n), d.host([0.25])
+    losses = d.out(n, dtype=np.float64)
+    yield Case("element_loss.absolute_error", (one, other, losses))
+    yield Case("element_loss.absolute_error_backward", (one, other, scale, d.out(n)))
+    yield Case("element_loss.huber", (one, other, d.host([0.5]), losses))
+    yield Case("element_loss.huber_backward", (one, other, d.host([0.5]), scale, d.out(n)))
+    target, weights = (d.normal(rows, columns) > 0).astype(d.dtype), d.positive(columns)
+    losses, lowest, both = d.out(rows, columns, dtype=np.float64), d.host([-0.5]), d.normal(rows, 2 * columns)
+    yield Case("element_loss.binary_cross_entropy", (x, target, weights, losses))
+    yield Case("element_loss.binary_cross_entropy_backward", (x, target, weights, scale, d.out(rows, columns)))
+    yield Case("element_loss.gaussian_likelihood", (both, x, lowest, losses))
+    yield Case("element_loss.gaussian_likelihood_backward", (both, x, lowest, scale, d.out(rows, 2 * columns)))
+    yield Case("element_loss.row_square_sums", (x, d.out(rows, dtype=np.float64)))
+    yield Case("copy.scale", (d.normal(n), d.host([0.1])))
+    starts, stops = d.host([0, n // 3, n], np.int64), d.host([n, n // 3, n], np.int64)
+    yield Case("reduction.tree_square_sums", (one, starts, stops, d.host(np.zeros(3), np.float64)))
+    yield Case("reduction.tree_dots", (one, other, starts, stops, d.host(np.zeros(3), np.float64)))
+    long = d.normal(2, 300)  # sums of more than one level at every size
+    yield Case("reduction.tree_dots", (*long, d.host([5], np.int64), d.host([299], np.int64), d.host([0], np.float64)))
+    yield Case("reduction.all_finite", (one,))
+    bad = one.copy()
+    bad[n // 2 :] = np.inf
+    yield Case("reduction.first_nonfinite", (bad,))
+    for name, terms in (("add_two", 2), ("add_four", 4), ("add_eight", 8)):
+        arrays = [d.normal(rows, columns + 3) for _ in range(terms)]
+        yield Case(f"reduction.{name}", (*arrays, 2, d.out(rows, columns)))
+
+
+#: For each optimizer, the number of its arrays of state, and its scalars.
+UPDATES = {
+    "sgd": (0, [0.1, 0.01]),
+    "momentum": (1, [0.1, 0.01, 0.9, 0.8, 1.0, 0.9]),
+    "adam": (2, [0.01, 0.9, 0.1, 0.999, 0.001, 0.05, 3.0, 1e-8]),
+    "adamw": (2, [0.99, 0.9, 0.1, 0.999, 0.001, 0.05, 3.0, 1e-8]),
+    "rmsprop": (1, [0.1, 0.01, 0.99, 0.01, 1e-8]),
+    "lion": (1, [0.99, 0.1, 0.9, 0.1, 0.99, 0.01, 0.0]),
+}
+LAMB = [0.01, 0.9, 0.1, 0.999, 0.001, 1.5, 3.0, 1e-6]
+#: A tree program over five rows: ((0 + 1) + (2 + 3)) + 4.
+PROGRAM = [0, -3, 2, -5, -1, -6]
+
+
+def _updates(d: Draw) -> Iterator[Case]:
+    n = d.flat
+    first, last = min(1, n - 1), n
+    program, divisor = d.host(PROGRAM, np.int32), d.host([3])
+    rows_a, rows_b = d.normal(2, n + 2), d.normal(3, n + 5)
+    yield Case("fused.tree_sum", (rows_a, 1, rows_b, 3, program, divisor, d.normal(n), first, last))
+    rows = (d.normal(5, n + 2), 1, program, divisor)
+    for name, (slots, scalars) in UPDATES.items():
+        state, hyper = [d.positive(n) for _ in range(slots)], d.host(scalars)
+        yield Case(f"optimizer.{name}", (d.normal(n), d.normal(n), *state, hyper, first, last))
+        yield Case(f"fused.{name}_tree", (*rows, d.normal(n), *state, hyper, first, last))
+    state, hyper = (d.positive(n), d.positive(n)), d.host(LAMB)
+    yield Case("optimizer.lamb_direction", (d.normal(n), d.normal(n), *state, hyper, first, last))
+    yield Case("fused.lamb_direction_tree", (*rows, d.normal(n), d.normal(n), *state, hyper, first, last))
+    for name in ("lamb_apply", "add_scaled"):
+        yield Case(f"optimizer.{name}", (d.normal(n), d.normal(n), d.host([0.3]), first, last))
+    yield Case("optimizer.ema", (d.normal(n), d.normal(n), d.host([0.3]), first, last))
+
+
+def _rows(d: Draw) -> Iterator[Case]:
+    rows, columns = d.rows, d.columns
+    x, dy, gamma, beta = d.normal(rows, columns), d.normal(rows, columns), d.normal(columns), d.normal(columns)
+    mean, rstd, eps, y = d.normal(rows), d.positive(rows), d.host([1e-2]), d.out(rows, columns)
+    yield Case("norm.layernorm", (x, gamma, beta, eps, y, d.out(rows), d.out(rows)))
+    for residual in (x[:0], d.normal(rows, columns)):
+        sums = d.out(columns), d.out(columns)
+        yield Case("norm.layernorm_backward", (dy, x, gamma, mean, rstd, residual, y, *sums))
+    yield Case("norm.rmsnorm", (x, gamma, eps, y, d.out(rows)))
+    yield Case("norm.rmsnorm_backward_input", (dy, x, gamma, rstd, y))
+    yield Case("norm.rmsnorm_backward_weights", (dy, x, rstd, d.out(columns)))
+    targets = d.rng.integers(-1, columns, rows)
+    losses, scale = d.out(rows, dtype=np.float64), d.host([0.5])
+    yield Case("loss.softmax_cross_entropy", (x, targets, losses), tolerance=300)
+    yield Case("loss.softmax_cross_entropy_backward", (x, targets, scale, y), tolerance=300)
+    # a part of the classes, numbers 8 to 7 + columns
+    shifted = np.where(targets < 0, -1, targets + 8)
+    terms = np.abs(d.normal(2, 3, rows)) + d.dtype(1)
+    merged = np.stack([d.normal(rows), d.positive(rows)])
+    yield Case("loss.partial_cross_entropy", (x, shifted, 8, d.out(3, rows)), tolerance=300)
+    yield Case("loss.merged_cross_entropy", (terms, shifted, d.out(2, rows), losses), tolerance=300)
+    yield Case("loss.partial_cross_entropy_backward", (x, shifted, 8, merged, scale, y), tolerance=300)
+    ids = d.rng.integers(0, columns, 2 * rows)
+    yield Case("embedding.gather", (d.normal(columns, 7), ids, d.out(2 * rows, 7)))
+    yield Case("embedding.scatter_add", (d.normal(2 * rows, 7), ids, d.normal(columns, 7)))
+
+
+def _attention(d: Draw) -> Iterator[Case]:
+    length, scale = min(d.rows, d.columns), d.host([0.7])
+    scores, shape = d.normal(3, length, length), (2, 3, length, length)
+    yield Case("attention.causal_softmax", (scores, scale))
+    yield Case("attention.causal_softmax_backward", (np.abs(scores), d.normal(3, length, length), scale))
+    x, bias = d.normal(3 * length, 2 * 4 * 5), d.normal(2 * 4 * 5)
+    for added in (bias, bias[:0]):
+        yield Case("attention.split_heads", (x, added, 1, 2, np.zeros((2, 5, 3, length, 5), d.dtype)))
+    yield Case("attention.transposed_heads", (d.normal(2, 3, length, 4), d.out(2, 3, 4, length)))
+    maxima, sums = d.normal(2, length + 1, 3), d.positive(2, length + 1, 3)
+    for offset in (0, length, -1):
+        running = (d.normal(*shape), scale, offset, 1, maxima, sums, d.out(2, 3, length))
+        yield Case("ring.running_softmax", running)
+        yield Case("ring.known_softmax", (d.normal(*shape), scale, offset, 1, maxima, sums))
+        yield Case("ring.known_softmax_backward", (d.normal(*shape), d.normal(*shape), scale, offset, 1, sums))
+
+
+def _random(d: Draw) -> Iterator[Case]:
+    counter, key = np.arange(4, dtype=np.uint32), np.array([7, 8], np.uint32)
+    yield Case("random.philox", (counter, key, d.out(4, dtype=np.uint32)))
+    one, rate = d.host([1]), d.host([0.4])
+    for start in (0, 3, 2**34 + 1):
+        yield Case("random.fill_uniform", (1, 2**31, 3, start, d.out(d.flat), -one, one), wide=False)
+        yield Case("random.fill_normal", (1, 2**31, 3, start, d.out(d.flat), one), wide=False)
+    x = d.normal(3 * d.columns)
+    window = (d.columns, 0, d.columns, 1, 0, 0)
+    yield Case("random.dropout", (x, d.out(x.size), rate, 1, 2, 3, 10, *window), wide=False)
+    yield Case("random.dropout", (d.normal(24), d.out(24), rate, 1, 2, 3, 10, 12, 2, 3, 2, 4, 17), wide=False)
+    yield Case("random.permutation", (np.arange(-1, d.length + 1), d.length, 2**40, 6))
+
+
+def _copies(d: Draw) -> Iterator[Case]:
+    starts, sizes = d.host([9, 2, 4], np.int64), d.host([3, 0, 4], np.int64)
+    for name in ("pack", "unpack"):
+        yield Case(f"copy.{name}", (d.normal(12), starts, sizes, d.normal(12)))
+    ranges = d.host([[0, 1, 8, 3], [1, 2, 0, 2], [3, 2, 9, 3]], np.int64)
+    yield Case("copy.split_columns", (d.normal(3, 5), ranges, np.zeros(17, d.dtype)))
+    yield Case("copy.join_columns", (d.normal(17), ranges, d.normal(3, 5)))
+    if d.dtype is np.float32:
+        bits = d.rng.integers(0, 2**16, d.flat).astype(np.uint16)
+        bits[bits & 0x7C00 == 0x7C00] = 0  # neither NaN nor infinite in float16; bfloat16 has its own test of NaN
+        for name in ("bfloat16", "float16"):
+            x = np.ldexp(d.normal(d.flat), d.rng.integers(-26, 18, d.flat)).astype(np.float32)
+            yield Case(f"copy.to_{name}", (x, d.out(d.flat, dtype=np.uint16)), wide=False)
+            yield Case(f"copy.from_{name}", (bits & 0x7BFF, d.out(d.flat)), wide=False)
+
+
+def _compression(d: Draw) -> Iterator[Case]:
+    from mpizero.kernels.reference import compression
+
+    n = d.flat
+    x, residual, blocks = d.normal(n), d.normal(n), -(-n // compression.BLOCK)
+    encoded = d.out(blocks), d.out(n, dtype=np.int8)
+    yield Case("compression.int8_encode", (x, residual, *encoded), wide=False)
+    codes = d.rng.integers(-127, 128, n).astype(np.int8)
+    yield Case("compression.int8_decode", (d.positive(blocks), codes, d.out(n)), wide=False)
+    count = max(1, n // 7)
+    picked = d.out(count, dtype=np.int32), d.out(count)
+    # what is in the counters afterwards means nothing: they are as one finds them
+    yield Case("compression.top_encode", (x, residual, np.zeros(0, np.int64), *picked), wide=False)
+    places = np.sort(d.rng.choice(n, count, replace=False)).astype(np.int32)
+    yield Case("compression.top_decode", (places, d.normal(count), d.out(n)), wide=False)

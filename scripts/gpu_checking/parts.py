@@ -1,0 +1,69 @@
+"""List the parts of the check in the order in which they run: what tells most in a second comes first."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Part(NamedTuple):
+    """Describe a part of the check.
+
+    Attributes
+    ----------
+    name : str
+        Name of the part.
+    function : str
+        Module of this package, and the function in it that is called as ``function(report, small)``.
+    limit : int
+        Seconds that the part may take; then its processes are ended.
+    shows : str
+        What the part shows, in a line.
+    gpu : bool
+        Whether the part needs a GPU.
+    """
+
+    name: str
+    function: str
+    limit: int
+    shows: str
+    gpu: bool = True
+
+
+#: Seconds that the packages may take to be installed from wheels.
+INSTALLING = 20
+PARTS = (
+    Part("facts", "host.facts", 20, "GPU, driver, versions, CPU, memory, MPI, what `mpizero doctor` says", gpu=False),
+    Part(
+        "compiling",
+        "kernels.compiling",
+        50,
+        "seconds of compiling all kernels into one cache, on all cores, and of loading them",
+    ),
+    Part(
+        "kernels",
+        "kernels.compared",
+        50,
+        "every kernel beside its NumPy form in float64; equal bits for other launch shapes",
+    ),
+    Part("losses", "trainings.losses", 40, "20 steps on the GPU beside 20 on the CPU, skipped steps and loss scales"),
+    Part("bits", "bits.bits", 60, "one sha256 for runs, ranks, strategies, stages and tiles that must not differ"),
+    Part("files", "trainings.files", 20, "saved on the GPU, resumed on the CPU and back; asynchronous saves"),
+    Part("torch", "adapters.torch_models", 25, "TorchModel on the GPU, whole and by blocks, beside plain PyTorch"),
+    Part("jax", "adapters.jax_models", 25, "JaxModel on the GPU, whole and by blocks, beside plain JAX"),
+    Part("sanitizer", "kernels.sanitizer", 35, "memcheck and racecheck of every kernel at small sizes"),
+    Part(
+        "speed",
+        "speed.speed",
+        55,
+        "AdamW beside a copy, tokens a second beside PyTorch and cuBLAS alone, where a step's time goes",
+    ),
+    Part("cpu", "host.cpu", 20, "sha256 of three trainings on the GPU's host, by register width", gpu=False),
+    Part("cores", "host.cores", 110, "tokens a second on the host's cores beside PyTorch DDP and FSDP2", gpu=False),
+)
+#: Parts that fail, each in its way, to show how that is told; they run only if they are asked for by name.
+REHEARSED = {
+    "crash": Part("crash", "failing.crash", 20, "a part that ends by a signal", gpu=False),
+    "hang": Part("hang", "failing.hang", 1, "a part that does not end", gpu=False),
+    "memory": Part("memory", "failing.memory", 20, "a part for which the GPU's memory is too small", gpu=False),
+    "broken": Part("broken", "failing.broken", 20, "a part that cannot be imported", gpu=False),
+}
