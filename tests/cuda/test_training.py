@@ -238,6 +238,26 @@ def test_copies_longer_than_the_pinned_buffer_go_in_pieces(monkeypatch):
     assert np.array_equal(parts[1], values[30:80])
 
 
+def test_the_pinned_buffer_is_not_written_to_before_its_last_copy_has_ended(monkeypatch):
+    """CUDA copies from pinned memory while Python goes on: here at the latest moment that it may."""
+    started = []
+
+    def wait(device):
+        while started:
+            array, staged = started.pop()
+            array.set(staged)
+
+    monkeypatch.setattr(devices, "STAGING", 64)
+    monkeypatch.setattr(devices.SimulatedDevice, "_copy_pinned", lambda device, *copy: started.append(copy))
+    monkeypatch.setattr(devices.SimulatedDevice, "_await_pinned", wait)
+    device = devices.open_device(0)
+    values = np.arange(100, dtype=np.float32)
+    there, back = device.empty(100, np.float32), np.empty(100, np.float32)
+    device.write(there, values)
+    device.read(there, [(0, back)])
+    assert np.array_equal(back, values)
+
+
 def test_arrays_of_a_gpu_do_not_mix_with_the_hosts():
     device = devices.open_device(0)
     here = np.ones(3, np.float32)
