@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,6 +50,41 @@ def test_a_kernel_as_it_should_be_compiles_for_every_type_and_target(examine, sc
 @compiling
 def test_a_double_in_a_float32_kernel_is_found(examine):
     assert [line.partition(": ")[0] for line in examine("mixed")] == ["mixed f4 sm_80", "mixed f4 sm_90"]
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Return a function that compiles a kernel as its first launch does, for an H100, and returns its PTX code."""
+    from numba.cuda import codegen, dispatcher
+
+    target = (9, 0)
+    monkeypatch.setattr(dispatcher, "get_current_device", lambda: SimpleNamespace(compute_capability=target))
+    monkeypatch.setattr(codegen.CUDACodeLibrary, "_ensure_cc", lambda library, cc: cc or target)
+    monkeypatch.setattr(dispatcher._Kernel, "bind", lambda made: made._codelibrary.get_cubin())  # all but loading it
+    return lambda kernel, dtype: kernel.dispatcher().compile(kernel.argument_types(dtype)).inspect_asm(target)
+
+
+@compiling
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_no_product_is_contracted_with_a_sum(launched, script, dtype):
+    """So a formula has the same bits in every kernel, and those of the CPU."""
+    from tests.cuda.planted_kernels import contractible
+
+    for code in (launched(contractible, dtype), script.ptx(contractible, dtype)((9, 0))):
+        assert f"mul.rn.f{8 * int(dtype[1])}" in code
+        assert "fma" not in code
+
+
+@compiling
+def test_numba_contracts_kernels_of_others_as_before(launched):
+    from numba import cuda
+
+    from tests.cuda.planted_kernels import contractible
+
+    launched(contractible, "f4")
+    kernel = SimpleNamespace(dispatcher=lambda: cuda.jit(contractible.python, lto=False))
+    kernel.argument_types = contractible.argument_types
+    assert "fma.rn.f32" in launched(kernel, "f4")
 
 
 @compiling
