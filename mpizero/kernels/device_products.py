@@ -4,9 +4,9 @@
 The GPU multiplies the rounded operands, and adds the products in float32 to a float32 result. So all stored arrays stay
 in float32.
 
-[Note: aligned products] cuBLAS chooses among its kernels by shapes, and may choose by addresses, too. A gradient lies at
-another address if a rank is alone, and parameters do if they are gathered unit by unit, but bits must be the same. So
-cuBLAS gets arrays at multiples of ``ALIGNED`` bytes only: others are copied, which takes far less than a product.
+[Note: aligned products] cuBLAS chooses among its kernels by shapes, and may choose by addresses, too. A gradient lies
+at another address if a rank is alone, and parameters do if they are gathered unit by unit, but bits must be the same.
+So cuBLAS gets arrays at multiples of ``ALIGNED`` bytes only: others are copied, which takes far less than a product.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def test_host_arrays_are_copied_there_and_back_what_is_not_const(launches):
 def test_a_block_has_as_many_threads_in_every_launch(launches, size):
     """Sums over the threads of a block have the same bits; numba warns where there are fewer than 128 blocks."""
     found, _ = launches
-    doubled(Memory(np.empty(size, np.float32)), np.zeros(1, np.int64), Memory(np.empty(size, np.float32)), 0)
+    doubled(Memory(np.zeros(size, np.float32)), np.zeros(1, np.int64), Memory(np.zeros(size, np.float32)), 0)
     ((blocks, threads, _), _), *_ = found
     assert threads == launch.THREADS
     assert 128 <= blocks <= launch.BLOCKS
