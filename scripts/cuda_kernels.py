@@ -157,6 +157,8 @@ def ptx(kernel: Any, dtype: str) -> Callable[[tuple[int, int]], str]:
     from numba import types
     from numba.cuda import compiler, dispatcher
 
+    from mpizero.kernels.cuda._compiling import rounding_each_operation
+
     # Numba asks the GPU for its compute capability when it compiles helper functions: answer in its place.
     dispatcher.get_current_device = lambda: argparse.Namespace(compute_capability=TARGETS[0])
     signature = types.void(*kernel.argument_types(dtype))
@@ -164,7 +166,12 @@ def ptx(kernel: Any, dtype: str) -> Callable[[tuple[int, int]], str]:
     library, _ = compiler._compile_pyfunc_with_fixup(
         kernel.dispatcher().py_func, signature, device=False, abi="numba", cc=TARGETS[0]
     )
-    return lambda target: str(library.get_asm_str(cc=target))
+
+    def code(target: tuple[int, int]) -> str:
+        with rounding_each_operation():
+            return str(library.get_asm_str(cc=target))
+
+    return code
 
 
 def assembled(code: str, target: tuple[int, int]) -> str:

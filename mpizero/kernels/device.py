@@ -99,6 +99,14 @@ class Device(ABC):
         """Return an array of ``nbytes`` bytes of pinned host memory, from and to which the GPU can copy directly."""
 
     @abstractmethod
+    def _copy_pinned(self, target: Any, staged: Array) -> None:
+        """Start to copy ``staged``, a part of the pinned buffer, to a GPU array of its shape and dtype."""
+
+    @abstractmethod
+    def _await_pinned(self) -> None:
+        """Wait until all copies that :meth:`_copy_pinned` started have read the pinned buffer."""
+
+    @abstractmethod
     def empty(self, size: int, dtype: Any) -> Array:
         """Allocate a 1-D array of undefined contents on the GPU."""
 
@@ -158,11 +166,12 @@ class Device(ABC):
         for first in range(0, target.size, step):
             last = min(first + step, target.size)
             staged = self._staging[: (last - first) * target.itemsize].view(target.dtype)
+            self._await_pinned()
             for source in sources:
                 low, high = max(source.start, first), min(source.start + source.size, last)
                 if low < high:
                     source.fill(low - source.start, staged[low - first : high - first])
-            target[first:last].set(staged)
+            self._copy_pinned(target[first:last], staged)
 
     def read(self, source: Any, targets: Sequence[tuple[int, Array]]) -> None:
         """Copy parts of a 1-D GPU array to host arrays.
@@ -181,6 +190,7 @@ class Device(ABC):
             for first in range(begin, end, step):
                 last = min(first + step, end)
                 staged = self._staging[: (last - first) * source.itemsize].view(source.dtype)
+                self._await_pinned()
                 source[first:last].get(out=staged)
                 for start, host in together:
                     low, high = max(start, first), min(start + host.size, last)
@@ -230,10 +240,18 @@ class CupyDevice(Device):
         cuda.select_device(number)
         self.number = number
         self.name = cupy.cuda.runtime.getDeviceProperties(number)["name"].decode()
+        self._copied = cupy.cuda.Event(disable_timing=True)
         super().__init__()
 
     def _pinned(self, nbytes: int) -> Array:
         return np.frombuffer(self._cupy.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
+
+    def _copy_pinned(self, target: Any, staged: Array) -> None:
+        target.set(staged)  # returns before the copy has ended: CuPy does not wait, nor CUDA for pinned memory
+        self._copied.record()
+
+    def _await_pinned(self) -> None:
+        self._copied.synchronize()
 
     def empty(self, size: int, dtype: Any) -> Array:
         """Allocate a 1-D array of undefined contents on the GPU."""
@@ -280,6 +298,12 @@ class SimulatedDevice(Device):
 
     def _pinned(self, nbytes: int) -> Array:
         return np.empty(nbytes, np.uint8)
+
+    def _copy_pinned(self, target: Any, staged: Array) -> None:
+        target.set(staged)
+
+    def _await_pinned(self) -> None:
+        pass
 
     def empty(self, size: int, dtype: Any) -> Array:
         """Allocate a 1-D array on the simulated GPU, filled with NaN to show any use before it is written."""

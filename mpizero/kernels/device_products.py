@@ -3,6 +3,10 @@
 [Note: products in 16 bits] mpizero's kernels round the operands of a product to bfloat16 or float16, to nearest even.
 The GPU multiplies the rounded operands, and adds the products in float32 to a float32 result. So all stored arrays stay
 in float32.
+
+[Note: aligned products] cuBLAS chooses among its kernels by shapes, and may choose by addresses, too. A gradient lies
+at another address if a rank is alone, and parameters do if they are gathered unit by unit, but bits must be the same.
+So cuBLAS gets arrays at multiples of ``ALIGNED`` bytes only: others are copied, which takes far less than a product.
 """
 
 from __future__ import annotations
@@ -18,6 +22,10 @@ from mpizero.types import Array
 
 #: For each dtype of 16 bits, the kernels that round to it and convert from it, and CUDA's number for the dtype.
 SIXTEEN_BITS = {"float16": ("to_float16", "from_float16", 2), "bfloat16": ("to_bfloat16", "from_bfloat16", 14)}
+
+
+#: The largest alignment that cuBLAS asks for; memory that CuPy allocates begins at multiples of 512 bytes.
+ALIGNED = 256
 
 
 class Multiplier(Protocol):
@@ -139,21 +147,26 @@ def multiply(a: Array | HalfPrecisionArray, b: Array | HalfPrecisionArray, out: 
         If an operand of 16 bits is a view for which :meth:`MatrixBatch.of` returns None.
     """
     xp, target = _library(out), out
-    if not (isinstance(a, HalfPrecisionArray) and isinstance(b, HalfPrecisionArray)):
-        xp.matmul(a, b, out=out)
-        return
-    if not a.bits.size or not b.bits.size:
-        out[...] = 0
-        return
-    left, right, place = MatrixBatch.of(a.bits), MatrixBatch.of(b.bits), MatrixBatch.of(out)
-    if place is None or place.transposed:
-        target = xp.empty(out.shape, np.float32)
+    place = MatrixBatch.of(out)
+    if not _is_aligned(out) or (isinstance(a, HalfPrecisionArray) and (place is None or place.transposed)):
+        target = xp.empty(out.shape, out.dtype)
         place = MatrixBatch.of(target)
-    if left is None or right is None or place is None:
-        raise ValueError(f"the matrices of an operand do not lie one after the other: {left}, {right}")
-    a.device.multiply(a, b, target, (left, right, place))
+    if not (isinstance(a, HalfPrecisionArray) and isinstance(b, HalfPrecisionArray)):
+        xp.matmul(*(x if _is_aligned(x) else xp.array(x, order="K") for x in (a, b)), out=target)
+    elif not a.bits.size or not b.bits.size:
+        target[...] = 0
+    else:
+        left, right = MatrixBatch.of(a.bits), MatrixBatch.of(b.bits)
+        if left is None or right is None or place is None:
+            raise ValueError(f"the matrices of an operand do not lie one after the other: {left}, {right}")
+        a.device.multiply(a, b, target, (left, right, place))
     if target is not out:
         xp.copyto(out, target)
+
+
+def _is_aligned(x: Any) -> bool:
+    """Tell whether a GPU array begins where cuBLAS chooses its kernel by shapes alone; see [Note: aligned products]."""
+    return bool(x.__cuda_array_interface__["data"][0] % ALIGNED == 0)
 
 
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:

@@ -2,18 +2,72 @@
 
 Under ``NUMBA_ENABLE_CUDASIM=1`` simulated arrays replace CuPy's. As with CuPy, a function cannot take arrays of the
 host and of the GPU together, a GPU array is never converted to a NumPy array implicitly, and a sum over all elements is
-an array without axes. So if code forgets a copy between host and GPU, it fails with simulated arrays too.
+an array without axes. So if code forgets a copy between host and GPU, it fails with simulated arrays too. Functions,
+arguments and attributes that NumPy has and CuPy 14 has not are missing here as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpizero.types import Array
+
+#: Functions of NumPy, and attributes of its arrays, that CuPy 14 does not have.
+ABSENT_FUNCTIONS = frozenset(
+    [
+        "asmatrix",
+        "block",
+        "bmat",
+        "busday_count",
+        "busday_offset",
+        "datetime_as_string",
+        "datetime_data",
+        "einsum_path",
+        "frompyfunc",
+        "fromregex",
+        "geomspace",
+        "get_include",
+        "getbufsize",
+        "geterr",
+        "geterrcall",
+        "histogram_bin_edges",
+        "info",
+        "insert",
+        "is_busday",
+        "isnat",
+        "matvec",
+        "nanpercentile",
+        "nanquantile",
+        "nested_iters",
+        "polyder",
+        "polydiv",
+        "polyint",
+        "setbufsize",
+        "seterr",
+        "seterrcall",
+        "show_runtime",
+        "spacing",
+        "test",
+        "unstack",
+        "vecdot",
+        "vecmat",
+    ]
+)
+ABSENT_ATTRIBUTES = frozenset(["ctypes", "getfield", "resize", "setfield", "setflags", "to_device"])
+#: Keyword arguments that CuPy's elementwise functions take.
+UFUNC_ARGUMENTS = frozenset(["out", "dtype", "casting"])
+
+
+class SimulatedFlags(NamedTuple):
+    """Tell how the elements of an array lie in memory: what CuPy's ``flags`` tell."""
+
+    c_contiguous: bool
+    f_contiguous: bool
+    owndata: bool
 
 
 class SimulatedArray(NDArrayOperatorsMixin):
@@ -68,9 +122,10 @@ class SimulatedArray(NDArrayOperatorsMixin):
         return self.values.strides
 
     @property
-    def flags(self) -> Any:
-        """The ``flags`` of the NumPy array that holds the elements."""
-        return self.values.flags
+    def flags(self) -> SimulatedFlags:
+        """How the elements lie in memory."""
+        flags = self.values.flags
+        return SimulatedFlags(flags.c_contiguous, flags.f_contiguous, flags.owndata)
 
     @property
     def T(self) -> SimulatedArray:  # noqa: N802
@@ -92,14 +147,21 @@ class SimulatedArray(NDArrayOperatorsMixin):
         """Return a NumPy copy of the elements, or copy them to the NumPy array ``out`` and return it."""
         if out is None:
             return self.values.copy()
-        np.copyto(out, self.values)
+        self._require_alike(out, out)
+        out[...] = self.values
         return out
 
     def set(self, values: Array) -> None:
         """Overwrite the elements by those of a NumPy array, which must have the same shape and dtype."""
-        if values.shape != self.shape or values.dtype != self.dtype:
-            raise ValueError(f"cannot copy {values.dtype}{values.shape} to {self.dtype}{self.shape}")
+        self._require_alike(values, self.values)
         self.values[...] = values
+
+    def _require_alike(self, host: Array, written: Array) -> None:
+        """Raise ValueError if an array of the host has another shape or dtype, or if ``written`` is not contiguous."""
+        if host.shape != self.shape or host.dtype != self.dtype:
+            raise ValueError(f"cannot copy between {host.dtype}{host.shape} and {self.dtype}{self.shape}")
+        if not (written.flags.c_contiguous or written.flags.f_contiguous):
+            raise ValueError(f"cannot copy to an array that is not contiguous, of strides {written.strides}")
 
     def __array__(self, *args: Any, **kwargs: Any) -> Array:
         raise TypeError("an array of the GPU does not turn into a NumPy array by itself: use get()")
@@ -130,14 +192,19 @@ class SimulatedArray(NDArrayOperatorsMixin):
     # ------------------------------------------------------------------ functions
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        _check(ufunc.__name__, ABSENT_FUNCTIONS)
+        if method == "__call__" and ufunc.signature is None:
+            return _elementwise(ufunc, inputs, kwargs)
         return _called(getattr(ufunc, method), inputs, kwargs)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        _check(func.__name__, ABSENT_FUNCTIONS)
         return _called(func, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in SimulatedArray.__slots__:
             raise AttributeError(name)
+        _check(name, ABSENT_ATTRIBUTES)
         method = getattr(self.values, name)  # reshape, transpose, sum, astype, ...
         return lambda *args, **kwargs: _called(method, args, kwargs)
 
@@ -146,13 +213,27 @@ class Namespace:
     """Provide the functions of NumPy for simulated arrays: they take and return :class:`SimulatedArray`."""
 
     def __getattr__(self, name: str) -> Any:
+        _check(name, ABSENT_FUNCTIONS)
         found = getattr(np, name)
         if isinstance(found, type) or not callable(found):
             return found
+        if isinstance(found, np.ufunc) and found.signature is None:
+            return lambda *args, **kwargs: _elementwise(found, args, kwargs)
         return lambda *args, **kwargs: _called(found, args, kwargs)
 
 
 NAMESPACE = Namespace()
+
+
+def _check(name: str, absent: frozenset[str]) -> None:
+    if name in absent:
+        raise AttributeError(f"CuPy has no {name}")
+
+
+def _elementwise(function: np.ufunc, args: Any, kwargs: dict[str, Any]) -> Any:
+    if unknown := kwargs.keys() - UFUNC_ARGUMENTS:
+        raise TypeError(f"CuPy's {function.__name__} does not take {', '.join(sorted(unknown))}")
+    return _called(function, args, kwargs)
 
 
 def _called(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -130,7 +130,7 @@ class PlacedModel:
             return ComputeDevice()
         from mpizero.parallel.device.cuda_compute_device import open_gpu
 
-        return open_gpu(self.config, self.model, number)
+        return open_gpu(self.config, self.block_model, number)
 
     def _begin_values(self) -> None:
         self.store.begin(self.model)

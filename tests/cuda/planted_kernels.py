@@ -18,6 +18,12 @@ def mixed(x, y):
 
 
 @kernel("void(const T[::1], T[::1])")
+def contractible(x, y):
+    for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
+        y[i] = x[i] * x[i] + y[i]
+
+
+@kernel("void(const T[::1], T[::1])")
 def impossible(x, y):
     y[0] = x.nothing
 

@@ -86,7 +86,8 @@ def test_a_step_copies_no_gradient_and_no_parameter(place, optimizer, clip, copi
         model.train(*batch())
         del copied[:]
         model.train(*batch())
-        assert copied == []
+        assert max(copied, default=0) <= len(model.engine.store.layout.parameters), "more than a norm of each tensor"
+        del copied[:]
         values = model.get_parameters()
         assert set(copied) == {model.parameter_count}
         del copied[:]

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -51,6 +52,41 @@ def test_a_double_in_a_float32_kernel_is_found(examine):
     assert [line.partition(": ")[0] for line in examine("mixed")] == ["mixed f4 sm_80", "mixed f4 sm_90"]
 
 
+@pytest.fixture
+def launched(monkeypatch):
+    """Return a function that compiles a kernel as its first launch does, for an H100, and returns its PTX code."""
+    from numba.cuda import codegen, dispatcher
+
+    target = (9, 0)
+    monkeypatch.setattr(dispatcher, "get_current_device", lambda: SimpleNamespace(compute_capability=target))
+    monkeypatch.setattr(codegen.CUDACodeLibrary, "_ensure_cc", lambda library, cc: cc or target)
+    monkeypatch.setattr(dispatcher._Kernel, "bind", lambda made: made._codelibrary.get_cubin())  # all but loading it
+    return lambda kernel, dtype: kernel.dispatcher().compile(kernel.argument_types(dtype)).inspect_asm(target)
+
+
+@compiling
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_no_product_is_contracted_with_a_sum(launched, script, dtype):
+    """So a formula has the same bits in every kernel, and those of the CPU."""
+    from tests.cuda.planted_kernels import contractible
+
+    for code in (launched(contractible, dtype), script.ptx(contractible, dtype)((9, 0))):
+        assert f"mul.rn.f{8 * int(dtype[1])}" in code
+        assert "fma" not in code
+
+
+@compiling
+def test_numba_contracts_kernels_of_others_as_before(launched):
+    from numba import cuda
+
+    from tests.cuda.planted_kernels import contractible
+
+    launched(contractible, "f4")
+    kernel = SimpleNamespace(dispatcher=lambda: cuda.jit(contractible.python, lto=False))
+    kernel.argument_types = contractible.argument_types
+    assert "fma.rn.f32" in launched(kernel, "f4")
+
+
 @compiling
 def test_what_does_not_compile_is_told_for_every_type_and_target(examine):
     told = examine("impossible")
@@ -82,39 +118,32 @@ def test_a_spill_is_found(script):
 
 
 @compiling
-def test_a_kernel_is_compiled_once_and_loaded_from_the_cache_by_the_next_process(tmp_path, monkeypatch):
-    """There is no GPU here: a stand-in tells for which one to compile."""
-    from types import SimpleNamespace
-
+def test_a_kernel_is_compiled_once_and_loaded_from_the_cache_by_the_next_process(launched, tmp_path, monkeypatch):
     from numba import cuda
     from numba.cuda import dispatcher
-    from numba.cuda.cudadrv import devices
 
     from mpizero.kernels import cache
-    from mpizero.kernels.cuda import launch
+    from mpizero.kernels.cuda._compiling import load_or_compile
     from tests.cuda.planted_kernels import good
 
     monkeypatch.setenv("MPIZERO_CACHE_DIR", str(tmp_path))
-    cache.find_folder.cache_clear()
-    device = SimpleNamespace(compute_capability=(9, 0))
-    for module in (cuda, dispatcher):
-        monkeypatch.setattr(module, "get_current_device", lambda: device)
-    monkeypatch.setattr(devices, "get_context", lambda: SimpleNamespace(device=device))
+    monkeypatch.setattr(cache, "find_folder", cache.find_folder.__wrapped__)
+    monkeypatch.setattr(cuda, "get_current_device", dispatcher.get_current_device)
 
-    def load(name):
+    def load(dtype):
         made = good.dispatcher()
-        launch.load_or_compile(made, good.argument_types("f4"), name)
+        load_or_compile(made, good.argument_types(dtype), f"good-{dtype}")
         (kernel,) = made.overloads.values()
         return kernel._codelibrary.get_cubin(cc=(9, 0)).code
 
-    compiled = load("good-f4")
-    (stored,) = tmp_path.rglob("*.cubin")
+    compiled = load("f4")
+    assert load("f8") != compiled
     monkeypatch.setattr(dispatcher, "compile_cuda", None)  # what would be called to compile
-    assert load("good-f4") == compiled
+    assert load("f4") == compiled
+    stored = next(tmp_path.rglob("good-f4.cubin"))
     stored.write_bytes(stored.read_bytes()[:-1])  # damaged: it is compiled again
     with pytest.raises(TypeError, match="not callable"):
-        load("good-f4")
-    cache.find_folder.cache_clear()
+        load("f4")
 
 
 @compiling

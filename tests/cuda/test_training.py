@@ -210,18 +210,6 @@ class Joined(mz.nn.Layer):
         return None, None
 
 
-def test_blocks_that_take_arrays_of_the_host_only_are_refused():
-    class Compiled(mz.nn.Linear):
-        computed_by = "JAX"
-
-    wrapped = mz.nn.MLP(4, (5,), 3)
-    model = SimpleNamespace(
-        **{"blocks": {"a": Compiled(4, 3)}, "loss": wrapped.loss, "dtype": wrapped.dtype, "seed": 0}
-    )
-    with mz.ShardingConfig(device="cuda") as config, pytest.raises(ConfigError, match="block 'a' is computed by JAX"):
-        mz.DDPModel(model, config)
-
-
 def test_trees_of_arrays_are_copied_to_the_gpu_leaf_by_leaf():
     x = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
     y = np.arange(6) % 3
@@ -248,6 +236,26 @@ def test_copies_longer_than_the_pinned_buffer_go_in_pieces(monkeypatch):
     device.read(there, [(7, parts[0]), (30, parts[1])])
     assert np.array_equal(parts[0].reshape(-1), values[7:13])
     assert np.array_equal(parts[1], values[30:80])
+
+
+def test_the_pinned_buffer_is_not_written_to_before_its_last_copy_has_ended(monkeypatch):
+    """CUDA copies from pinned memory while Python goes on: here at the latest moment that it may."""
+    started = []
+
+    def wait(device):
+        while started:
+            array, staged = started.pop()
+            array.set(staged)
+
+    monkeypatch.setattr(devices, "STAGING", 64)
+    monkeypatch.setattr(devices.SimulatedDevice, "_copy_pinned", lambda device, *copy: started.append(copy))
+    monkeypatch.setattr(devices.SimulatedDevice, "_await_pinned", wait)
+    device = devices.open_device(0)
+    values = np.arange(100, dtype=np.float32)
+    there, back = device.empty(100, np.float32), np.empty(100, np.float32)
+    device.write(there, values)
+    device.read(there, [(0, back)])
+    assert np.array_equal(back, values)
 
 
 def test_arrays_of_a_gpu_do_not_mix_with_the_hosts():

@@ -306,3 +306,8 @@ def test_wrong_functions_are_told_with_their_block():
     centred = JaxModel(None, squares, blocks=[(dense(3, 1), lambda p, x: affine(p, x - x.mean(0)))])
     with pytest.raises(LayoutError, match="rows of its output depend on other samples"):
         trained(centred, "ddp", 1)
+
+
+def test_arrays_of_a_gpu_are_refused_before_anything_is_placed():
+    with pytest.raises(ConfigError, match=r"device='cuda': a model written in JAX computes where JAX does"):
+        network().set_sharding_config(mz.ShardingConfig(comm="self", device="cuda"))

@@ -796,3 +796,48 @@ def test_modules_that_do_not_round_in_one_way_are_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(process, "_placed", lambda array, offset: array + offset)
     with pytest.raises(ConfigError, match="MKL_CBWR=AUTO"):
         transformer()
+
+
+def test_random_numbers_of_a_gpu_are_seeded_and_the_callers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generator of the host stands for that of the GPU."""
+    from mpizero.adapters.torch import process
+
+    host, gpu = torch.default_generator, torch.Generator().manual_seed(7)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "default_generators", (gpu,))
+    before, drawn = [g.get_state() for g in (host, gpu)], []
+    for _ in range(2):
+        with process.torch_pass(process.TorchSettings(), seed=3):
+            state = process.random_state()
+            drawn.append([torch.rand(2, generator=g).tolist() for g in (host, gpu)])
+            assert process.drawn_since(state)
+    assert drawn[0] == drawn[1]
+    assert drawn[0][0] == drawn[0][1], "both have the seed"
+    assert all(torch.equal(g.get_state(), was) for g, was in zip((host, gpu), before, strict=True))
+
+
+def test_products_on_a_gpu_may_be_deterministic() -> None:
+    """PyTorch raises an error for each product on a GPU otherwise."""
+    import os
+
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] in (":4096:8", ":16:8")
+
+
+def test_buffers_that_stay_in_the_module_go_to_where_the_parameters_are() -> None:
+    """PyTorch's device "meta" stands for the GPU."""
+    from mpizero.adapters.torch.bound import bring, held_buffers
+
+    net = nn.Module()
+    net.first = nn.Module()
+    net.first.register_buffer("mask", torch.ones(3), persistent=False)
+    net.first.register_buffer("same", net.first.mask)
+    bring(list(held_buffers(net).values()), torch.device("meta"))
+    assert net.first.mask.is_meta
+    assert net.first.same is net.first.mask
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch finds a GPU")
+def test_a_pytorch_without_a_gpu_is_refused_before_anything_is_placed() -> None:
+    with pytest.raises(ConfigError, match=r'device = "cuda": PyTorch .* finds no GPU to use'):
+        cnn().set_sharding_config(mz.ShardingConfig(comm="self", device="cuda"))

@@ -41,8 +41,6 @@ class JaxBlock(Layer):
     _compiled: CompiledBlock = field(repr=False)
     #: Whose memory the arrays of a pass are in, which the planner cannot count.
     memory_of: ClassVar[str] = "JAX"
-    #: What computes the block, if it takes arrays of the host only and chooses by itself where it computes.
-    computed_by: ClassVar[str] = "JAX"
 
     @property
     def compiled(self) -> CompiledBlock:

@@ -154,7 +154,15 @@ class JaxModel:
         return sum(each.compilations for each in {id(b.compiled): b.compiled for b in self.blocks.values()}.values())
 
     def set_sharding_config(self, config: Any) -> None:
-        """Raise ``ConfigError`` if XLA computes with more threads than ``config.threads``. Not collective."""
+        """Raise ``ConfigError`` for a device, or if XLA computes with more threads than ``config.threads``.
+
+        Not collective.
+        """
+        if config.device != "cpu":
+            raise ConfigError(
+                f"device={config.device!r}: a model written in JAX computes where JAX does, on a GPU if JAX finds one, "
+                'and takes arrays of the host: train it with device = "cpu"'
+            )
         require_threads(config.threads)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -54,15 +54,16 @@ class Placed(torch.nn.Parameter):  # type: ignore[misc]
 
 def as_array(tensor: torch.Tensor) -> Array:
     """Return an array that shares the memory of a tensor: of NumPy on the host, else of CuPy. Not collective."""
-    if tensor.device.type == "cpu":
-        try:
-            array: Array = tensor.detach().numpy()
-        except TypeError:
-            kind = str(tensor.dtype).removeprefix("torch.")
-            raise DataError(
-                f"a block returned {kind}, which NumPy does not have: let it end with .float(), and "
-                f"the next begin with .to(torch.{kind})"
-            ) from None
+    on_host = tensor.device.type == "cpu"
+    try:
+        array: Array = (tensor.detach() if on_host else torch.empty(0, dtype=tensor.dtype)).numpy()
+    except TypeError:
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise DataError(
+            f"a block returned {kind}, which NumPy does not have: let it end with .float(), and "
+            f"the next begin with .to(torch.{kind})"
+        ) from None
+    if on_host:
         return array
     from mpizero.kernels.device import of_tensor
 

@@ -98,7 +98,7 @@ class TorchBlock(Layer):
     def fingerprint(self) -> Any:
         """Parts of the block that ranks compare."""
         call = self.call
-        kept = {one.name: one.now for one in call.tensors.kept}
+        kept = {one.name: one.now.cpu() for one in call.tensors.kept}
         return {"module": call.module, "specs": call.tensors.specs, "number": call.number, "buffers": kept}
 
     def own_integers(self) -> tuple[IntegerSpec, ...]:

@@ -156,6 +156,15 @@ def in_places(held: Sequence[Held], tensors: Sequence[torch.Tensor]) -> Iterator
                 place[key] = tensor
 
 
+def bring(held: Sequence[Held], device: torch.device) -> None:
+    """Move tensors that a module holds to a device, in every place, if they are not there. Not collective."""
+    for one in held:
+        if one.now.device != device:
+            moved = one.now.to(device)
+            for place, key in one.places:
+                place[key] = moved
+
+
 def chosen_blocks(module: torch.nn.Module, blocks: Any) -> dict[str, torch.nn.Module]:
     """Return the submodules that ``blocks`` chooses, by their names in ``module``, in order. Not collective.
 

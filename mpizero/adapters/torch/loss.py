@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mpizero.adapters.torch.arrays import as_array, as_tensor, gradient_leaves
-from mpizero.adapters.torch.process import TorchSettings, torch_pass
+from mpizero.adapters.torch.process import TorchSettings, drawn_since, random_state, set_random_state, torch_pass
 from mpizero.errors import ConfigError, DataError, LayoutError
 from mpizero.sampletree import leaves_of, map_leaves
 from mpizero.signatures import named
@@ -55,10 +55,10 @@ class TorchLoss:
             leaves = gradient_leaves(given)
             for leaf in leaves:
                 leaf.requires_grad_()
-            before = torch.default_generator.get_state()
+            before = random_state()
             loss, weight = self._value(given, wanted)
-            if not torch.equal(before, torch.default_generator.get_state()):
-                torch.default_generator.set_state(before)
+            if drawn_since(before):
+                set_random_state(before)
                 raise LayoutError(
                     f"{named(self.function, 'loss')} draws random numbers, which would depend on the rank that "
                     "computes it: draw them in the module, where mpizero seeds them"

@@ -17,7 +17,7 @@ from mpizero.adapters.torch.loss import TorchLoss
 from mpizero.adapters.torch.module_call import BlockTensors, ModuleCall
 from mpizero.adapters.torch.originals import Originals, check_functions, check_parameters, mentions_data
 from mpizero.adapters.torch.own_forward import OwnForward
-from mpizero.adapters.torch.process import TorchSettings, check_rounding, torch_pass
+from mpizero.adapters.torch.process import TorchSettings, check_rounding, torch_pass, use_gpu
 from mpizero.errors import ConfigError, LayoutError
 from mpizero.layout.flat import joined
 from mpizero.names import explains
@@ -205,14 +205,16 @@ class TorchModel:
             if home in arrays:
                 found[name] = torch.from_numpy(np.array(arrays[home]))
             elif name in kept and not kept[name].is_meta:
-                found[name] = kept[name].clone()
+                found[name] = kept[name].cpu().clone()
             else:
                 raise LayoutError(f"state_dict: there is no array {home!r}; it was given {len(arrays)} arrays")
         return found
 
     def set_sharding_config(self, config: Any) -> None:
-        """Take the number of threads of a :class:`ShardingConfig`. Not collective."""
+        """Take number of threads and device of a :class:`ShardingConfig`. Not collective."""
         self._settings.threads = config.threads
+        if config.device != "cpu":
+            use_gpu()
 
     def _made(self) -> torch.nn.Module:
         """Return the module that was given, or what the function makes."""

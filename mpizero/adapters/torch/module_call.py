@@ -11,10 +11,10 @@ import torch
 
 from mpizero.adapters.derived_seed import derived_seed
 from mpizero.adapters.torch.arrays import Placed, as_tensor
-from mpizero.adapters.torch.bound import Held, in_places, plain_state
+from mpizero.adapters.torch.bound import Held, bring, in_places, plain_state
 from mpizero.adapters.torch.calling import called
 from mpizero.adapters.torch.originals import Originals
-from mpizero.adapters.torch.process import TorchSettings, torch_pass
+from mpizero.adapters.torch.process import TorchSettings, drawn_since, random_state, set_random_state, torch_pass
 from mpizero.errors import DataError, LayoutError
 from mpizero.sampletree import leaves_of, map_leaves
 from mpizero.types import Array, IntegerSpec, ParameterSpec, Params, Run
@@ -164,9 +164,9 @@ class ModuleCall:
 
     def given(self, params: Params) -> list[torch.Tensor]:
         """Return the tensors for the places of ``stored``, inside :meth:`prepared`: copies where they may change."""
-        own, new = self.tensors, self.new
-        values = zip(self.values(params), own.specs, strict=True)
-        tensors = [t.clone() if spec.averaged or new else t for t, spec in values]
+        own, new, values = self.tensors, self.new, self.values(params)
+        bring(own.kept, self._device(values))
+        tensors = [t.clone() if spec.averaged or new else t for t, spec in zip(values, own.specs, strict=True)]
         if not self.uses_data:
             return tensors
         return [Placed.of(t) if s.name in own.parameters else t for t, s in zip(tensors, own.specs, strict=True)]
@@ -218,18 +218,25 @@ class ModuleCall:
         return Passed(output, given, averages, numbers)
 
     def _numbers(self, params: Params) -> list[torch.Tensor]:
-        """Return copies of the buffers of whole numbers."""
-        return [as_tensor(array_of(params, spec.name)).clone() for spec in self.tensors.integer_specs]
+        """Return copies of the buffers of whole numbers, where the parameters are."""
+        numbers = [as_tensor(array_of(params, spec.name)) for spec in self.tensors.integer_specs]
+        device = self._device(self.values(params)) if numbers else None
+        return [number.to(device, copy=True) for number in numbers]
+
+    @staticmethod
+    def _device(values: Sequence[torch.Tensor]) -> torch.device:
+        """Return where the parameters are; the host for a block without parameters."""
+        return values[0].device if values else torch.device("cpu")
 
     def _check_reads(self, given: Sequence[torch.Tensor], numbers: Sequence[torch.Tensor], x: Any) -> None:
         """Raise :class:`LayoutError` if the module reads tensors of the module that it is a copy of."""
-        own, state = self.tensors, torch.default_generator.get_state()
+        own, state = self.tensors, random_state()
         tensors = [t.clone() if spec.averaged else t for t, spec in zip(given, own.specs, strict=True)]
         tensors += [number.clone() for number in numbers]
         with in_places((*own.stored, *own.integers), tensors), torch.no_grad(), self.originals.reads() as reads:
             called(self.module, map_leaves(torch.clone, x))
-        self._seen.random |= not torch.equal(torch.default_generator.get_state(), state)
-        torch.default_generator.set_state(state)
+        self._seen.random |= drawn_since(state)
+        set_random_state(state)
         if reads.found:
             raise LayoutError(
                 f"{self.shown} reads {reads.found!r} of the module that was given, not of the copy that is trained, so "

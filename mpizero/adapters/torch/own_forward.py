@@ -68,7 +68,8 @@ class OwnForward:
 
     def _difference(self, module: torch.nn.Module, x: Any, training: bool) -> str | None:
         known = dict(module.named_modules(remove_duplicate=False))
-        given = map_leaves(lambda leaf: as_tensor(leaf).clone(), x)
+        home = next((p.device for p in module.parameters()), None)  # blocks may compute on a GPU, and it not
+        given = map_leaves(lambda leaf: as_tensor(leaf).to(home, copy=True), x)
         trace = _Trace({name: known[name] for name in self.blocks}, given)
         modes = [(inner, inner.training) for inner in module.modules()]
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]

@@ -4,7 +4,9 @@
 their own (:mod:`mpizero.adapters.derived_seed`). The number of threads is the configuration's. PyTorch is asked for
 deterministic algorithms. The products of Intel's MKL round differently for arrays of different alignment, and a
 parameter lies at another address in every layout; ``MKL_CBWR=AUTO`` makes MKL round in one way. It costs no measurable
-time (docs/bring_your_model.md), but MKL reads it only once, before its first product.
+time (docs/bring_your_model.md), but MKL reads it only once, before its first product. On a GPU, PyTorch refuses
+products while deterministic algorithms are asked for, unless ``CUBLAS_WORKSPACE_CONFIG`` gives cuBLAS memory of its
+own.
 """
 
 from __future__ import annotations
@@ -65,13 +67,14 @@ def torch_pass(settings: TorchSettings, seed: int | None = None) -> Iterator[Non
             torch.utils.deterministic.fill_uninitialized_memory = False  # with NaN, which only takes time
             _deterministic(True)
         if seed is not None:
-            state = torch.default_generator.get_state()
-            torch.default_generator.manual_seed(seed)
+            state = random_state()
+            for generator in _generators():
+                generator.manual_seed(seed)
         try:
             yield
         finally:
             if state is not None:
-                torch.default_generator.set_state(state)
+                set_random_state(state)
             if not algorithms:
                 _deterministic(False)
                 torch.utils.deterministic.fill_uninitialized_memory = filled
@@ -79,12 +82,54 @@ def torch_pass(settings: TorchSettings, seed: int | None = None) -> Iterator[Non
                 torch.set_num_threads(threads)
 
 
-def round_in_one_way() -> None:
-    """Ask MKL, if it was not used yet, for results that do not depend on the alignment of arrays. Not collective.
+def _generators() -> list[torch.Generator]:
+    """Return the generators that modules draw from: the host's, and that of this thread's GPU if PyTorch uses GPUs."""
+    found = [torch.default_generator]
+    if torch.cuda.is_initialized():
+        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    return found
 
-    A value that the environment has already is left as it is.
+
+def random_state() -> list[torch.Tensor]:
+    """Return the states of the generators that modules draw from. Not collective."""
+    return [generator.get_state() for generator in _generators()]
+
+
+def set_random_state(state: list[torch.Tensor]) -> None:
+    """Give the generators that modules draw from the states that :func:`random_state` returned. Not collective."""
+    for generator, before in zip(_generators(), state, strict=False):  # the GPU's may be new
+        generator.set_state(before)
+
+
+def drawn_since(state: list[torch.Tensor]) -> bool:
+    """Tell whether random numbers were drawn since :func:`random_state` returned ``state``. Not collective."""
+    return not all(torch.equal(before, now) for before, now in zip(state, random_state(), strict=False))
+
+
+def use_gpu() -> None:
+    """Let PyTorch use GPUs in this process, so that their generators are seeded from the first pass on. Not collective.
+
+    Raises
+    ------
+    ConfigError
+        If PyTorch cannot use GPUs.
+    """
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f'device = "cuda": PyTorch {torch.__version__} finds no GPU to use: {error}; install its build for CUDA, '
+            'or train with device = "cpu"'
+        ) from error
+
+
+def round_in_one_way() -> None:
+    """Ask MKL and cuBLAS, if they were not used yet, to round in one way wherever arrays lie. Not collective.
+
+    Values that the environment has already are left as they are.
     """
     os.environ.setdefault("MKL_CBWR", "AUTO")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def check_rounding() -> None:

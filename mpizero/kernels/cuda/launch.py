@@ -14,7 +14,7 @@
 Every loop over elements or rows strides over the grid of threads, so results are right with any number of threads.
 Kernels return nothing; where the CPU kernel returns a result, a plain function launches kernels and reads their output.
 
-Arrays are CuPy's or numba-cuda's device arrays. Small host arrays (scalars of a step, tree programs, sums) may be
+Arrays are CuPy's. Small host arrays (scalars of a step, tree programs, sums) may be
 passed too: they are copied to the device, and copied back afterwards if they are not declared ``const``. Under
 ``NUMBA_ENABLE_CUDASIM=1`` arrays are NumPy's or those of :mod:`mpizero.kernels.simulated`. The simulator runs every
 thread of a kernel in Python, so these arrays should be small.
@@ -34,14 +34,14 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from numba import cuda as _cuda
 
-from mpizero.kernels import cache
 from mpizero.kernels.compile import DTYPES, PACKAGE, numba_type, with_compiled_helpers
+from mpizero.kernels.cuda._compiling import compiled_on_call, load_or_compile
 from mpizero.kernels.device import simulated
 from mpizero.kernels.signature import Signature
 from mpizero.kernels.simulated import SimulatedArray
@@ -50,13 +50,17 @@ from mpizero.types import Array
 cuda: Any = _cuda  # numba publishes types without the names that kernels use
 
 THREADS = 128
-BLOCKS = 1024
+#: Blocks of a launch: at least about as many as a GPU has multiprocessors (numba warns of fewer than 128), for small
+#: arrays may have few long rows.
+LEAST_BLOCKS, BLOCKS = 128, 1024
+#: CUDA's number for the default stream on which CuPy computes: numba's own 0 may mean one stream for each thread.
+_LEGACY_STREAM = 1
 SIMULATED_THREADS = 3  # not a power of two: strides over the grid leave a remainder
 _SIMULATOR = threading.Lock()  # it runs one kernel at a time; ranks that are threads wait for each other
 
 
 class CudaKernel:
-    """Represent a CUDA kernel, called like the CPU kernel; it is compiled or loaded at its first call with each dtype.
+    """Represent a CUDA kernel, called like the CPU kernel; numba compiles it at the first call with each dtype.
 
     Attributes
     ----------
@@ -80,38 +84,50 @@ class CudaKernel:
         names = list(self.__signature__.parameters)
         if len(args) != len(names):
             raise TypeError(f"kernel {self.name} takes {len(names)} arguments ({', '.join(names)})")
-        passed, returned = [], []
         for name, value, parameter in zip(names, args, self.signature.parameters, strict=True):
             if parameter.ndim and getattr(value, "ndim", None) != parameter.ndim:
                 raise TypeError(f"kernel {self.name}: {name} must have {parameter.ndim} dimension(s)")
-            if simulated():
-                copied = isinstance(value, np.ndarray) and parameter.readonly  # the simulator would write it back
-                own = value.values if isinstance(value, SimulatedArray) else value
-                passed.append(own.copy() if copied else own)
-            elif isinstance(value, np.ndarray):
-                device = cuda.to_device(value)
-                passed.append(device)
-                if not parameter.readonly:
-                    returned.append((device, value))
-            elif parameter.ndim:
-                # CuPy's work and the kernels' are on one stream: nothing to wait for, which the interface would do.
-                passed.append(cuda.as_cuda_array(value, sync=False))
-            else:  # of its declared type: numba would compile another kernel for a u8 below 2**63 than for one above
-                passed.append(np.dtype(parameter.dtype).type(value))
-        with _simulating() if simulated() else nullcontext():
+        (self._simulate if simulated() else self._launch)(args)
+
+    def _simulate(self, args: tuple[Any, ...]) -> None:
+        passed = []
+        for value, parameter in zip(args, self.signature.parameters, strict=True):
+            copied = isinstance(value, np.ndarray) and parameter.readonly  # the simulator would write it back
+            own = value.values if isinstance(value, SimulatedArray) else value
+            passed.append(own.copy() if copied else own)
+        with _simulating():
             if self._compiled is None:  # not while the simulator runs another: it sets names in the module meanwhile
                 self._compiled = self.dispatcher()
-            if not simulated():
-                self.load(self._dtype(args))
-            self._compiled[self._grid(args)](*passed)
-        for device, host in returned:
-            device.copy_to_host(host)
+            self._compiled[1, SIMULATED_THREADS](*passed)
+
+    def _launch(self, args: tuple[Any, ...]) -> None:
+        """Launch the kernel on CuPy's current stream, so that it runs after all that was started there before.
+
+        Host arrays are copied by CuPy, too: on the same stream, and in memory of the pool that all arrays come from.
+        """
+        import cupy
+
+        passed: list[Any] = []
+        returned = []
+        for value, parameter in zip(args, self.signature.parameters, strict=True):
+            if parameter.ndim:
+                there = cupy.asarray(value) if isinstance(value, np.ndarray) else value
+                passed.append(cuda.as_cuda_array(there, sync=False))  # on one stream there is nothing to wait for
+                if there is not value and not parameter.readonly:
+                    returned.append((there, value))
+            else:  # of its declared type: numba would compile another kernel for a u8 below 2**63 than for one above
+                passed.append(np.dtype(parameter.dtype).type(value))
+        self.load(self._dtype(args))
+        stream = cuda.external_stream(cupy.cuda.get_current_stream().ptr or _LEGACY_STREAM)
+        self._compiled[(*_grid(args), stream)](*passed)
+        for there, host in returned:
+            there.get(out=host)
 
     def dispatcher(self) -> Any:
         """Return numba's dispatcher of this kernel, which has compiled nothing yet."""
         if simulated():
             return cuda.jit(_for_simulator(self.python))
-        return cuda.jit(with_compiled_helpers(self.python, _device_function))
+        return compiled_on_call(with_compiled_helpers(self.python, _device_function))
 
     def _dtype(self, args: tuple[Any, ...]) -> str:
         """Return the dtype that ``T`` stands for in a call with these arguments, "f4" or "f8"; "f4" without a T."""
@@ -137,12 +153,14 @@ class CudaKernel:
         parameters = self.signature.resolve(dtype).parameters
         return tuple(numba_type(dataclasses.replace(parameter, readonly=False)) for parameter in parameters)
 
-    @staticmethod
-    def _grid(args: tuple[Any, ...]) -> tuple[int, int]:
-        if simulated():
-            return 1, SIMULATED_THREADS
-        largest = max((int(value.size) for value in args if hasattr(value, "size")), default=1)
-        return max(1, min(BLOCKS, -(-largest // THREADS))), THREADS
+
+def _grid(args: tuple[Any, ...]) -> tuple[int, int]:
+    """Return the number of blocks and of threads of a block to launch. Blocks have always the same number of threads.
+
+    So sums over the threads of a block have the same bits in every launch.
+    """
+    largest = max((int(value.size) for value in args if hasattr(value, "size")), default=1)
+    return max(LEAST_BLOCKS, min(BLOCKS, -(-largest // THREADS))), THREADS
 
 
 def kernel(signature: str) -> Callable[[Callable[..., None]], CudaKernel]:
@@ -209,42 +227,6 @@ class _Running:
         return getattr(self._kernel(), name)
 
 
-def load_or_compile(dispatcher: Any, arguments: tuple[Any, ...], place: str) -> None:
-    """Give a dispatcher of numba the machine code for arguments of these types, from the cache or newly compiled.
-
-    numba's own cache would not see that a formula in another file has changed, and each rank would compile for itself.
-    ``place`` is the name of the kernel's file in the cache without its ending.
-    """
-    import pickle
-
-    import numba_cuda
-    from numba.cuda.dispatcher import _Kernel
-    from numba.cuda.serialize import dumps
-
-    capability = cuda.get_current_device().compute_capability
-
-    def build() -> bytes:
-        made = _Kernel(dispatcher.py_func, arguments, **dispatcher.targetoptions)
-        made._codelibrary.get_cubin(cc=capability)
-        return bytes(dumps(made._reduce_states()))
-
-    identity = f"sm_{capability[0]}{capability[1]}, numba-cuda {numba_cuda.__version__}"
-    code = cache.load_or_build(cache.folder(identity) / f"{place}.cubin", build)
-    dispatcher.add_overload(_Kernel._rebuild(**pickle.loads(code)), arguments)
-
-
 @functools.cache
 def _device_function(helper: Callable[..., Any]) -> Any:
     return cuda.jit(device=True)(with_compiled_helpers(helper, _device_function))
-
-
-def empty(like: Array, shape: int, dtype: str) -> Array:
-    """Allocate a 1-D array of ``shape`` elements: a NumPy array if ``like`` is one, otherwise a device array."""
-    if isinstance(like, np.ndarray):
-        return np.empty(shape, dtype)
-    return cuda.device_array(shape, np.dtype(dtype))
-
-
-def to_host(array: Array) -> Array:
-    """Return a NumPy copy of a device array made by :func:`empty`; return a NumPy array itself."""
-    return array if isinstance(array, np.ndarray) else array.copy_to_host()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpizero.kernels.cuda.launch import cuda, empty, kernel, to_host
+from mpizero.kernels import namespace, to_host
+from mpizero.kernels.cuda.launch import cuda, kernel
 from mpizero.kernels.formulas import reduction as formulas
 from mpizero.types import Array
 
@@ -120,12 +121,12 @@ def tree_dots(x: Array, y: Array, starts: Array, stops: Array, out: Array) -> No
     if filled.size:
         begins, ends = np.asarray(starts)[filled], np.asarray(stops)[filled]
         firsts = _first_nodes(begins, ends)
-        nodes = empty(x, int(firsts[-1]), "f8")
+        nodes = namespace(x).empty(int(firsts[-1]), np.float64)
         _product_nodes(x, y, begins, ends, firsts, nodes)
         while (np.diff(firsts) > 1).any():
             begins, ends = firsts[:-1], firsts[1:]
             below, firsts = nodes, _first_nodes(begins, ends)
-            nodes = empty(x, int(firsts[-1]), "f8")
+            nodes = namespace(x).empty(int(firsts[-1]), np.float64)
             _sum_nodes(below, begins, ends, firsts, nodes)
         result[filled] = to_host(nodes)
     out[:] = result

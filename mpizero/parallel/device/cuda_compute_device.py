@@ -25,7 +25,7 @@ from mpizero.parallel.parameters.allocator import Allocator, Memory
 from mpizero.parallel.parameters.store import ParameterProvider, ParameterStore
 from mpizero.parallel.step_rules import keeps_gradients_on_device
 from mpizero.sampletree import as_arrays, leaves_of, map_leaves
-from mpizero.types import BlockModel, Group
+from mpizero.types import Group
 
 
 class CudaComputeDevice(ComputeDevice):
@@ -187,29 +187,23 @@ def updates_on_device(config: ShardingConfig, optimizer: Any) -> bool:
     return own
 
 
-def open_gpu(config: ShardingConfig, model: Any, device: int | None = None) -> CudaComputeDevice:
+def open_gpu(config: ShardingConfig, block_model: bool, device: int | None = None) -> CudaComputeDevice:
     """Return the GPU that this rank computes on.
 
-    Collective over ``config.comm``. ``device`` is the number of the GPU on the node; if it is None, the GPUs of a node
-    are assigned to its ranks in turn.
+    Collective over ``config.comm``. ``block_model`` tells whether the model is made of blocks. ``device`` is the number
+    of the GPU on the node; if it is None, the GPUs of a node are assigned to its ranks in turn.
 
     Raises
     ------
     ConfigError
         On every rank, if some rank finds no GPU: the error names the rank and the reason. Also if the model is not
-        made of blocks, or its blocks take arrays of the host only: these decide by themselves where they compute.
+        made of blocks, because its function decides by itself where it computes.
     """
-    if not isinstance(model, BlockModel):
+    if not block_model:
         raise ConfigError(
             f"device={config.device!r} needs a model of blocks: a black box computes where its function does, so train "
             'it with device = "cpu" and let the function use the GPU'
         )
-    for name, block in model.blocks.items():
-        if library := getattr(block, "computed_by", ""):
-            raise ConfigError(
-                f"device={config.device!r}: block {name!r} is computed by {library}, which takes arrays of the host "
-                f'and chooses the device by itself, a GPU if it finds one: train with device = "cpu"'
-            )
     comm = config.communicator
     with comm.split_node(name="devices") as node:
         place = node.rank if device is None else device
