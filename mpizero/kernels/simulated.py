@@ -123,7 +123,7 @@ class SimulatedArray(NDArrayOperatorsMixin):
 
     @property
     def flags(self) -> SimulatedFlags:
-        """How the elements lie in memory."""
+        """Return how the elements lie in memory."""
         flags = self.values.flags
         return SimulatedFlags(flags.c_contiguous, flags.f_contiguous, flags.owndata)
 

@@ -8,8 +8,8 @@ numbered as in the rank's optimizer state, and are updated in sections of succes
 pinned host buffer. For each section, gradients are summed or copied into the pinned buffer and sent to the GPU, and the
 GPU's kernels update the section. Then its updated parameters are copied to the node's shared window. If the GPU has a
 copy of all parameters, the kernels update that copy. Otherwise the section's parameters are first copied to a buffer on
-the GPU. Kernels work element by element, so the cut into sections and shards changes no bit. Results are rounded as the
-GPU rounds, which may contract a multiplication and an addition into one operation.
+the GPU. Kernels work element by element, so the cut into sections and shards changes no bit. Each operation is rounded,
+as on the host ([Note: contraction] in ``kernels/cuda/_compiling.py``).
 """
 
 from __future__ import annotations
