@@ -75,9 +75,9 @@ class Engine(PlacedModel):
         """
         set_context(step=self.step_number)
         with self.scalars.everyone.trace.joint_task("training step"):
-            self.exchange.begin()
             with self.timeline.span("agreement", "samples"):
                 batch = self._redistribute(x, y, reducer, self.claims if summed else None)
+            self.exchange.begin(batch.samples, self.current_loss_scale())
             jobs = reducer.jobs(batch, summed=summed)
             # Every value is looked at afterwards, with its rank, tensor and samples: NumPy's warnings would say less.
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
@@ -87,6 +87,7 @@ class Engine(PlacedModel):
             with self.timeline.span("agreement", "losses"):
                 totals = self.scalars.agree(None if self.updater is None else self.updater.ask_rate)
                 check_weight(totals.weight)
+                self.exchange.weigh(totals.weight, sent=reducer.waves)
                 self.integers.agree()
                 return batch, totals
 
@@ -121,7 +122,7 @@ class Engine(PlacedModel):
             norm, problems = update()
         if self.loss_scale is not None:
             self.loss_scale = self.loss_scale.after(finite=not problems)
-        self.exchange.finish(self.current_loss_scale() / scale, updated=not problems)
+        self.exchange.finish(updated=not problems)
         if not problems:
             self.integers.commit()
         if problems and updater.method is not None and updater.method.retry():

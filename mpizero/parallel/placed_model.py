@@ -40,11 +40,11 @@ from mpizero.parallel.parameters.integer_state import IntegerState
 from mpizero.parallel.parameters.shards import UpdatePiece
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.parallel.partition.blocks import blocks_of
-from mpizero.parallel.partition.local_model import averaged_names, optimized_names, partition_model
+from mpizero.parallel.partition.local_model import optimized_names, partition_model
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.parallel.partition.tiles import SAME, exactness, in_tiles, within_rounding
 from mpizero.parallel.placement import Placement
-from mpizero.parallel.step_rules import assigned_in_advance, assigns_waves, claims_grains, scratch_use
+from mpizero.parallel.step_rules import assigned_in_advance, assigns_waves, claims_grains, scratch_use, sent_exactly
 from mpizero.signatures import writes_in_place
 from mpizero.types import BlockModel
 
@@ -179,7 +179,11 @@ class PlacedModel:
         self.integers = self.store.integers = IntegerState(self.model, blocks, grid)
         elements = config.bucket_elements(self.dtype.itemsize)
         self.exchange = GradientExchange(
-            self.store, placement, config.gradient_compression, elements=elements, exact=averaged_names(self.model)
+            self.store,
+            placement,
+            config.gradient_compression,
+            elements=elements,
+            exact=sent_exactly(placement, self.partitioned, self.layout),
         )
         self.compute_device.share_gradients(grid.data.size)
         allocator = self.compute_device.allocator(self.memory)

@@ -219,7 +219,8 @@ class WaveBuffer:
         base = self.share.gradient_offsets[unit.index]
         programs = [(row, program_array(program)) for row, program in wave.merges]
         residuals = self.exchange.residuals(unit.index)
-        to_sum = RowsToSum(rows, ranges, wave.group_programs, "unit gradients", residuals)
+        exact = [s if self._in_place else s.shift(-self.layout.gradient_bases[unit.index]) for s in self.exchange.exact]
+        to_sum = RowsToSum(rows, ranges, wave.group_programs, "unit gradients", residuals, exact)
         if self.exchange.peers.size == 1:
             for piece in self.exchange.pieces(to_sum):
                 self._merge(piece, base + piece.position, programs, wave.arrivals)
