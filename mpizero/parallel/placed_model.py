@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 
@@ -83,7 +84,9 @@ class PlacedModel:
     ) -> None:
         contexts = 1 if parallel_layout is None else parallel_layout.context
         self.model, self.config, self.placement = model, config, placement.in_contexts(contexts)
-        self._blas_threads = limit_blas_threads(config.communicator, config.threads)
+        # Also where the construction fails, or a model is dropped without close().
+        self._end_limit = finalize(self, limit_blas_threads(config.communicator, config.threads))
+        self._end_limit.atexit = False
         self.block_model = isinstance(model, BlockModel)
         if callable(told := getattr(model, "set_sharding_config", None)):
             with all_ranks(config.communicator, "model's own settings"):
@@ -297,8 +300,8 @@ class PlacedModel:
         self.grain_rule = self.config.grain_rule(self.model)
 
     def close(self) -> None:
-        """Free the shared windows, and restore the number of BLAS threads from before the model was made."""
-        self._blas_threads.restore_original_limits()
+        """Free the shared windows, and end this model's limit of BLAS threads."""
+        self._end_limit()
         if self.claims is not None:
             self.claims.close()
         self.memory.close()

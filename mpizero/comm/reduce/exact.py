@@ -148,7 +148,7 @@ class ExactExchange:
             for low in range(0, max(map(elements_in, chosen)), step):
                 windows = [cut_places(part, low, low + step) for part in chosen]
                 left = [residual[low : low + step] for residual in rows.residuals] if form else []
-                yield Segment(rows.values, windows, counts, sums, rows.tag, left, form)
+                yield Segment(rows.values, windows, counts, sums, rows.tag, residuals=left, codec=form)
 
     def begin_segment(self, segment: Segment, *, wait: bool = False) -> Arriving:
         """Compute this rank's partial sums of a segment and start to exchange them.

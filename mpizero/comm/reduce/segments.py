@@ -89,6 +89,7 @@ class Segment:
         counts: Sequence[int],
         sums: Sequence[Array],
         tag: str,
+        *,
         residuals: Sequence[Array] = (),
         codec: Codec | None = None,
     ) -> None:
