@@ -25,7 +25,7 @@ from mpizero.parallel.batch.step_scalars import Divisors
 from mpizero.parallel.gradients.exchange import GradientExchange
 from mpizero.parallel.gradients.gradient_views import GradientViews, MicroBatchSum, block_parts, largest_block
 from mpizero.parallel.gradients.overlap import OverlappedReduction
-from mpizero.parallel.gradients.reducer import Job, SumOperands
+from mpizero.parallel.gradients.reducer import Job, SumOperands, forget_plans
 from mpizero.parallel.parameters.allocator import Allocator, on_all_ranks, paged
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.parallel.step_rules import ScratchUse, overlaps_reduction
@@ -326,6 +326,7 @@ class RowBuffer:
         """Return the plan that says in which order, and by which ranks, the gradients of ``count`` grains are added."""
         if count not in self._plans:
             shares, groups = contiguous_shares(self.grid, count), self.grid.group_sizes
+            forget_plans(self._plans)
             self._plans[count] = rows_plan(shares, groups, count, scratch=self._scratch_use == "grains")
         return self._plans[count]
 

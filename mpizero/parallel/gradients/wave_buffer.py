@@ -19,7 +19,7 @@ from mpizero.parallel.batch.redistribute import GlobalBatch, Grain
 from mpizero.parallel.batch.step_scalars import Divisors
 from mpizero.parallel.gradients.exchange import GradientExchange
 from mpizero.parallel.gradients.gradient_views import GradientViews, MicroBatchSum
-from mpizero.parallel.gradients.reducer import Job, SumOperands
+from mpizero.parallel.gradients.reducer import Job, SumOperands, forget_plans
 from mpizero.parallel.parameters.allocator import on_all_ranks, paged
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.parallel.step_rules import wave_slots
@@ -111,6 +111,7 @@ class WaveBuffer:
         """
         self.finish()  # of a step that an error has broken off on all ranks
         if batch.count not in self._plans:
+            forget_plans(self._plans)
             self._plans[batch.count] = wave_plan(batch.count, self.grid.group_sizes)
         plan = self._plans[batch.count]
         self._root = plan.root
