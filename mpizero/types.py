@@ -113,8 +113,8 @@ class ParameterSpec:
         given. At the end of the step the parameter becomes the mean of the new values of all micro-batches, weighted
         by their numbers of samples and added in the order of the tree over grains. Weight of the loss, loss scale,
         learning rate, clipping, weight decay and norms have no effect on it, and it has no optimizer state. A step that
-        is skipped leaves it unchanged. Cannot be combined with tied uses, context parallelism and compression of
-        gradients. If ``trainable`` is False, it is an ordinary frozen parameter.
+        is skipped leaves it unchanged. Cannot be combined with tied uses and context parallelism; compression of
+        gradients leaves it exact. If ``trainable`` is False, it is an ordinary frozen parameter.
     complex : bool
         Whether elements are complex numbers: complex64 in a model of float32, complex128 in one of float64. Shards,
         sums, norms and optimizers see each as two real numbers. Its gradient is ``dL/dRe + i dL/dIm``, as in PyTorch,

@@ -107,11 +107,16 @@ class Kernel:
         return self._choose(args) if result is REFUSED else result
 
     def _choose(self, args: tuple[Any, ...]) -> Any:
-        """Run the machine code for the arguments' dtype, after compiling or loading it; return the kernel's result."""
+        """Run the machine code for the arguments' dtype, after compiling or loading it; return the kernel's result.
+
+        Raise TypeError if it refuses arguments that fit the signature.
+        """
         char = self._check(args)
         self.load(char)
-        self._latest = self._calls[char]
-        return self._latest(*args)
+        self._latest = chosen = self._calls[char]  # another thread may choose its own before the next line
+        if (result := chosen(*args)) is REFUSED:
+            raise TypeError(f"kernel {self.__module__}.{self.name} refuses {', '.join(map(_describe, args))}")
+        return result
 
     @property
     def loaded(self) -> tuple[str, ...]:

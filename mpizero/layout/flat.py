@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -106,26 +106,19 @@ class FlatLayout:
     @cached_property
     def averages(self) -> tuple[Span, ...]:
         """The ranges of averaged parameters (``spec.averaged``) in the vector of the gradients of all units."""
-        found: list[Span] = []
-        for entry in (e for e in self.parameters if e.spec.averaged and e.gradient >= 0):
-            start = self.gradient_bases[entry.unit] + entry.gradient
-            if found and found[-1].stop == start:
-                start = found.pop().start
-            found.append(Span(start, self.gradient_bases[entry.unit] + entry.gradient + entry.spec.size))
-        return tuple(found)
+        return self.gradients_of(lambda entry: entry.spec.averaged)
 
-    def split_averages(self, span: Span) -> Iterator[tuple[Span, bool]]:
-        """Cut a range of the vector of all gradients; yield (part, whether its elements are averaged parameters)."""
-        start = span.start
-        for average in self.averages:
-            part = average.intersect(span)
-            if part.size:
-                if start < part.start:
-                    yield Span(start, part.start), False
-                yield part, True
-                start = part.stop
-        if start < span.stop:
-            yield Span(start, span.stop), False
+    def gradients_of(self, chosen: Callable[[ParameterUse], bool]) -> tuple[Span, ...]:
+        """Return the ranges of the uses that ``chosen`` chooses in the vector of the gradients of all units, ascending.
+
+        Ranges that follow one another without a gap are joined; uses of frozen parameters have none. Not collective.
+        """
+        found: list[Span] = []
+        starts = {self.gradient_bases[e.unit] + e.gradient: e for e in self.entries if e.gradient >= 0 and chosen(e)}
+        for start, entry in sorted(starts.items(), key=lambda item: item[0]):
+            first = found.pop().start if found and found[-1].stop == start else start
+            found.append(Span(first, start + entry.spec.size))
+        return tuple(found)
 
     @cached_property
     def largest_gradient(self) -> int:

@@ -7,6 +7,7 @@ use of an earlier parameter. A range of the unit's own parameters has therefore 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
@@ -41,6 +42,20 @@ class Span(NamedTuple):
     def shift(self, by: int) -> Span:
         """Return this range with ``by`` added to its start and to its stop."""
         return Span(self.start + by, self.stop + by)
+
+    def split(self, chosen: Iterable[Span]) -> Iterator[tuple[Span, bool]]:
+        """Cut this range where the ranges ``chosen``, in ascending order, begin and end; yield (part, whether inside).
+
+        Not collective.
+        """
+        start = self.start
+        for part in (found for one in chosen if (found := one.intersect(self)).size):
+            if start < part.start:
+                yield Span(start, part.start), False
+            yield part, True
+            start = part.stop
+        if start < self.stop:
+            yield Span(start, self.stop), False
 
 
 @dataclass(frozen=True)

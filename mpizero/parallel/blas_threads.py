@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,37 @@ from threadpoolctl import ThreadpoolController
 
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
+from mpizero.comm.supervision.process_setting import ProcessSetting
 from mpizero.kernels.products.multiply import library
 from mpizero.text import notice
 
 
-def limit_blas_threads(comm: Communicator, threads: int) -> Any:
+class _BlasThreads:
+    """Set the number of threads of every BLAS of this process, and remember those from before."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, tuple[Any, int]] = {}
+
+    def set(self, threads: int) -> None:
+        """Set the number of threads of all libraries that are loaded now."""
+        for one in ThreadpoolController().select(user_api="blas").lib_controllers:
+            self._before.setdefault(one.filepath, (one, one.num_threads))
+            one.set_num_threads(threads)
+
+    def restore(self) -> None:
+        """Set the numbers of threads from before the first :meth:`set`."""
+        for one, threads in self._before.values():
+            one.set_num_threads(threads)
+        self._before.clear()
+
+
+@functools.cache
+def _of_process() -> ProcessSetting[int]:
+    setting = _BlasThreads()
+    return ProcessSetting(setting.set, setting.restore)
+
+
+def limit_blas_threads(comm: Communicator, threads: int) -> Callable[[], None]:
     """Limit BLAS to ``threads`` threads, and print a warning on rank 0 if ranks have different builds of BLAS.
 
     Collective over ``comm``. Another build of BLAS, or one for another type of CPU core, may round matrix products
@@ -23,9 +50,8 @@ def limit_blas_threads(comm: Communicator, threads: int) -> Any:
 
     Returns
     -------
-    object
-        A limiter of ``threadpoolctl``: its method ``restore_original_limits()`` resets BLAS to the numbers of threads
-        that it had before this call.
+    callable
+        Ends the limit. BLAS then has the threads of the newest limit that has not ended, or those from before all.
 
     Raises
     ------
@@ -35,12 +61,11 @@ def limit_blas_threads(comm: Communicator, threads: int) -> Any:
     """
     with all_ranks(comm, "BLAS"):
         beside = library()
-    controller = ThreadpoolController()
-    builds = numpy_builds(controller.info()) + ([] if beside is None else [beside.name])
+    builds = numpy_builds(ThreadpoolController().info()) + ([] if beside is None else [beside.name])
     message = different_builds(comm.allgather_object(builds, "BLAS builds"))
     if message is not None and comm.rank == 0:
         notice(message)
-    return controller.limit(limits=threads, user_api="blas")
+    return _of_process().hold(threads)
 
 
 def numpy_builds(libraries: Sequence[Mapping[str, Any]]) -> list[str]:

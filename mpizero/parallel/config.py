@@ -47,7 +47,8 @@ class ShardingConfig:
         Compresses the float32 gradients that are sent between nodes (between ranks if they share no memory): to 16
         bits, to 8 bits, or to the fraction of elements with the largest magnitudes ("topk:0.01": one in a hundred).
         They are still added in float32. What int8 and top-k leave out of a message is kept and sent in later steps
-        (error feedback). With compression, results on different numbers of ranks are no longer equal to the bit.
+        (error feedback). Gradients of parameters of which other ranks update a copy stay exact (docs/nodes.md). With
+        compression, results on different numbers of ranks are no longer equal to the bit.
     bucket_mb : float, "auto" or None
         MiB of partial sums of gradients that are in flight between nodes (between ranks if they share no memory) at
         once; the message buffers take up to twice as much. "auto" tries sizes in the first steps of ``train`` and keeps

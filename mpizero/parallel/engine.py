@@ -32,6 +32,7 @@ from mpizero.parallel.parameters.shards import UpdatePiece
 from mpizero.parallel.placed_model import PlacedModel
 from mpizero.parallel.step_report import Outcome, StepReport
 from mpizero.parallel.step_rules import fuses_update, needs_norm
+from mpizero.text import notice
 from mpizero.types import Array, Run
 
 
@@ -47,7 +48,7 @@ class Engine(PlacedModel):
         everyone, itemsize = self.scalars.everyone, self.dtype.itemsize
         self.tuner = make_tuner(self.exchange, everyone, self.reducer.largest, self.config.bucket_mb, itemsize)
         self.step_number, self.asked = 0, NOTHING_MORE
-        self._uses_average = False
+        self._uses_average = self._told_average = False
 
     # ------------------------------------------------------------------ one step
 
@@ -75,9 +76,9 @@ class Engine(PlacedModel):
         """
         set_context(step=self.step_number)
         with self.scalars.everyone.trace.joint_task("training step"):
-            self.exchange.begin()
             with self.timeline.span("agreement", "samples"):
                 batch = self._redistribute(x, y, reducer, self.claims if summed else None)
+            self.exchange.begin(batch.samples, self.current_loss_scale())
             jobs = reducer.jobs(batch, summed=summed)
             # Every value is looked at afterwards, with its rank, tensor and samples: NumPy's warnings would say less.
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
@@ -87,6 +88,7 @@ class Engine(PlacedModel):
             with self.timeline.span("agreement", "losses"):
                 totals = self.scalars.agree(None if self.updater is None else self.updater.ask_rate)
                 check_weight(totals.weight)
+                self.exchange.weigh(totals.weight, sent=reducer.waves)
                 self.integers.agree()
                 return batch, totals
 
@@ -121,7 +123,7 @@ class Engine(PlacedModel):
             norm, problems = update()
         if self.loss_scale is not None:
             self.loss_scale = self.loss_scale.after(finite=not problems)
-        self.exchange.finish(self.current_loss_scale() / scale, updated=not problems)
+        self.exchange.finish(updated=not problems)
         if not problems:
             self.integers.commit()
         if problems and updater.method is not None and updater.method.retry():
@@ -322,6 +324,24 @@ class Engine(PlacedModel):
         if isinstance(error, CollectiveError | PeerFailure) or not isinstance(error, Exception):
             return False
         return agreed or not self.partitioned.splits_layers or isinstance(error, DataError | RemoteError)
+
+    def begin_average(self) -> None:
+        """Let an average of the parameters begin anew with those that were set in place of others.
+
+        Not collective. Rank 0 prints a notice at the first time.
+        """
+        updater = self.updater
+        if updater is None or not updater.averages_parameters or not updater.step_count:
+            return
+        state = updater.host_state()
+        updater.begin_average(state)
+        updater.take_state(state)
+        if self.prints_notices and not self._told_average:
+            self._told_average = True
+            notice(
+                "parameters were set after a step: their moving average (ema) begins anew with them; to evaluate with "
+                "the average, give ema=True to evaluate and predict"
+            )
 
     def _swap_average(self, updater: Updater) -> None:
         self.store.wait()

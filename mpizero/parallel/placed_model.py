@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 
@@ -40,11 +41,11 @@ from mpizero.parallel.parameters.integer_state import IntegerState
 from mpizero.parallel.parameters.shards import UpdatePiece
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.parallel.partition.blocks import blocks_of
-from mpizero.parallel.partition.local_model import averaged_names, optimized_names, partition_model
+from mpizero.parallel.partition.local_model import optimized_names, partition_model
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.parallel.partition.tiles import SAME, exactness, in_tiles, within_rounding
 from mpizero.parallel.placement import Placement
-from mpizero.parallel.step_rules import assigned_in_advance, assigns_waves, claims_grains, scratch_use
+from mpizero.parallel.step_rules import assigned_in_advance, assigns_waves, claims_grains, scratch_use, sent_exactly
 from mpizero.signatures import writes_in_place
 from mpizero.types import BlockModel
 
@@ -83,7 +84,9 @@ class PlacedModel:
     ) -> None:
         contexts = 1 if parallel_layout is None else parallel_layout.context
         self.model, self.config, self.placement = model, config, placement.in_contexts(contexts)
-        self._blas_threads = limit_blas_threads(config.communicator, config.threads)
+        # Also where the construction fails, or a model is dropped without close().
+        self._end_limit = finalize(self, limit_blas_threads(config.communicator, config.threads))
+        self._end_limit.atexit = False
         self.block_model = isinstance(model, BlockModel)
         if callable(told := getattr(model, "set_sharding_config", None)):
             with all_ranks(config.communicator, "model's own settings"):
@@ -179,7 +182,11 @@ class PlacedModel:
         self.integers = self.store.integers = IntegerState(self.model, blocks, grid)
         elements = config.bucket_elements(self.dtype.itemsize)
         self.exchange = GradientExchange(
-            self.store, placement, config.gradient_compression, elements=elements, exact=averaged_names(self.model)
+            self.store,
+            placement,
+            config.gradient_compression,
+            elements=elements,
+            exact=sent_exactly(placement, self.partitioned, self.layout),
         )
         self.compute_device.share_gradients(grid.data.size)
         allocator = self.compute_device.allocator(self.memory)
@@ -293,8 +300,8 @@ class PlacedModel:
         self.grain_rule = self.config.grain_rule(self.model)
 
     def close(self) -> None:
-        """Free the shared windows, and restore the number of BLAS threads from before the model was made."""
-        self._blas_threads.restore_original_limits()
+        """Free the shared windows, and end this model's limit of BLAS threads."""
+        self._end_limit()
         if self.claims is not None:
             self.claims.close()
         self.memory.close()

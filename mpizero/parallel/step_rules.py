@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mpizero.comm.reduce.codecs import Codec, codec_of
 from mpizero.layout.flat import FlatLayout
 from mpizero.layout.nodes import NodeOrder
+from mpizero.layout.unit import ParameterUse, Span
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.placement import Placement
+
+if TYPE_CHECKING:
+    from mpizero.parallel.partition.local_model import PartitionedModel
 
 #: Which gradients are written to scratch memory, see :func:`scratch_use`.
 ScratchUse = Literal["grains", "micro-batches"] | None
@@ -134,6 +138,22 @@ def gradient_codec(compression: str | None, itemsize: int) -> Codec | None:
     """
     codec = codec_of(compression)
     return codec if itemsize == 4 else None
+
+
+def sent_exactly(placement: Placement, partitioned: PartitionedModel, layout: FlatLayout) -> tuple[Span, ...]:
+    """Return the ranges of the vector of all gradients of ``layout`` that are never compressed, ascending.
+
+    See [Note: copies] in ``parallel/gradients/exchange.py``. A parameter that several stages use is among them only
+    with replicated optimizer state: otherwise its owners add the sums of all uses, which are the same for all copies.
+    """
+    shared = () if placement.shard_optimizer else partitioned.uses
+
+    def exact(entry: ParameterUse) -> bool:
+        spec = layout.by_name[entry.spec.tied or entry.spec.name].spec
+        unsplit = partitioned.parallel_layout.tensor > 1 and spec.part is None
+        return spec.averaged or unsplit or (spec.guest or spec.name) in shared
+
+    return layout.gradients_of(exact)
 
 
 def gathers_units(placement: Placement, groups: int) -> bool:

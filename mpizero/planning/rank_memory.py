@@ -239,7 +239,7 @@ class RankMemory:
         A residual is what compression left out of a message.
         """
         traffic = self.traffic
-        totals = [sum(traffic.part.shards.gradients[rank]) for rank in traffic.grid.peer_ranks]
+        totals = [sum(of_units) for of_units in traffic.compressed]
         replicated = not traffic.training.row.shard_optimizer
         sizes = residual_sizes(totals, traffic.grid.peers.rank, traffic.training.codec, replicated=replicated)
         return MemoryBytes(2 * sum(sizes) * self._item)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -15,13 +15,13 @@ from mpizero.comm.reduce.codecs import Codec
 from mpizero.layout import Instruction, build_schedule
 from mpizero.layout.unit import Unit
 from mpizero.nn.integers import integers_of
+from mpizero.parallel.gradients.exchange import compressed_sizes
 from mpizero.parallel.gradients.overlap import Bucket, cut_buckets
 from mpizero.parallel.optimizer.global_norm import tiles_of
 from mpizero.parallel.optimizer.tensor_plan import TensorPlan
 from mpizero.parallel.optimizer.tied_parameters import TieExchange
 from mpizero.parallel.parameters import publication
-from mpizero.parallel.placement import Placement
-from mpizero.parallel.step_rules import gathers_units, gradient_codec, needs_norm, overlaps_reduction, updated_by
+from mpizero.parallel.step_rules import gathers_units, overlaps_reduction, sent_exactly, updated_by
 from mpizero.planning.byte_counts import (
     ExchangeCost,
     GroupCall,
@@ -35,11 +35,10 @@ from mpizero.planning.byte_counts import (
 )
 from mpizero.planning.model_part import ModelPart
 from mpizero.planning.planned_grid import PlannedGrid, PlannedGroup
-from mpizero.planning.step_batches import StepBatches
+from mpizero.planning.planned_training import PlannedTraining
 
 if TYPE_CHECKING:
     from mpizero.comm import ProcessGrid
-    from mpizero.parallel.config import ShardingConfig
 
 #: The purposes of messages, in the order in which they are shown. "control" messages are those by which ranks agree on
 #: the sizes of the batch, losses and weights, the learning rate, and whether replicas have the same samples. "whole
@@ -56,61 +55,6 @@ PURPOSES = (
     "norms",
     "control",
 )
-
-
-@dataclass(frozen=True)
-class PlannedTraining:
-    """Hold the parts of a planned training that do not depend on the rank.
-
-    Attributes
-    ----------
-    row : Placement
-        The strategy's row of the placement table.
-    config : ShardingConfig
-        The settings; the communicator is not used.
-    optimizer : optimizer
-        The optimizer, as :func:`mpizero.optim.adapted.adapt` returns it.
-    step : StepBatches
-        The grains of a global batch, and how they are assigned to ranks.
-    itemsize : int
-        Bytes of one element of a parameter.
-    sample_bytes : tuple of int
-        Bytes of each array of one sample's input and target.
-    loss_scale : bool
-        Whether the training has a loss scale.
-    by_block : bool
-        Whether the model is made of blocks; a black box computes all gradients together.
-    in_place : bool
-        Whether the model is a black box that writes its gradients in place.
-    """
-
-    row: Placement
-    config: ShardingConfig
-    optimizer: Any
-    step: StepBatches
-    itemsize: int
-    sample_bytes: tuple[int, ...]
-    loss_scale: bool = False
-    by_block: bool = True
-    in_place: bool = False
-
-    @property
-    def codec(self) -> Codec | None:
-        """The codec that compresses gradient messages between peers; None without compression."""
-        return gradient_codec(self.config.gradient_compression, self.itemsize)
-
-    @property
-    def bucket(self) -> int | None:
-        """Number of elements in a bucket of gradients; None is the default size.
-
-        The default is also assumed if the size is tuned in a run.
-        """
-        return self.config.bucket_elements(self.itemsize)
-
-    @property
-    def needs_norm(self) -> bool:
-        """Tell whether the norm of the summed gradient must be known before the update."""
-        return needs_norm(self.config, self.codec, loss_scale=self.loss_scale)
 
 
 @dataclass(frozen=True)
@@ -187,22 +131,44 @@ class RankTraffic:
     def _reductions(self) -> list[ExchangeCost]:
         if self.grid.peers.size == 1:
             return []
-        gradients, peer = self.part.shards.gradients, self.grid.peers.rank
+        units = [unit.index for unit in self.part.layout.units]
         if self._overlaps:
             widths = [[sum(span.size for span in part) for part in bucket.parts] for bucket in self._buckets]
-            return [segment_cost(width, peer, self._row_counts, self.training.itemsize) for width in widths]
+            return [
+                segment_cost(width, self.grid.peers.rank, self._row_counts, self.training.itemsize) for width in widths
+            ]
         if not self.training.step.waves:
-            totals = [sum(gradients[rank]) for rank in self.grid.peer_ranks]
-            return [self._exchange(totals, peer, self._row_counts)]
-        units = [[gradients[rank][unit.index] for rank in self.grid.peer_ranks] for unit in self.part.layout.units]
+            return self._exchanges(units, self._row_counts)
         waves = self.training.step.wave_plan(self.grid).waves
         counts = [tuple(len(sums) for sums in wave.group_programs) for wave in waves]
-        alike = {count: [self._exchange(totals, peer, count) for totals in units] for count in set(counts)}
+        alike = {count: [each for unit in units for each in self._exchanges([unit], count)] for count in set(counts)}
         return [each for count in counts for each in alike[count]]
 
-    def _exchange(self, totals: Sequence[int], peer: int, counts: Sequence[int]) -> ExchangeCost:
-        training = self.training
-        return exchange_cost(totals, peer, counts, training.itemsize, training.codec, training.bucket)
+    def _exchanges(self, units: Sequence[int], counts: Sequence[int]) -> list[ExchangeCost]:
+        """Return the costs of exchanging the partial sums of ``units``: of the exact ones, and of those compressed."""
+        training, found = self.training, []
+        for codec, owned in self._forms:
+            totals = [sum(of_units[unit] for unit in units) for of_units in owned]
+            if any(totals):
+                peer = self.grid.peers.rank
+                found.append(exchange_cost(totals, peer, counts, training.itemsize, codec, training.bucket))
+        return found
+
+    @cached_property
+    def _forms(self) -> tuple[tuple[Codec | None, list[list[int]]], ...]:
+        """The number of gradients that each peer owns in each unit, by the codec that compresses them."""
+        codec, every = self.training.codec, [list(self.part.shards.gradients[rank]) for rank in self.grid.peer_ranks]
+        if codec is None:
+            return ((None, every),)
+        packed = self.compressed
+        plain = [[a - b for a, b in zip(*units, strict=True)] for units in zip(every, packed, strict=True)]
+        return (None, plain), (codec, packed)
+
+    @property
+    def compressed(self) -> list[list[int]]:
+        """The number of gradients that are compressed, if there is a codec, for each peer and unit."""
+        exact = sent_exactly(self.training.row, self.part.partitioned, self.part.layout)
+        return [compressed_sizes(self.part.shards.shares[rank], exact) for rank in self.grid.peer_ranks]
 
     @property
     def _row_counts(self) -> list[int]:
@@ -236,9 +202,9 @@ class RankTraffic:
         if self._overlaps:
             columns = [[[s.size for s in spans] for spans in zip(*b.parts, strict=True)] for b in self._buckets]
             return [direct_gather_cost(column, self.grid.peers.rank, self.training.itemsize) for column in columns]
-        totals = [sum(self.part.shards.gradients[rank]) for rank in self.grid.peer_ranks]
-        training = self.training
-        return [gather_cost(totals, self.grid.peers.rank, training.itemsize, training.codec, training.bucket)]
+        training, peer = self.training, self.grid.peers.rank
+        forms = [(codec, [sum(of_units) for of_units in owned]) for codec, owned in self._forms]
+        return [gather_cost(totals, peer, training.itemsize, codec, training.bucket) for codec, totals in forms]
 
     def publications(self) -> list[ExchangeCost]:
         """Return the costs of the all-gathers that send updated parameters to the peers' copies. Not collective."""

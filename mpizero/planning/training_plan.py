@@ -22,9 +22,10 @@ from mpizero.planning.block_trial import TrialSample
 from mpizero.planning.byte_counts import Sent
 from mpizero.planning.model_part import ModelPart
 from mpizero.planning.planned_grid import PlannedGrid, PlannedRanks
+from mpizero.planning.planned_training import PlannedTraining
 from mpizero.planning.rank_memory import MemoryBytes, RankMemory
 from mpizero.planning.step_batches import StepBatches
-from mpizero.planning.traffic import PlannedTraining, RankTraffic
+from mpizero.planning.traffic import RankTraffic
 from mpizero.sampletree import SampleTree
 from mpizero.signatures import writes_in_place
 from mpizero.types import BlockModel, Run

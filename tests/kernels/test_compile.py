@@ -13,7 +13,7 @@ import pytest
 import mpizero
 from mpizero import kernels
 from mpizero.kernels import cache
-from mpizero.kernels.compile import apart, kernel
+from mpizero.kernels.compile import REFUSED, apart, kernel
 from mpizero.kernels.cpu import copy, optimizer, reduction
 from mpizero.kernels.signature import Signature
 
@@ -66,6 +66,25 @@ def test_a_kernel_is_compiled_once_loaded_without_numba_and_compiled_anew_when_a
     assert finish(start(checkout)) == ["built sgd", "w 1.5 True"]
     assert not (checkout / "numba").exists()  # Numba's index and data files are pickles
     assert not list(checkout.rglob("*.nb[ic]"))
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_a_call_runs_although_another_thread_has_just_chosen_the_code_of_another_dtype(dtype, monkeypatch):
+    def refuse(*args):
+        return REFUSED
+
+    class Contended(type(optimizer.sgd)):
+        """Whatever a thread chooses, another one has chosen other code when it looks again."""
+
+        _latest = property(lambda self: refuse, lambda self, code: None)
+
+    monkeypatch.setattr(optimizer.sgd, "__class__", Contended)
+    w = np.ones(5, dtype)
+    optimizer.sgd(w, np.ones(5, dtype), np.array([0.5, 0.0], dtype), 0, 5)
+    assert (w == 0.5).all()
+    monkeypatch.setitem(optimizer.sgd._calls, np.dtype(dtype).char, refuse)
+    with pytest.raises(TypeError, match=f"sgd refuses {np.dtype(dtype)}"):  # never without a word
+        optimizer.sgd(w, np.ones(5, dtype), np.array([0.5, 0.0], dtype), 0, 5)
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_that_names_it(monkeypatch, tmp_path):

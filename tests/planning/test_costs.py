@@ -362,10 +362,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "fp16": {"config": {"gradient_compression": "fp16"}},
     "int8": {"config": {"gradient_compression": "int8"}},
     "topk": {"config": {"gradient_compression": "topk:0.05"}},
+    "averaged, int8": {
+        "model": lambda: network("float32"),
+        "data": lambda count, number: samples(count, number, "float32"),
+        "config": {"gradient_compression": "int8"},
+    },
     "large units": {"model": larger_gpt, "config": {"minimum_parameter_group_size": 3000}},
 }
 #: Of which each stage of ZeRO sends other gradients than of others; the rest takes two stages each.
-SUMMED_OTHERWISE = ("frozen", "untied", "averaged", "bf16", "fp16", "int8", "topk")
+SUMMED_OTHERWISE = ("frozen", "untied", "averaged", "bf16", "fp16", "int8", "topk", "averaged, int8")
 
 
 @pytest.mark.parametrize("name", MODELS)

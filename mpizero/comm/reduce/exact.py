@@ -18,6 +18,7 @@ import numpy as np
 
 from mpizero.comm.communicator import Communicator, Request
 from mpizero.comm.reduce.codecs import Codec
+from mpizero.comm.reduce.places import cut_places, elements_in, in_forms, places_of
 from mpizero.comm.reduce.segments import Arriving, RowRange, Segment, program_array
 from mpizero.layout import Span
 from mpizero.layout.tree import Program
@@ -72,7 +73,9 @@ class RowsToSum(NamedTuple):
         Name of the messages in counters and reports.
     residuals : sequence over peers of 1-D float32 arrays
         For a codec with feedback: for each peer, the part that earlier messages to this peer have left out, one value
-        for each element that the peer owns.
+        for each element that the peer owns and that is compressed.
+    exact : sequence of Span
+        The ranges of the gradient vector, ascending, whose partial sums are never compressed.
     """
 
     values: Array
@@ -80,6 +83,7 @@ class RowsToSum(NamedTuple):
     programs: Sequence[Sequence[Program]]
     tag: str = ""
     residuals: Sequence[Array] = ()
+    exact: Sequence[Span] = ()
 
 
 def fresh(name: str, size: int, dtype: Any) -> Array:
@@ -97,8 +101,9 @@ class ExactExchange:
     peers : Communicator
         The ranks with this rank's number in their groups, in the order of their groups.
     codec : Codec or None
-        Compresses float32 partial sums for other ranks. The receiver decompresses them and adds in float32; partial
-        sums that stay on their rank are not compressed. With a codec the result depends on the number of ranks.
+        Compresses float32 partial sums for other ranks, but for those of :attr:`RowsToSum.exact`. The receiver
+        decompresses them and adds in float32; partial sums that stay on their rank are not compressed. With a codec the
+        result depends on the number of ranks.
     scratch : Scratch
         Provides the buffers: at most ``2 * elements`` elements and, with a codec, as many compressed ones.
     elements : int or None
@@ -135,12 +140,15 @@ class ExactExchange:
         """Yield the segments of the exchange of ``rows``, each small enough for the buffers. Not collective."""
         counts = [len(programs) for programs in rows.programs]
         step = exchange_step(counts, self.elements)
-        totals = [sum(span.size for span in spans) for spans in rows.ranges]
         sums = [program_array(program) for program in rows.programs[self.peers.rank]]
-        for low in range(0, max(totals), step):
-            windows = [_window(spans, low, low + step) for spans in rows.ranges]
-            left = [residual[low : low + step] for residual in rows.residuals]
-            yield Segment(rows.values, windows, counts, sums, rows.tag, left)
+        codec = self.codec if rows.values.dtype == np.float32 else None
+        places = [places_of(spans) for spans in rows.ranges]
+        forms = [(None, places)] if codec is None else in_forms(codec, places, rows.exact)
+        for form, chosen in forms:
+            for low in range(0, max(map(elements_in, chosen)), step):
+                windows = [cut_places(part, low, low + step) for part in chosen]
+                left = [residual[low : low + step] for residual in rows.residuals] if form else []
+                yield Segment(rows.values, windows, counts, sums, rows.tag, residuals=left, codec=form)
 
     def begin_segment(self, segment: Segment, *, wait: bool = False) -> Arriving:
         """Compute this rank's partial sums of a segment and start to exchange them.
@@ -155,9 +163,7 @@ class ExactExchange:
         wait : bool
             True to return only when all messages have arrived.
         """
-        if self.codec is not None and segment.rows.dtype == np.float32:
-            return self._packed(segment, wait)
-        return self._plain(segment, wait)
+        return self._plain(segment, wait) if segment.codec is None else self._packed(segment, segment.codec, wait)
 
     def _plain(self, segment: Segment, wait: bool) -> Arriving:
         """Start to exchange a segment's partial sums without compression. Collective over the peers."""
@@ -173,13 +179,12 @@ class ExactExchange:
         request = self._exchange(send, send_counts, recv, recv_counts, segment.tag, wait)
         return Arriving(request, lambda: recv.reshape(sum(counts), widths[me]), segment.windows[me])
 
-    def _packed(self, segment: Segment, wait: bool) -> Arriving:
-        """Start to exchange a segment's partial sums, compressed by the codec except those that stay on this rank.
+    def _packed(self, segment: Segment, codec: Codec, wait: bool) -> Arriving:
+        """Start to exchange a segment's partial sums, compressed by ``codec`` except those that stay on this rank.
 
         Collective over the peers.
         """
-        codec, widths, counts, me = self.codec, segment.widths, segment.counts, self.peers.rank
-        assert codec is not None
+        widths, counts, me = segment.widths, segment.counts, self.peers.rank
         sizes = [0 if peer == me else codec.packed(width) for peer, width in enumerate(widths)]
         send = self.scratch("packed send", counts[me] * sum(sizes), np.uint8)
         others = max(width for peer, width in enumerate(widths) if peer != me)
@@ -230,20 +235,6 @@ def _in_place(rows: Array, spans: Sequence[Span]) -> Iterator[RowRange]:
         if span.size:
             yield RowRange(rows, span.start, span.start, position, span.size)
         position += span.size
-
-
-def _window(spans: Sequence[Span], low: int, high: int) -> list[tuple[int, Span]]:
-    """Return the parts of ``spans`` that lie in ``low:high`` of the concatenation of ``spans``.
-
-    Each part is a pair: its position in the concatenation, and the part as a Span.
-    """
-    parts, position = [], 0
-    for span in spans:
-        start, stop = max(low, position), min(high, position + span.size)
-        if start < stop:
-            parts.append((start, Span(start, stop).shift(span.start - position)))
-        position += span.size
-    return parts
 
 
 class Gathering:
@@ -323,10 +314,10 @@ def gather_spans(
             place[:] = values
     if peers.size == 1:
         return
-    step = gather_step(peers.size, elements)
-    longest = max(sum(span.size for span in group) for group in spans)
+    step, places = gather_step(peers.size, elements), [places_of(group) for group in spans]
+    longest = max(map(elements_in, places))
     for low in range(0, longest, step):
-        windows = [_window(group, low, low + step) for group in spans]
+        windows = [cut_places(group, low, low + step) for group in places]
         counts = [sum(span.size for _, span in window) for window in windows]
         packed = scratch("send", counts[peers.rank], target.dtype)
         np.concatenate([target[:0], *(target[s.start : s.stop] for _, s in windows[peers.rank])], out=packed)
@@ -368,10 +359,10 @@ def gather_packed(
     scratch : Scratch
         Provides the buffers.
     """
-    step = gather_step(peers.size)
-    longest = max(sum(span.size for span in group) for group in spans)
+    step, places = gather_step(peers.size), [places_of(group) for group in spans]
+    longest = max(map(elements_in, places))
     for low in range(0, longest, step):
-        windows = [_window(group, low, low + step) for group in spans]
+        windows = [cut_places(group, low, low + step) for group in places]
         widths = [sum(span.size for _, span in window) for window in windows]
         sizes = [codec.packed(width) for width in widths]
         values = scratch("send", widths[peers.rank], np.float32)

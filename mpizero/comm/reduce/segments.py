@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpizero import kernels
+from mpizero.comm.reduce.codecs import Codec
 from mpizero.comm.transport import Request
 from mpizero.errors import LayoutError
 from mpizero.layout import Span
@@ -77,8 +78,8 @@ class Segment:
     ``windows`` holds, for each peer, the ranges of its elements in this segment, each as a pair: the position in the
     concatenation of all ranges that the peer owns, and the range itself. ``counts`` is the number of partial sums that
     each group sends, and ``sums`` are the tree programs of the partial sums of this rank's group. ``residuals`` holds,
-    for each peer, the part that earlier compressed messages to this peer have left out. A group is the ranks of one
-    node that share memory, or a single rank.
+    for each peer, the part that earlier compressed messages to this peer have left out. ``codec`` compresses the
+    messages; None sends them as they are. A group is the ranks of one node that share memory, or a single rank.
     """
 
     def __init__(
@@ -88,10 +89,12 @@ class Segment:
         counts: Sequence[int],
         sums: Sequence[Array],
         tag: str,
+        *,
         residuals: Sequence[Array] = (),
+        codec: Codec | None = None,
     ) -> None:
         self.rows, self.windows, self.counts, self.sums, self.tag = rows, windows, counts, sums, tag
-        self.residuals = residuals or [_NO_RESIDUAL] * len(windows)
+        self.residuals, self.codec = residuals or [_NO_RESIDUAL] * len(windows), codec
         self.widths = [sum(span.size for _, span in window) for window in windows]
         self.one = np.ones(1, rows.dtype)
 

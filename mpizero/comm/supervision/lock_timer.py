@@ -11,11 +11,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import signal
 import sys
 import threading
 import time
 from typing import Any, TextIO
+
+from mpizero.comm.supervision.process_setting import ProcessSetting
 
 #: A signal above those that C libraries and debuggers use.
 _SIGNAL = getattr(signal, "SIGRTMIN", 0) + 11
@@ -50,11 +53,13 @@ class LockTimer:
             if signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
                 return
             library = _with_timers()
-            faulthandler.register(_SIGNAL, file=file, all_threads=True, chain=True)  # then the signal's default: to end
+            leave = _stacks_to().hold(file)
             clock = ctypes.c_int(time.pthread_getcpuclockid(main))
             event = _Event(None, _SIGNAL, 0)
             if library.timer_create(clock, ctypes.byref(event), ctypes.byref(self._timer)) == 0:
-                self._library = library
+                self._library, self._leave = library, leave
+            else:
+                leave()
 
     def restart(self, seconds: float) -> None:
         """Make the timer expire after ``seconds`` of processor time of the main thread, counted from now."""
@@ -68,7 +73,17 @@ class LockTimer:
         library, self._library = self._library, None
         if library is not None:
             library.timer_delete(self._timer)
-            faulthandler.unregister(_SIGNAL)
+            self._leave()
+
+
+@functools.cache
+def _stacks_to() -> ProcessSetting[TextIO | int]:
+    """Return where the signal writes stacks: the file of the newest timer, after which it does its default, to end."""
+
+    def register(file: TextIO | int) -> None:
+        faulthandler.register(_SIGNAL, file=file, all_threads=True, chain=True)
+
+    return ProcessSetting(register, lambda: faulthandler.unregister(_SIGNAL))
 
 
 def _with_timers() -> Any:

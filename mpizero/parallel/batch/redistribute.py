@@ -81,6 +81,8 @@ class Asked(NamedTuple):
 
 
 NOTHING_MORE = Asked()
+#: The error of a batch without samples.
+NO_SAMPLES = "the global batch has no samples on any rank"
 
 
 class _RankBatch:
@@ -145,7 +147,7 @@ def _meet(grid: ProcessGrid, own: _RankBatch) -> Array:
     if not (sound and alike) or (replicas and own.tree.uncut):
         _refuse(grid.world, own)
     if not counts.any():
-        raise DataError("the global batch has no samples on any rank")
+        raise DataError(NO_SAMPLES)
     return counts
 
 

@@ -199,4 +199,5 @@ def load_chosen(engine: Engine, path: Any, choice: Choice) -> LoadReport:
         table = {array.path: (array.shape, array.dtype) for array in own}
         fill(engine, _Renamed(file, origin, table, {}), own)
     engine.store.publish()
+    engine.begin_average()
     return report

@@ -201,8 +201,7 @@ def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False)
     fill(engine, reader, arrays)
     _forget_residuals(engine)
     engine.store.publish()  # before an average begins, of parameters that other nodes own as well
-    if with_state:
-        _take_state(engine, state, saved, reader)
+    _take_state(engine, state, saved, reader) if with_state else engine.begin_average()
     engine.step_number = saved["step_number"]
 
 

@@ -17,6 +17,9 @@ from mpizero.parallel.batch.redistribute import GlobalBatch, Grain
 from mpizero.parallel.batch.step_scalars import Divisors
 from mpizero.types import Array
 
+#: The most sizes of batches whose plans a buffer keeps; a plan of a thousand grains takes a MiB.
+KEPT_PLANS = 16
+
 
 class Job(NamedTuple):
     """Describe one micro-batch that a rank computes, or whose collectives it only joins. Jobs are run in order.
@@ -117,3 +120,12 @@ class GradientReducer(Protocol):
 
         Collective over the data group.
         """
+
+
+def forget_plans(plans: dict[int, Any]) -> None:
+    """Empty ``plans``, those of sizes of batches, if there are ``KEPT_PLANS``: other sizes may come without end.
+
+    Not collective.
+    """
+    if len(plans) >= KEPT_PLANS:
+        plans.clear()

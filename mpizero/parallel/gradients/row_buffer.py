@@ -25,7 +25,7 @@ from mpizero.parallel.batch.step_scalars import Divisors
 from mpizero.parallel.gradients.exchange import GradientExchange
 from mpizero.parallel.gradients.gradient_views import GradientViews, MicroBatchSum, block_parts, largest_block
 from mpizero.parallel.gradients.overlap import OverlappedReduction
-from mpizero.parallel.gradients.reducer import Job, SumOperands
+from mpizero.parallel.gradients.reducer import Job, SumOperands, forget_plans
 from mpizero.parallel.parameters.allocator import Allocator, on_all_ranks, paged
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.parallel.step_rules import ScratchUse, overlaps_reduction
@@ -268,7 +268,7 @@ class RowBuffer:
         """
         if self.overlapped is not None:
             for span in (span for spans in self._ranges for span in spans):
-                for part, averaged in self.layout.split_averages(span):
+                for part, averaged in span.split(self.layout.averages):
                     values = self.row(0)[part.start : part.stop]
                     np.divide(values, divisors.of(averaged=averaged), out=values)
             return self.row(0)
@@ -277,7 +277,7 @@ class RowBuffer:
         result = self.row(0) if self._shard is None else self._shard()
         for piece in pieces:
             start = piece.target if self._shard is None else piece.position
-            for part, averaged in self.layout.split_averages(Span(piece.target, piece.target + piece.size)):
+            for part, averaged in Span(piece.target, piece.target + piece.size).split(self.layout.averages):
                 inside, divisor = part.start - piece.target, divisors.of(averaged=averaged)
                 out = result[start + inside : start + inside + part.size]
                 tree_sum(piece.rows, piece.first + inside, program, divisor, out)
@@ -314,7 +314,7 @@ class RowBuffer:
         Collective over the data group. The program says which rows of a piece are added in which order.
         """
         plan, residuals = self._current(), self.exchange.residuals()
-        rows = RowsToSum(self.window, self._ranges, plan.group_programs, "gradients", residuals)
+        rows = RowsToSum(self.window, self._ranges, plan.group_programs, "gradients", residuals, self.exchange.exact)
         return self.exchange.pieces(rows), program_array(plan.root)
 
     def _current(self) -> RowsPlan:
@@ -326,6 +326,7 @@ class RowBuffer:
         """Return the plan that says in which order, and by which ranks, the gradients of ``count`` grains are added."""
         if count not in self._plans:
             shares, groups = contiguous_shares(self.grid, count), self.grid.group_sizes
+            forget_plans(self._plans)
             self._plans[count] = rows_plan(shares, groups, count, scratch=self._scratch_use == "grains")
         return self._plans[count]
 

@@ -19,7 +19,7 @@ from mpizero.parallel.batch.redistribute import GlobalBatch, Grain
 from mpizero.parallel.batch.step_scalars import Divisors
 from mpizero.parallel.gradients.exchange import GradientExchange
 from mpizero.parallel.gradients.gradient_views import GradientViews, MicroBatchSum
-from mpizero.parallel.gradients.reducer import Job, SumOperands
+from mpizero.parallel.gradients.reducer import Job, SumOperands, forget_plans
 from mpizero.parallel.parameters.allocator import on_all_ranks, paged
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.parallel.step_rules import wave_slots
@@ -111,6 +111,7 @@ class WaveBuffer:
         """
         self.finish()  # of a step that an error has broken off on all ranks
         if batch.count not in self._plans:
+            forget_plans(self._plans)
             self._plans[batch.count] = wave_plan(batch.count, self.grid.group_sizes)
         plan = self._plans[batch.count]
         self._root = plan.root
@@ -219,7 +220,8 @@ class WaveBuffer:
         base = self.share.gradient_offsets[unit.index]
         programs = [(row, program_array(program)) for row, program in wave.merges]
         residuals = self.exchange.residuals(unit.index)
-        to_sum = RowsToSum(rows, ranges, wave.group_programs, "unit gradients", residuals)
+        exact = [s if self._in_place else s.shift(-self.layout.gradient_bases[unit.index]) for s in self.exchange.exact]
+        to_sum = RowsToSum(rows, ranges, wave.group_programs, "unit gradients", residuals, exact)
         if self.exchange.peers.size == 1:
             for piece in self.exchange.pieces(to_sum):
                 self._merge(piece, base + piece.position, programs, wave.arrivals)

@@ -49,6 +49,7 @@ class BestParameters:
         for unit, span, offset in zip(store.layout.units, store.share.spans, store.share.offsets, strict=True):
             store.owned(unit.index)[:] = self._owned[offset : offset + span.size]
         store.publish()
+        self._model.engine.begin_average()
         self._model.invalidate_cache()
 
     @property

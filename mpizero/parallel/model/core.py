@@ -170,6 +170,7 @@ class ShardedCore(ABC):
     def _update_local_shard_from_full(self, values: Array) -> None:
         """Set the parameters to ``values``, a 1-D array of the whole model; each rank copies only its own ranges."""
         self.engine.whole.fill(values)
+        self.engine.begin_average()
         self.invalidate_cache()
 
     def _callers(self) -> tuple[Communicator, str]:

@@ -11,6 +11,8 @@ import numpy as np
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.calls import collective, recorded
 from mpizero.comm.reduce.mean import mean_over_ranks
+from mpizero.errors import DataError
+from mpizero.parallel.batch.redistribute import NO_SAMPLES
 from mpizero.parallel.batch.step_scalars import check_weight, tree_total
 from mpizero.parallel.engine import Engine
 from mpizero.parallel.execution.evaluation import Evaluation
@@ -48,7 +50,7 @@ class LocalTraining(ParameterAccess):
         self._update_local_shard_from_full(mean_over_ranks(self._config.communicator, self.engine.store.values))
 
     def _train_alone(self, x: Any, y: Any) -> float:
-        return self._step_and_average(lambda engine: engine.train(x, y))
+        return self._step_and_average(lambda engine: engine.train(x, y) if count_samples(x, y) else None)
 
     def _stepped_alone(self, report: StepReport) -> StepReport:
         """Store the report of a step that this rank made alone, and return it. Not collective.
@@ -60,20 +62,34 @@ class LocalTraining(ParameterAccess):
         self._stepped(report)
         return report
 
-    def _step_and_average(self, step: Callable[[Engine], StepReport]) -> float:
+    def _step_and_average(self, step: Callable[[Engine], StepReport | None]) -> float:
         """Call ``step`` with every rank's engine, and after each ``every``-th step average the parameters.
 
-        Return the mean loss over the batches of all ranks.
+        Return the mean loss over the batches of all ranks. ``step`` returns None on a rank that has no samples: its
+        parameters stay as they are until they are averaged.
         """
-        comm = self._config.communicator
+        comm, engine = self._config.communicator, self.engine
         with all_ranks(comm, first=True):
-            report = self._stepped_alone(step(self.engine))
+            made = step(engine)
+            report = self._idle(engine) if made is None else self._stepped_alone(made)
         sent = comm.counters.bytes_sent
-        if self.engine.step_number % self._mean_every == 0:
-            self._average()
         loss, weight = self._sum_over_ranks([report.loss * report.weight, report.weight]).tolist()
+        if weight == 0:  # a step that was made has a positive one
+            raise DataError(NO_SAMPLES)
+        if made is None:
+            engine.step_number += 1
+        if engine.step_number % self._mean_every == 0:
+            self._average()
         self.last_step = replace(report, loss=loss / weight, weight=weight, bytes_sent=comm.counters.bytes_sent - sent)
         return self.last_step.loss
+
+    @staticmethod
+    def _idle(engine: Engine) -> StepReport:
+        """Return the report of a step in which this rank has no samples. Not collective."""
+        updater = engine.updater
+        assert updater is not None  # local training begins with a bound optimizer
+        scale = engine.current_loss_scale()
+        return StepReport(updater.step_count, 0.0, 0.0, updater.rate, None, None, 0, (), scale, scale)
 
     def _evaluate_alone(self, x: Any, y: Any, loss: Any) -> Evaluation:
         """Evaluate each rank's samples with that rank's parameters, and return the sums over all ranks.

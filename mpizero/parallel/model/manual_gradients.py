@@ -192,7 +192,7 @@ class ManualGradients(Inspection, LocalTraining, Saving):
         for unit, span, offset in zip(layout.units, share.spans, share.offsets, strict=True):
             start = offset if owned else span.start
             self.engine.store.owned(unit.index)[:] -= rate * values[start : start + span.size]
-        self.engine.exchange.finish(1.0, updated=True)
+        self.engine.exchange.finish(updated=True)
         self.engine.store.publish()
         self._pending = None
         self.invalidate_cache()

@@ -167,8 +167,8 @@ def _formula(engine: Engine) -> dict[str, float]:
     memory). On each rank, parameters need P*b/n if they are sharded and P*b/L if not; gradients need P*b/n if they are
     summed in waves and P*b if not; state needs s*P*b/n if it is sharded and s*P*b/L if not. Compression with error
     feedback also keeps residuals, 2*P*b/L if state is not sharded. If state is sharded, a rank keeps no residuals for
-    its own ranges: with d peers, itself included, that makes 2*P*b/L*(1 - 1/d). The state of whole tensors is divided
-    over n ranks with every strategy, evenly but for whole tensors.
+    its own ranges: with d peers, itself included, that makes 2*P*b/L*(1 - 1/d). P is then the number of gradients that
+    are compressed. The state of whole tensors is divided over n ranks with every strategy, evenly but for tensors.
     """
     row, grid = engine.placement, engine.grid
     item, n, local = engine.dtype.itemsize, grid.data.size, grid.node.size
@@ -181,7 +181,8 @@ def _formula(engine: Engine) -> dict[str, float]:
     feedback = {}
     if engine.exchange.feedback:
         peers = grid.peers.size
-        feedback["residuals"] = 2 * changed * item / local * (1 if engine.exchange.replicated else 1 - 1 / peers)
+        packed = engine.layout.gradient_size - sum(span.size for span in engine.exchange.exact)
+        feedback["residuals"] = 2 * packed * item / local * (1 if engine.exchange.replicated else 1 - 1 / peers)
     return feedback | {
         "parameters": engine.layout.size * item / (n if row.shard_parameters else local),
         "gradients": changed * item / (n if row.waves else 1),

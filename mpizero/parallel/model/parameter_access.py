@@ -51,6 +51,10 @@ class ParameterAccess(ShardedCore):
     def set_parameters(self, values: Array) -> None:
         """Set all parameters from a 1-D array in declared order, which must be the same on every rank.
 
+        A moving average (``ShardingConfig(ema=...)``) begins anew with them. The optimizer's state stays, and so do
+        gradients that compression has not sent yet: a program may change parameters between steps, to keep them within
+        bounds, say.
+
         Raises
         ------
         LayoutError
@@ -102,7 +106,7 @@ class ParameterAccess(ShardedCore):
     def load_named(self, arrays: Mapping[str, Array]) -> None:
         """Set all parameters from arrays by name: a dictionary or an open ``.npz``, the same on every rank.
 
-        Integer arrays are set, too, if they are among them.
+        Integer arrays are set, too, if they are among them. All else is as :meth:`set_parameters` says.
 
         Raises
         ------

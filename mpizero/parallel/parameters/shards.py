@@ -66,7 +66,7 @@ class Share:
         position = 0
         for unit in self.layout.units:
             for span in self.row_spans(unit.index):
-                for part, averaged in self.layout.split_averages(span):
+                for part, averaged in span.split(self.layout.averages):
                     start = position + part.start - span.start
                     if found and found[-1][1] == averaged:
                         start = found.pop()[0].start

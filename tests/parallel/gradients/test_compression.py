@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -13,7 +14,9 @@ from mpizero.comm.reduce.codecs import codec_of
 from mpizero.errors import ConfigError
 from mpizero.layout import Partition
 from mpizero.testing import parallel_assert, run_in_threads
-from tests.parallel.models import PRIVATE, STRATEGIES, sharded
+from tests.parallel.models import PRIVATE, STRATEGIES, part, sharded
+from tests.parallel.normalized import network, samples
+from tests.parallel.parallel_layouts import Case, Way, gpt, placed, texts
 
 KINDS = ("int8", "topk:0.1")
 SHAPES = {"a": (37, 5), "b": (211,)}
@@ -24,7 +27,7 @@ def answer(parameters: Any, batch: Any) -> Any:
     """The gradient of each parameter is what the samples say, whatever the parameters are: sums are known."""
     x, _ = batch
     flat = x.sum(0)
-    return float(x.sum()), {"a": flat[:185].reshape(37, 5), "b": flat[185:]}, float(len(x))
+    return float(x.sum()), {"a": flat[:185].reshape(37, 5), "b": flat[185:]}, float((1 + batch[1]).sum())
 
 
 def model_of(strategy: str, comm: Any, optimizer: Any = None, **settings: Any) -> Any:
@@ -45,17 +48,17 @@ def mine(comm: Any, step: int, samples: int) -> tuple[Any, Any]:
 
 
 def unsent(model: Any) -> Any:
-    """What all ranks together have left out, in the order of the parameters, as a mean over a batch of 12."""
+    """What all ranks together have left out of means, in the order of the parameters."""
     engine, total = model.engine, np.zeros(SIZE)
     exchange, layout = engine.exchange, engine.layout
-    exchange.begin()
+    exchange.begin(1, 1.0)
+    exchange.weigh(1.0, sent=False)  # of a batch of one sample whose weight is 1, sums are means
     for peer, share in enumerate(exchange.shares):
-        own = peer == engine.grid.peers.rank
         for unit in layout.units:
             left, place = exchange.left_for(peer, unit.index), 0
             for span in share.gradient_spans[unit.index] if left.size else ():
                 start = layout.gradient_bases[unit.index] + span.start  # no frozen nor tied parameters here
-                total[start : start + span.size] += left[place : place + span.size] / (1 if own else 12)
+                total[start : start + span.size] += left[place : place + span.size]
                 place += span.size
     everyone = np.empty(SIZE * engine.grid.world.size)
     engine.grid.world.allgather(total, everyone)
@@ -63,13 +66,17 @@ def unsent(model: Any) -> Any:
 
 
 def lost(strategy: str, comm: Any, kind: str, memory: dict[str, Any]) -> float:
-    """The largest difference of sent and kept from what was to be sent, over four steps, relative to the largest."""
+    """The largest difference of sent and kept from what was to be sent, over four steps, relative to the largest.
+
+    Batches have other numbers of samples, and samples other weights, in each step.
+    """
     model, _ = model_of(strategy, comm, micro_batch=1, gradient_compression=kind, **memory)
     wanted = np.zeros(SIZE)
     with model:
-        for step in range(4):
-            model.train(*mine(comm, step, 12))
-            wanted += batch_of(step, 12)[0].astype(float).mean(0)
+        for step, samples in enumerate((12, 3, 24, 12)):
+            x, y = mine(comm, step, samples)
+            model.train(x, y + step)
+            wanted += batch_of(step, samples)[0].astype(float).mean(0) / (1 + step)
         sent = -model.get_parameters().astype(float)
         left = unsent(model)
         assert (np.abs(left).max() > 0) == (model.engine.grid.peers.size > 1)
@@ -109,6 +116,64 @@ def test_all_copies_have_the_same_bits_and_a_second_run_too(kind: str) -> None:
     for strategy in STRATEGIES:
         runs = [set(run_in_threads(3, lambda comm, s=strategy: run(comm, s))) for _ in range(2)]
         assert len(runs[0] | runs[1]) == 1, strategy
+
+
+#: Models with copies that several ranks update: tables tied over two stages, unsplit parameters of tensor groups.
+COPIES = (
+    Way(2, 1, zero=0),
+    Way(1, 2, zero=0),
+    Way(1, 2, zero=1),
+    Way(1, 2, zero=3),
+    Way(2, 2, zero=0),
+    Way(2, 2, zero=2),
+)
+
+
+@pytest.mark.parametrize("kind", ["bf16", *KINDS])
+@pytest.mark.parametrize("way", COPIES, ids=lambda way: f"{way.pipeline}x{way.tensor}-zero{way.zero}")
+def test_copies_on_other_stages_and_tensor_ranks_stay_equal(way: Way, kind: str) -> None:
+    """Copies are compared in each step, and those of a tensor group have the gradient of a training that sends all."""
+    case = Case(lambda: gpt(layers=2, dropout=0.0), batches=texts(3, 8))
+
+    def run(comm: Any, compression: str | None) -> Any:
+        settings = {"gradient_compression": compression, "check_every": 1, "micro_batch": 1}
+        model, _ = placed(replace(case, optimizer=lambda: mz.SGD(lr=0.1)), comm, way, **settings, **PRIVATE)
+        with model:
+            for number, batch in enumerate(case.batches):
+                model.train(*part(model.batch_group, *batch))
+                model.engine.integrity.check()
+                if number == 0:
+                    first = dict(model.engine.whole.named(model.get_parameters().copy()))
+        return first
+
+    exact = run_in_threads(2 * way.pipeline * way.tensor, lambda comm: run(comm, None))[0]
+    found = run_in_threads(2 * way.pipeline * way.tensor, lambda comm: run(comm, kind))[0]
+    same = {name for name in exact if np.array_equal(found[name], exact[name])}
+    assert same < set(exact)
+    unsplit = {name for name in exact if "norm" in name or "position" in name}
+    assert unsplit
+    assert way.tensor == 1 or unsplit <= same
+
+
+@pytest.mark.parametrize("kind", ["bf16", *KINDS])
+def test_averaged_parameters_are_sent_exactly(kind: str) -> None:
+    case = Case(lambda: network("float32"), lambda: mz.SGD(lr=0.1), samples(1, 23, "float32"))
+
+    def run(comm: Any, strategy: str, compression: str | None) -> Any:
+        settings = {"gradient_compression": compression, "micro_batch": 5, **PRIVATE}
+        model, _ = sharded(strategy, comm, case.model(), case.optimizer(), **settings)
+        with model:
+            model.train(*part(comm, *case.batches[0]))
+            return {
+                name: value.tobytes() for name, value in dict(model.engine.whole.named(model.get_parameters())).items()
+            }
+
+    for strategy in STRATEGIES:
+        exact, found = (run_in_threads(3, lambda c, s=strategy, k=k: run(c, s, k))[0] for k in (None, kind))
+        assert {name for name in exact if "norm" in name and name.endswith(("mean", "variance"))} <= {
+            name for name in exact if exact[name] == found[name]
+        }, strategy
+        assert exact != found
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
@@ -194,27 +259,45 @@ def test_least_squares_is_solved_as_well_as_without_compression(kind: str | None
     assert max(run_in_threads(4, run)) < 1e-3
 
 
-def test_residuals_follow_the_loss_scale() -> None:
-    """What is left of scaled sums is as large a part of sums with another scale."""
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_large_batch_left_out_is_no_larger_part_of_a_small_one(kind: str) -> None:
+    """A batch of 64 samples, then empty gradients of 2 samples: what is sent late are parts of the first mean."""
 
-    def run(comm: Any) -> bool:
+    def run(comm: Any, strategy: str) -> Any:
+        model, _ = model_of(strategy, comm, micro_batch=1, gradient_compression=kind, **PRIVATE)
+        changes = []
+        with model:
+            for step, samples in enumerate((64, 2, 2)):
+                x, y = mine(comm, 0, samples)
+                before = model.get_parameters().copy()
+                model.train(x if step == 0 else np.zeros_like(x), y)
+                changes.append(float(np.abs(model.get_parameters() - before).max()))
+        return changes
+
+    largest = np.abs(batch_of(0, 64)[0].mean(0)).max()
+    for strategy in STRATEGIES:
+        for changes in run_in_threads(2, lambda comm, s=strategy: run(comm, s)):
+            assert max(changes) <= 1.01 * largest, (strategy, changes, largest)
+
+
+def test_residuals_are_parts_of_means_whatever_the_loss_scale() -> None:
+    """With scales that grow in each step, what was sent and what is kept are those of a training without a scale."""
+
+    def run(comm: Any, scale: Any) -> Any:
         config = mz.ShardingConfig(comm=comm, gradient_compression="int8", micro_batch=1, **PRIVATE)
         model = mz.ZeRO1Model(mz.nn.MLP(features=7, hidden=[11], outputs=3), config)
-        scale = mz.DynamicLossScale(initial=4.0, interval=1)
         optimizer = mz.ZeRO1Optimizer(mz.SGD(lr=0.1), config, loss_scale=scale)
         optimizer.set_model(model)
         x = np.random.default_rng(comm.rank).standard_normal((2, 7)).astype(np.float32)
-        with model:
-            exchange, seen = model.engine.exchange, []
-            finish = exchange.finish
-            exchange.finish = lambda factor, *, updated: (
-                seen.append(exchange._next.copy()),
-                finish(factor, updated=updated),
-            )
-            model.train(x, np.zeros(2, np.int64))
-            return model.engine.loss_scale.scale == 8.0 and np.array_equal(exchange._kept, 2 * seen[0])
+        with config, model:
+            for _ in range(3):
+                model.train(x, np.zeros(2, np.int64))
+            return model.get_parameters().tobytes(), model.engine.exchange._kept.tobytes()
 
-    assert all(run_in_threads(2, run))
+    plain, scaled = (
+        run_in_threads(2, lambda comm, s=s: run(comm, s)) for s in (None, mz.DynamicLossScale(initial=4.0, interval=1))
+    )
+    assert plain == scaled
 
 
 def test_a_copy_goes_on_with_the_residuals_and_a_loaded_model_without(capfd: Any, tmp_path: Any) -> None:

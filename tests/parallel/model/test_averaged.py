@@ -238,16 +238,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: sharded("ddp", None, replace(network(), blocks={"norm0": BatchNorm(3), "norm1": Tied(3)})),
         LayoutError, r"'norm1\.mean' is tied to 'norm0\.mean', and averaged parameters cannot be tied",
     ),
-    "compressed": (
-        lambda: sharded("ddp", None, network("float32"), gradient_compression="int8"),
-        ConfigError, r"compression 'int8' would change 'norm0\.mean', an averaged parameter",
-    ),
-    "compressing optimizer": (
-        lambda: mz.GradientCompressionOptimizer(mz.SGD(lr=1), compression="bf16").set_model(
-            mz.DDPModel(network("float32"), mz.ShardingConfig(comm="self"))
-        ),
-        ConfigError, r"compression 'bf16' would change 'norm0\.mean'",
-    ),
     "frozen too": (
         lambda: mz.FunctionModel({"a": np.zeros(2)}, lambda p, b: (0.0, {}, 1.0), averaged=["a"], frozen=["a"]),
         ConfigError, r"frozen and averaged both name \['a'\]",

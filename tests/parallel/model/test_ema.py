@@ -84,6 +84,40 @@ def test_the_average_has_the_same_bits_on_every_layout(name):
         assert found[0] == alone, (ranks, strategy, layout, settings)
 
 
+SETTERS = {
+    "set_parameters": lambda model, values, path: model.set_parameters(values),
+    "load_named": lambda model, values, path: model.load_named(model.engine.whole.named(values)),
+    "load_parameters": lambda model, values, path: model.load_parameters(path / "saved"),
+    "load_model": lambda model, values, path: model.load_model(path / "saved"),
+}
+
+
+@pytest.mark.parametrize("name", SETTERS)
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_the_average_begins_anew_with_parameters_that_are_set_after_a_step(strategy, name, tmp_path, capsys):
+    """Of the old parameters nothing is left; before the first step nothing is told."""
+
+    def run(comm):
+        with mz.DDPModel(network(), mz.ShardingConfig(comm=comm, share_node_memory=False)) as other:
+            other.save_model(tmp_path / "saved")
+            values = other.get_parameters()
+        with placed(comm, mz.AdamW(1e-2), strategy, share_node_memory=False) as model:
+            here = share(model)
+            SETTERS[name](model, values, tmp_path)
+            model.train(X[here], Y[here])
+            moved = average_of(model)
+            SETTERS[name](model, values, tmp_path)
+            SETTERS[name](model, values, tmp_path)
+            anew = average_of(model)
+            assert model.evaluate(X[here], Y[here], ema=True) == model.evaluate(X[here], Y[here])
+            model.train(X[here], Y[here])
+            np.testing.assert_allclose(average_of(model), values + 0.1 * (model.get_parameters() - values), atol=1e-6)
+            return (moved != values).any() and (anew == values).all()
+
+    assert all(run_in_threads(2, run))
+    assert capsys.readouterr().err.count("begins anew with them") == 1
+
+
 def test_split_layers_average_their_parts_and_clipping_changes_nothing_of_it():
     alone = trained("self", "adamw", "ddp", clip=0.1)
     split = run_in_threads(2, lambda comm: trained(comm, "adamw", "", {"tensor_parallel_size": 2}, clip=0.1))[0]

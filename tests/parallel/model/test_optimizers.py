@@ -328,6 +328,31 @@ def test_local_training_is_saved_as_the_mean_and_goes_on_undisturbed() -> None:
         np.testing.assert_array_equal(reader.get_parameters(), means[0])
 
 
+@pytest.mark.parametrize("idle", [0, 2])
+def test_a_rank_without_samples_keeps_its_copy_until_copies_are_averaged(idle: int) -> None:
+    def run(comm: Any) -> Any:
+        config = mz.ShardingConfig(comm=comm)
+        with mz.DDPModel(mlp(), config) as model:
+            mz.LocalSGDOptimizer(mz.SGD(lr=0.1), config, every=2).set_model(model)
+            x, y = points(6)
+            own = slice(2 * comm.rank, 2 * comm.rank + (0 if comm.rank == idle else 2))
+            before, found = model.get_parameters(), []
+            for _ in range(2):
+                found.append((model.train(x[own], y[own]), model.last_step.weight))
+                copy = model.get_parameters()
+                assert np.array_equal(copy, before) == (comm.rank == idle and len(found) == 1)
+            with pytest.raises(DataError, match="no samples on any rank"):
+                model.train(x[:0], y[:0])
+            model.train(x[own], y[own])  # the third: no copy is averaged
+            return copy, found, model.get_parameters(), model.last_step.step
+
+    copies, found, later, steps = zip(*run_in_threads(3, run), strict=True)
+    assert len({copy.tobytes() for copy in copies}) == len({str(one) for one in found}) == 1
+    assert found[0][0][1] == 4
+    assert len({copy.tobytes() for copy in later}) == 3
+    assert [step for rank, step in enumerate(steps) if rank != idle] == [3, 3]
+
+
 def test_local_steps_by_hand_are_averaged_too_and_one_ranks_error_reaches_all() -> None:
     def run(comm: Any) -> Any:
         config = mz.ShardingConfig(comm=comm, auto_sync_gradients=False)
