@@ -1,4 +1,4 @@
-"""Check numbers and flags that users pass; every error names the argument, its value and what is expected.
+"""Check numbers, flags and arrays that users pass; errors name the argument, its value and what is expected.
 
 A check is a function that returns the value to use, or raises :class:`Unexpected` with a text of what is expected.
 :func:`require` turns that exception into the error that users see. Configuration files and command line options use the
@@ -8,13 +8,14 @@ same checks, but word their messages themselves.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from mpizero.errors import ConfigError, MpizeroError
+from mpizero.errors import ConfigError, LayoutError, MpizeroError
 
 T = TypeVar("T")
 #: Function that returns the value to use, or raises :class:`Unexpected`.
@@ -104,3 +105,37 @@ def flag(value: Any) -> bool:
     if not isinstance(value, bool | np.bool):
         raise Unexpected("True or False")
     return bool(value)
+
+
+def native(array: NDArray[Any]) -> NDArray[Any]:
+    """Return ``array`` in this machine's byte order: itself, or a copy if it has another.
+
+    Files of other machines hold numbers in theirs. NumPy computes with them, but messages and compiled code see bytes.
+    """
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def number_array(values: Any, what: str, *, complex: bool = True) -> NDArray[Any]:
+    """Convert ``values`` to an array of booleans, integers, floats or, if ``complex``, complex numbers.
+
+    It has this machine's byte order.
+
+    Raises
+    ------
+    LayoutError
+        If the values are no such numbers; the message begins with ``what``, the name of the values.
+    """
+    if isinstance(values, Mapping):
+        inner = ", ".join(repr(str(key)) for key in list(values)[:3])
+        raise LayoutError(
+            f"{what} is a mapping of {inner}, not an array: flatten the names, as in {{'layer.weight': array}}"
+        )
+    try:
+        array = native(np.asarray(values))
+    except ValueError as error:  # a ragged list
+        raise LayoutError(f"{what} is a {type(values).__name__} that makes no array: {error}") from None
+    if array.dtype.kind not in ("biufc" if complex else "biuf"):
+        kind = "numbers" if complex else "real numbers"
+        advice = ": give its real part, or real and imaginary parts in turn" if array.dtype.kind == "c" else ""
+        raise LayoutError(f"{what} is of type {array.dtype}, not an array of {kind}{advice}")
+    return array

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpizero import validation
 from mpizero.errors import ConfigError
-from mpizero.names import explains, nearest, number_array
+from mpizero.names import explains, nearest
 from mpizero.signatures import loss_arguments, takes_run
 from mpizero.types import Array
 
@@ -128,7 +128,7 @@ class FunctionModel:
             raise ConfigError(
                 f"parameter {odd[0]!r}: its name is of type {type(odd[0]).__name__}; give it another, a string"
             )
-        arrays = {name: number_array(value, f"parameter {name!r}") for name, value in parameters.items()}
+        arrays = {name: validation.number_array(value, f"parameter {name!r}") for name, value in parameters.items()}
         dtypes = {name: str(array.dtype) for name, array in arrays.items()}
         precisions = {_PRECISION.get(kind) for kind in dtypes.values()}
         if len(precisions) > 1 or None in precisions:

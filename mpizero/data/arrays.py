@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from mpizero.crc import crc32
-from mpizero.data.source import Indices, Source, check_lengths, check_samples, native
+from mpizero.data.source import Indices, Source, check_lengths, check_samples, contiguous
 from mpizero.errors import DataError
 from mpizero.names import explains
 from mpizero.sampletree import SampleTree, leaves_of, map_arrays, map_leaves, paths_of
@@ -112,7 +112,7 @@ class NpySource(Source):
 
     def read(self, indices: Indices) -> tuple[Array, Array]:
         """Return the samples ``(x, y)`` of ``indices``, in the order of ``indices``, which the caller has checked."""
-        return native(self.x[indices]), native(self.y[indices])
+        return contiguous(self.x[indices]), contiguous(self.y[indices])
 
     def describe(self) -> dict[str, Any]:
         """Return the names of the files without their folders, and the shapes and dtypes of their arrays."""
@@ -171,7 +171,7 @@ def _taken(values: Any, name: str) -> Any:
         checked = iter([_taken(leaf, path) for path, leaf in paths_of(**{name: values})])
         return map_leaves(lambda leaf: next(checked), values)
     if not isinstance(values, Mapping):
-        return native(check_samples(_as_array(values, name), name))
+        return contiguous(check_samples(_as_array(values, name), name))
     if not values:
         raise DataError(f"{name}: a dictionary without arrays")
     return {key: _taken(inside, f"{name}[{key!r}]") for key, inside in values.items()}

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.data.source import Indices, native
+from mpizero.data.source import Indices, contiguous
 from mpizero.errors import DataError
 from mpizero.types import Array
 
@@ -145,7 +145,7 @@ class JoinedArray:
     def rows(self, indices: Indices) -> Array:
         """Return the rows ``indices`` of an array that is joined along its first axis, in that order."""
         if len(self.parts) == 1 and not self.parts[0].chunk:  # without another copy
-            return native(self.parts[0].values()[indices])
+            return contiguous(self.parts[0].values()[indices])
         out = np.empty((indices.size, *self.shape[1:]), self.dtype)
         begin = 0
         for part, end in zip(self.parts, self.ends, strict=True):
