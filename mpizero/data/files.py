@@ -127,7 +127,8 @@ class FileSource(Source):
             label = f"{path}: {self.array_word} {name!r}"
             check_samples(values, label)
             reopen = partial(self._values, path, name)
-            found[name] = FileArray(label, tuple(values.shape), values.dtype.newbyteorder("="), chunk, reopen)
+            dtype, mapped = values.dtype.newbyteorder("="), getattr(values, "path", "")
+            found[name] = FileArray(label, tuple(values.shape), dtype, chunk, reopen, mapped)
         return found
 
     def _values(self, path: str, name: str) -> Any:
@@ -154,10 +155,10 @@ class FileSource(Source):
     @property
     def in_page_cache(self) -> bool:
         """Tell whether all arrays are mapped into memory, of files that are on a disk of this machine and fit."""
-        mapped = not any(part.chunk for array in leaves_of(self._joined) for part in array.parts)
-        return (
-            mapped and all(map(on_own_disk, self.paths)) and sum(map(os.path.getsize, self.paths)) <= room_in_memory()
-        )
+        parts = [part for array in leaves_of(self._joined) for part in array.parts]
+        files = {part.file for part in parts}
+        mapped = "" not in files and all(map(on_own_disk, files))
+        return mapped and sum(map(os.path.getsize, files)) <= room_in_memory()
 
     def read(self, indices: Indices) -> tuple[Any, Any]:
         """Return the samples ``(x, y)`` of ``indices``, in the order of ``indices``, which the caller has checked."""

@@ -13,13 +13,16 @@ from mpizero.errors import DataError
 from mpizero.names import explains
 from mpizero.sampletree import leaves_of
 
+#: Bytes of neighbouring rows that HDF5 reads together from a contiguous dataset that is not mapped.
+RUN_BYTES = 64 << 10
+
 
 @explains
 class Hdf5Source(FileSource):
     """Read samples from datasets of one or several HDF5 files; each sample is read when it is requested.
 
-    The parameters and errors are those of :class:`~mpizero.data.FileSource`. Contiguous datasets are memory-mapped, so
-    reading shuffled samples needs no HDF5 call. Of a chunked dataset, each call of :meth:`read` reads every chunk that
+    The parameters and errors are those of :class:`~mpizero.data.FileSource`. Contiguous datasets of NumPy's types are
+    memory-mapped, from the file that holds them, so reading shuffled samples needs no HDF5 call. Of a chunked dataset, each call of :meth:`read` reads every chunk that
     contains a requested sample only once, in ascending order. Chunks of whole rows that gzip has compressed, maybe
     after a shuffle of bytes, are decompressed by ISA-L, in half of HDF5's time; HDF5 reads all others.
 
@@ -49,9 +52,9 @@ class Hdf5Source(FileSource):
         found = {}
         for name in leaves_of(self.names):
             dataset = dataset_of(file, path, name)
-            mapped = _map(path, dataset)
-            chunk = dataset.chunks[0] if dataset.chunks else max(1, len(dataset)) if dataset.ndim else 1
-            found[name] = (DeflatedArray.of(dataset) or dataset, chunk) if mapped is None else (mapped, 0)
+            mapped = _map(dataset)
+            read = (DeflatedArray.of(dataset) or dataset, _rows_together(dataset))
+            found[name] = read if mapped is None else (mapped, 0)
         return found
 
 
@@ -89,14 +92,38 @@ def dataset_of(file: Any, path: str, name: str) -> Any:
         raise DataError(f"{path}: {name!r} is a group; needed is a dataset")
     if found.shape is None:
         raise DataError(f"{path}: dataset {name!r} is empty")
+    try:
+        found.dtype  # noqa: B018 - h5py translates the type when it is asked for
+    except TypeError as error:
+        raise DataError(f"{path}: dataset {name!r} has elements of a type that NumPy has not: {error}") from None
     return found
 
 
-def _map(path: str, dataset: Any) -> MappedArray | None:
-    """Return a dataset mapped into memory; None if its bytes are not contiguous in the file."""
-    if dataset.chunks is not None or dataset.is_virtual or dataset.external is not None or dataset.dtype.kind == "b":
+def _map(dataset: Any) -> MappedArray | None:
+    """Return a dataset mapped into memory; None if its bytes are not contiguous in a file, or of a type of HDF5 alone.
+
+    The file is the one that holds the dataset: where a link leads to another, offsets are places in that.
+    """
+    if dataset.chunks is not None or dataset.is_virtual or dataset.external is not None or not _is_numpys(dataset):
         return None
-    offset, size = dataset.id.get_offset(), os.path.getsize(path)
-    if offset is None or dataset.size == 0 or offset + dataset.size * dataset.dtype.itemsize > size:
+    file, offset = dataset.file, dataset.id.get_offset()
+    found = os.fstat(file.id.get_vfd_handle())
+    if offset is None or not dataset.size or offset + dataset.size * dataset.dtype.itemsize > found.st_size:
         return None
-    return MappedArray(path, dataset.dtype, offset, dataset.shape) if dataset.ndim else None
+    known = os.path.exists(file.filename) and os.path.samestat(os.stat(file.filename), found)
+    return MappedArray(file.filename, dataset.dtype, offset, dataset.shape) if known and dataset.ndim else None
+
+
+def _is_numpys(dataset: Any) -> bool:
+    """Tell whether elements have the very type in the file that NumPy reads: the same bits, exponent and offset."""
+    import h5py
+
+    same: bool = dataset.id.get_type() == h5py.h5t.py_create(dataset.dtype, logical=True)
+    return same
+
+
+def _rows_together(dataset: Any) -> int:
+    """Return how many rows of a dataset that HDF5 reads are read together: a chunk; of a contiguous one few."""
+    if dataset.chunks or dataset.is_virtual or not dataset.size:
+        return int(dataset.chunks[0]) if dataset.chunks else max(1, *dataset.shape[:1])
+    return max(1, RUN_BYTES * len(dataset) // (dataset.size * dataset.dtype.itemsize)) if dataset.ndim else 1

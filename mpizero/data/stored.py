@@ -37,6 +37,8 @@ class FileArray:
     values : callable
         Returns an object that reads the array when it is indexed with slices. It is called for every access, so that
         files can be closed in between.
+    file : str
+        Path of the file that the array is mapped from, "" if it is not.
     """
 
     label: str
@@ -44,6 +46,7 @@ class FileArray:
     dtype: np.dtype[Any]
     chunk: int
     values: Callable[[], Any]
+    file: str = ""
 
     def block(self, where: Block) -> Array:
         """Return the elements in ``where``; raise DataError, naming file and range, if they cannot be read."""
