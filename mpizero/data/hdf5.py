@@ -22,9 +22,10 @@ class Hdf5Source(FileSource):
     """Read samples from datasets of one or several HDF5 files; each sample is read when it is requested.
 
     The parameters and errors are those of :class:`~mpizero.data.FileSource`. Contiguous datasets of NumPy's types are
-    memory-mapped, from the file that holds them, so reading shuffled samples needs no HDF5 call. Of a chunked dataset, each call of :meth:`read` reads every chunk that
-    contains a requested sample only once, in ascending order. Chunks of whole rows that gzip has compressed, maybe
-    after a shuffle of bytes, are decompressed by ISA-L, in half of HDF5's time; HDF5 reads all others.
+    memory-mapped, from the file that holds them, so reading shuffled samples needs no HDF5 call. Of a chunked dataset,
+    each call of :meth:`read` reads every chunk that contains a requested sample only once, in ascending order. Chunks of
+    whole rows that gzip has compressed, maybe after a shuffle of bytes, are decompressed by ISA-L, in half of HDF5's
+    time; HDF5 reads all others.
 
     Examples
     --------
