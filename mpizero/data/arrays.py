@@ -103,7 +103,7 @@ class NpySource(Source):
     """
 
     def __init__(self, x_path: str | os.PathLike[str], y_path: str | os.PathLike[str]) -> None:
-        self.paths = (os.fspath(x_path), os.fspath(y_path))
+        self.paths = (os.path.abspath(x_path), os.path.abspath(y_path))
         self.x, self.y = (check_samples(_map(path), path) for path in self.paths)
         check_lengths(self.x, self.paths[0], self.y, self.paths[1])
 

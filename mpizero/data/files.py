@@ -96,7 +96,7 @@ class FileSource(Source):
     ) -> None:
         require("axis", axis, whole(0))
         self.allow_nan = require("allow_nan", allow_nan, flag)
-        self.paths = _expand(path)
+        self.folder, self.paths = os.getcwd(), _expand(path)
         self.names = (_names("x", x), _names("y", y))
         self._opened = lru_cache(maxsize=OPEN_FILES)(self.open_file)
         described = [self._stored(file) for file in self.paths]
@@ -227,10 +227,13 @@ def _names(role: str, given: Any) -> Any:
 
 
 def _expand(given: Path | Sequence[Path]) -> tuple[str, ...]:
-    """Return the paths that ``given`` stands for: paths as they are, and the sorted matches of patterns."""
+    """Return the paths that ``given`` stands for: paths as they are, and the sorted matches of patterns.
+
+    They are absolute: files are opened later, when the program may be in another folder.
+    """
     found: list[str] = []
     for path in [given] if isinstance(given, str | os.PathLike) else list(given):
-        name = os.fspath(path)
+        name = os.path.abspath(os.fspath(path))
         if os.path.lexists(name) or not glob.has_magic(name):
             found.append(name)
             continue

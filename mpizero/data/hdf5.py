@@ -23,8 +23,8 @@ class Hdf5Source(FileSource):
 
     The parameters and errors are those of :class:`~mpizero.data.FileSource`. Contiguous datasets of NumPy's types are
     memory-mapped, from the file that holds them, so reading shuffled samples needs no HDF5 call. Of a chunked dataset,
-    each call of :meth:`read` reads every chunk that contains a requested sample only once, in ascending order. Chunks of
-    whole rows that gzip has compressed, maybe after a shuffle of bytes, are decompressed by ISA-L, in half of HDF5's
+    each call of :meth:`read` reads every chunk that contains a requested sample only once, in ascending order. Chunks
+    of whole rows that gzip has compressed, maybe after a shuffle of bytes, are decompressed by ISA-L, in half of HDF5's
     time; HDF5 reads all others.
 
     Examples
@@ -51,8 +51,8 @@ class Hdf5Source(FileSource):
         """Open an HDF5 file; return its datasets of :attr:`names` by name, and the rows of a chunk of each."""
         file = open_hdf5(path)
         found = {}
-        for name in leaves_of(self.names):
-            dataset = dataset_of(file, path, name)
+        for name in dict.fromkeys(leaves_of(self.names)):
+            dataset = _with_raw_files_in(self.folder, dataset_of(file, path, name))
             mapped = _map(dataset)
             read = (DeflatedArray.of(dataset) or dataset, _rows_together(dataset))
             found[name] = read if mapped is None else (mapped, 0)
@@ -98,6 +98,18 @@ def dataset_of(file: Any, path: str, name: str) -> Any:
     except TypeError as error:
         raise DataError(f"{path}: dataset {name!r} has elements of a type that NumPy has not: {error}") from None
     return found
+
+
+def _with_raw_files_in(folder: str, dataset: Any) -> Any:
+    """Return a dataset whose bytes are in other files, which HDF5 would look for in the program's folder of the day."""
+    import h5py
+
+    if not dataset.external:
+        return dataset
+    file, name, access = dataset.file, dataset.name.encode(), h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
+    access.set_efile_prefix(os.fsencode(folder))
+    dataset.id.close()
+    return h5py.Dataset(h5py.h5d.open(file.id, name, access))
 
 
 def _map(dataset: Any) -> MappedArray | None:

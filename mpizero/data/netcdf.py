@@ -56,7 +56,7 @@ class NetcdfSource(FileSource):
         except Exception as error:
             raise DataError(f"{path}: not a readable NetCDF-4 file: {error}") from None
         found = {}
-        for name in leaves_of(self.names):
+        for name in dict.fromkeys(leaves_of(self.names)):
             try:
                 variable = file[name]
             except KeyError:

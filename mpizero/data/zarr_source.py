@@ -49,7 +49,7 @@ class ZarrSource(FileSource):
         except Exception as error:
             raise DataError(f"{path}: not a readable Zarr group: {error}") from None
         found = {}
-        for name in leaves_of(self.names):
+        for name in dict.fromkeys(leaves_of(self.names)):
             array = group.get(name)
             if not isinstance(array, zarr.Array):
                 what = f"no array {name!r}" if array is None else f"{name!r} is a group; needed is an array"
