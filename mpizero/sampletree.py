@@ -11,7 +11,6 @@ string) cannot be cut into samples. A tree with such a leaf cannot be cut either
 
 from __future__ import annotations
 
-import sys
 from collections import UserDict, namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
@@ -25,7 +24,7 @@ import numpy as np
 from mpizero.errors import DataError
 from mpizero.records import dataclass
 from mpizero.types import Array
-from mpizero.validation import native
+from mpizero.validation import native, unmasked_samples
 
 #: Function that builds a tree again, given an iterator over the values that take the places of its leaves.
 _Build = Callable[[Iterator[Any]], Any]
@@ -208,12 +207,7 @@ def _samples(value: Any, path: str) -> Array:
     DataError
         If the leaf is an array that cannot be used (it is masked, or not on the host).
     """
-    masked = sys.modules.get("numpy.ma")  # which takes 30 ms to import; without it there are no masked arrays
-    if masked is not None and isinstance(value, masked.MaskedArray):
-        raise DataError(
-            f"{path} is a masked array, whose mask would be lost: give the values and the mask as two arrays, for "
-            "example {'values': a.filled(0), 'mask': a.mask}"
-        )
+    unmasked_samples(value, path)
     if not isinstance(value, np.ndarray) and (isinstance(value, type) or not hasattr(value, "__array__")):
         raise _Uncut(f"{path} is {_called(value)}")
     try:

@@ -8,6 +8,7 @@ same checks, but word their messages themselves.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any, TypeGuard, TypeVar
@@ -15,9 +16,13 @@ from typing import Any, TypeGuard, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mpizero.errors import ConfigError, LayoutError, MpizeroError
+from mpizero.errors import ConfigError, DataError, LayoutError, MpizeroError
 
 T = TypeVar("T")
+#: What to give in place of a masked array that takes no mask beside it.
+_FILLED = "give a.filled(value), with a number for what is masked, or a.data if nothing is"
+#: The same of a masked array of samples, which losses take a mask for.
+_TWO_ARRAYS = "give the values and the mask as two arrays, for example {'values': a.filled(0), 'mask': a.mask}"
 #: Function that returns the value to use, or raises :class:`Unexpected`.
 Check = Callable[[Any], Any]
 
@@ -107,6 +112,23 @@ def flag(value: Any) -> bool:
     return bool(value)
 
 
+def unmasked(value: T, what: str, error: type[MpizeroError] = LayoutError, way: str = _FILLED) -> T:
+    """Return ``value``; raise ``error`` if it is a masked array, or a list of some: as an array it would lose its mask.
+
+    ``what`` names the value in the message, ``way`` is the way out.
+    """
+    masked = sys.modules.get("numpy.ma")  # which takes 30 ms to import; without it there are no masked arrays
+    held = value if isinstance(value, list | tuple) else (value,)
+    if masked is not None and any(isinstance(one, masked.MaskedArray) for one in held):
+        raise error(f"{what} is a masked array, whose mask would be lost: {way}")
+    return value
+
+
+def unmasked_samples(value: T, path: str) -> T:
+    """Return an array of samples, or a list; raise DataError, which names ``path``, if it is masked."""
+    return unmasked(value, path, DataError, _TWO_ARRAYS)
+
+
 def native(array: NDArray[Any]) -> NDArray[Any]:
     """Return ``array`` in this machine's byte order: itself, or a copy if it has another.
 
@@ -131,7 +153,7 @@ def number_array(values: Any, what: str, *, complex: bool = True) -> NDArray[Any
             f"{what} is a mapping of {inner}, not an array: flatten the names, as in {{'layer.weight': array}}"
         )
     try:
-        array = native(np.asarray(values))
+        array = native(np.asarray(unmasked(values, what)))
     except ValueError as error:  # a ragged list
         raise LayoutError(f"{what} is a {type(values).__name__} that makes no array: {error}") from None
     if array.dtype.kind not in ("biufc" if complex else "biuf"):

@@ -146,7 +146,7 @@ class FunctionModel:
         self.parameters = MappingProxyType(arrays)
         self.dtype = np.dtype(precisions.pop())
         self.frozen, self.averaged = frozenset(frozen), frozenset(averaged)
-        self.integers = {name: np.array(value) for name, value in (integers or {}).items()}
+        self.integers = {name: _integers(name, value) for name, value in (integers or {}).items()}
         self.in_place = validation.require("in_place", in_place, validation.flag)
         _check_arguments(loss_and_grad, in_place=self.in_place)
         self.loss_and_grad, self.seed = loss_and_grad, validation.require("seed", seed, validation.seed)
@@ -169,6 +169,10 @@ class FunctionModel:
         vars(twin).update({name: deepcopy(v, memo) for name, v in vars(self).items() if name != "parameters"})
         twin.parameters = MappingProxyType(deepcopy(dict(self.parameters), memo))
         return twin
+
+
+def _integers(name: str, value: Any) -> Array:
+    return np.array(validation.unmasked(value, f"integer array {name!r}"))
 
 
 def _check_arguments(function: Callable[..., Any], *, in_place: bool) -> None:

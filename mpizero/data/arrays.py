@@ -16,6 +16,7 @@ from mpizero.errors import DataError
 from mpizero.names import explains
 from mpizero.sampletree import SampleTree, leaves_of, map_arrays, map_leaves, paths_of
 from mpizero.types import Array
+from mpizero.validation import unmasked_samples
 
 #: Path of the file of digits inside the scikit-learn package.
 DIGITS = ("datasets", "data", "digits.csv.gz")
@@ -188,7 +189,7 @@ def _is_record(values: Any) -> bool:
 
 def _as_array(values: ArrayLike, name: str) -> Array:
     try:
-        return np.asarray(values)
+        return np.asarray(unmasked_samples(values, name))
     except ValueError as error:
         raise DataError(f"{name}: not an array: {error}") from None
 

@@ -15,7 +15,7 @@ from mpizero.kernels import cpu
 from mpizero.sampletree import map_leaves, paths_of
 from mpizero.signatures import takes_run
 from mpizero.types import EVALUATE, Array, Run
-from mpizero.validation import native, number, require
+from mpizero.validation import native, number, require, unmasked_samples
 
 #: Share of the samples that :meth:`Source.split` takes for validation by default.
 VALIDATION = 0.05
@@ -172,7 +172,7 @@ class Source(ABC):
             raise DataError(f"{kind}.read must return the pair (x, y), it returned {got}")
         leaves = []
         for path, values in paths_of(**dict(zip("xy", found, strict=True))):
-            leaves.append(values)
+            leaves.append(unmasked_samples(values, f"{kind}.read returned {path}, which"))
             shape = getattr(values, "shape", None)
             if shape is not None and (not shape or shape[0] != count):
                 raise DataError(

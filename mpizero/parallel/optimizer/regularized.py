@@ -19,6 +19,7 @@ from mpizero.parallel.optimizer.tied_parameters import home_of
 from mpizero.parallel.parameters.shards import UpdatePiece
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.types import Array, ParameterSpec
+from mpizero.validation import unmasked
 
 #: MPI tags of messages with parameters, directions, and gradients or products of terms.
 _PARAMETER, _DIRECTION, _GRADIENT = 4, 5, 6
@@ -134,7 +135,7 @@ class RegularizedGradient:
 
 def _of_shape(given: object, spec: ParameterSpec, dtype: DTypeLike, what: str) -> Array:
     """Return an array as a flat one of the type ``dtype``, in which it is sent, after a check of its shape."""
-    found = np.asarray(given)
+    found = np.asarray(unmasked(given, f"{what} that"))
     if found.shape != spec.shape or found.dtype.kind not in "fiu":
         raise ArgumentError(f"{what} of shape {found.shape} and type {found.dtype}, expected {spec.shape}")
     return np.ascontiguousarray(found, dtype).reshape(-1)
