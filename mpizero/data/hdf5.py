@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
+
+from mpizero.data.conventions import FILLS, PACKED, UNSIGNED
 from mpizero.data.deflated import DeflatedArray
 from mpizero.data.files import FileSource
 from mpizero.data.mapped import MappedArray
@@ -53,6 +58,8 @@ class Hdf5Source(FileSource):
         found = {}
         for name in dict.fromkeys(leaves_of(self.names)):
             dataset = _with_raw_files_in(self.folder, dataset_of(file, path, name))
+            _unlock(dataset.file)  # where a link leads to another
+            _check_conventions(file, path, name, dataset)
             mapped = _map(dataset)
             read = (DeflatedArray.of(dataset) or dataset, _rows_together(dataset))
             found[name] = read if mapped is None else (mapped, 0)
@@ -60,7 +67,7 @@ class Hdf5Source(FileSource):
 
 
 def open_hdf5(path: str) -> Any:
-    """Open an HDF5 file for reading.
+    """Open an HDF5 file for reading, without keeping others from it: see :func:`unlocked`.
 
     Raises
     ------
@@ -69,13 +76,45 @@ def open_hdf5(path: str) -> Any:
     """
     import h5py
 
+    return unlocked(path, lambda **locking: h5py.File(path, "r", **locking))
+
+
+def unlocked(path: str, opened: Callable[..., Any]) -> Any:
+    """Return the file that ``opened`` opens with h5py, without a lock on it.
+
+    [Note: locks] A program can open a file twice only with the same setting of HDF5's locks. So h5py's own setting
+    comes first, and the lock that it takes is given back at once: sources never write, and a lock would keep the jobs
+    that do from their file. Where the lock cannot be had, because one of those has it, or the program has opened the
+    file without locks, the file is opened without.
+    """
     if not os.path.isfile(path):
         raise DataError(f"{path}: {'not a regular file' if os.path.lexists(path) else 'does not exist'}")
-    try:
-        return h5py.File(path, "r", locking=False)
-    except OSError as error:
-        reason = "the file is empty" if not os.path.getsize(path) else f"not a readable HDF5 file: {error}"
-        raise DataError(f"{path}: {reason}") from None
+    reason = ""
+    for locking in ({}, {"locking": False}, {"locking": True}):
+        try:
+            file = opened(**locking)
+        except Exception as error:  # h5netcdf raises errors of many kinds
+            reason = reason if "flag values don't match" in str(error) else str(error)
+            continue
+        _unlock(getattr(file, "_h5file", file))
+        return file
+    raise DataError(f"{path}: {other_format(path) or f'not a readable HDF5 file: {reason}'}") from None
+
+
+def _unlock(file: Any) -> None:
+    with suppress(OSError):  # on file systems without locks
+        fcntl.flock(file.id.get_vfd_handle(), fcntl.LOCK_UN)
+
+
+def other_format(path: str) -> str:
+    """Return what a file is, and how it is converted, that is no HDF5 file; "" if it is not known."""
+    with open(path, "rb") as file:
+        start = file.read(4)
+    if start[:3] == b"CDF":
+        return "a file of classic NetCDF; convert it: nccopy -k netCDF-4 OLD.nc NEW.nc, and use NetcdfSource"
+    if start == b"\x0e\x03\x13\x01":
+        return "a file of HDF4; convert it: h4toh5 OLD.hdf NEW.h5"
+    return "" if start else "the file is empty"
 
 
 def dataset_of(file: Any, path: str, name: str) -> Any:
@@ -98,6 +137,22 @@ def dataset_of(file: Any, path: str, name: str) -> Any:
     except TypeError as error:
         raise DataError(f"{path}: dataset {name!r} has elements of a type that NumPy has not: {error}") from None
     return found
+
+
+def _check_conventions(file: Any, path: str, name: str, dataset: Any) -> None:
+    """Raise DataError if a dataset of a NetCDF file has attributes by which its numbers are others than the stored."""
+    if "_NCProperties" not in file.attrs:  # HDF5 itself gives attributes no meaning
+        return
+    wrong = [one for one in (*PACKED, UNSIGNED, *FILLS) if one in dataset.attrs]
+    if dataset.dtype.kind == "f":  # a fill value that is NaN needs no decoding
+        wrong = [
+            one for one in wrong if one not in FILLS or not np.all(np.asarray(dataset.attrs[one]) != dataset.attrs[one])
+        ]
+    if wrong:
+        raise DataError(
+            f"{path}: a NetCDF file whose {name!r} has the attribute {wrong[0]}, by which its numbers are others than "
+            "the stored: use NetcdfSource, or [data] netcdf; for the stored numbers a FileSource of your own"
+        )
 
 
 def _with_raw_files_in(folder: str, dataset: Any) -> Any:

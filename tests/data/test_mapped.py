@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import h5py
 import numpy as np
@@ -106,3 +108,58 @@ def test_a_linked_dataset_is_read_from_the_file_that_holds_it(linked, monkeypatc
     source.close()
     with pytest.raises(DataError, match="d.h5: .*'(group/)?(labels|soft)'"):
         source.samples([0])
+
+
+@pytest.fixture
+def chunked(tmp_path):
+    with h5py.File(tmp_path / "d.h5", "w") as file:
+        file.create_dataset("x", data=np.arange(100.0), chunks=(10,), compression="gzip")
+    return tmp_path / "d.h5"
+
+
+@pytest.mark.parametrize("locking", [None, False, True])
+@pytest.mark.parametrize("mode", ["r", "r+"])
+def test_a_file_that_the_program_has_open_is_read(chunked, mode, locking):
+    with h5py.File(chunked, mode, locking=locking):
+        source = data.Hdf5Source(chunked, "x", "x")
+        assert source.samples([50, 3])[0].tolist() == [50, 3]
+        source.close()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_the_program_and_other_processes_can_open_the_file_of_a_source(chunked, kept):
+    source = data.Hdf5Source(chunked, "x", "x")
+    source.samples([1])
+    with h5py.File(chunked) as file:
+        assert file["x"][3] == 3
+    if kept:
+        with h5py.File(chunked) as file:
+            assert source.samples([4])[0] == file["x"][4]
+    writes = f"import h5py; h5py.File({str(chunked)!r}, 'a')['x'][0] = 7"
+    subprocess.run([sys.executable, "-c", writes], check=True, timeout=60)
+
+
+def test_a_file_that_another_process_writes_to_is_read(chunked):
+    program = f"import h5py, sys; file = h5py.File({str(chunked)!r}, 'a'); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+        writer.stdout.readline()
+        assert data.Hdf5Source(chunked, "x", "x").samples([50])[0] == 50
+        writer.stdin.close()
+
+
+def test_sources_of_both_kinds_share_a_file(tmp_path):
+    h5netcdf = pytest.importorskip("h5netcdf")
+    with h5netcdf.File(tmp_path / "d.nc", "w") as file:
+        file.dimensions = {"t": 3}
+        file.create_variable("x", ("t",), data=np.arange(3.0), chunks=(1,))
+    kinds = data.Hdf5Source, data.NetcdfSource
+    for first, second in (kinds, kinds[::-1]):
+        kept = first(tmp_path / "d.nc", "x", "x")
+        assert second(tmp_path / "d.nc", "x", "x").samples([2])[0] == kept.samples([2])[0] == 2
+        kept.close()
+
+
+def test_hdf5_without_dimensions_is_no_netcdf(chunked):
+    pytest.importorskip("h5netcdf")
+    with pytest.raises(DataError, match="d.h5: 'x' is no variable of NetCDF: .*Use Hdf5Source"):
+        data.NetcdfSource(chunked, "x", "x")
