@@ -9,9 +9,7 @@ from inspect import Parameter, signature
 from typing import Any, TypeVar
 from unicodedata import is_normalized
 
-import numpy as np
-
-from mpizero.errors import ArgumentError, ConfigError, LayoutError, UnknownNameError
+from mpizero.errors import ArgumentError, ConfigError, UnknownNameError
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -191,30 +189,6 @@ def shown(name: object) -> str:
     """Return a name as error messages show it: quoted, on one line, and cut after 80 characters."""
     text = repr(name)  # which escapes what cannot be shown
     return text if len(text) <= 80 else f"{text[:80]}..."
-
-
-def number_array(values: Any, what: str, *, complex: bool = True) -> np.ndarray[Any, Any]:
-    """Convert ``values`` to an array of booleans, integers, floats or, if ``complex``, complex numbers.
-
-    Raises
-    ------
-    LayoutError
-        If the values are no such numbers; the message begins with ``what``, the name of the values.
-    """
-    if isinstance(values, Mapping):
-        inner = ", ".join(repr(str(key)) for key in list(values)[:3])
-        raise LayoutError(
-            f"{what} is a mapping of {inner}, not an array: flatten the names, as in {{'layer.weight': array}}"
-        )
-    try:
-        array = np.asarray(values)
-    except ValueError as error:  # a ragged list
-        raise LayoutError(f"{what} is a {type(values).__name__} that makes no array: {error}") from None
-    if array.dtype.kind not in ("biufc" if complex else "biuf"):
-        kind = "numbers" if complex else "real numbers"
-        advice = ": give its real part, or real and imaginary parts in turn" if array.dtype.kind == "c" else ""
-        raise LayoutError(f"{what} is of type {array.dtype}, not an array of {kind}{advice}")
-    return array
 
 
 def nearest(name: object, known: Iterable[str]) -> str:

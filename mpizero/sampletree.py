@@ -4,13 +4,13 @@
 dictionaries, dataclasses and SimpleNamespaces. Those containers are nodes, and so is None, which holds nothing.
 Everything else is a leaf. A leaf is an array of samples if it is a NumPy array with at least one axis, or if its
 ``__array__`` returns one (tensors of PyTorch and JAX on the host, datasets of h5py). In the second case functions and
-layers receive the NumPy array in place of the leaf. Any other leaf (an array of objects, a number, a string) cannot be
-cut into samples. A tree with such a leaf cannot be cut either.
+layers receive the NumPy array in place of the leaf, and so they do where an array has another byte order than this
+machine's: one rank then sees what many see, to which bytes are sent. Any other leaf (an array of objects, a number, a
+string) cannot be cut into samples. A tree with such a leaf cannot be cut either.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import UserDict, namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
@@ -24,6 +24,7 @@ import numpy as np
 from mpizero.errors import DataError
 from mpizero.records import dataclass
 from mpizero.types import Array
+from mpizero.validation import native, unmasked_samples
 
 #: Function that builds a tree again, given an iterator over the values that take the places of its leaves.
 _Build = Callable[[Iterator[Any]], Any]
@@ -197,7 +198,7 @@ def _record(like: Any, names: list[str], children: list[Any]) -> Any:
 
 
 def _samples(value: Any, path: str) -> Array:
-    """Convert the leaf named ``path`` to a NumPy array with samples on its first axis.
+    """Convert the leaf named ``path`` to a NumPy array with samples on its first axis, in this machine's byte order.
 
     Raises
     ------
@@ -206,16 +207,11 @@ def _samples(value: Any, path: str) -> Array:
     DataError
         If the leaf is an array that cannot be used (it is masked, or not on the host).
     """
-    masked = sys.modules.get("numpy.ma")  # which takes 30 ms to import; without it there are no masked arrays
-    if masked is not None and isinstance(value, masked.MaskedArray):
-        raise DataError(
-            f"{path} is a masked array, whose mask would be lost: give the values and the mask as two arrays, for "
-            "example {'values': a.filled(0), 'mask': a.mask}"
-        )
+    unmasked_samples(value, path)
     if not isinstance(value, np.ndarray) and (isinstance(value, type) or not hasattr(value, "__array__")):
         raise _Uncut(f"{path} is {_called(value)}")
     try:
-        array = np.asarray(value)
+        array = native(np.asarray(value))
     except Exception as error:
         raise DataError(
             f"{path} is a {_class(value)} that does not become a NumPy array: {type(error).__name__}: {error}; bring "
@@ -258,7 +254,7 @@ def map_arrays(function: Callable[[Array], Any], value: Any) -> Any:
     itself is returned, and ``function`` is not called at all.
     """
     if type(value) is np.ndarray and value.ndim and not value.dtype.hasobject:
-        return function(value)
+        return function(native(value))
     tree = SampleTree.of(x=value)
     return value if tree.uncut else tree.build(map(function, tree.leaves))[0]
 

@@ -1,4 +1,4 @@
-"""Check numbers and flags that users pass; every error names the argument, its value and what is expected.
+"""Check numbers, flags and arrays that users pass; errors name the argument, its value and what is expected.
 
 A check is a function that returns the value to use, or raises :class:`Unexpected` with a text of what is expected.
 :func:`require` turns that exception into the error that users see. Configuration files and command line options use the
@@ -8,15 +8,21 @@ same checks, but word their messages themselves.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from mpizero.errors import ConfigError, MpizeroError
+from mpizero.errors import ConfigError, DataError, LayoutError, MpizeroError
 
 T = TypeVar("T")
+#: What to give in place of a masked array that takes no mask beside it.
+_FILLED = "give a.filled(value), with a number for what is masked, or a.data if nothing is"
+#: The same of a masked array of samples, which losses take a mask for.
+_TWO_ARRAYS = "give the values and the mask as two arrays, for example {'values': a.filled(0), 'mask': a.mask}"
 #: Function that returns the value to use, or raises :class:`Unexpected`.
 Check = Callable[[Any], Any]
 
@@ -104,3 +110,54 @@ def flag(value: Any) -> bool:
     if not isinstance(value, bool | np.bool):
         raise Unexpected("True or False")
     return bool(value)
+
+
+def unmasked(value: T, what: str, error: type[MpizeroError] = LayoutError, way: str = _FILLED) -> T:
+    """Return ``value``; raise ``error`` if it is a masked array, or a list of some: as an array it would lose its mask.
+
+    ``what`` names the value in the message, ``way`` is the way out.
+    """
+    masked = sys.modules.get("numpy.ma")  # which takes 30 ms to import; without it there are no masked arrays
+    held = value if isinstance(value, list | tuple) else (value,)
+    if masked is not None and any(isinstance(one, masked.MaskedArray) for one in held):
+        raise error(f"{what} is a masked array, whose mask would be lost: {way}")
+    return value
+
+
+def unmasked_samples(value: T, path: str) -> T:
+    """Return an array of samples, or a list; raise DataError, which names ``path``, if it is masked."""
+    return unmasked(value, path, DataError, _TWO_ARRAYS)
+
+
+def native(array: NDArray[Any]) -> NDArray[Any]:
+    """Return ``array`` in this machine's byte order: itself, or a copy if it has another.
+
+    Files of other machines hold numbers in theirs. NumPy computes with them, but messages and compiled code see bytes.
+    """
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def number_array(values: Any, what: str, *, complex: bool = True) -> NDArray[Any]:
+    """Convert ``values`` to an array of booleans, integers, floats or, if ``complex``, complex numbers.
+
+    It has this machine's byte order.
+
+    Raises
+    ------
+    LayoutError
+        If the values are no such numbers; the message begins with ``what``, the name of the values.
+    """
+    if isinstance(values, Mapping):
+        inner = ", ".join(repr(str(key)) for key in list(values)[:3])
+        raise LayoutError(
+            f"{what} is a mapping of {inner}, not an array: flatten the names, as in {{'layer.weight': array}}"
+        )
+    try:
+        array = native(np.asarray(unmasked(values, what)))
+    except ValueError as error:  # a ragged list
+        raise LayoutError(f"{what} is a {type(values).__name__} that makes no array: {error}") from None
+    if array.dtype.kind not in ("biufc" if complex else "biuf"):
+        kind = "numbers" if complex else "real numbers"
+        advice = ": give its real part, or real and imaginary parts in turn" if array.dtype.kind == "c" else ""
+        raise LayoutError(f"{what} is of type {array.dtype}, not an array of {kind}{advice}")
+    return array

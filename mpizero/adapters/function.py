@@ -12,7 +12,7 @@ import numpy as np
 
 from mpizero import validation
 from mpizero.errors import ConfigError
-from mpizero.names import explains, nearest, number_array
+from mpizero.names import explains, nearest
 from mpizero.signatures import loss_arguments, takes_run
 from mpizero.types import Array
 
@@ -128,7 +128,7 @@ class FunctionModel:
             raise ConfigError(
                 f"parameter {odd[0]!r}: its name is of type {type(odd[0]).__name__}; give it another, a string"
             )
-        arrays = {name: number_array(value, f"parameter {name!r}") for name, value in parameters.items()}
+        arrays = {name: validation.number_array(value, f"parameter {name!r}") for name, value in parameters.items()}
         dtypes = {name: str(array.dtype) for name, array in arrays.items()}
         precisions = {_PRECISION.get(kind) for kind in dtypes.values()}
         if len(precisions) > 1 or None in precisions:
@@ -146,7 +146,7 @@ class FunctionModel:
         self.parameters = MappingProxyType(arrays)
         self.dtype = np.dtype(precisions.pop())
         self.frozen, self.averaged = frozenset(frozen), frozenset(averaged)
-        self.integers = {name: np.array(value) for name, value in (integers or {}).items()}
+        self.integers = {name: _integers(name, value) for name, value in (integers or {}).items()}
         self.in_place = validation.require("in_place", in_place, validation.flag)
         _check_arguments(loss_and_grad, in_place=self.in_place)
         self.loss_and_grad, self.seed = loss_and_grad, validation.require("seed", seed, validation.seed)
@@ -169,6 +169,10 @@ class FunctionModel:
         vars(twin).update({name: deepcopy(v, memo) for name, v in vars(self).items() if name != "parameters"})
         twin.parameters = MappingProxyType(deepcopy(dict(self.parameters), memo))
         return twin
+
+
+def _integers(name: str, value: Any) -> Array:
+    return np.array(validation.unmasked(value, f"integer array {name!r}"))
 
 
 def _check_arguments(function: Callable[..., Any], *, in_place: bool) -> None:

@@ -24,7 +24,7 @@ TAG_LIMIT = 32000
 
 
 def array(comm: Transport, operation: str, tag: object, value: Array, written: bool = False) -> None:
-    """Raise CollectiveError if ``value`` is not a C-contiguous array whose dtype can be sent.
+    """Raise CollectiveError if ``value`` is not a C-contiguous array whose dtype and byte order can be sent.
 
     GPU arrays are allowed if ``comm`` passes them to MPI directly. With ``written`` the array must also be writable.
     ``operation`` and ``tag`` name the call in the error.
@@ -36,6 +36,9 @@ def array(comm: Transport, operation: str, tag: object, value: Array, written: b
         raise comm.error(operation, tag, "the array to receive into is read-only", value)
     if value.dtype.char not in MOVABLE:
         raise comm.error(operation, tag, "this dtype has no message type; view it as integers of its width", value)
+    if not value.dtype.isnative:
+        told = "another byte order than this machine's; convert it: a.astype(a.dtype.newbyteorder('='))"
+        raise comm.error(operation, tag, told, value)
 
 
 def _flags_of_device_array(comm: Transport, operation: str, tag: object, value: Array) -> Any:

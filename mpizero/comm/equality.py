@@ -18,6 +18,7 @@ from mpizero.crc import crc32
 from mpizero.errors import ConfigError
 from mpizero.fingerprint import Fingerprint, Parts, shown, words
 from mpizero.text import notice
+from mpizero.validation import native, unmasked
 
 #: Name of a value, and the steps (``.field``, ``[0]``) that lead from it to a part of it.
 _Place = tuple[str, tuple[str, ...]]
@@ -140,7 +141,7 @@ def agree_arrays(comm: Communicator, what: str, give: Callable[[], Mapping[str, 
     arrays: dict[str, Any] = {}
     whole = 0
     try:
-        arrays = {name: np.asarray(value) for name, value in give().items()}
+        arrays = {name: native(np.asarray(unmasked(value, name))) for name, value in give().items()}
         for name, array in arrays.items():
             whole = _checksum(name, array, whole)
     except Exception as caught:

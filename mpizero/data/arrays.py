@@ -11,11 +11,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from mpizero.crc import crc32
-from mpizero.data.source import Indices, Source, check_lengths, check_samples, native
+from mpizero.data.source import Indices, Source, check_lengths, check_samples, contiguous
 from mpizero.errors import DataError
 from mpizero.names import explains
 from mpizero.sampletree import SampleTree, leaves_of, map_arrays, map_leaves, paths_of
 from mpizero.types import Array
+from mpizero.validation import unmasked_samples
 
 #: Path of the file of digits inside the scikit-learn package.
 DIGITS = ("datasets", "data", "digits.csv.gz")
@@ -103,7 +104,7 @@ class NpySource(Source):
     """
 
     def __init__(self, x_path: str | os.PathLike[str], y_path: str | os.PathLike[str]) -> None:
-        self.paths = (os.fspath(x_path), os.fspath(y_path))
+        self.paths = (os.path.abspath(x_path), os.path.abspath(y_path))
         self.x, self.y = (check_samples(_map(path), path) for path in self.paths)
         check_lengths(self.x, self.paths[0], self.y, self.paths[1])
 
@@ -112,7 +113,7 @@ class NpySource(Source):
 
     def read(self, indices: Indices) -> tuple[Array, Array]:
         """Return the samples ``(x, y)`` of ``indices``, in the order of ``indices``, which the caller has checked."""
-        return native(self.x[indices]), native(self.y[indices])
+        return contiguous(self.x[indices]), contiguous(self.y[indices])
 
     def describe(self) -> dict[str, Any]:
         """Return the names of the files without their folders, and the shapes and dtypes of their arrays."""
@@ -171,7 +172,7 @@ def _taken(values: Any, name: str) -> Any:
         checked = iter([_taken(leaf, path) for path, leaf in paths_of(**{name: values})])
         return map_leaves(lambda leaf: next(checked), values)
     if not isinstance(values, Mapping):
-        return native(check_samples(_as_array(values, name), name))
+        return contiguous(check_samples(_as_array(values, name), name))
     if not values:
         raise DataError(f"{name}: a dictionary without arrays")
     return {key: _taken(inside, f"{name}[{key!r}]") for key, inside in values.items()}
@@ -188,7 +189,7 @@ def _is_record(values: Any) -> bool:
 
 def _as_array(values: ArrayLike, name: str) -> Array:
     try:
-        return np.asarray(values)
+        return np.asarray(unmasked_samples(values, name))
     except ValueError as error:
         raise DataError(f"{name}: not an array: {error}") from None
 

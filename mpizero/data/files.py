@@ -96,7 +96,7 @@ class FileSource(Source):
     ) -> None:
         require("axis", axis, whole(0))
         self.allow_nan = require("allow_nan", allow_nan, flag)
-        self.paths = _expand(path)
+        self.folder, self.paths = os.getcwd(), _expand(path)
         self.names = (_names("x", x), _names("y", y))
         self._opened = lru_cache(maxsize=OPEN_FILES)(self.open_file)
         described = [self._stored(file) for file in self.paths]
@@ -127,7 +127,8 @@ class FileSource(Source):
             label = f"{path}: {self.array_word} {name!r}"
             check_samples(values, label)
             reopen = partial(self._values, path, name)
-            found[name] = FileArray(label, tuple(values.shape), values.dtype.newbyteorder("="), chunk, reopen)
+            dtype, mapped = values.dtype.newbyteorder("="), getattr(values, "path", "")
+            found[name] = FileArray(label, tuple(values.shape), dtype, chunk, reopen, mapped)
         return found
 
     def _values(self, path: str, name: str) -> Any:
@@ -154,10 +155,10 @@ class FileSource(Source):
     @property
     def in_page_cache(self) -> bool:
         """Tell whether all arrays are mapped into memory, of files that are on a disk of this machine and fit."""
-        mapped = not any(part.chunk for array in leaves_of(self._joined) for part in array.parts)
-        return (
-            mapped and all(map(on_own_disk, self.paths)) and sum(map(os.path.getsize, self.paths)) <= room_in_memory()
-        )
+        parts = [part for array in leaves_of(self._joined) for part in array.parts]
+        files = {part.file for part in parts}
+        mapped = "" not in files and all(map(on_own_disk, files))
+        return mapped and sum(map(os.path.getsize, files)) <= room_in_memory()
 
     def read(self, indices: Indices) -> tuple[Any, Any]:
         """Return the samples ``(x, y)`` of ``indices``, in the order of ``indices``, which the caller has checked."""
@@ -226,10 +227,13 @@ def _names(role: str, given: Any) -> Any:
 
 
 def _expand(given: Path | Sequence[Path]) -> tuple[str, ...]:
-    """Return the paths that ``given`` stands for: paths as they are, and the sorted matches of patterns."""
+    """Return the paths that ``given`` stands for: paths as they are, and the sorted matches of patterns.
+
+    They are absolute: files are opened later, when the program may be in another folder.
+    """
     found: list[str] = []
     for path in [given] if isinstance(given, str | os.PathLike) else list(given):
-        name = os.fspath(path)
+        name = os.path.abspath(os.fspath(path))
         if os.path.lexists(name) or not glob.has_magic(name):
             found.append(name)
             continue

@@ -42,7 +42,7 @@ class MappedArray:
     """
 
     def __init__(self, path: str, dtype: np.dtype[Any], offset: int, shape: tuple[int, ...]) -> None:
-        self._path, self._offset = path, offset
+        self.path, self._offset = path, offset
         self.shape, self.ndim, self.dtype = shape, len(shape), dtype
         self._array: np.memmap[Any, Any] = np.memmap(path, dtype, "r", offset=offset, shape=shape)
         self._first = offset % mmap.ALLOCATIONGRANULARITY  # the mapping begins at a page
@@ -66,11 +66,11 @@ class MappedArray:
         """Return ``count`` rows from row ``first`` on."""
         found = np.empty((count, *self.shape[1:]), self.dtype)
         memory, done = found.reshape(-1).view(np.uint8), 0
-        with open(self._path, "rb", buffering=0) as file:
+        with open(self.path, "rb", buffering=0) as file:
             file.seek(self._offset + first * self._row)
             while done < memory.size:
                 if not (read := file.readinto(memory[done:].data)):
-                    raise DataError(f"{self._path}: it has become shorter while it was used")
+                    raise DataError(f"{self.path}: it has become shorter while it was used")
                 done += read
         return found
 

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from mpizero.data.conventions import decoded
 from mpizero.data.files import FileSource
+from mpizero.data.hdf5 import unlocked
 from mpizero.errors import DataError
 from mpizero.names import explains
 from mpizero.sampletree import leaves_of
-from mpizero.types import Array
+
+#: What the format's own library puts where nothing is written, by type; single bytes have no such value.
+DEFAULT_FILLS: Mapping[str, float] = {
+    "i2": -32767,
+    "u2": 65535,
+    "i4": -2147483647,
+    "u4": 4294967295,
+    "i8": -9223372036854775806,
+    "u8": 18446744073709551614,
+    "f4": 9.969209968386869e36,
+    "f8": 9.969209968386869e36,
+}
 
 
 @explains
@@ -20,9 +32,9 @@ class NetcdfSource(FileSource):
     """Read samples from variables of one or several NetCDF-4 files; each sample is read when it is requested.
 
     The parameters and errors are those of :class:`~mpizero.data.FileSource`; it needs the extra ``netcdf``. Packed
-    variables (``scale_factor``, ``add_offset``) are unpacked to the type of these attributes, at least float32.
-    Elements that are missing (``_FillValue``, ``missing_value``) become NaN; in whole numbers that are not packed they
-    are an error.
+    variables (``scale_factor``, ``add_offset``, ``_Unsigned``) are unpacked to the type of these attributes, at least
+    float32. Elements that are missing (``_FillValue``, one or several of ``missing_value``, never written) become NaN;
+    in whole numbers that are not packed they are an error. ``valid_range`` is not looked at.
 
     Examples
     --------
@@ -49,48 +61,39 @@ class NetcdfSource(FileSource):
             import h5netcdf
         except ImportError:
             raise DataError(f"{path}: needs h5netcdf, which is not installed: pip install h5netcdf") from None
-        if not os.path.isfile(path):
-            raise DataError(f"{path}: {'not a regular file' if os.path.lexists(path) else 'does not exist'}")
-        try:
-            file = h5netcdf.File(path, "r")
-        except Exception as error:
-            raise DataError(f"{path}: not a readable NetCDF-4 file: {error}") from None
+        file = unlocked(path, lambda **locking: h5netcdf.File(path, "r", **locking))
         found = {}
-        for name in leaves_of(self.names):
+        for name in dict.fromkeys(leaves_of(self.names)):
             try:
                 variable = file[name]
+                shape = tuple(variable.shape)
             except KeyError:
                 have = ", ".join(list(file.variables)[:10]) or "nothing"
                 raise DataError(f"{path}: no variable {name!r}; it has {have}") from None
-            chunk = variable.chunks[0] if variable.chunks else max(1, *variable.shape[:1])
-            found[name] = (_Unpacked(file, variable), chunk)
+            except ValueError as error:  # it is HDF5, without dimensions
+                told = str(error).partition("\n")[0]
+                raise DataError(f"{path}: {name!r} is no variable of NetCDF: {told} Use Hdf5Source") from None
+            chunk = variable.chunks[0] if variable.chunks else max(1, *shape[:1])
+            held, label = _Held(file, variable), f"{path}: variable {name!r}"
+            found[name] = (decoded(held, dict(variable.attrs), label, _unwritten(variable)), chunk)
         return found
 
 
-class _Unpacked:
-    """Unpack a variable by its attributes, and replace missing elements by NaN."""
+class _Held:
+    """Hold a variable's file open, which the variable does not."""
 
     def __init__(self, file: Any, variable: Any) -> None:
-        self._file, self._variable = file, variable  # a variable does not keep its file open
-        self.shape, self.ndim = tuple(variable.shape), len(variable.shape)
-        attributes = dict(variable.attrs)
-        self._scale, self._offset = attributes.get("scale_factor"), attributes.get("add_offset")
-        self._missing = [attributes[name] for name in ("_FillValue", "missing_value") if name in attributes]
-        given = [np.asarray(value).dtype for value in (self._scale, self._offset) if value is not None]
-        self.dtype = np.result_type(np.float32, *given) if given else np.dtype(variable.dtype)
+        self._file, self._variable = file, variable
+        self.shape, self.dtype, self.ndim = tuple(variable.shape), variable.dtype, len(variable.shape)
 
-    def __getitem__(self, where: Any) -> Array:
-        packed = np.asarray(self._variable[where])
-        missing = np.zeros(packed.shape, bool)
-        for value in self._missing:
-            missing |= packed == value
-        found = packed.astype(self.dtype)
-        if self._scale is not None:
-            found *= self.dtype.type(np.asarray(self._scale).item())
-        if self._offset is not None:
-            found += self.dtype.type(np.asarray(self._offset).item())
-        if missing.any():
-            if self.dtype.kind not in "fc":
-                raise ValueError(f"an element is missing: it has the fill value {self._missing[0]}")
-            found[missing] = np.nan
-        return found
+    def __getitem__(self, where: Any) -> Any:
+        return self._variable[where]
+
+
+def _unwritten(variable: Any) -> Any:
+    """Return what the format's library has put where nothing was written; None if the file says otherwise."""
+    default = DEFAULT_FILLS.get(np.dtype(variable.dtype).str[1:])
+    stored = getattr(variable, "_h5ds", None)  # of files that other libraries have made, it is a number like others
+    if default is None or getattr(stored, "fillvalue", None) != np.dtype(variable.dtype).type(default):
+        return None
+    return default

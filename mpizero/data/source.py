@@ -12,10 +12,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from mpizero.errors import DataError
 from mpizero.kernels import cpu
-from mpizero.sampletree import paths_of
+from mpizero.sampletree import map_leaves, paths_of
 from mpizero.signatures import takes_run
 from mpizero.types import EVALUATE, Array, Run
-from mpizero.validation import number, require
+from mpizero.validation import native, number, require, unmasked_samples
 
 #: Share of the samples that :meth:`Source.split` takes for validation by default.
 VALIDATION = 0.05
@@ -134,8 +134,8 @@ class Source(ABC):
     def samples(self, indices: ArrayLike, *, run: Run | None = None) -> tuple[Any, Any]:
         """Return the samples ``(x, y)`` of ``indices``, in the order of ``indices``.
 
-        Every array has the samples on its first axis. Indices may repeat. An empty list gives arrays without samples.
-        ``run`` is passed to :meth:`read` if it has such a parameter.
+        Every array has the samples on its first axis, in this machine's byte order. Indices may repeat. An empty list
+        gives arrays without samples. ``run`` is passed to :meth:`read` if it has such a parameter.
 
         Raises
         ------
@@ -153,10 +153,14 @@ class Source(ABC):
             raise DataError(f"sample {bad} does not exist: there are {len(self)}")
         keywords = {"run": run or Run(count=wanted.size)} if self.takes_run else {}
         found = self.read(wanted, **keywords)
-        self._check_read(found, len(wanted))
-        return found
+        leaves = self._checked_leaves(found, len(wanted))
+        if all(leaf.dtype.isnative for leaf in leaves if isinstance(leaf, np.ndarray)):
+            return found
+        x, y = map_leaves(lambda leaf: native(leaf) if isinstance(leaf, np.ndarray) else leaf, found)
+        return x, y
 
-    def _check_read(self, found: Any, count: int) -> None:
+    def _checked_leaves(self, found: Any, count: int) -> list[Any]:
+        """Return the leaves of what :meth:`read` returned, which must be a pair of trees of ``count`` samples."""
         source: Source = self
         while isinstance(source, Subset):  # which reads from another source
             source = source.source
@@ -166,13 +170,16 @@ class Source(ABC):
                 f"a {type(found).__name__} of {len(found)}" if isinstance(found, tuple | list) else type(found).__name__
             )
             raise DataError(f"{kind}.read must return the pair (x, y), it returned {got}")
+        leaves = []
         for path, values in paths_of(**dict(zip("xy", found, strict=True))):
+            leaves.append(unmasked_samples(values, f"{kind}.read returned {path}, which"))
             shape = getattr(values, "shape", None)
             if shape is not None and (not shape or shape[0] != count):
                 raise DataError(
                     f"{kind}.read was asked for {count} samples and returned {path} of shape {tuple(shape)}: expected "
                     "one sample for each index, in that order, on the first axis"
                 )
+        return leaves
 
     @cached_property
     def fingerprint(self) -> str:
@@ -293,6 +300,6 @@ def check_lengths(x: Array, x_name: str, y: Array, y_name: str) -> None:
         raise DataError(f"{x_name} has {len(x)} samples and {y_name} has {len(y)}: needed is one target for each input")
 
 
-def native(values: Array) -> Array:
+def contiguous(values: Array) -> Array:
     """Return ``values`` contiguous and in this machine's byte order."""
-    return np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("="))
+    return np.ascontiguousarray(native(values))

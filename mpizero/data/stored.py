@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.data.source import Indices, native
+from mpizero.data.source import Indices, contiguous
 from mpizero.errors import DataError
 from mpizero.types import Array
 
@@ -37,6 +37,8 @@ class FileArray:
     values : callable
         Returns an object that reads the array when it is indexed with slices. It is called for every access, so that
         files can be closed in between.
+    file : str
+        Path of the file that the array is mapped from, "" if it is not.
     """
 
     label: str
@@ -44,6 +46,7 @@ class FileArray:
     dtype: np.dtype[Any]
     chunk: int
     values: Callable[[], Any]
+    file: str = ""
 
     def block(self, where: Block) -> Array:
         """Return the elements in ``where``; raise DataError, naming file and range, if they cannot be read."""
@@ -145,7 +148,7 @@ class JoinedArray:
     def rows(self, indices: Indices) -> Array:
         """Return the rows ``indices`` of an array that is joined along its first axis, in that order."""
         if len(self.parts) == 1 and not self.parts[0].chunk:  # without another copy
-            return native(self.parts[0].values()[indices])
+            return contiguous(self.parts[0].values()[indices])
         out = np.empty((indices.size, *self.shape[1:]), self.dtype)
         begin = 0
         for part, end in zip(self.parts, self.ends, strict=True):

@@ -78,7 +78,7 @@ class TextSource(Source):
         listed = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
         if not listed:
             raise DataError("no text: the list of paths is empty")
-        found = [file for path in listed for file in _expand(os.fspath(path))]
+        found = [file for path in listed for file in _expand(path if path == "stdlib" else os.path.abspath(path))]
         self.files = tuple(name for name, size in found if size)
         self._ends = tuple(accumulate(size for _, size in found if size))
         self._map = lru_cache(maxsize=OPEN_FILES)(_map_file)

@@ -14,8 +14,9 @@ from mpizero.errors import ConfigError, DataError
 from mpizero.fingerprint import Fingerprint
 from mpizero.kernels import cpu
 from mpizero.names import explains
-from mpizero.sampletree import join, map_leaves
+from mpizero.sampletree import join, map_leaves, paths_of
 from mpizero.types import EVALUATE, Array, Run
+from mpizero.validation import unmasked_samples
 
 #: Part of the key of the random numbers, so that they differ from all others of the same seed; never to be changed.
 _PURPOSE = 0x7A45
@@ -143,6 +144,8 @@ class TransformedSource(Source):
             one = self.function(own_x, own_y, random)
             if not isinstance(one, tuple | list) or len(one) != 2:
                 raise DataError(f"{self._name} must return the pair (x, y), it returned a {type(one).__name__}")
+            for path, leaf in paths_of(**dict(zip("xy", one, strict=True))):
+                unmasked_samples(leaf, f"{self._name} returned {path}, which")
             changed.append(map_leaves(lambda leaf: np.asarray(leaf)[None], tuple(one)))
         try:
             return join(changed)

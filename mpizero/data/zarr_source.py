@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from mpizero.data.conventions import decoded
 from mpizero.data.files import FileSource
 from mpizero.errors import DataError
 from mpizero.names import explains
@@ -17,7 +18,8 @@ class ZarrSource(FileSource):
     """Read samples from arrays of one or several Zarr stores (folders); each sample is read when it is requested.
 
     The parameters and errors are those of :class:`~mpizero.data.FileSource`; it needs the extra ``zarr``. A chunk that
-    is not in the store is made of the array's fill value, as the format says.
+    is not in the store is made of the array's fill value, as the format says. What xarray has packed is unpacked, and
+    what is missing becomes NaN, as by :class:`~mpizero.data.NetcdfSource`.
 
     Examples
     --------
@@ -49,10 +51,19 @@ class ZarrSource(FileSource):
         except Exception as error:
             raise DataError(f"{path}: not a readable Zarr group: {error}") from None
         found = {}
-        for name in leaves_of(self.names):
+        for name in dict.fromkeys(leaves_of(self.names)):
             array = group.get(name)
             if not isinstance(array, zarr.Array):
                 what = f"no array {name!r}" if array is None else f"{name!r} is a group; needed is an array"
                 raise DataError(f"{path}: {what}; it has {', '.join(sorted(group.keys())[:10]) or 'nothing'}")
-            found[name] = (array, array.chunks[0] if array.ndim else 1)
+            known = decoded(array, _attributes(array), f"{path}: array {name!r}")
+            found[name] = (known, array.chunks[0] if array.ndim else 1)
         return found
+
+
+def _attributes(array: Any) -> dict[str, Any]:
+    """Return an array's attributes; in stores of version 2 xarray keeps ``_FillValue`` as the array's fill value."""
+    found = dict(array.attrs)
+    if "_ARRAY_DIMENSIONS" in found and array.metadata.zarr_format == 2 and array.fill_value is not None:
+        found.setdefault("_FillValue", array.fill_value)
+    return found

@@ -14,6 +14,7 @@ from mpizero.errors import ConfigError, LayoutError
 from mpizero.layout.parts import part_rows, part_runs, take_rows
 from mpizero.nn.arrays import namespace, vector
 from mpizero.types import Array, ParameterSpec, Part, as_reals, complex_type
+from mpizero.validation import unmasked
 
 #: Number that keys the random numbers of start values. The parameter's name is already in the key, so all parameters
 #: use the same number.
@@ -49,7 +50,7 @@ def start_values_of(model: Any) -> StartValues:
         if name not in given:
             initial_values(spec, model.seed, start, stop, out)
             return
-        array, part = np.asarray(given[name]), spec.part
+        array, part = np.asarray(unmasked(given[name], f"parameter {name!r}")), spec.part
         if spec.complex:
             array = np.asarray(array, complex_type(out.dtype))
         whole = spec.shape if part is None else part.shape

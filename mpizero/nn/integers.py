@@ -11,6 +11,7 @@ import numpy as np
 from mpizero.errors import ConfigError, LayoutError
 from mpizero.layout.flat import joined
 from mpizero.types import INTEGER_DTYPES, Array, BlockModel, IntegerSpec
+from mpizero.validation import unmasked
 
 Integers = Mapping[str, tuple[IntegerSpec, ...]]
 
@@ -97,7 +98,7 @@ def start_value(name: str, spec: IntegerSpec, value: Any) -> Array:
     LayoutError
         If ``value`` has another shape, or numbers that the dtype cannot hold.
     """
-    given = np.asarray(value)
+    given = np.asarray(unmasked(value, f"integer array {name!r}"))
     if given.shape == spec.shape and given.dtype.kind in "iubf":
         found: Array = given.astype(spec.dtype)
         if (found == given).all():

@@ -12,6 +12,7 @@ from mpizero.errors import DataError, LayoutError
 from mpizero.names import nearest, shown
 from mpizero.signatures import named
 from mpizero.types import Array, Run
+from mpizero.validation import unmasked
 
 #: The ``dtype.kind`` codes that a number may have: float, int, unsigned, and void, which JAX's bfloat16 has.
 _NUMBERS = "fiuV"
@@ -123,7 +124,7 @@ def gradient(function: Callable[..., Any], name: str, value: Any, view: Array, g
     LayoutError
         If it has another shape, or is not float32 or float64; of a complex parameter, complex64 or complex128.
     """
-    array = np.asarray(value)
+    array = np.asarray(unmasked(value, f"{named(function, 'loss_and_grad')} returned a gradient of {name!r} that"))
     if array.dtype.kind != view.dtype.kind or array.real.itemsize < 4:
         expected = "complex64 or complex128" if view.dtype.kind == "c" else "float32 or float64"
         raise LayoutError(
@@ -148,7 +149,7 @@ def take_integers(function: Callable[..., Any], name: str, value: Any, view: Arr
     LayoutError
         If it has another shape, or values that the array's dtype cannot hold.
     """
-    array = np.asarray(value)
+    array = np.asarray(unmasked(value, f"{named(function, 'loss_and_grad')} returned a value of {name!r} that"))
     if array.shape == view.shape and array.dtype.kind in "iub":
         view[...] = array
         if (view == array).all():

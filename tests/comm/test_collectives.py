@@ -352,6 +352,9 @@ def test_the_trace_numbers_collectives_and_is_outside_between_calls(ranks):
     ranks(specification)
 
 
+#: Numbers in another byte order than this machine's.
+FOREIGN = np.dtype("f8").newbyteorder()
+
 BAD_CALLS = {
     "another dtype": (lambda c: c.allgather(np.zeros(2), np.zeros(2 * c.size, "f4"), "w"), "float64 but receives"),
     "too small a result": (lambda c: c.allgather(np.zeros(2), np.zeros(2 * c.size + 1), "w"), "do not fill it"),
@@ -361,6 +364,9 @@ BAD_CALLS = {
     "another own block": (lambda c: c.reduce_scatter(np.zeros(4 * c.size), np.zeros(3), [4] * c.size, "w"), "is 4"),
     "a strided array": (lambda c: c.broadcast(np.zeros((4, 4))[:, 0], 0, "w"), "not C-contiguous"),
     "a list": (lambda c: c.allreduce([1.0], "sum", "w"), "got list"),
+    "another byte order": (lambda c: c.allreduce(np.ones(2, FOREIGN), "sum", "w"), "another byte order than"),
+    "a broadcast of it": (lambda c: c.broadcast(np.ones(2, FOREIGN), 0, "w"), "convert it: a.astype"),
+    "a message of it": (lambda c: c.isend(np.ones(2, FOREIGN), 0), "another byte order"),
     "objects": (lambda c: c.broadcast(np.array([None]), 0, "w"), "no message type"),
     "an unknown operation": (lambda c: c.allreduce(np.zeros(2), "mean", "w"), "'mean'"),
     "a sum of float16": (lambda c: c.allreduce(np.zeros(2, "f2"), "sum", "w"), "convert it to float32"),

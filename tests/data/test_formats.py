@@ -74,6 +74,131 @@ def test_a_missing_whole_number_is_an_error(tmp_path):
         source.samples([1])
 
 
+def stored(tmp_path, source, values, **attributes):
+    """A source of one array of four numbers with these attributes, by either format."""
+    if source is data.NetcdfSource:
+        netcdf = pytest.importorskip("h5netcdf")
+        with netcdf.File(tmp_path / "d", "w") as file:
+            file.dimensions = {"t": 4}
+            for name, array in (("x", values), ("y", np.arange(4))):
+                file.create_variable(name, ("t",), data=array).attrs.update(attributes if name == "x" else {})
+    else:
+        group = pytest.importorskip("zarr").open_group(tmp_path / "d", mode="w")
+        group.create_array("x", data=values, attributes={name: plain(value) for name, value in attributes.items()})
+        group.create_array("y", data=np.arange(4))
+    return source(tmp_path / "d", "x", "y", allow_nan=True)
+
+
+def plain(value):
+    return value if isinstance(value, str) else np.asarray(value).tolist()
+
+
+NAN = np.nan
+BYTES = np.array([10, -56, -1, 0], "i1")
+#: Stored elements, attributes, and what is meant.
+MEANT = {
+    "unsigned": (BYTES, {"_Unsigned": "true", "scale_factor": np.float32(0.5)}, [5, 100, 127.5, 0]),
+    "unsigned whole": (BYTES, {"_Unsigned": "true"}, [10, 200, 255, 0]),
+    "signed": (BYTES.view("u1"), {"_Unsigned": "false"}, [10, -56, -1, 0]),
+    "a missing byte": (
+        BYTES,
+        {"_Unsigned": "true", "_FillValue": np.int8(-1), "scale_factor": np.float32(0.5)},
+        [5, 100, NAN, 0],
+    ),
+    "two values": (np.array([1, -9, -99, 2], "f4"), {"missing_value": np.array([-9, -99], "f4")}, [1, NAN, NAN, 2]),
+    "as many as samples": (
+        np.array([1, -9, -99, 2], "f4"),
+        {"missing_value": np.array([1, -9, -99, 7], "f4")},
+        [NAN, NAN, NAN, 2],
+    ),
+    "both": (
+        np.array([1, -9, -99, 2], "f8"),
+        {"missing_value": np.float64(-9), "_FillValue": np.float64(-99)},
+        [1, NAN, NAN, 2],
+    ),
+    "a wider type": (np.array([1, 1e20, 3, 2], "f4"), {"missing_value": np.float64(1e20)}, [1, NAN, 3, 2]),
+    "a float for whole numbers": (
+        np.array([1, -999, 3, 2], "i2"),
+        {"missing_value": np.float64(-999), "add_offset": 0.5},
+        [1.5, NAN, 3.5, 2.5],
+    ),
+    "out of range": (np.array([1, 0, 3, 2], "u1"), {"missing_value": np.float64(256)}, [1, 0, 3, 2]),
+    "booleans": (np.array([1, 0, 1, 1], "i1"), {"dtype": "bool"}, [True, False, True, True]),
+    "big-endian": (np.array([1, -9, 3, 2], ">i2"), {"_Unsigned": "true"}, [1, 65527, 3, 2]),
+}
+
+
+@pytest.mark.parametrize("name", MEANT)
+@pytest.mark.parametrize("source", [data.NetcdfSource, data.ZarrSource])
+def test_elements_are_what_the_attributes_say(tmp_path, source, name):
+    values, attributes, meant = MEANT[name]
+    source = stored(tmp_path, source, values, **attributes)
+    for order in ([0, 1, 2, 3], [3, 1]):
+        found, _ = source.samples(order)
+        np.testing.assert_array_equal(found, np.array(meant, found.dtype)[order])
+
+
+WRONG = {
+    "missing_value": "-9",
+    "scale_factor": np.array([0.1, 0.2]),
+    "add_offset": "0.1",
+    "_Unsigned": "maybe",
+    "_FillValue": "none",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("source", [data.NetcdfSource, data.ZarrSource])
+def test_an_attribute_that_cannot_be_followed_is_named(tmp_path, source, name):
+    with pytest.raises(DataError, match=f"d: (variable|array) 'x': the attribute {name}=.* cannot be followed"):
+        stored(tmp_path, source, np.arange(4, dtype="i4"), **{name: WRONG[name]})
+
+
+def test_what_was_never_written_is_missing(tmp_path):
+    """The library of NetCDF sets HDF5's own fill value and writes no attribute."""
+    netcdf_file(tmp_path / "d.nc", {"y": np.arange(3)})
+    with h5py.File(tmp_path / "d.nc", "a") as file:
+        for name, kind, fill in (("f", "f4", 9.969209968386869e36), ("n", "i2", -32767), ("own", "f4", 7.0)):
+            file.create_dataset(name, (3,), kind, fillvalue=fill, chunks=(1,))[:2] = [1, 2]
+            file[name].dims[0].attach_scale(file["t"])
+    x, y = data.NetcdfSource(tmp_path / "d.nc", "f", "own", allow_nan=True).samples(range(3))
+    np.testing.assert_array_equal(x, np.array([1, 2, NAN], "f4"))
+    assert y.tolist() == [1, 2, 7]
+    with pytest.raises(DataError, match="'n', elements .*: an element is missing: it has the fill value -32767"):
+        data.NetcdfSource(tmp_path / "d.nc", "n", "y").samples(range(3))
+
+
+@pytest.mark.parametrize("kind", [2, 3])
+def test_a_store_of_xarray_is_unpacked(tmp_path, kind):
+    """As xarray writes stores of version 2, with fill values of the array, and 3, with fill values as text."""
+    group = pytest.importorskip("zarr").open_group(tmp_path / "d", mode="w", zarr_format=kind)
+    packing = {"scale_factor": 0.5, "add_offset": 1.0}
+    own = {"_ARRAY_DIMENSIONS": ["t"]} if kind == 2 else {"_FillValue": -9}
+    group.create_array(
+        "x", data=np.array([1, 2, -9], "i2"), fill_value=-9 if kind == 2 else 0, attributes=packing | own
+    )
+    own = {"_ARRAY_DIMENSIONS": ["t"]} if kind == 2 else {"_FillValue": "AAAAAAAA+H8="}
+    group.create_array("y", data=np.array([1, 2, NAN], "f4"), fill_value=NAN, attributes=own)
+    x, y = data.ZarrSource(tmp_path / "d", "x", "y", allow_nan=True).samples([2, 0])
+    np.testing.assert_array_equal(x, [NAN, 1.5])
+    np.testing.assert_array_equal(y, np.array([NAN, 1], "f4"), strict=True)
+
+
+@pytest.mark.parametrize("source", [data.Hdf5Source, data.NetcdfSource])
+@pytest.mark.parametrize(("start", "told"), [(b"CDF\x01", "classic NetCDF; .*nccopy"), (b"\x0e\x03\x13\x01", "h4toh5")])
+def test_older_formats_are_told_with_the_way_to_convert(tmp_path, source, start, told):
+    (tmp_path / "d.nc").write_bytes(start + bytes(100))
+    with pytest.raises(DataError, match=f"d.nc: a file of .*{told}"):
+        source(tmp_path / "d.nc", "x", "x")
+
+
+def test_hdf5_does_not_read_packed_netcdf_as_plain_numbers(tmp_path):
+    packed(tmp_path, np.ones((3, 4), "i2"), scale_factor=0.5)
+    with pytest.raises(DataError, match="p.nc: a NetCDF file whose 'x' has the attribute scale_factor.*NetcdfSource"):
+        data.Hdf5Source(tmp_path / "p.nc", "x", "x")
+    assert len(data.Hdf5Source(tmp_path / "p.nc", "y", "y")) == 3
+
+
 @pytest.mark.parametrize(("source", "library"), [(data.ZarrSource, "zarr"), (data.NetcdfSource, "h5netcdf")])
 def test_without_the_library_it_is_told_what_to_install(tmp_path, monkeypatch, source, library):
     monkeypatch.setitem(sys.modules, library, None)

@@ -59,7 +59,7 @@ def test_files_folders_and_patterns_name_the_same_text(corpus, monkeypatch):
         source = data.TextSource(paths, 4)
         assert [Path(name).resolve() for name in source.files] == expected
         assert source.bytes == len(WHOLE)
-    assert data.TextSource(["d.txt", "a.txt"], 4).files == ("d.txt", "a.txt")
+    assert data.TextSource(["d.txt", "a.txt"], 4).files == (str(corpus / "d.txt"), str(corpus / "a.txt"))
 
 
 def test_more_files_than_stay_open_are_read_all_the_same(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -137,3 +138,17 @@ def test_a_wrong_section_names_its_setting(tmp_path):
         command(tmp_path, "1e-3", "--set", "ensemble.member=0")
     with pytest.raises(ConfigError, match="must be a list of 3 values, one a member"):
         command(tmp_path, "1e-3", "--set", "ensemble.members=3")
+
+
+def test_members_may_go_into_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def solve(member):
+        member.run.mkdir(parents=True, exist_ok=True)
+        os.chdir(member.run)
+        return {"name": member.run.name}
+
+    found = mz.run_members(solve, 1, "self", run="all")
+    assert found["members"][0]["result"] == {"name": "member_0000"}
+    assert os.listdir(tmp_path) == ["all"]
+    assert sorted(os.listdir(tmp_path / "all")) == ["ensemble.json", "member_0000"]

@@ -543,3 +543,17 @@ def test_batches_read_ahead_train_the_same(tmp_path):
             return trainer.fit().parameters_sha256
 
     assert trained(0) == trained(2)
+
+
+def test_a_run_stays_in_the_folder_that_its_path_named_first(tmp_path, monkeypatch):
+    (tmp_path / "case").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with mz.ShardingConfig(comm="self", micro_batch=2) as config:
+        arguments = {"optimizer": mz.SGD(lr=0.1), "steps": 3, "global_batch": 4, "progress": False}
+        with mz.Trainer(linear(), samples(), config, **arguments, run="run", every=2) as trainer:
+            monkeypatch.chdir(tmp_path / "case")
+            first = trainer.fit()
+            assert trainer.run == tmp_path / "run"
+            monkeypatch.chdir("/")
+            assert trainer.resume().parameters_sha256 == first.parameters_sha256
+    assert not os.listdir(tmp_path / "case")

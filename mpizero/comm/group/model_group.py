@@ -17,6 +17,7 @@ from mpizero.comm.group.window import WindowGroup
 from mpizero.comm.transport import Request
 from mpizero.kernels import namespace
 from mpizero.types import Array
+from mpizero.validation import native
 
 if TYPE_CHECKING:
     from mpizero.kernels.device import Device
@@ -250,8 +251,11 @@ class GpuAwareGroup(CommunicatorGroup):
 
 
 def contiguous(x: Array) -> Array:
-    """Return ``x`` if it is C-contiguous, else a C-contiguous copy, on the same device. Not collective."""
-    found: Array = namespace(x).ascontiguousarray(x)
+    """Return ``x`` if it is C-contiguous and in this machine's byte order, else such a copy, on the same device.
+
+    Not collective.
+    """
+    found: Array = namespace(x).ascontiguousarray(native(x))
     return found
 
 

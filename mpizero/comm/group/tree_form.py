@@ -15,6 +15,7 @@ from mpizero.comm.communicator import Communicator
 from mpizero.errors import LayoutError
 from mpizero.sampletree import leaves_of, map_leaves, outline, paths_of
 from mpizero.types import Array
+from mpizero.validation import native
 
 
 class ArrayShape(NamedTuple):
@@ -137,7 +138,9 @@ def broadcast_tree(comm: Communicator, form: TreeForm | None, value: Any, root: 
     """
     told: TreeForm = comm.broadcast_object(form, root, tag)
     mine = comm.rank == root
-    arrays = [np.ascontiguousarray(a) for a in leaves_of(value)] if mine else [np.empty(*s) for s in told.shapes]
+    arrays = (
+        [np.ascontiguousarray(native(a)) for a in leaves_of(value)] if mine else [np.empty(*s) for s in told.shapes]
+    )
     for array in arrays:
         comm.broadcast(array, root, tag)
     return told.build(arrays)

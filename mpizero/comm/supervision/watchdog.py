@@ -79,7 +79,7 @@ class Watchdog:
         self._comm = comm
         self._timeout = timeout
         self._grace = grace
-        self._folder = Path(folder) if folder is not None else None
+        self._folder = Path(folder).absolute() if folder is not None else None
         self._guard = guard.current()
         self._register = self._guard.register
         self._running = self._shared = False

@@ -10,6 +10,7 @@ import numpy as np
 from mpizero.data.source import check_samples
 from mpizero.errors import ArgumentError, DataError
 from mpizero.types import Array
+from mpizero.validation import native, unmasked_samples
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class SampleForm:
                 f"like={example!r:.80}: expected one sample, the pair (x, y) of arrays without an axis "
                 "of samples, such as (np.zeros(3, np.float32), np.zeros(1, np.float32))"
             )
-        x, y = (np.asarray(part) for part in example)
+        x, y = _taken(example[0], "like: x"), _taken(example[1], "like: y")
         for name, part in (("x", x), ("y", y)):
             check_samples(part[None], f"like: {name}")
         return cls(x.shape, y.shape, x.dtype.str, y.dtype.str)
@@ -73,14 +74,14 @@ class SampleForm:
 
     def checked(self, x: Any, y: Any, where: str) -> tuple[Array, Array]:
         """Return ``x`` and ``y`` as contiguous arrays; raise DataError, which names ``where``, if they are wrong."""
-        pairs = ("x", np.asarray(x), self.x_shape, self.x_dtype), ("y", np.asarray(y), self.y_shape, self.y_dtype)
-        for name, part, shape, dtype in pairs:
+        x, y = _taken(x, f"{where}: x"), _taken(y, f"{where}: y")
+        for name, part, shape, dtype in ("x", x, self.x_shape, self.x_dtype), ("y", y, self.y_shape, self.y_dtype):
             if part.shape != shape or part.dtype != np.dtype(dtype):
                 raise DataError(
                     f"{where}: {name} is {part.dtype} of shape {part.shape}; the samples of this run are "
                     f"{np.dtype(dtype)} of shape {shape}: convert it, or give all ranks another `like`"
                 )
-        return np.ascontiguousarray(pairs[0][1]), np.ascontiguousarray(pairs[1][1])
+        return np.ascontiguousarray(x), np.ascontiguousarray(y)
 
     def pack(self, x: Array, y: Array, into: Array) -> None:
         """Write the bytes of a checked sample to the start of ``into``, an array of uint8."""
@@ -101,3 +102,7 @@ class SampleForm:
         for place, sample in enumerate(samples):
             x[place], y[place] = sample.x, sample.y
         return x, y
+
+
+def _taken(values: Any, what: str) -> Array:
+    return native(np.asarray(unmasked_samples(values, what)))

@@ -86,7 +86,7 @@ class SpoolProducer:
             raise ConfigError(f'SpoolProducer: name={name!r:.80}: expected letters, digits and "_"')
         self.name, self._form = name, SampleForm.like(like)
         self._window = require("SpoolProducer: window", window, whole(1, of=" of samples"))
-        self._folder = Path(folder)
+        self._folder = Path(folder).absolute()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._end_file.unlink(missing_ok=True)
         for left in self._folder.glob(f".{name}-*.tmp"):  # by a process of this name that was killed
@@ -237,5 +237,5 @@ def spool_source(
     with all_ranks(comm):
         form = SampleForm.like(like)
         require("spool_source: producers", producers, whole(1))
-        receiver = SpoolReceiver(Path(folder), form, producers) if comm.rank == 0 else None
+        receiver = SpoolReceiver(Path(folder).absolute(), form, producers) if comm.rank == 0 else None
         return OnlineSource(comm, form, receiver, **options)

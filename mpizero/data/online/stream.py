@@ -79,7 +79,7 @@ class OnlineSource:
         if receiver is not None:
             receiver.first_end_stops = on_end == "stop"
         self._timeout = require("OnlineSource: timeout", timeout, number(above=True))
-        self._journal = Path(journal) if journal is not None else None
+        self._journal = Path(journal).absolute() if journal is not None else None
         self._batches = 0
         self._last: list[Sample] = []
         self._ended = self._closed = False

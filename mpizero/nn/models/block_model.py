@@ -18,7 +18,9 @@ from mpizero.nn.initialize import start_values_of
 from mpizero.nn.integers import fresh_integers, layer_integers, start_integers
 from mpizero.nn.layer import Layer
 from mpizero.nn.operations import Operations
+from mpizero.sampletree import paths_of
 from mpizero.types import EVALUATE, Array, BlockModel, ParameterSpec, Params, Run
+from mpizero.validation import unmasked, unmasked_samples
 
 
 def model_specs(model: BlockModel) -> tuple[ParameterSpec, ...]:
@@ -102,7 +104,7 @@ def bind(model: BlockModel, named: Mapping[str, Array]) -> dict[str, dict[str, A
     _require_equal_names(set(wanted), named.keys() - integers.keys())
     integers |= {name: named[name] for name in integers.keys() & named.keys()}
     for name, spec in wanted.items():
-        array = named[name]
+        array = unmasked(named[name], f"parameter {name!r}")
         wanted_type = spec.element_type(model.dtype)
         if tuple(array.shape) != spec.shape or array.dtype != wanted_type:
             raise LayoutError(
@@ -146,7 +148,7 @@ def evaluate(model: BlockModel, params: Mapping[str, Params], x: Array, run: Run
     >>> mz.nn.evaluate(model, params, np.ones((5, 2))).shape
     (5, 1)
     """
-    run = run_on(model, x, run)
+    run = _run_of(model, x, run)
     if without := [block for block, layer in model.blocks.items() if layer.specs() and block not in params]:
         raise LayoutError(
             f"there are no parameters of block {without[0]!r}: evaluate takes what bind(model, named) gives"
@@ -334,7 +336,7 @@ def _forward(
         x, target = batch
     except (TypeError, ValueError):
         raise LayoutError(f"a batch is a pair (x, target), got a {type(batch).__name__}") from None
-    run = run_on(model, x, run)
+    run = _run_of(model, x, run)
     caches = []
     for block, layer in model.blocks.items():
         x, cache = call_located("block", block, layer.forward, params[block], x, run)
@@ -352,6 +354,13 @@ def _backward(
     grads = nest([*own, *fresh_integers(layer).items()])
     dx: Array | None = call_located("block", block, layer.backward, *kept, dy, grads)
     return dx
+
+
+def _run_of(model: BlockModel, x: Any, run: Run) -> Run:
+    """Return :func:`run_on` after a check that no input of the user's is masked."""
+    for path, leaf in paths_of(x=x):
+        unmasked_samples(leaf, path)
+    return run_on(model, x, run)
 
 
 def run_on(model: BlockModel, x: Array, run: Run) -> Run:

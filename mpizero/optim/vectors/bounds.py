@@ -12,6 +12,7 @@ import numpy as np
 from mpizero.errors import ConfigError
 from mpizero.names import fits, selected
 from mpizero.types import Array, ParameterSpec
+from mpizero.validation import unmasked
 
 #: A bound is one number for all elements of a parameter, or an array of its shape; None is no bound.
 Limit = float | Array | None
@@ -78,7 +79,7 @@ def _pair(where: str, given: Any) -> tuple[Limit, Limit]:
 def _limit(where: str, given: Any) -> Limit:
     if given is None or (isinstance(given, float) and math.isinf(given)):
         return None
-    limit = np.asarray(given)
+    limit = np.asarray(unmasked(given, f"{where}: a bound", ConfigError))
     if limit.dtype.kind not in "fiu" or np.isnan(limit).any():
         raise ConfigError(f"{where}: a bound is {given!r:.80}: expected a number, an array of numbers or None")
     return limit if limit.ndim else float(limit)

@@ -11,6 +11,7 @@ import numpy as np
 from mpizero.errors import ConfigError
 from mpizero.names import fits, selected
 from mpizero.types import Array, ParameterSpec
+from mpizero.validation import unmasked
 
 #: One factor for all elements of a parameter, or an array of its shape.
 Factors = float | Array
@@ -66,7 +67,7 @@ class Diagonal:
 
 
 def _factors(where: str, given: Any) -> Factors:
-    factors = np.asarray(given)
+    factors = np.asarray(unmasked(given, where, ConfigError))
     if factors.dtype.kind not in "fiu" or not (np.isfinite(factors) & (factors > 0)).all():
         raise ConfigError(f"{where}={given!r:.80}: expected {EXPECTED}")
     return factors if factors.ndim else float(factors)

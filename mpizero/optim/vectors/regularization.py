@@ -11,7 +11,7 @@ import numpy as np
 from mpizero.errors import ConfigError
 from mpizero.names import explains, fits, selected
 from mpizero.types import Array
-from mpizero.validation import number, positive, require
+from mpizero.validation import number, positive, require, unmasked
 
 #: ``term(values)`` returns the value of a term and its gradient by the parameter ``values``, a whole array.
 Term = Callable[[Array], tuple[float, Array]]
@@ -51,6 +51,7 @@ class Tikhonov:
     def __post_init__(self) -> None:
         """Raise :class:`~mpizero.errors.ConfigError` if a setting is out of range."""
         require("Tikhonov: weight", self.weight, number())
+        unmasked(self.reference, "Tikhonov: reference", ConfigError)
 
     def __call__(self, values: Array) -> tuple[float, Array]:
         """Return value and gradient of the term."""

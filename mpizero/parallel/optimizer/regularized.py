@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ArgumentError, ConfigError
@@ -18,6 +19,7 @@ from mpizero.parallel.optimizer.tied_parameters import home_of
 from mpizero.parallel.parameters.shards import UpdatePiece
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.types import Array, ParameterSpec
+from mpizero.validation import unmasked
 
 #: MPI tags of messages with parameters, directions, and gradients or products of terms.
 _PARAMETER, _DIRECTION, _GRADIENT = 4, 5, 6
@@ -93,7 +95,7 @@ class RegularizedGradient:
         except Exception as error:
             error.add_note(f"In the regularization of parameter {name!r} of shape {spec.shape}")
             raise
-        found = _of_shape(gradient, spec, f"the regularization of {name!r} returned a gradient")
+        found = _of_shape(gradient, spec, values.dtype, f"the regularization of {name!r} returned a gradient")
         return value if np.isfinite(found).all() and math.isfinite(value) else math.nan, found
 
     def add_products(self, direction: Array, target: Array) -> None:
@@ -120,7 +122,9 @@ class RegularizedGradient:
                         "exact products of the model; without it use options={'exact': False}"
                     )
                 found = product(whole[number].reshape(spec.shape), along[number].reshape(spec.shape))
-                products[number] = _of_shape(found, spec, f"the regularization of {name!r} returned a product")
+                products[number] = _of_shape(
+                    found, spec, target.dtype, f"the regularization of {name!r} returned a product"
+                )
         self._add(products, target)
 
     def _add(self, whole: dict[int, Array], target: Array) -> None:
@@ -129,12 +133,12 @@ class RegularizedGradient:
         target += added
 
 
-def _of_shape(given: object, spec: ParameterSpec, what: str) -> Array:
-    """Return an array as a flat one of the parameter's dtype, after a check of its shape."""
-    found = np.asarray(given)
+def _of_shape(given: object, spec: ParameterSpec, dtype: DTypeLike, what: str) -> Array:
+    """Return an array as a flat one of the type ``dtype``, in which it is sent, after a check of its shape."""
+    found = np.asarray(unmasked(given, f"{what} that"))
     if found.shape != spec.shape or found.dtype.kind not in "fiu":
         raise ArgumentError(f"{what} of shape {found.shape} and type {found.dtype}, expected {spec.shape}")
-    return np.ascontiguousarray(found).reshape(-1)
+    return np.ascontiguousarray(found, dtype).reshape(-1)
 
 
 def _check(spec: ParameterSpec) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,8 @@ class TensorBoard(Callback):
     """
 
     def __init__(self, folder: str | Path | None = None, *, every: int = 1) -> None:
-        self._folder, self._every = folder, require("TensorBoard: every", every, whole(1))
+        self._folder = None if folder is None else os.path.abspath(folder)
+        self._every = require("TensorBoard: every", every, whole(1))
         self._writer: Any = None
 
     def on_step(self, trainer: Any, report: StepReport) -> None:

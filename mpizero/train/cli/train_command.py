@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +69,13 @@ def train(
     config.parallel.check_ranks(comm.size)
     agree_to_start(comm, lambda: {"the configuration": config.to_dict()})
     keys = check_overridden(overridden, config.to_dict())
+    folder = RunFolder(config.checkpoint.folder).checkpoints  # before the user's code can go into another folder
     if config.parallel.tiles is None and (resume or resume_from is not None):
-        folder = RunFolder(config.checkpoint.folder).checkpoints
         config = config.with_tiles(tiles_of_checkpoint(folder, comm, resume_from))
     context = context or JobContext(StopSignals())
     with context.signals, build(config, comm) as job:
-        outcome = Trainer.of_setup(setup_of(job, keys), context).visit(resume=resume, resume_from=resume_from)
+        setup = replace(setup_of(job, keys), checkpoints=replace(config.checkpoint, folder=str(folder)))
+        outcome = Trainer.of_setup(setup, context).visit(resume=resume, resume_from=resume_from)
     if isinstance(outcome, Preempted):  # raised when the model is closed
         raise outcome
     return outcome.to_dict()

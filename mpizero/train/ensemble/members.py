@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -125,6 +126,7 @@ def _side_by_side(
             _check(function, members, world.size, on_failure, only)
         settings = {"members": members, "run": run, "on_failure": on_failure, "only": only}
         agree_equal(world, lambda: {"the arguments of run_members": settings}, "agree run_members")
+        run = os.path.abspath(run)  # of a member that goes into another folder, too
         number = world.rank * members // world.size if only is None else only
         with world.split(number, name=f"member {number}") as group:
             member = Member(number, group, member_folder(run, number))

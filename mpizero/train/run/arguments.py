@@ -29,6 +29,7 @@ from mpizero.train.config.model_and_data import data_fingerprint, task_of, units
 from mpizero.train.config.parallel_section import ParallelSection
 from mpizero.train.config.sections import CheckpointSection
 from mpizero.train.config.setting_checks import SettingError
+from mpizero.train.run.run_folder import RunFolder
 from mpizero.train.run.setup import RunRecord, RunSetup
 from mpizero.validation import flag, require
 
@@ -230,7 +231,7 @@ class TrainerArguments:
             source=source,
             validation=validation,
             loop=loop,
-            checkpoints=checkpoints,
+            checkpoints=replace(checkpoints, folder=str(RunFolder(checkpoints.folder).checkpoints)),
             record=record_of(model, source, loop, (fingerprint, held)),
             metrics=metrics,
             callbacks=callbacks,

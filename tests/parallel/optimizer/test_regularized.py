@@ -178,3 +178,21 @@ def test_a_split_parameter_is_refused() -> None:
         return True
 
     assert all(run_in_threads(2, run))
+
+
+@pytest.mark.parametrize("kind", ["int64", "float32", ">f8", "<f8"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_term_may_return_its_gradient_in_any_type_of_numbers(ranks: int, kind: str) -> None:
+    """As numpy.sign of whole numbers does; elements travel to other ranks in the parameter's type."""
+
+    def term(values: Any) -> tuple[float, Any]:
+        return float(2 * values.sum()), np.full(values.shape, 2, kind)
+
+    def run(comm: Any) -> Any:
+        return minimized(comm, {"*": term}, settings={"share_node_memory": False}, options={"maxiter": 3})[:3]
+
+    assert set(run_in_threads(ranks, run)) == {minimized("self", {"*": term}, options={"maxiter": 3})[:3]}
+    assert (
+        run("self")
+        == minimized("self", {"*": lambda v: (float(2 * v.sum()), np.full(v.shape, 2.0))}, options={"maxiter": 3})[:3]
+    )

@@ -1,0 +1,89 @@
+"""Samples in another byte order, or masked, of any source: the numbers of this machine, or an error that says so."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero import data
+from mpizero.sampletree import leaves_of
+from mpizero.testing import run_in_threads
+
+
+class Foreign(data.Source):
+    """Samples as a file of another machine holds them."""
+
+    x, y = np.arange(36.0).reshape(12, 3).astype(">f4"), np.arange(12).astype(">i8")
+
+    def __len__(self):
+        return 12
+
+    def read(self, indices):
+        return {"a": self.x[indices], "b": [self.x[indices] + 0.5]}, self.y[indices]
+
+    def describe(self):
+        return {"foreign": 12}
+
+
+def passed_on(x, y, random):
+    return {"a": x["a"].astype(">f8"), "b": x["b"]}, y.astype(">i2")
+
+
+SOURCES = {
+    "own": lambda config: Foreign(),
+    "part": lambda config: Foreign().split(0.25)[0],
+    "changed": lambda config: data.TransformedSource(Foreign(), passed_on),
+    "shuffled by blocks": lambda config: data.BlockShuffledSource(Foreign(), blocks=2),
+    "cached": lambda config: data.cached(Foreign(), config),
+    "not cached": lambda config: data.cached(Foreign(), config, limit=0),
+}
+
+
+@pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_samples_of_any_source_are_in_this_machines_byte_order(make, prefetch):
+    def run(comm):
+        with mz.ShardingConfig(comm=comm, micro_batch=1) as config:
+            source, found = make(config), []
+            for batch in data.batches(source, config, 3, steps=3, prefetch=prefetch):
+                assert all(leaf.dtype.isnative for leaf in leaves_of(batch))
+                x, y = batch
+                assert (x["a"][:, 0] == 3 * y).all()
+                assert (x["b"][0] == x["a"] + 0.5).all()
+                found.append(y.tolist())
+            if isinstance(source, data.CachedSource):
+                source.close()
+        return found
+
+    alone = run_in_threads(1, run)[0]
+    for size in (2, 3):
+        parts = run_in_threads(size, run)
+        assert [sum(step, []) for step in zip(*parts, strict=True)] == alone
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize("trainers", [1, 2])
+def test_online_samples_have_any_byte_order(order, trainers, tmp_path):
+    like = np.zeros(2, ">f4"), np.zeros(1, ">f8")
+    given = np.array([1.5, -2.0], f"{order}f4"), np.array([3.25], f"{order}f8")
+
+    def check(comm, source):
+        with mz.ShardingConfig(comm=comm, micro_batch=1) as config, source:
+            for x, y in data.batches(source, config, 2):
+                assert x.dtype.isnative
+                assert y.dtype.isnative
+                assert x.tolist() == [[1.5, -2.0]] * len(x)
+                assert y.tolist() == [[3.25]] * len(y)
+
+    def job(comm):
+        with data.OnlineJob(comm, trainers=trainers, like=like) as job:
+            if job.trains:
+                return check(job.group, job.source())
+            with job.producer() as producer:
+                return [producer.put(*given) for _ in range(3)]
+
+    run_in_threads(trainers + 1, job)
+    with data.SpoolProducer(tmp_path, "a", like=like) as producer:
+        assert all(producer.put(*given) for _ in range(3))
+    run_in_threads(trainers, lambda comm: check(comm, data.spool_source(comm, tmp_path, like=like, producers=1)))
