@@ -109,7 +109,7 @@ SIZE = ["-c", "import mpizero as mz; print(mz.ShardingConfig().communicator.size
 def test_ranks_that_a_wrapper_cuts_off_from_the_launcher_do_not_work_alone(wrapped, launcher):
     ended = wrapped("closes", *SIZE)
     if "openmpi" in str(launcher):  # it finds its launcher by name
-        assert (ended.status, ended.out.split()) == (0, ["2", "2"])
+        assert (ended.status, "".join(ended.out.split())) == (0, "22")
         return
     assert (ended.status, ended.out) == (1, "")
     for rank in range(2):
@@ -130,7 +130,7 @@ def test_the_command_line_behind_such_a_wrapper_says_so_too(wrapped, launcher):
 @pytest.mark.parametrize("kind", ["passes", "execs"])
 def test_a_wrapper_that_passes_the_connection_on_starts_ranks(wrapped, kind):
     ended = wrapped(kind, *SIZE)
-    assert (ended.status, ended.err, ended.out.split()) == (0, "", ["2", "2"])
+    assert (ended.status, ended.err, "".join(ended.out.split())) == (0, "", "22")
 
 
 @pytest.mark.parametrize("kind", ["imports_closes", "imports_passes"])
@@ -142,6 +142,6 @@ def test_a_program_of_a_process_that_has_imported_mpizero_but_not_mpi_may_be_the
 
 def test_a_program_of_a_rank_works_alone_if_it_says_so_and_its_commands_speak(wrapped):
     alone = ["-c", "import mpizero as mz; print(mz.ShardingConfig(comm='self').communicator.size)"]
-    assert wrapped("is_rank", *alone).out.split() == ["1", "1"]
+    assert "".join(wrapped("is_rank", *alone).out.split()) == "11"
     ended = wrapped("is_rank", "-m", "mpizero", "--version")
-    assert len(ended.out.splitlines()) == 2, "each is a program of its own"
+    assert ended.out.count("mpizero ") == 2, "each is a program of its own"
