@@ -24,6 +24,7 @@ from mpizero.train.cli import (
     parsers,
     replay_command,
     report_command,
+    requeue_command,
     watch_command,
 )
 from mpizero.train.cli.options import layout_of, named_as_options
@@ -144,6 +145,9 @@ def build_parser() -> argparse.ArgumentParser:
     parsers.add_doctor(commands, _doctor)
     for one in (new_command, replay_command, ensemble_command, report_command, watch_command):
         one.add_command(commands, partial(_on_first_rank, one.run))
+    requeue_command.add_command(
+        commands, partial(_on_first_rank, lambda options: requeue_command.run(options, os.environ))
+    )
     bench_command.add_command(commands, lambda asked: bench_command.run(asked, lambda: _world(asked), _threads()))
     checkpoint_command.add_command(commands, lambda options: _on_first_rank(options.tool, options))
     complete = partial(_on_first_rank, lambda options: completion_command.run(options, parser))
