@@ -58,6 +58,21 @@ def users_line(trace: TracebackType | None) -> Line | None:
     return caller if caller and any(part in caller.file for part in _INSTALLED) else None
 
 
+def stacklevel() -> int:
+    """Return the ``stacklevel`` with which ``warnings.warn`` of the caller names the line of the user's code.
+
+    If there is none, the warning names the line that called mpizero.
+    """
+    files: list[str] = []
+    frame = sys._getframe().f_back
+    while frame is not None:
+        files.append(frame.f_code.co_filename)
+        frame = frame.f_back
+    users = (depth for depth, file in enumerate(files) if is_users(file) and file != _GENERATED)
+    callers = (depth for depth, file in enumerate(files) if not file.startswith(_PACKAGE))
+    return 1 + next(users, next(callers, 0))
+
+
 def _lines(trace: TracebackType | None) -> Iterator[Line]:
     while trace is not None:
         code, module = trace.tb_frame.f_code, trace.tb_frame.f_globals

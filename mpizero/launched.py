@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Mapping
 from typing import NamedTuple
 
 #: Variables that hold the rank, set for MPI by the launchers of MPICH and Open MPI, and by srun with PMI or PMIx.
@@ -18,6 +19,19 @@ BY_NODE = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 
 #: Variable that a supervised rank sets, so that programs which it starts know that they are not ranks: :func:`is_rank`.
 RANK_PROCESS = "MPIZERO_RANK_PROCESS"
+
+
+#: Variables that together identify a rank and its launcher.
+_IDENTITY = (
+    "PMIX_NAMESPACE",
+    "PMIX_RANK",
+    "PMI_PORT",
+    "PMI_RANK",
+    "PMI_SIZE",
+    "PMI_FD",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+)
 
 
 class Launch(NamedTuple):
@@ -86,35 +100,96 @@ def is_several(environment: Mapping[str, str]) -> bool:
     return several and is_rank(environment)
 
 
+class Standing(NamedTuple):
+    """Say whether this process is a rank, or a program that a rank has started.
+
+    Attributes
+    ----------
+    rank : bool
+        True for a rank.
+    program : bool
+        True for a program of a rank that has loaded MPI: such a program cannot be that rank. If neither ``rank`` nor
+        ``program`` is true, nobody can tell: the program was meant to be the rank, or to work alone.
+    text : str
+        Why it is no rank, for messages; "" for a rank.
+    """
+
+    rank: bool = True
+    program: bool = False
+    text: str = ""
+
+
 def is_rank(environment: Mapping[str, str]) -> bool:
-    """Tell whether this process is itself a rank: False if it is a program that a rank has started.
+    """Tell whether this process is itself a rank: False if it is, or may be, a program that a rank has started."""
+    return standing(environment).rank
+
+
+def standing(environment: Mapping[str, str]) -> Standing:
+    """Find out whether this process is a rank, a program that a rank has started, or something unclear.
 
     [Note: programs of a rank] A program that a rank starts inherits the launcher's variables. If the program
-    initialized MPI with these variables, it would pretend to be that rank, and MPI would end it. Any of three signs
-    shows that a process is such a program:
+    initialized MPI with these variables, it would pretend to be that rank, and MPI would end it. But a wrapper between
+    the launcher and the rank (a Python launcher, a profiler) looks the same, and what it starts *is* the rank. MPI
+    tells them apart:
 
-    - :data:`RANK_PROCESS`, which a supervised rank sets, holds another process ID and the same launcher;
+    - an ancestor process under the same launcher has loaded mpi4py: it is the rank, and this process a program of it;
+    - so says :data:`RANK_PROCESS`, which a supervised rank sets, if it holds another process ID, the same launcher and
+      that MPI was loaded. This sign lives longer than the process that has set it;
+    - the same variable says that MPI was not loaded: a rank, or a wrapper that has imported mpizero. It is unclear;
     - the socket that MPICH's launcher opened for the rank is not open in this process, since most children do not
-      inherit it;
-    - an ancestor process under the same launcher has loaded mpi4py. This sign finds programs of ranks that mpizero does
-      not supervise.
+      inherit it. Without any other sign it is unclear, too, for MPI cannot start without the socket.
 
     A program that a rank starts through another mpiexec has another launcher, so it counts as a rank.
     """
-    process, _, way = environment.get(RANK_PROCESS, "").partition(" ")
-    own, _, here = mark(environment).partition(" ")
-    open_here = not environment.get("PMI_FD", "").isdecimal() or _socket(environment) is not None
-    return (process in ("", own) or way != here) and open_here and not _below_mpi(environment)
+    ancestors, socket = _ancestors(environment)
+    if (process := next(filter(_has_mpi, ancestors), None)) is not None:
+        return Standing(False, True, f"{_command(process)} has started this program, and is the rank itself")
+    noted, mpi, launcher = [*environment.get(RANK_PROCESS, "").split(" ", 2), "", ""][:3]
+    way, _, theirs = launcher.rpartition(" ")
+    if noted and way == _way(environment) and (socket is None or theirs == str(socket)):
+        if noted == str(os.getpid()):
+            return Standing()
+        text = f"{_command(int(noted))} has started this program, and "
+        text += "is the rank itself" if mpi == "MPI" else "may be the rank itself, as it has imported mpizero"
+        return Standing(False, mpi == "MPI", text)
+    number = environment.get("PMI_FD", "")
+    if not number.isdecimal() or _socket(environment) is not None:
+        return Standing()
+    holder = next((process for process in ancestors if _socket(environment, process) is not None), None)
+    wrapper = "a program between the launcher and this one" if holder is None else _command(holder)
+    return Standing(False, False, f"{wrapper} has not passed on the connection to the launcher (PMI_FD={number})")
+
+
+def unclear(environment: Mapping[str, str]) -> str:
+    """Return why nobody can tell whether this process is one of several ranks, and what to do; "" if it is clear."""
+    found, launch = standing(environment), Launch.of(environment)
+    if found.rank or found.program or launch.size == 1:
+        return ""
+    return (
+        f"{launch.name or 'the launcher'} has started {place_of(launch)}, but it is not clear whether this process is "
+        f"that rank: {found.text}; start ranks without that program, or let it import neither mpizero nor mpi4py and "
+        "end in exec or subprocess.run(..., close_fds=False)"
+    )
+
+
+def place_of(launch: Launch) -> str:
+    """Return "rank 1 of 4", as far as the launcher tells it."""
+    return "a rank" if launch.rank is None else f"rank {launch.rank} of {launch.size or 'several'}"
+
+
+def is_first(environment: Mapping[str, str]) -> bool:
+    """Tell whether this process speaks for its job: it is rank 0 of the launcher, or no rank, or may be none."""
+    return launched_rank(environment) == 0 or not is_rank(environment)
 
 
 def mark(environment: Mapping[str, str]) -> str:
-    """Return the value for :data:`RANK_PROCESS`: the process ID and a text that identifies the launcher."""
-    return f"{os.getpid()} {_way(environment)}"
+    """Return the value for :data:`RANK_PROCESS`: process ID, whether MPI is loaded, what identifies the launcher."""
+    mpi = "MPI" if "mpi4py.MPI" in sys.modules else "-"
+    return f"{os.getpid()} {mpi} {_way(environment)} {_ancestors(environment)[1]}"
 
 
-def _way(environment: Mapping[str, str], process: int | None = None) -> str:
-    names = ("PMIX_NAMESPACE", "PMI_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
-    return " ".join([*(environment.get(name, "-") for name in names), str(_socket(environment, process))])
+def _way(environment: Mapping[str, str]) -> str:
+    return " ".join(environment.get(name, "-") for name in _IDENTITY)
 
 
 def _socket(environment: Mapping[str, str], process: int | None = None) -> int | None:
@@ -150,7 +225,7 @@ def job_name(environment: Mapping[str, str]) -> str:
     """
     if namespace := environment.get("PMIX_NAMESPACE"):
         return "".join(c if c.isalnum() else "-" for c in namespace)
-    *_, launcher = [os.getpid(), *_above(environment)]
+    *_, launcher = [os.getpid(), *_ancestors(environment)[0]]
     try:
         launcher = int(_stat(launcher)[1])
         return f"{launcher}-{_stat(launcher)[19]}" if launcher > 1 else ""  # when it began: numbers come again
@@ -158,46 +233,56 @@ def job_name(environment: Mapping[str, str]) -> str:
         return ""
 
 
-def _above(environment: Mapping[str, str]) -> Iterator[int]:
-    """Yield the process IDs of the ancestor processes that belong to the same rank, nearest first.
+def _ancestors(environment: Mapping[str, str]) -> tuple[list[int], int | None]:
+    """Return the process IDs of the ancestors that belong to the same rank, nearest first, and the launcher's socket.
 
-    They are shells, or the rank that started this program.
+    They are shells, wrappers, or the rank that has started this program. The socket is its inode in the nearest
+    process that has it open, this one included; None if none has. Processes above that one have it, too, or belong to
+    another launcher.
     """
-    process, way = os.getpid(), _way(environment)
+    found: list[int] = []
+    process, way, socket = os.getpid(), _way(environment), _socket(environment)
     try:
-        while (process := int(_stat(process)[1])) > 1 and _leads(process, way):
-            yield process
-    except (OSError, IndexError, ValueError):
+        while (process := int(_stat(process)[1])) > 1:
+            theirs = _variables(process)
+            if theirs.keys().isdisjoint(BY_MPI) or _way(theirs) != way:
+                break
+            above = _socket(theirs, process)
+            if socket not in (None, above):
+                break
+            socket = above
+            found.append(process)
+    except (OSError, IndexError, ValueError):  # no such file system, or a process of another user, as Slurm's own
         pass
+    return found, socket
 
 
-def _below_mpi(environment: Mapping[str, str]) -> bool:
-    """Tell whether an ancestor process that belongs to the same rank has loaded mpi4py."""
+def _has_mpi(process: int) -> bool:
+    """Tell whether a process has loaded mpi4py's library."""
     try:
-        for process in _above(environment):
-            with open(f"/proc/{process}/maps", "rb") as file:
-                if b"/mpi4py/" in file.read():
-                    return True
+        with open(f"/proc/{process}/maps", "rb") as file:
+            return b"/mpi4py/" in file.read()
     except OSError:
-        pass
-    return False
+        return False
+
+
+def _command(process: int) -> str:
+    """Return the command line of a process with its process ID, for messages."""
+    try:
+        with open(f"/proc/{process}/cmdline", "rb") as file:
+            words = os.fsdecode(file.read()).replace("\0", " ").strip()
+    except OSError:
+        words = ""
+    return " ".join(filter(None, ["process", str(process), f"({words[:100]})" if words else ""]))
+
+
+def _variables(process: int) -> dict[str, str]:
+    """Return the environment variables that a process was started with."""
+    with open(f"/proc/{process}/environ", "rb") as file:
+        entries = (os.fsdecode(entry).partition("=") for entry in file.read().split(b"\0"))
+        return {name: value for name, _, value in entries}
 
 
 def _stat(process: int) -> list[str]:
     with open(f"/proc/{process}/stat") as file:
         return file.read().rpartition(")")[2].split()
-
-
-def _leads(process: int, way: str) -> bool:
-    """Tell whether a process has the launcher variables of a rank, and the launcher that ``way`` identifies.
-
-    The result is False for a process of another user, whose environment cannot be read. Slurm's own processes, for
-    example, belong to root.
-    """
-    try:
-        with open(f"/proc/{process}/environ", "rb") as file:
-            entries = [os.fsdecode(entry).partition("=") for entry in file.read().split(b"\0")]
-    except PermissionError:
-        return False
-    environment = {name: value for name, _, value in entries}
-    return not environment.keys().isdisjoint(BY_MPI) and _way(environment, process) == way

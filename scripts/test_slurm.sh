@@ -100,7 +100,10 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
 SlurmdParameters=config_overrides
 MpiDefault=pmix
 NodeName=$host NodeAddr=127.0.0.1 CPUs=8 State=UNKNOWN
-PartitionName=test Nodes=$host Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=test Nodes=$host Default=YES MaxTime=INFINITE State=UP PriorityTier=1
+PartitionName=urgent Nodes=$host MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
 CONF
 }
 
@@ -191,7 +194,7 @@ submit() {
     for setting in "checkpoint.folder=$run/checkpoints" "$@"; do
         settings+=(--set "$setting")
     done
-    RUN=$run TRAIN=$ROOT/scripts/slurm/train.sbatch sbatch --parsable --output="$run.log" "${options[@]}" \
+    sbatch --parsable --output="$run.log" "${options[@]}" \
         "$ROOT/scripts/slurm/$script.sbatch" config.toml "${settings[@]}"
 }
 
@@ -302,6 +305,55 @@ projected() {
     [ -z "$REASON" ]
 }
 
+# Jobs of both scripts that are cancelled while they train: saved, and not put into the queue again.
+cancelled() {
+    local job jobs
+    rm -rf project/run
+    jobs=("$(submit requeue cancelled --ntasks=2 --time=20 -- train.steps=9000)"
+        "$(PATH=$(dirname "$PYTHON"):$PATH sbatch --parsable --chdir=project --output=cancelled_project.log --ntasks=2 \
+            --time=20 project/job_openmpi.sbatch --set train.steps=90000)") || return 1
+    wait_for 120 has_steps cancelled 2 && wait_for 120 has_steps project/run 2 || { REASON="no step" && return 1; }
+    scancel "${jobs[@]}"
+    for job in "${jobs[@]}"; do
+        wait_for 120 state_is "$job" 'COMPLETED|FAILED|CANCELLED|TIMEOUT|PENDING'
+        expect state "$(field "$job" JobState)" CANCELLED
+        expect restarts "$(field "$job" Restarts)" 0
+    done
+    for log in cancelled project/cancelled_project; do
+        expect_text $log.log 'requeue: exit status 75; not requeued: the job is COMPLETING for Slurm: it was cancelled'
+    done
+    NOTE="saved, and not requeued"
+    [ -z "$REASON" ]
+}
+
+# Another job takes the node: Slurm itself puts this one into the queue again, once; and then it goes on.
+preempted() {
+    local job
+    job=$(submit requeue preempted --ntasks=2 --time=20 --) || return 1
+    wait_for 120 has_steps preempted 2 || { REASON="no step in 120 s" && return 1; }
+    sbatch --partition=urgent --ntasks=8 --output=/dev/null --wrap true >/dev/null
+    wait_for 120 was_requeued "$job" || { REASON="not requeued: $(field "$job" JobState)" && return 1; }
+    again "$job"
+    wait_for 240 state_is "$job" 'COMPLETED|FAILED|CANCELLED|TIMEOUT'
+    expect state "$(field "$job" JobState)" COMPLETED
+    expect restarts "$(field "$job" Restarts)" 1
+    expect_text preempted.log 'not requeued: the job is COMPLETING for Slurm: .*or Slurm itself puts it into the queue'
+    expect hash "$(told preempted parameters_sha256)" "$HASH"
+    NOTE="saved, requeued once, by Slurm, ended with the same hash"
+    [ -z "$REASON" ]
+}
+
+# A job that finds no train.sbatch.
+lost() {
+    local job
+    job=$(TRAIN=none submit requeue lost --ntasks=1 --time=20 --) || return 1
+    wait_for 60 state_is "$job" 'COMPLETED|FAILED|CANCELLED|TIMEOUT'
+    expect status "$(field "$job" ExitCode)" 78:0
+    expect restarts "$(field "$job" Restarts)" 0
+    NOTE="exit status 78, not requeued"
+    [ -z "$REASON" ]
+}
+
 # A rank that is killed at the same step in every visit: requeued once, then never again.
 failing() {
     local job
@@ -310,7 +362,7 @@ failing() {
     wait_for 240 state_is "$job" 'COMPLETED|FAILED|CANCELLED|TIMEOUT'
     expect state "$(field "$job" JobState)" FAILED
     expect restarts "$(field "$job" Restarts)" 1
-    expect_text failing.log 'failed twice at the same checkpoint \(none\); not requeued'
+    expect_text failing.log 'not requeued: it has ended twice at the same checkpoint \(no checkpoint\)'
     NOTE="exit status $(field "$job" ExitCode): requeued once, not twice"
     [ -z "$REASON" ]
 }
@@ -367,6 +419,9 @@ if start_cluster; then
     check "Slurm's time limit, 4 -> 3 tasks" timed
     check "the same failure twice" failing
     check "a new project's script, 4 tasks" projected
+    check "cancelled, both scripts" cancelled
+    check "preempted by another job" preempted
+    check "train.sbatch is missing" lost
     check "doctor" examined
 else
     tail -n 5 "$BASE"/*.out "$BASE"/*.log

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpizero.comm import InMemoryCommunicator, as_communicator
-from mpizero.launched import RANK_PROCESS, is_several, mark
+from mpizero.launched import RANK_PROCESS, is_several, mark, standing
 
 
 def test_self_becomes_a_communicator_of_one_that_does_everything():
@@ -104,7 +104,7 @@ def test_without_a_launcher_nothing_is_one_process_and_loads_no_mpi():
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, False),  # a batch script's own process
         ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "8"}, True),  # srun; refused where each sees itself alone
         ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "8", "PMI_RANK": "0", "PMI_SIZE": "1"}, False),  # mpiexec in it
-        ({"PMI_RANK": "0", "PMI_SIZE": "3", "PMI_FD": "999"}, False),  # a program that a rank has started
+        ({"PMI_RANK": "0", "PMI_SIZE": "3", "PMI_FD": "999"}, False),  # cut off from its launcher
     ],
 )
 def test_what_launchers_say_tells_whether_there_are_several_ranks(environment, several):
@@ -118,3 +118,11 @@ def test_a_program_of_a_rank_is_told_by_what_the_rank_leaves_it():
     parents = here.replace(str(os.getpid()), "1", 1)
     assert not is_several(ours | {RANK_PROCESS: parents})
     assert is_several(ours | {"PMIX_NAMESPACE": "mpiexec started by a rank", RANK_PROCESS: parents})
+
+
+@pytest.mark.parametrize(("mpi", "program"), [("MPI", True), ("-", False)])
+def test_a_program_that_outlives_its_rank_is_told_by_what_the_rank_had_loaded(mpi, program):
+    cut = {"PMI_RANK": "0", "PMI_SIZE": "3", "PMI_FD": "999"}
+    found = standing(cut | {RANK_PROCESS: f"4194304 {mpi} - - - 0 3 999 - - 12345"})
+    assert (found.rank, found.program) == (False, program)
+    assert "process 4194304" in found.text

@@ -73,16 +73,17 @@ def test_a_host_tells_of_its_error_before_the_job_is_ended(job):
     assert ended.said[-1].endswith("ValueError: planted")
 
 
-def test_a_program_that_a_rank_starts_is_no_rank(job, tmp_path):
+def test_a_program_that_a_rank_starts_is_no_rank_and_is_told_so(job, tmp_path):
     ended = job("child")
-    assert (ended.status, ended.err) == (0, "")
+    assert ended.status == 0
+    assert ended.err.count("RuntimeWarning: this program works alone") == 2, "popen's and the fork"
     assert json.loads((tmp_path / "child").read_text()) == [["1", "True"]] * 2
     assert (tmp_path / "fork").read_text() == "11"
 
 
 def test_nor_is_one_of_a_rank_that_is_not_watched_over(job, tmp_path):
     ended = job("child_of_guest_and_of_closed")
-    assert (ended.status, ended.err) == (0, "")
+    assert ended.status == 0
     for guest in (True, False):
         assert json.loads((tmp_path / f"child-{guest}").read_text()) == ["1", 11]
 
@@ -92,3 +93,55 @@ def test_a_job_that_a_rank_starts_is_another_job(job, launcher):
         pytest.skip("Open MPI's mpiexec starts no job within a job")
     ended = job("job_of_rank", 1)
     assert (ended.status, ended.err) == (0, "")
+
+
+@pytest.fixture
+def wrapped(launcher, tmp_path):
+    def run(kind, *command):
+        return run_job(launcher, tmp_path, [PROGRAM.with_name("wrapper.py"), kind, *command])
+
+    return run
+
+
+SIZE = ["-c", "import mpizero as mz; print(mz.ShardingConfig().communicator.size)"]
+
+
+def test_ranks_that_a_wrapper_cuts_off_from_the_launcher_do_not_work_alone(wrapped, launcher):
+    ended = wrapped("closes", *SIZE)
+    if "openmpi" in str(launcher):  # it finds its launcher by name
+        assert (ended.status, "".join(ended.out.split())) == (0, "22")
+        return
+    assert (ended.status, ended.out) == (1, "")
+    for rank in range(2):
+        assert f"has started rank {rank} of 2, but it is not clear whether this process is that rank" in ended.err
+    for part in ("wrapper.py closes", "(PMI_FD=", "close_fds=False", 'comm="self"'):
+        assert part in ended.err
+
+
+def test_the_command_line_behind_such_a_wrapper_says_so_too(wrapped, launcher):
+    if "openmpi" in str(launcher):
+        pytest.skip("Open MPI's ranks find their launcher by name")
+    for command in (["train", "none.toml"], ["report", "run"]):
+        ended = wrapped("closes", "-m", "mpizero", *command)
+        assert ended.status == 78
+        assert "has not passed on the connection to the launcher" in ended.said[0]
+
+
+@pytest.mark.parametrize("kind", ["passes", "execs"])
+def test_a_wrapper_that_passes_the_connection_on_starts_ranks(wrapped, kind):
+    ended = wrapped(kind, *SIZE)
+    assert (ended.status, ended.err, "".join(ended.out.split())) == (0, "", "22")
+
+
+@pytest.mark.parametrize("kind", ["imports_closes", "imports_passes"])
+def test_a_program_of_a_process_that_has_imported_mpizero_but_not_mpi_may_be_the_rank(wrapped, kind):
+    ended = wrapped(kind, *SIZE)
+    assert (ended.status, ended.out) == (1, "")
+    assert "may be the rank itself, as it has imported mpizero" in ended.err
+
+
+def test_a_program_of_a_rank_works_alone_if_it_says_so_and_its_commands_speak(wrapped):
+    alone = ["-c", "import mpizero as mz; print(mz.ShardingConfig(comm='self').communicator.size)"]
+    assert "".join(wrapped("is_rank", *alone).out.split()) == "11"
+    ended = wrapped("is_rank", "-m", "mpizero", "--version")
+    assert ended.out.count("mpizero ") == 2, "each is a program of its own"

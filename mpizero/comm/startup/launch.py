@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from typing import Any
 
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.inmemory import InMemoryCommunicator
 from mpizero.comm.supervision import guard
 from mpizero.errors import ConfigError
-from mpizero.launched import Launch, is_rank, is_several
+from mpizero.frames import stacklevel
+from mpizero.launched import Launch, is_rank, is_several, place_of, standing, unclear
 from mpizero.records import dataclass
 
+#: What to do where a command is to work alone.
+ALONE = "a program that is to work alone is started without the variables PMI*, OMPI* and SLURM*"
 _LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 
 
@@ -41,16 +45,20 @@ def world() -> Communicator:
     """Return a communicator of all processes that the launcher has started.
 
     Collective over COMM_WORLD; starts MPI. The caller closes the result. If MPI cannot be loaded and there is only this
-    process, the result is a communicator of this process without MPI.
+    process, the result is a communicator of this process without MPI. So it is in a program that a rank has started,
+    which is told so by a warning.
 
     Raises
     ------
     ConfigError
         If MPI sees another number of processes than the launcher has started (the launcher belongs to another MPI
-        library), or if the launcher has started several processes and MPI cannot be loaded.
+        library), if the launcher has started several processes and MPI cannot be loaded, or if a program between the
+        launcher and this one has closed the connection to the launcher.
     """
     launch = Launch.of(os.environ)
     launcher = launch.name or "the launcher"
+    if _works_alone(launch, ALONE):
+        return one_process()
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -74,18 +82,21 @@ def one_process(name: str = "world") -> Communicator:
 def default_world() -> Any:
     """Return mpi4py's COMM_WORLD, the meaning of ``comm=None``, if a launcher has started several ranks; else None.
 
-    Not collective, but starts MPI if there are several ranks. Returns None in a program that a rank has started as a
-    subprocess, because such a program is not a rank itself.
+    Not collective, but starts MPI if there are several ranks. Returns None, with a warning, in a program that a rank
+    has started as a subprocess, because such a program is not a rank itself.
 
     Raises
     ------
     ConfigError
-        If MPI sees another number of processes than the launcher has started, cannot be loaded, or has been finalized.
+        If MPI sees another number of processes than the launcher has started, cannot be loaded, or has been finalized,
+        or if it is not clear whether this process is a rank.
     """
     launch, loaded = Launch.of(os.environ), sys.modules.get("mpi4py.MPI")
-    if not is_rank(os.environ) or (not is_several(os.environ) and (loaded is None or not loaded.Is_initialized())):
-        return None
     way_out = 'comm="self" is this process alone'
+    if _works_alone(launch, way_out):
+        return None
+    if not is_several(os.environ) and (loaded is None or not loaded.Is_initialized()):
+        return None
     guard.current().before_mpi_starts()
     try:
         from mpi4py import MPI
@@ -97,6 +108,21 @@ def default_world() -> Any:
         raise ConfigError(f"comm=None is the launcher's world, but MPI has been finalized; {way_out}")
     _check_size(MPI, launch, f"; {way_out}")
     return MPI.COMM_WORLD if MPI.COMM_WORLD.Get_size() > 1 else None
+
+
+def _works_alone(launch: Launch, way_out: str) -> bool:
+    """Tell whether this process is a program that a rank has started, see [Note: programs of a rank]; warn if so.
+
+    Raises ConfigError with ``way_out`` if it may be a rank that a wrapper has cut off from the launcher: all ranks
+    would work alone, each as if it were the whole job.
+    """
+    if text := unclear(os.environ):
+        raise ConfigError(f"{text}; {way_out}")
+    found = standing(os.environ)
+    if found.program and launch.size != 1:
+        text = f"this program works alone, as one process: {found.text}, {place_of(launch)} of {launch.name}"
+        warnings.warn(f"{text} (without this warning: {way_out})", RuntimeWarning, stacklevel=stacklevel())
+    return not found.rank
 
 
 def _check_size(mpi: Any, launch: Launch, way_out: str = "") -> None:
@@ -114,10 +140,12 @@ def _check_size(mpi: Any, launch: Launch, way_out: str = "") -> None:
 
 
 def mpi_facts() -> MpiFacts | None:
-    """Return the name, version and thread level of the MPI library; None if it cannot be loaded.
+    """Return the name, version and thread level of the MPI library; None if it cannot be loaded in this process.
 
     Not collective, but starts MPI.
     """
+    if not is_rank(os.environ):
+        return None
     try:
         import mpi4py
         from mpi4py import MPI

@@ -156,6 +156,8 @@ class Guard(JobExit):
         """
         if not guest:
             self.install()
+            if RANK_PROCESS in os.environ:
+                os.environ[RANK_PROCESS] = mark(os.environ)  # now MPI is loaded
         members = self.world_ranks(comm)
         entry = self.register.add(trace, members, comm.Get_rank())
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.comm.calls import agree_on_call
 from mpizero.crc import crc32
 from mpizero.errors import DataError
+from mpizero.frames import stacklevel
 from mpizero.layout import Grains
 from mpizero.layout.nodes import GROUPS
 from mpizero.parallel.batch.grain_owners import grain_part_number
@@ -281,14 +281,11 @@ def _warn(uncut: str) -> None:
 
     The warning names the line of the user's code that called the library. Not collective.
     """
-    depth, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "mpizero":
-        depth, frame = depth + 1, frame.f_back
     warnings.warn(
         f"{uncut}: a batch that holds it cannot be cut into samples, so all that a rank gives is one grain, "
         "micro_batch has no effect, and the result depends on the number of ranks; give arrays with samples on the "
         "first axis, alone or in tuples, lists and dictionaries",
-        stacklevel=depth,
+        stacklevel=stacklevel(),
     )
 
 

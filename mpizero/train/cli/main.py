@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from mpizero.errors import ConfigError, ExitStatus, MpizeroError
 from mpizero.installed import own_version
-from mpizero.launched import BY_ANY, launched_rank
+from mpizero.launched import BY_ANY, is_first, unclear
 from mpizero.train.cli import (
     bench_command,
     checkpoint_command,
@@ -24,6 +24,7 @@ from mpizero.train.cli import (
     parsers,
     replay_command,
     report_command,
+    requeue_command,
     watch_command,
 )
 from mpizero.train.cli.options import layout_of, named_as_options
@@ -51,13 +52,13 @@ class _Parser(argparse.ArgumentParser):
     """Parse the command line; print usage errors and help on rank 0 only, and exit with status 78 on bad usage."""
 
     def error(self, message: str) -> NoReturn:
-        if launched_rank(os.environ) == 0:
+        if is_first(os.environ):
             self.print_usage(sys.stderr)
             print(f"{self.prog}: error: {message}", file=sys.stderr)
         raise SystemExit(int(ExitStatus.CONFIG))
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        if message and launched_rank(os.environ) == 0:
+        if message and is_first(os.environ):
             super()._print_message(message, file)
 
 
@@ -106,12 +107,14 @@ def _on_first_rank(work: Callable[[argparse.Namespace], int], options: argparse.
     Other ranks return at once, and MPI is not started. Under mpiexec, errors are therefore printed here: the guard
     that otherwise prints them and ends the job would try to reach the other ranks.
     """
-    if (launched_rank(os.environ) if options.comm is None else options.comm.rank) > 0:
+    if not (is_first(os.environ) if options.comm is None else options.comm.rank == 0):
         return int(ExitStatus.OK)
     if options.comm is not None or not any(os.environ.get(name) for name in BY_ANY):
         return work(options)
     try:
         with _one_line_errors():
+            if text := unclear(os.environ):
+                raise ConfigError(text)
             return work(options)
     except MpizeroError as error:
         from mpizero.comm.failure_report import user_message, write_stderr
@@ -142,6 +145,9 @@ def build_parser() -> argparse.ArgumentParser:
     parsers.add_doctor(commands, _doctor)
     for one in (new_command, replay_command, ensemble_command, report_command, watch_command):
         one.add_command(commands, partial(_on_first_rank, one.run))
+    requeue_command.add_command(
+        commands, partial(_on_first_rank, lambda options: requeue_command.run(options, os.environ))
+    )
     bench_command.add_command(commands, lambda asked: bench_command.run(asked, lambda: _world(asked), _threads()))
     checkpoint_command.add_command(commands, lambda options: _on_first_rank(options.tool, options))
     complete = partial(_on_first_rank, lambda options: completion_command.run(options, parser))
@@ -263,14 +269,14 @@ def _doctor(options: argparse.Namespace) -> int:
         if comm is not None:
             raise
         findings = [examination.alone(error)]
-    rank, size = (launched_rank(os.environ), 1) if comm is None else (comm.rank, comm.size)
+    speaks, size = (is_first(os.environ), 1) if comm is None else (comm.rank == 0, comm.size)
     if options.report:
         text = bug_report.bug_report(comm, findings, os.environ)
     elif options.json:
         text = examination.as_json(findings, size)
     else:
         text = examination.report(findings, colour=wants_colour(sys.stdout, os.environ))
-    if rank == 0:
+    if speaks:
         print(text, flush=True)
     return examination.exit_status(findings)
 
@@ -285,7 +291,7 @@ def _world(options: argparse.Namespace) -> Communicator:
     try:
         return _launched_world()
     except ConfigError as error:
-        if launched_rank(os.environ) == 0:  # MPI cannot tell who is first: it is the launcher that is wrong
+        if is_first(os.environ):  # MPI cannot tell who is first: it is the launcher that is wrong
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise SystemExit(int(error.status)) from None
 

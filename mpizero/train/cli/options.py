@@ -56,8 +56,21 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_changes(parser: argparse.ArgumentParser) -> None:
-    """Add ``--override``, for a run that resumes with other settings."""
+def add_training(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a training that are not in its configuration file."""
+    add_overrides(parser)
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the newest checkpoint, on any number of ranks and with any layout; damaged ones are passed "
+        "over and moved to earlier/; with one that exists and cannot be opened, end with status 65 and touch nothing",
+    )
+    parser.add_argument(
+        "--resume-from",
+        metavar="STEP",
+        type=whole_number,
+        help="continue from the checkpoint of this step; later ones are moved to earlier/ in the run's folder",
+    )
     parser.add_argument(
         "--override",
         metavar="SECTION.KEY=VALUE",

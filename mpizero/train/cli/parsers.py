@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from mpizero.train.cli.options import add_changes, add_json, add_layout_options, add_overrides, whole_number
+from mpizero.train.cli.options import add_json, add_layout_options, add_overrides, add_training
 
 Run = Callable[[argparse.Namespace], int]
 
@@ -22,20 +22,7 @@ def add_train(commands: Any, run: Run) -> None:
         epilog="Example: mpiexec -n 8 python -m mpizero train config.toml --set train.steps=500",
     )
     parser.add_argument("config", metavar="CONFIG.toml", help="what to train")
-    add_overrides(parser)
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue from the newest checkpoint, on any number of ranks and with any layout; damaged ones are passed "
-        "over and moved to earlier/; with one that exists and cannot be opened, end with status 65 and touch nothing",
-    )
-    parser.add_argument(
-        "--resume-from",
-        metavar="STEP",
-        type=whole_number,
-        help="continue from the checkpoint of this step; later ones are moved to earlier/ in the run's folder",
-    )
-    add_changes(parser)
+    add_training(parser)
     parser.set_defaults(run=run)
 
 

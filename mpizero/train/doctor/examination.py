@@ -44,9 +44,8 @@ def check_mpi(comm: Communicator, threads: int) -> CheckResult:
     """Report the MPI library and its thread level, and test a reduction. Collective over ``comm``."""
     facts = machine_facts.mpi_facts()
     if facts is None:
-        return CheckResult(
-            "mpi", "warn", "no MPI can be loaded: one process only", "pip install mpich, or a system's MPI"
-        )
+        advice = "pip install mpich, or a system's MPI; a program that a rank has started has none"
+        return CheckResult("mpi", "warn", "no MPI can be loaded: one process only", advice)
     names = [f"{found.library}, mpi4py {found.mpi4py}" for found in comm.allgather_object(facts)]
     if wrong := launch_checks.difference(names):
         return CheckResult("mpi", "FAIL", wrong, "install the same MPI and mpi4py on every node")
