@@ -82,6 +82,12 @@ def torch_models(report: Report, small: bool) -> None:
     _compare(
         report, "moved by the user", lambda: _ours(TorchModel(network().to(device), loss), device, batch, steps), theirs
     )
+    drop = [nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 4)]
+    once, again = (
+        _ours(TorchModel(lambda: nn.Sequential(*drop), loss, blocks=["0", "1", "2"], seed=1), device, batch, steps)
+        for _ in range(2)
+    )
+    report.check("dropout has the same numbers in every run", once == again, f"{once[-1]:.6g} and {again[-1]:.6g}")
     there = "" if small else f" on {torch.cuda.get_device_name()}"
     report.figure("in short", f"PyTorch {torch.__version__}{there}: 4 ways, {steps} steps, losses within {LIMIT:.0e}")
 

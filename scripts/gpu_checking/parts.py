@@ -42,15 +42,18 @@ PARTS = (
     Part(
         "kernels",
         "kernels.compared",
-        50,
+        45,
         "every kernel beside its NumPy form in float64; equal bits for other launch shapes",
+    ),
+    Part(
+        "assumptions", "assumptions.assumptions", 25, "what the code takes for granted of CuPy, cuBLAS and the driver"
     ),
     Part("losses", "trainings.losses", 40, "20 steps on the GPU beside 20 on the CPU, skipped steps and loss scales"),
     Part("bits", "bits.bits", 60, "one sha256 for runs, ranks, strategies, stages and tiles that must not differ"),
     Part("files", "trainings.files", 20, "saved on the GPU, resumed on the CPU and back; asynchronous saves"),
     Part("torch", "adapters.torch_models", 25, "TorchModel on the GPU, whole and by blocks, beside plain PyTorch"),
     Part("jax", "adapters.jax_models", 25, "JaxModel on the GPU, whole and by blocks, beside plain JAX"),
-    Part("sanitizer", "kernels.sanitizer", 35, "memcheck and racecheck of every kernel at small sizes"),
+    Part("sanitizer", "kernels.sanitizer", 30, "memcheck and racecheck of every kernel at small sizes"),
     Part(
         "speed",
         "speed.speed",
@@ -58,7 +61,7 @@ PARTS = (
         "AdamW beside a copy, tokens a second beside PyTorch and cuBLAS alone, where a step's time goes",
     ),
     Part("cpu", "host.cpu", 20, "sha256 of three trainings on the GPU's host, by register width", gpu=False),
-    Part("cores", "host.cores", 110, "tokens a second on the host's cores beside PyTorch DDP and FSDP2", gpu=False),
+    Part("cores", "host.cores", 100, "tokens a second on the host's cores beside PyTorch DDP and FSDP2", gpu=False),
 )
 #: Parts that fail, each in its way, to show how that is told; they run only if they are asked for by name.
 REHEARSED = {
