@@ -48,6 +48,9 @@ class SOAP(TensorOptimizer):
     frequency: int = 10
     max_dimension: int = 10_000
 
+    magnifies_rounding: ClassVar[str] = (
+        "SOAP magnifies it: in float32 a difference in the last place becomes one of a whole step in a few steps"
+    )
     tensor_slots: ClassVar[tuple[str, ...]] = (
         "momentum",
         "second_moment",

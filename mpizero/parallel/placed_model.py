@@ -156,9 +156,8 @@ class PlacedModel:
     @property
     def within_rounding(self) -> tuple[str, ...]:
         """Why results have not the bits of one process with the same tiles; empty if they have. Not collective."""
-        return within_rounding(
-            self.partitioned.parallel_layout, self.model, self.exchange.compression, self.config.accumulate
-        )
+        optimizer, layout = None if self.updater is None else self.updater.optimizer, self.partitioned.parallel_layout
+        return within_rounding(layout, self.model, self.exchange.compression, self.config.accumulate, optimizer)
 
     @property
     def told_exactness(self) -> str:

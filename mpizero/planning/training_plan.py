@@ -165,7 +165,8 @@ class TrainingPlan:
     @cached_property
     def within_rounding(self) -> tuple[str, ...]:
         """Why results have not the bits of one process with the same tiles; empty if they have."""
-        return within_rounding(self.tiled_layout, self.model, self.config.gradient_compression, self.config.accumulate)
+        compression, accumulate = self.config.gradient_compression, self.config.accumulate
+        return within_rounding(self.tiled_layout, self.model, compression, accumulate, self.optimizer)
 
     @cached_property
     def places(self) -> PlannedRanks:

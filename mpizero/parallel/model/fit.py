@@ -38,9 +38,10 @@ class OptimizationOptions:
     Parameters
     ----------
     epochs : int
-        Number of passes over the training samples.
+        Number of passes over the training samples. An epoch ends with the step that uses the last of its samples; where
+        the batch size does not divide their number, that step uses the first ones of the next epoch, too.
     batch_size : int
-        Number of samples in a global batch.
+        Number of samples in a global batch; at most all of them.
     validation : float
         Fraction of the samples that is kept for validation, in [0, 1); 0 validates on the training samples.
     patience : int or None
@@ -109,7 +110,7 @@ class OptimizationResult:
     >>> with mz.distribute(mz.nn.MLP(2, [4], 2), mz.AdamW(lr=0.1), comm="self") as model:
     ...     result = model.optimizer.optimize((x, y), options)
     >>> result.steps, len(result.history), result.stopped_early
-    (3, 3, False)
+    (5, 3, False)
     >>> result.best_parameters.size
     22
     """
@@ -145,17 +146,16 @@ def run_loop(optimizer: ShardedOptimizer, data: Any, options: OptimizationOption
     train, valid = _same_data(comm, data, options)
     agree_equal(comm, lambda: {"the options of optimize": options}, "optimize")
     batch = min(options.batch_size, len(train))
-    per_epoch = len(train) // batch
+    stream, steps = batches(train, model, batch, options.seed), 0
     history: list[dict[str, float]] = []
     best, best_epoch, kept = math.nan, 0, BestParameters(model)
     for epoch in range(options.epochs):
         losses = []
-        consumed = epoch * per_epoch * batch
-        stream = batches(train, model, batch, options.seed, per_epoch, consumed)
-        for _ in range(per_epoch):
+        while stream.consumed < (epoch + 1) * len(train):
             with all_ranks(comm):  # reading may fail on one rank
                 x, y = next(stream)
-            losses.append(model.train(x, y, epoch=epoch))
+            losses.append(model.train(x, y, epoch=stream.epoch))
+            steps += 1
             if not config.auto_sync_gradients:
                 optimizer.step()
         record = {"epoch": epoch, "loss": float(np.mean(losses)), **_validated(optimizer, valid)}
@@ -171,7 +171,7 @@ def run_loop(optimizer: ShardedOptimizer, data: Any, options: OptimizationOption
         raise _nothing_finite(len(history), history[-1])
     if options.restore_best and best_epoch != len(history) - 1:
         kept.give_back()
-    return OptimizationResult(tuple(history), best_epoch, best, kept, per_epoch * len(history), stop)
+    return OptimizationResult(tuple(history), best_epoch, best, kept, steps, stop)
 
 
 def _look_at(record: dict[str, float], losses: list[float], optimizer: ShardedOptimizer, *, known: bool) -> None:

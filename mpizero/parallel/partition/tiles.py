@@ -67,13 +67,18 @@ def misfits(parallel_layout: ParallelLayout) -> list[str]:
 
 
 def within_rounding(
-    parallel_layout: ParallelLayout, model: Any, compression: str | None = None, accumulate: int = 1
+    parallel_layout: ParallelLayout,
+    model: Any,
+    compression: str | None = None,
+    accumulate: int = 1,
+    optimizer: Any = None,
 ) -> tuple[str, ...]:
     """Return why results have not the bits of one process with the same tiles, but agree within rounding; () if not.
 
     ``parallel_layout`` is the result of :func:`in_tiles`, ``compression`` and ``accumulate`` the settings
     ``gradient_compression`` and ``accumulate``. A layer that computes other bits in groups of other sizes says why by
-    its attribute ``within_rounding``. Not collective.
+    its attribute ``within_rounding``. An optimizer of which small differences become large ones says so by its
+    attribute ``magnifies_rounding``. Not collective.
     """
     found = misfits(parallel_layout)
     for axis, count in parallel_layout.all_tiles.items():
@@ -88,6 +93,8 @@ def within_rounding(
         )
     if compression is not None:
         found.append(f"gradient_compression={compression!r} rounds what ranks send")
+    if found and (magnified := getattr(optimizer, "magnifies_rounding", "")):
+        found.append(magnified)
     return tuple(found)
 
 

@@ -135,7 +135,7 @@ def optimized(comm: Any, optimizer: Any = None, **options: Any) -> Any:
 def test_optimize_trains_validates_and_ends_with_the_best_parameters() -> None:
     result, parameters, steps = optimized(None, epochs=6)
     assert len(result.history) == 6
-    assert result.steps == steps == 6 * (60 // 8)
+    assert result.steps == steps == 6 * 60 // 8
     assert not result.stopped_early
     losses = [record["validation_loss"] for record in result.history]
     assert result.best_loss == min(losses) == losses[result.best_epoch] < losses[0]
@@ -144,6 +144,32 @@ def test_optimize_trains_validates_and_ends_with_the_best_parameters() -> None:
     for other, values, _ in run_in_threads(3, lambda comm: optimized(comm, epochs=6)):
         assert other.history == result.history
         np.testing.assert_array_equal(values, parameters)
+
+
+@pytest.mark.parametrize("batch_size", [40, 70, 7, 100, 3])
+def test_every_epoch_is_a_pass_and_functions_are_told_the_epoch_of_their_samples(batch_size: int) -> None:
+    uses: dict[tuple[int, int], int] = {}
+
+    def loss_and_grad(parameters: Any, batch: Any, run: Any) -> Any:
+        for number in batch[0].astype(int):
+            uses[run.epoch, number] = uses.get((run.epoch, number), 0) + 1
+        return 0.0, {"w": np.zeros(1)}, float(len(batch[0]))
+
+    config, samples = mz.ShardingConfig(comm="self"), 70
+    with config, mz.DDPModel(mz.FunctionModel({"w": np.zeros(1)}, loss_and_grad), config) as model:
+        options = mz.OptimizationOptions(epochs=10, batch_size=batch_size, validation=0.0)
+        optimizer = mz.DDPOptimizer(mz.SGD(lr=0.1), config, options=options)
+        optimizer.set_model(model)
+        model.evaluate = lambda x, y: mz.Evaluation(1.0, 1.0, None)  # type: ignore[method-assign]
+        result = optimizer.optimize((np.arange(samples), np.arange(samples)))
+    batch = min(batch_size, samples)
+    assert result.steps == -(-10 * samples // batch)
+    assert len(result.history) == 10
+    counts = [sum(uses.get((epoch, number), 0) for epoch in range(11)) for number in range(samples)]
+    assert set(counts) <= {10, 11}  # the last step goes on with the first samples of another pass
+    assert sum(counts) == result.steps * batch
+    told = [sum(count for (epoch, _), count in uses.items() if epoch < end) for end in range(1, 11)]
+    assert told == [-(-end * samples // batch) * batch for end in range(1, 11)]  # a batch is told its first sample's
 
 
 def test_optimize_updates_also_where_gradients_are_synchronized_by_hand() -> None:
