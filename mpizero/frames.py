@@ -41,7 +41,8 @@ class Line(NamedTuple):
 
 def is_users(file: str) -> bool:
     """Tell whether a source file is the user's: outside of Python, of mpizero and of all installed packages."""
-    return not file.startswith((*_PACKAGE, *_PYTHON, "<frozen")) and not any(part in file for part in _INSTALLED)
+    others = (*_PACKAGE, *_PYTHON, "<frozen", "<mapped")
+    return not file.startswith(others) and not any(part in file for part in _INSTALLED)
 
 
 def users_line(trace: TracebackType | None) -> Line | None:

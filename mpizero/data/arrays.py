@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from mpizero.crc import crc32
-from mpizero.data.source import Indices, Source, check_lengths, check_samples, contiguous
+from mpizero.data.mapped import MappedArray, MappedFile
+from mpizero.data.source import Indices, Source, check_lengths, check_samples, check_shape, contiguous
 from mpizero.errors import DataError
 from mpizero.names import explains
 from mpizero.sampletree import SampleTree, leaves_of, map_arrays, map_leaves, paths_of
@@ -105,7 +106,7 @@ class NpySource(Source):
 
     def __init__(self, x_path: str | os.PathLike[str], y_path: str | os.PathLike[str]) -> None:
         self.paths = (os.path.abspath(x_path), os.path.abspath(y_path))
-        self.x, self.y = (check_samples(_map(path), path) for path in self.paths)
+        self.x, self.y = (_map(path) for path in self.paths)
         check_lengths(self.x, self.paths[0], self.y, self.paths[1])
 
     def __len__(self) -> int:
@@ -194,16 +195,21 @@ def _as_array(values: ArrayLike, name: str) -> Array:
         raise DataError(f"{name}: not an array: {error}") from None
 
 
-def _map(path: str) -> Array:
-    """Return the array of a ``.npy`` file, memory-mapped and read-only; raise DataError if it is no file of numbers."""
+def _map(path: str) -> MappedArray:
+    """Return the array of a ``.npy`` file, mapped into memory; raise DataError if it is no file of numbers."""
+    from mpizero.checkpoint.tools.npz import UNSOUND, read_header  # with h5py's packages
+
     if not os.path.isfile(path):
         raise DataError(f"{path}: {'not a regular file' if os.path.lexists(path) else 'does not exist'}")
     try:
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        file = MappedFile(path)
+        with open(path, "rb") as opened:
+            if opened.read(2) == b"PK":
+                raise DataError(f"{path}: an archive of arrays; needed is a single array in a .npy file")
+            opened.seek(0)
+            shape, by_columns, dtype = read_header(opened, os.path.basename(path), file.size)
+            return MappedArray(file, dtype, opened.tell(), check_shape(shape, path), by_columns=by_columns)
+    except (OSError, *UNSOUND) as error:
         if not os.path.getsize(path):
             raise DataError(f"{path}: the file is empty") from None
         raise DataError(f"{path}: not a readable .npy file of numbers: {error}") from None
-    if not isinstance(found, np.ndarray):
-        raise DataError(f"{path}: an archive of arrays; needed is a single array in a .npy file")
-    return found

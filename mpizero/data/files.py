@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.data.mapped import on_own_disk, room_in_memory
+from mpizero.data.mapped import FileState, check_unchanged, on_own_disk, room_in_memory, with_more_files
 from mpizero.data.source import Indices, Source, check_samples
 from mpizero.data.stored import FileArray, JoinedArray
 from mpizero.data.windows import Windows
@@ -98,7 +98,8 @@ class FileSource(Source):
         self.allow_nan = require("allow_nan", allow_nan, flag)
         self.folder, self.paths = os.getcwd(), _expand(path)
         self.names = (_names("x", x), _names("y", y))
-        self._opened = lru_cache(maxsize=OPEN_FILES)(self.open_file)
+        self._states = {file: FileState.of(file) for file in self.paths}
+        self._opened = lru_cache(maxsize=OPEN_FILES)(self._open)
         described = [self._stored(file) for file in self.paths]
         self._joined: tuple[Any, Any] = tuple(
             map_leaves(lambda name: JoinedArray([stored[name] for stored in described], axis), names)
@@ -120,6 +121,10 @@ class FileSource(Source):
         DataError
             If the file or an array is missing, damaged or empty.
         """
+
+    def _open(self, path: str) -> Mapping[str, tuple[Any, int]]:
+        check_unchanged(path, self._states[path])
+        return with_more_files(path, lambda: self.open_file(path))
 
     def _stored(self, path: str) -> dict[str, FileArray]:
         found = {}

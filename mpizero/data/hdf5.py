@@ -13,7 +13,7 @@ import numpy as np
 from mpizero.data.conventions import FILLS, PACKED, UNSIGNED
 from mpizero.data.deflated import DeflatedArray
 from mpizero.data.files import FileSource
-from mpizero.data.mapped import MappedArray
+from mpizero.data.mapped import MappedArray, MappedFile
 from mpizero.errors import DataError
 from mpizero.names import explains
 from mpizero.sampletree import leaves_of
@@ -54,15 +54,17 @@ class Hdf5Source(FileSource):
 
     def open_file(self, path: str) -> Mapping[str, tuple[Any, int]]:
         """Open an HDF5 file; return its datasets of :attr:`names` by name, and the rows of a chunk of each."""
-        file = open_hdf5(path)
+        file, mapped_files = open_hdf5(path), dict[str, MappedFile]()
         found = {}
         for name in dict.fromkeys(leaves_of(self.names)):
             dataset = _with_raw_files_in(self.folder, dataset_of(file, path, name))
             _unlock(dataset.file)  # where a link leads to another
             _check_conventions(file, path, name, dataset)
-            mapped = _map(dataset)
+            mapped = _map(dataset, mapped_files)
             read = (DeflatedArray.of(dataset) or dataset, _rows_together(dataset))
             found[name] = read if mapped is None else (mapped, 0)
+        if all(isinstance(array, MappedArray) for array, _ in found.values()):
+            file.close()
         return found
 
 
@@ -167,10 +169,11 @@ def _with_raw_files_in(folder: str, dataset: Any) -> Any:
     return h5py.Dataset(h5py.h5d.open(file.id, name, access))
 
 
-def _map(dataset: Any) -> MappedArray | None:
+def _map(dataset: Any, files: dict[str, MappedFile]) -> MappedArray | None:
     """Return a dataset mapped into memory; None if its bytes are not contiguous in a file, or of a type of HDF5 alone.
 
-    The file is the one that holds the dataset: where a link leads to another, offsets are places in that.
+    The file is the one that holds the dataset: where a link leads to another, offsets are places in that. ``files``
+    are those that are mapped already.
     """
     if dataset.chunks is not None or dataset.is_virtual or dataset.external is not None or not _is_numpys(dataset):
         return None
@@ -178,8 +181,12 @@ def _map(dataset: Any) -> MappedArray | None:
     found = os.fstat(file.id.get_vfd_handle())
     if offset is None or not dataset.size or offset + dataset.size * dataset.dtype.itemsize > found.st_size:
         return None
-    known = os.path.exists(file.filename) and os.path.samestat(os.stat(file.filename), found)
-    return MappedArray(file.filename, dataset.dtype, offset, dataset.shape) if known and dataset.ndim else None
+    path = os.path.abspath(file.filename)
+    if not (dataset.ndim and os.path.exists(path) and os.path.samestat(os.stat(path), found)):
+        return None
+    if path not in files:
+        files[path] = MappedFile(path)
+    return MappedArray(files[path], dataset.dtype, offset, dataset.shape)
 
 
 def _is_numpys(dataset: Any) -> bool:

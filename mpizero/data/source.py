@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Sized
 from functools import cached_property
 from typing import Any
 
@@ -287,14 +288,20 @@ def check_samples(values: Array, name: str) -> Array:
     """Return ``values`` if they are numbers with a non-empty first axis, else raise DataError, naming ``name``."""
     if values.dtype.kind not in "fiubc":
         raise DataError(f"{name}: elements of type {values.dtype}; needed are numbers (float, integer, bool, complex)")
-    if values.ndim == 0:
-        raise DataError(f"{name}: a single number; needed is an array with samples on its first axis")
-    if values.shape[0] == 0:
-        raise DataError(f"{name}: shape {values.shape} has no samples")
+    check_shape(values.shape, name)
     return values
 
 
-def check_lengths(x: Array, x_name: str, y: Array, y_name: str) -> None:
+def check_shape(shape: tuple[int, ...], name: str) -> tuple[int, ...]:
+    """Return the shape of an array if its first axis is not empty, else raise DataError, naming ``name``."""
+    if not shape:
+        raise DataError(f"{name}: a single number; needed is an array with samples on its first axis")
+    if shape[0] == 0:
+        raise DataError(f"{name}: shape {shape} has no samples")
+    return shape
+
+
+def check_lengths(x: Sized, x_name: str, y: Sized, y_name: str) -> None:
     """Raise DataError if the numbers of inputs ``x`` and of targets ``y`` differ."""
     if len(x) != len(y):
         raise DataError(f"{x_name} has {len(x)} samples and {y_name} has {len(y)}: needed is one target for each input")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import mmap
 import os
 import stat
 import sysconfig
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from mpizero.data.mapped import MappedFile
 from mpizero.data.source import VALIDATION, Indices, Source
 from mpizero.errors import DataError
 from mpizero.names import explains
@@ -112,7 +112,8 @@ class TextSource(Source):
             begin = self._ends[file - 1] if file else 0
             inside = start + done - begin
             count = min(row.size - done, self._ends[file] - begin - inside)
-            row[done : done + count] = self._map(self.files[file], self._ends[file] - begin)[inside : inside + count]
+            mapped = self._map(self.files[file], self._ends[file] - begin)
+            row[done : done + count] = mapped.read(mapped.bytes, slice(inside, inside + count))
             done, file = done + count, file + 1
 
     def describe(self) -> dict[str, Any]:
@@ -121,15 +122,14 @@ class TextSource(Source):
         return {"kind": "text", "sequence": self.sequence, "files": names, "ends": self._ends}
 
 
-def _map_file(path: str, size: int) -> Array:
+def _map_file(path: str, size: int) -> MappedFile:
     try:
-        with open(path, "rb", buffering=0) as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        mapped = MappedFile(path)
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read any more: {error}") from None
-    if len(mapped) != size:
-        raise DataError(f"{path}: {len(mapped)} bytes now, {size} when training started: it must not change")
-    return np.frombuffer(mapped, np.uint8)
+    if mapped.size != size:
+        raise DataError(f"{path}: {mapped.size} bytes now, {size} when training started: it must not change")
+    return mapped
 
 
 def _expand(path: str) -> list[tuple[str, int]]:

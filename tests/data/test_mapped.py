@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
 
@@ -163,3 +165,92 @@ def test_hdf5_without_dimensions_is_no_netcdf(chunked):
     pytest.importorskip("h5netcdf")
     with pytest.raises(DataError, match="d.h5: 'x' is no variable of NetCDF: .*Use Hdf5Source"):
         data.NetcdfSource(chunked, "x", "x")
+
+
+def of_npy(path, count):
+    np.save(path.with_suffix(".npy"), np.arange(count * 100.0).reshape(count, 100))
+    return path.with_suffix(".npy"), lambda path: data.NpySource(path, path)
+
+
+def of_hdf5(path, count):
+    with h5py.File(path, "w") as file:
+        file["x"] = np.arange(count * 100.0).reshape(count, 100)
+    return path, lambda path: data.Hdf5Source(path, "x", "x")
+
+
+def of_text(path, count):
+    path.write_bytes(bytes(count * 100))
+    return path, lambda path: data.TextSource(path, 99)
+
+
+@pytest.mark.parametrize("write", [of_npy, of_hdf5, of_text])
+@pytest.mark.parametrize("order", [[1500, 3], range(2000)])  # the second one by calls of the system
+def test_a_file_that_was_made_shorter_is_an_error_and_no_bus_error(tmp_path, write, order):
+    path, make = write(tmp_path / "d", 2000)
+    source = make(path)
+    source.samples([0])
+    os.truncate(path, 8192)
+    with pytest.raises(DataError, match=f"{path.name}: it has become shorter while it was used: 8192 bytes, .* before"):
+        source.samples(order)
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_named_by_the_interpreters_report(tmp_path):
+    path, _ = of_npy(tmp_path / "d", 200)
+    program = f"""
+import os
+from mpizero import data
+source = data.NpySource({str(path)!r}, {str(path)!r})
+source.x.file.size = 0  # as between the look at the size and the access
+os.truncate({str(path)!r}, 4096)
+source.samples([150])
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == -signal.SIGBUS
+    assert f'File "<mapped {path}>"' in ended.stderr
+    assert 'File "<string>", line 7' in ended.stderr
+
+
+def test_a_file_that_changed_is_not_opened_again(tmp_path):
+    path, make = of_hdf5(tmp_path / "d.h5", 20)
+    source = make(path)
+    source.close()
+    assert source.samples([1])[0][0, 0] == 100
+    source.close()
+    of_hdf5(path, 20)
+    os.utime(path, (1e9, 1e9))
+    with pytest.raises(DataError, match="d.h5: it has changed since the source was made, from .* to .* of 2001-09-09"):
+        source.samples([1])
+
+
+def many(tmp_path, variables=20):
+    for number in range(64):
+        with h5py.File(tmp_path / f"{number:02}.h5", "w") as file:
+            for variable in range(variables):
+                file[f"v{variable}"] = np.full((2, 3), number)
+    return data.Hdf5Source(f"{tmp_path}/*.h5", [f"v{number}" for number in range(variables)], "v0")
+
+
+def test_a_file_is_mapped_once_for_all_of_its_arrays(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    source = many(tmp_path)
+    assert source.samples([0, 127])[1][:, 0].tolist() == [0, 63]
+    assert len(os.listdir("/proc/self/fd")) - before <= 2 * 64
+
+
+def test_the_limit_of_open_files_is_raised_or_told(tmp_path):
+    """In a process of its own, because a hard limit cannot be raised again."""
+    many(tmp_path, 1)
+    program = f"""
+import resource, sys
+from mpizero import data
+data.Hdf5Source("{tmp_path}/00.h5", "v0", "v0")  # which imports h5py
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, int(sys.argv[1])))
+source = data.Hdf5Source("{tmp_path}/*.h5", "v0", "v0")
+print(source.samples([127])[0].tolist(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+    for most, told in (
+        (400, "[[63, 63, 63]] 400"),
+        (60, "too many open files, this process may have 60: raise .*ulimit -n"),
+    ):
+        ended = subprocess.run([sys.executable, "-c", program, str(most)], capture_output=True, text=True, timeout=60)
+        assert re.search(told, ended.stdout + ended.stderr)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,22 @@ from mpizero.types import Array
 
 #: Kinds of elements that are numbers: booleans, integers, floating point, complex.
 NUMBERS = "biufc"
+#: What a damaged or crafted file raises somewhere in NumPy, Python's parser and the archive's reader.
+UNSOUND = (
+    ValueError,
+    TypeError,
+    EOFError,
+    MemoryError,
+    OverflowError,
+    RecursionError,
+    NotImplementedError,
+    RuntimeError,
+    SyntaxError,
+    tokenize.TokenError,
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 _PIECE = 1 << 22
 _NO_DATE = (1980, 1, 1, 0, 0, 0)  # the same arrays give the same bytes
 _HEADERS: Mapping[tuple[int, int], Callable[[IO[bytes]], tuple[tuple[int, ...], bool, np.dtype[Any]]]] = {
@@ -121,46 +138,43 @@ class NpzFile:
 
     def _described(self, info: zipfile.ZipInfo) -> tuple[tuple[int, ...], np.dtype[Any]]:
         with self._archive.open(info) as member:
-            shape, _, dtype = _read_header(member, info)
+            shape, _, dtype = read_header(member, info.filename, info.file_size)
         return shape, dtype.newbyteorder("=")
 
     @contextmanager
     def _sound(self) -> Iterator[None]:
         try:
             yield
-        except (
-            ValueError,
-            TypeError,
-            EOFError,
-            MemoryError,
-            OverflowError,
-            RecursionError,
-            NotImplementedError,
-            RuntimeError,
-            struct.error,
-            zipfile.BadZipFile,
-            zlib.error,
-        ) as error:
+        except UNSOUND as error:
             raise CheckpointError(f"{self.path}: not a sound .npz file of numbers: {error!s:.300}") from None
 
 
-def _read_header(member: IO[bytes], info: zipfile.ZipInfo) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Read the header of an array; return its shape, whether it is stored by columns, and its element type."""
+def read_header(member: IO[bytes], name: str, size: int) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Read the header of an array; return its shape, whether it is stored by columns, and its element type.
+
+    ``name`` is the array's name in messages, ``size`` the number of bytes of header and elements.
+
+    Raises
+    ------
+    ValueError
+        If it is no header, of something else than numbers, or does not belong to so many bytes; the modules that NumPy
+        parses it by raise other errors, too: see :data:`UNSOUND`.
+    """
     version = np.lib.format.read_magic(member)
     if version not in _HEADERS:
-        raise ValueError(f"{info.filename!r:.80}: version {version} of .npy")
+        raise ValueError(f"{name!r:.80}: version {version} of .npy")
     shape, by_columns, dtype = _HEADERS[version](member)
-    where = f"{info.filename!r:.80}: {dtype!s:.80} of shape {shape!r:.80}"
+    where = f"{name!r:.80}: {dtype!s:.80} of shape {shape!r:.80}"
     if dtype.kind not in NUMBERS or any(size < 0 for size in shape) or len(shape) > 32:
         raise ValueError(f"{where}: not an array of numbers")
-    if prod(shape) * dtype.itemsize != info.file_size - member.tell():
-        raise ValueError(f"{where}: it has {info.file_size - member.tell()} bytes")
+    if prod(shape) * dtype.itemsize != size - member.tell():
+        raise ValueError(f"{where}: it has {size - member.tell()} bytes")
     return shape, by_columns, dtype
 
 
 def _read_entry(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Array:
     with archive.open(info) as member:
-        shape, by_columns, dtype = _read_header(member, info)
+        shape, by_columns, dtype = read_header(member, info.filename, info.file_size)
         where = f"{info.filename!r:.80}: {dtype!s:.80} of shape {shape!r:.80}"
         values = np.empty(prod(shape), dtype)
         view, done = as_bytes(values), 0
