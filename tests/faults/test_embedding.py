@@ -73,6 +73,13 @@ def test_a_host_tells_of_its_error_before_the_job_is_ended(job):
     assert ended.said[-1].endswith("ValueError: planted")
 
 
+@pytest.mark.parametrize("kind", ["own_signal_before", "own_signal_after"])
+def test_a_handler_of_the_program_is_called_while_a_model_lives_and_when_it_is_closed(job, kind):
+    ended = job(kind)
+    assert (ended.status, ended.err) == (0, "")
+    assert ended.out.count("called 2 times") == 2
+
+
 def test_a_program_that_a_rank_starts_is_no_rank_and_is_told_so(job, tmp_path):
     ended = job("child")
     assert ended.status == 0

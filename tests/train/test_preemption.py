@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import faulthandler
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -118,6 +120,45 @@ def test_handlers_are_put_back():
     with StopSignals():
         assert all(signal.getsignal(number) != before[number] for number in SIGNALS)
     assert {number: signal.getsignal(number) for number in SIGNALS} == before
+
+
+def test_a_signal_of_the_programs_own_stays_its_own():
+    before, own = {number: signal.getsignal(number) for number in SIGNALS}, []
+    try:
+        signal.signal(signal.SIGUSR2, lambda number, frame: own.append("before"))
+        with StopSignals() as signals:
+            signal.signal(signal.SIGUSR1, lambda number, frame: own.append("meanwhile"))
+            os.kill(os.getpid(), signal.SIGUSR2)
+            os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert signals.name == ""
+        assert own == ["before", "meanwhile"] * 2
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells which signals are handled in C")
+def test_nor_is_one_taken_that_the_program_handles_in_c(tmp_path):
+    with (tmp_path / "stacks").open("w+") as file:
+        faulthandler.register(signal.SIGUSR2, file)
+        try:
+            with StopSignals() as signals:
+                pass
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert signals.name == ""
+            file.seek(0)
+            assert "test_preemption.py" in file.read()
+        finally:
+            faulthandler.unregister(signal.SIGUSR2)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_free_signal_asks_for_a_stop(number):
+    with StopSignals() as signals:
+        os.kill(os.getpid(), number)
+    assert signals.reason(3) == f"{number.name} on rank 3"
 
 
 def test_an_ending_process_ignores_stop_signals_to_its_last_moment():

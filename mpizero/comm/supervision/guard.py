@@ -14,9 +14,7 @@ communicator is closed, the hooks and the thread are removed; the next communica
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
-import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -32,6 +30,7 @@ from mpizero.comm.supervision.heartbeat import Heartbeat
 from mpizero.comm.supervision.job_exit import JobExit
 from mpizero.comm.supervision.mismatch_watch import MismatchWatch
 from mpizero.comm.supervision.python_hooks import PythonHooks
+from mpizero.comm.supervision.stack_signal import stop_showing
 from mpizero.errors import ConfigError, ExitStatus
 from mpizero.launched import RANK_PROCESS, Launch, is_rank, is_several, job_name, launched_rank, mark, ranks_of_node
 from mpizero.names import nearest
@@ -120,7 +119,7 @@ class Guard(JobExit):
             self.supervisor.remove(heartbeat.look)
         if self.shows_stacks:
             self.shows_stacks = False
-            faulthandler.unregister(signal.SIGUSR2)
+            stop_showing()
         self.peers.close()
         if self._c_exit_hook is not None:
             self._c_exit_hook.close()

@@ -15,11 +15,9 @@ written, however slowly. So the timeout counts from the last bytes that any rank
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import math
 import os
-import signal
 import sys
 import threading
 import time
@@ -34,6 +32,7 @@ from mpizero.comm.status.thread_stacks import all_stacks, describe_stack
 from mpizero.comm.supervision import guard, wait_report
 from mpizero.comm.supervision.heartbeat import calls_in_progress, transfers_in_progress
 from mpizero.comm.supervision.lock_timer import LockTimer
+from mpizero.comm.supervision.stack_signal import ask, show_stacks_when_asked
 from mpizero.comm.supervision.supervisor import HEARTBEAT, TICK
 from mpizero.errors import CollectiveError, ConfigError, ExitStatus
 
@@ -47,9 +46,8 @@ class Watchdog:
     Use it as a context manager, or call :meth:`start` and :meth:`stop`. Each rank makes a watchdog of its own. It adds
     no cost to a call: communicators record anyway when they enter a call, and one thread reads the records. Two kinds
     of time do not count: time in which the process was stopped, and time in which other ranks wait while a rank reads
-    or writes files. While the watchdog runs, SIGUSR2 makes the process write the stacks of its threads. With an
-    InMemoryCommunicator, a call that lasts too long ends the group of threads by :meth:`Communicator.abort`, and does
-    not end the process.
+    or writes files. With an InMemoryCommunicator, a call that lasts too long ends the group of threads by
+    :meth:`Communicator.abort`, and does not end the process.
 
     Parameters
     ----------
@@ -104,8 +102,7 @@ class Watchdog:
             self._register.add(self._comm.trace, range(self._comm.size), self._comm.rank)
         self._open_log()
         if self._shared:
-            with contextlib.suppress(ValueError, OSError, AttributeError, RuntimeError):  # a standard error of its own
-                faulthandler.register(signal.SIGUSR2, file=sys.__stderr__ or 2, all_threads=True)
+            if self._guard.shows_stacks or show_stacks_when_asked():
                 self._guard.shows_stacks = True
                 self._announce_stacks()
             self._timer = LockTimer(self._log or sys.__stderr__ or 2)
@@ -120,7 +117,7 @@ class Watchdog:
             return
         self._running = False
         self._guard.supervisor.remove(self._look)
-        # SIGUSR2 stays registered while there are communicators: a late signal of another rank would kill this one.
+        # Stacks are shown as long as there are communicators: a late signal of another rank would kill this one.
         if self._timer is not None:
             self._timer.close()
         if self._log is not None:
@@ -131,7 +128,7 @@ class Watchdog:
             self._log = None
 
     def _announce_stacks(self) -> None:
-        """Write to this rank's status slot that SIGUSR2 makes this process print its stacks."""
+        """Write to this rank's status slot that this process shows its stacks when asked."""
         if (heartbeat := self._guard.heartbeat) is not None:
             heartbeat.extra_entries["stacks"] = True
             try:
@@ -239,11 +236,11 @@ class Watchdog:
         return wait_report.with_age(slots)
 
     def _ask_silent(self) -> None:
-        """Send SIGUSR2 to silent ranks of this node, which makes them write their stacks even while they are stuck."""
+        """Ask silent ranks of this node for their stacks, which they write even while they are stuck."""
         asked = 0
         for rank, slot in self._slots(()).items():
             if rank != self._rank and slot.get("stacks") and wait_report.is_silent(slot, self._guard.supervisor.tick):
                 with contextlib.suppress(OSError):
-                    os.kill(slot["pid"], signal.SIGUSR2)
+                    ask(slot["pid"])
                     asked += 1
         time.sleep(_STACKS if asked else 0.0)

@@ -17,8 +17,8 @@ def add_train(commands: Any, run: Run) -> None:
         "train",
         help="train a model as a TOML file describes it; runs under mpiexec or srun",
         description="Train a model. Ends with one line of JSON on standard output; metrics, checkpoints and the "
-        "marker run_complete go into the run's folder. SIGUSR1, SIGTERM, a file STOP in that folder or the coming end "
-        "of the job's time: save and exit with status 75.",
+        "marker run_complete go into the run's folder. SIGUSR1, SIGUSR2, SIGTERM, a file STOP in that folder or the "
+        "coming end of the job's time: save and exit with status 75.",
         epilog="Example: mpiexec -n 8 python -m mpizero train config.toml --set train.steps=500",
     )
     parser.add_argument("config", metavar="CONFIG.toml", help="what to train")

@@ -61,8 +61,8 @@ def train(
     Raises
     ------
     Preempted
-        After SIGUSR1 or SIGTERM on any rank, if a file ``STOP`` exists in the run's folder, or shortly before the job's
-        time limit. The state is saved, and the message names the reason.
+        After SIGUSR1, SIGUSR2 or SIGTERM on any rank, if a file ``STOP`` exists in the run's folder, or shortly before
+        the job's time limit. The state is saved, and the message names the reason.
     NonFiniteError
         After five skipped steps in a row, whose loss or gradient was not finite.
     """

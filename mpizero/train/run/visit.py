@@ -23,9 +23,9 @@ from mpizero.train.stopping.wall_time import JobContext, WallTime
 class Preempted(MpizeroError, SystemExit):  # noqa: N818 - it is the outcome of a request, not a mistake
     """Report that a run was asked to stop, and has saved its state: before its last step, or by a signal as it ended.
 
-    It was asked by SIGUSR1 or SIGTERM on any rank, by a file ``STOP`` in the run's folder, or the time limit of the job
-    is near. The message names the reason. A program that does not catch it ends with status 75, by which a batch system
-    knows that the job is to be queued again, with or without a launcher: this is a ``SystemExit``, too.
+    It was asked by SIGUSR1, SIGUSR2 or SIGTERM on any rank, by a file ``STOP`` in the run's folder, or the time limit
+    of the job is near. The message names the reason. A program that does not catch it ends with status 75, by which a
+    batch system knows that the job is to be queued again, with or without a launcher: this is a ``SystemExit``, too.
 
     Examples
     --------

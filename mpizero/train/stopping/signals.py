@@ -8,15 +8,18 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import FrameType
 
-#: SIGUSR1 is Slurm's early warning; with SIGTERM schedulers and launchers ask a job to end.
-SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+#: SIGUSR1 and SIGUSR2 are a batch system's early warnings; with SIGTERM schedulers and launchers ask a job to end.
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2)
+#: Those that stay with a program that handles them itself, as submitit does. Not SIGUSR1: MPI libraries handle it.
+_LEFT_ALONE = (signal.SIGUSR2,)
 
 
 class StopSignals(AbstractContextManager["StopSignals"]):
     """Record stop signals inside a ``with`` block; an inner ``with`` block of the same object has no effect.
 
     The handler only stores the name of the first signal; the program is not interrupted. Python allows signal handlers
-    in the main thread only, so nothing is recorded if another thread enters the block.
+    in the main thread only, so nothing is recorded if another thread enters the block. A SIGUSR2 that the program
+    handles itself is left to it, and so is a signal for which it sets a handler inside of the block.
 
     Parameters
     ----------
@@ -32,7 +35,8 @@ class StopSignals(AbstractContextManager["StopSignals"]):
         self._depth += 1
         if self._depth == 1 and threading.current_thread() is threading.main_thread():
             for number in self._caught:
-                self._previous[number] = signal.signal(number, self._note)
+                if not _is_taken(number):
+                    self._previous[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -40,6 +44,8 @@ class StopSignals(AbstractContextManager["StopSignals"]):
         if self._depth:
             return
         for number, handler in self._previous.items():
+            if signal.getsignal(number) != self._note:
+                continue  # set by the program meanwhile
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._previous.clear()
 
@@ -63,3 +69,15 @@ class StopSignals(AbstractContextManager["StopSignals"]):
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._name = self._name or signal.Signals(number).name
+
+
+def _is_taken(number: signal.Signals) -> bool:
+    """Tell whether a signal is left to the program, which handles it in Python, or in C as ``faulthandler`` does."""
+    if number not in _LEFT_ALONE or signal.getsignal(number) is not signal.SIG_DFL:
+        return number in _LEFT_ALONE
+    try:
+        with open("/proc/self/status") as file:
+            caught = next((line.split()[1] for line in file if line.startswith("SigCgt:")), "0")
+    except OSError:
+        return False
+    return bool(int(caught, 16) >> (number - 1) & 1)

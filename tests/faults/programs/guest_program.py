@@ -86,7 +86,6 @@ def state():
         "exit": type(sys.exit).__name__ == "builtin_function_or_method",
         "atexit": atexit._ncallbacks(),
         "handlers": handlers(),
-        "usr2": str(signal.getsignal(signal.SIGUSR2)),
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "sockets": sockets(),
         "keeps": keeps_large_blocks(),
@@ -266,6 +265,30 @@ def job_of_rank():
     WORLD.Barrier()
 
 
+def own_signal():
+    """Handle SIGUSR2, from before or after the model is made."""
+    import mpizero as mz
+
+    called = []
+
+    def handle():
+        signal.signal(signal.SIGUSR2, lambda number, frame: called.append(number))
+
+    if KIND.endswith("before"):
+        handle()
+    with (
+        mz.ShardingConfig(comm=WORLD, micro_batch=1, timeout=30) as config,
+        mz.DDPModel(network(), config, optimizer=mz.SGD(0.01)),
+    ):
+        if KIND.endswith("after"):
+            handle()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        time.sleep(0.01)  # in which Python calls the handler
+    os.kill(os.getpid(), signal.SIGUSR2)
+    time.sleep(0.01)
+    print(f"called {len(called)} times", flush=True)
+
+
 def hosts_hook_speaks():
     import mpizero as mz
 
@@ -283,6 +306,8 @@ def main():
         host(embedded=True)
     elif KIND.startswith("environment"):
         host()
+    elif KIND.startswith("own_signal"):
+        own_signal()
     else:
         globals()[KIND]()
 
