@@ -3,8 +3,8 @@
 # folder of its own, and starts gpu_check.py.
 set -uo pipefail
 BEGAN=$(date +%s.%N)
-cd "$(dirname "$0")/.." || exit 1
-. scripts/environment.sh
+ROOT=$(cd "$(dirname "$0")/.." && pwd) || exit 1
+. "$ROOT/scripts/environment.sh"
 
 # What a machine with CUDA, CuPy, numba-cuda, h5py and PyTorch may lack.
 NEEDED=(isal greenlet mpi4py mpich)
@@ -22,7 +22,7 @@ usage: scripts/gpu_check.sh [--wheels FOLDER] [OPTION]... OUT
   all other options go to gpu_check.py, which says:
 
 HELP
-    "$(find_python)" scripts/gpu_check.py --help
+    "$(find_python)" "$ROOT/scripts/gpu_check.py" --help
 }
 
 WHEELS=
@@ -44,16 +44,16 @@ PYTHON=$(find_python) || exit 1
 
 if [ -n "$DOWNLOAD" ]; then
     exec "$PYTHON" -m pip download -q --disable-pip-version-check --no-deps --only-binary=:all: --implementation cp \
-        --python-version "$DOWNLOAD" "${PLATFORMS[@]/#/--platform=}" -d "${WHEELS:-.wheels/$DOWNLOAD}" "${NEEDED[@]}"
+        --python-version "$DOWNLOAD" "${PLATFORMS[@]/#/--platform=}" -d "${WHEELS:-$ROOT/.wheels/$DOWNLOAD}" "${NEEDED[@]}"
 fi
 
 VERSION=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-[ -n "$WHEELS" ] || [ ! -d ".wheels/$VERSION" ] || WHEELS=.wheels/$VERSION
+[ -n "$WHEELS" ] || [ ! -d "$ROOT/.wheels/$VERSION" ] || WHEELS=$ROOT/.wheels/$VERSION
 if [ -n "$WHEELS" ]; then
     [ -n "$(ls "$WHEELS"/*.whl 2>/dev/null)" ] || fail "$WHEELS: no wheels there; scripts/gpu_check.sh --download fetches them"
     # A folder for each set of wheels and each Python: a second run need not install again.
     key=$({ ls "$WHEELS" && echo "$PYTHON $VERSION"; } | sha256sum | cut -c 1-12)
-    site=$PWD/build/gpu-check/$key
+    site=$ROOT/build/gpu-check/$key
     if [ ! -e "$site/.installed" ]; then
         said=$("$PYTHON" -m pip install -q --disable-pip-version-check --no-index --no-deps --no-compile --no-cache-dir \
             --ignore-installed --prefix "$site" "$WHEELS"/*.whl 2>&1) ||
@@ -69,6 +69,6 @@ if [ -n "$WHEELS" ]; then
     [ -z "$library" ] || export MPI4PY_LIBMPI=$library
     [ -z "$launcher" ] || export PATH=${launcher%/mpiexec}:$PATH MPIZERO_CHECK_MPIEXEC=$launcher
 fi
-export PYTHONPATH=$PWD:$PWD/scripts${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH=$ROOT:$ROOT/scripts${PYTHONPATH:+:$PYTHONPATH}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1
-exec "$PYTHON" scripts/gpu_check.py --began "$BEGAN" "${PASSED[@]}"
+exec "$PYTHON" "$ROOT/scripts/gpu_check.py" --began "$BEGAN" "${PASSED[@]}"

@@ -71,20 +71,25 @@ def _load_all(tasks: list[tuple[str, str]]) -> float:
 
 def compiling(report: Report, small: bool) -> None:
     """Compile all kernels for this GPU and this CPU on all cores, then load those of the GPU in a new process."""
-    tasks = _tasks()
+    count, reason = devices.found()
+    tasks = [task for task in _tasks() if count or not task[0].startswith("cuda.")]
     on_gpu = [task for task in tasks if task[0].startswith("cuda.")]
     if small:
         raise Skipped(f"the simulator compiles nothing; {len(on_gpu)} kernels of the GPU were imported")
+    shutil.rmtree(os.environ["MPIZERO_CACHE_DIR"], ignore_errors=True)
     context = get_context("spawn")
     jobs = os.cpu_count() or 1
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
         wall, taken = timed(lambda: list(pool.map(_load, tasks)))
+    report.figure("CPU kernels", f"{len(tasks) - len(on_gpu)} in {sum(taken[len(on_gpu) :]):.1f} s of one core")
+    if not count:
+        report.figure("in short", f"only the CPU's {len(tasks)}, {wall:.1f} s on {jobs} processes: {reason}")
+        return
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         pool.submit(devices.open_device, 0).result()
         again = pool.submit(_load_all, on_gpu).result()
     gpu = sum(taken[: len(on_gpu)])
     slowest = max(range(len(tasks)), key=taken.__getitem__)
-    report.figure("CPU kernels", f"{len(tasks) - len(on_gpu)} in {sum(taken[len(on_gpu) :]):.1f} s of one core")
     report.figure("slowest", f"{' '.join(tasks[slowest])} {taken[slowest]:.1f} s")
     report.check("loading from the cache is faster", again < gpu / 5, f"{again:.2f} s of {gpu:.1f} s")
     report.figure(

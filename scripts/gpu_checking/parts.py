@@ -34,16 +34,10 @@ INSTALLING = 20
 PARTS = (
     Part("facts", "host.facts", 20, "GPU, driver, versions, CPU, memory, MPI, what `mpizero doctor` says", gpu=False),
     Part(
-        "compiling",
-        "kernels.compiling",
-        50,
-        "seconds of compiling all kernels into one cache, on all cores, and of loading them",
+        "compiling", "kernels.compiling", 50, "all kernels compiled into one cache, on all cores, and loaded", gpu=False
     ),
     Part(
-        "kernels",
-        "kernels.compared",
-        45,
-        "every kernel beside its NumPy form in float64; equal bits for other launch shapes",
+        "kernels", "kernels.compared", 45, "every kernel beside NumPy in float64; equal bits for any number of blocks"
     ),
     Part(
         "assumptions", "assumptions.assumptions", 25, "what the code takes for granted of CuPy, cuBLAS and the driver"
@@ -55,10 +49,7 @@ PARTS = (
     Part("jax", "adapters.jax_models", 25, "JaxModel on the GPU, whole and by blocks, beside plain JAX"),
     Part("sanitizer", "kernels.sanitizer", 30, "memcheck and racecheck of every kernel at small sizes"),
     Part(
-        "speed",
-        "speed.speed",
-        55,
-        "AdamW beside a copy, tokens a second beside PyTorch and cuBLAS alone, where a step's time goes",
+        "speed", "speed.speed", 55, "AdamW beside a copy, tokens/s beside PyTorch and cuBLAS, where a step's time goes"
     ),
     Part("cpu", "host.cpu", 20, "sha256 of three trainings on the GPU's host, by register width", gpu=False),
     Part("cores", "host.cores", 100, "tokens a second on the host's cores beside PyTorch DDP and FSDP2", gpu=False),
