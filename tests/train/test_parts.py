@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import mmap
@@ -139,6 +140,35 @@ def test_a_run_folder_is_locked_while_open(tmp_path):
     folder.close()
     other.open()
     other.close()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_a_full_disk_is_named_and_leaves_no_lock(tmp_path, name):
+    folder = RunFolder(tmp_path)
+    folder.open()
+    (tmp_path / name).symlink_to("/dev/full")
+    for _ in range(2):
+        with pytest.raises(
+            RunFolderError, match=f"run folder {tmp_path}: .* cannot be written: No space left on device"
+        ):
+            (folder.write_metrics if name == "metrics.jsonl" else folder.write_event)({"step": 1})
+    folder.close()
+    other = RunFolder(tmp_path)
+    other.open()
+    other.close()
+
+
+def test_a_disk_that_is_full_when_a_run_begins_is_named(tmp_path, monkeypatch):
+    def full(file, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mpizero.train.run.run_folder._write", full)
+        with pytest.raises(RunFolderError, match=f"run folder {tmp_path}: cannot be used: No space left on device"):
+            RunFolder(tmp_path).open()
+    folder = RunFolder(tmp_path)
+    folder.open()
+    folder.close()
 
 
 def test_progress_is_short_where_there_is_no_terminal():
