@@ -9,6 +9,7 @@ import mmap
 import os
 import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from mpizero.train.run.metrics import Speed, perplexity
 from mpizero.train.run.progress import ByteProgress, Progress
 from mpizero.train.run.run_folder import RunFolder, RunFolderError
 from mpizero.train.run.validation import Validation
+from mpizero.train.stopping.stop_file import StopFile
 
 
 def test_no_temperature_takes_the_likeliest():
@@ -140,6 +142,19 @@ def test_a_run_folder_is_locked_while_open(tmp_path):
     folder.close()
     other.open()
     other.close()
+
+
+def test_a_folder_in_place_of_the_file_stop_stops_a_run_once(tmp_path):
+    for make in (Path.mkdir, Path.touch, Path.mkdir, Path.mkdir):
+        folder = RunFolder(tmp_path)
+        folder.open()
+        assert not StopFile(folder.stop_file).reason()
+        assert not folder.stopped.exists()
+        make(folder.stop_file)
+        assert StopFile(folder.stop_file).reason()
+        folder.obey_stop()
+        folder.close()
+        assert folder.stopped.exists()
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])

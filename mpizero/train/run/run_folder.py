@@ -79,7 +79,8 @@ class RunFolder:
     def obey_stop(self) -> None:
         """Rename :attr:`stop_file` to :attr:`stopped` if it exists, so that a resumed run does not stop again."""
         try:
-            with contextlib.suppress(FileNotFoundError):
+            if os.path.lexists(self.stop_file):
+                _remove(self.stopped)
                 self.stop_file.rename(self.stopped)
         except OSError as error:
             raise self._failed("the file STOP cannot be renamed", error) from None
@@ -101,7 +102,7 @@ class RunFolder:
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
             self._lock = (self.root / ".lock").open("a+b", buffering=0)
             self._take_lock(self._lock)
-            self.stopped.unlink(missing_ok=True)
+            _remove(self.stopped)
             self._taken = {folder: _identity(folder) for folder in (self.root, self.checkpoints)}
         except OSError as error:
             self.close()
@@ -293,6 +294,14 @@ class RunFolder:
     def _failed(self, what: str, error: OSError) -> RunFolderError:
         where = f" ({error.filename})" if error.filename and str(error.filename) != str(self.root) else ""
         return RunFolderError(f"run folder {self.root}: {what}: {error.strerror or error}{where}")
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, or an empty folder that somebody made in its place; do nothing if there is none."""
+    try:
+        path.unlink(missing_ok=True)
+    except IsADirectoryError:
+        path.rmdir()
 
 
 def _write(file: FileIO, data: bytes) -> None:
