@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import mmap
 import os
 import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from mpizero.train.run.metrics import Speed, perplexity
 from mpizero.train.run.progress import ByteProgress, Progress
 from mpizero.train.run.run_folder import RunFolder, RunFolderError
 from mpizero.train.run.validation import Validation
+from mpizero.train.stopping.stop_file import StopFile
 
 
 def test_no_temperature_takes_the_likeliest():
@@ -139,6 +142,48 @@ def test_a_run_folder_is_locked_while_open(tmp_path):
     folder.close()
     other.open()
     other.close()
+
+
+def test_a_folder_in_place_of_the_file_stop_stops_a_run_once(tmp_path):
+    for make in (Path.mkdir, Path.touch, Path.mkdir, Path.mkdir):
+        folder = RunFolder(tmp_path)
+        folder.open()
+        assert not StopFile(folder.stop_file).reason()
+        assert not folder.stopped.exists()
+        make(folder.stop_file)
+        assert StopFile(folder.stop_file).reason()
+        folder.obey_stop()
+        folder.close()
+        assert folder.stopped.exists()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_a_full_disk_is_named_and_leaves_no_lock(tmp_path, name):
+    folder = RunFolder(tmp_path)
+    folder.open()
+    (tmp_path / name).symlink_to("/dev/full")
+    for _ in range(2):
+        with pytest.raises(
+            RunFolderError, match=f"run folder {tmp_path}: .* cannot be written: No space left on device"
+        ):
+            (folder.write_metrics if name == "metrics.jsonl" else folder.write_event)({"step": 1})
+    folder.close()
+    other = RunFolder(tmp_path)
+    other.open()
+    other.close()
+
+
+def test_a_disk_that_is_full_when_a_run_begins_is_named(tmp_path, monkeypatch):
+    def full(file, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mpizero.train.run.run_folder._write", full)
+        with pytest.raises(RunFolderError, match=f"run folder {tmp_path}: cannot be used: No space left on device"):
+            RunFolder(tmp_path).open()
+    folder = RunFolder(tmp_path)
+    folder.open()
+    folder.close()
 
 
 def test_progress_is_short_where_there_is_no_terminal():

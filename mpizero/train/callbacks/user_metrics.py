@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -37,7 +37,13 @@ RESERVED = (
     "iteration",
     "iterate_loss",
     "largest_gradient",
+    "overrides",
 )
+
+
+def taken(name: object) -> bool:
+    """Tell whether lines of metrics have figures of the library's of this name. Not collective."""
+    return name in RESERVED or (isinstance(name, str) and name.endswith("_per_second"))
 
 
 def check_metrics(metrics: object) -> dict[str, Metric]:
@@ -55,8 +61,8 @@ def check_metrics(metrics: object) -> dict[str, Metric]:
             f"Trainer: metrics={metrics!r:.80}: expected a dictionary of functions, {{'name': function}}"
         )
     for name, function in metrics.items():
-        if not isinstance(name, str) or not name.isidentifier() or name in RESERVED:
-            why = "every line of metrics has it already" if name in RESERVED else "letters, digits and _ make a name"
+        if not isinstance(name, str) or not name.isidentifier() or taken(name):
+            why = "every line of metrics has it already" if taken(name) else "letters, digits and _ make a name"
             raise ConfigError(f"Trainer: metrics: {shown(name)} cannot be the name of a metric: {why}")
         if not callable(function):
             raise ArgumentError(f"Trainer: metrics[{name!r}] is a {type(function).__name__}, not a function")
@@ -120,12 +126,20 @@ class UserMetrics:
         for name in self._metrics:
             pairs = [pair for sums in everyone for pair in sums[name]]
             finite = all(math.isfinite(value) for pair in pairs for value in pair)
-            total, weight = (math.fsum(pair[place] for pair in pairs) if finite else math.nan for place in (0, 1))
-            value = total / weight if weight else math.nan
+            total, weight = (_sum(pair[place] for pair in pairs) if finite else math.nan for place in (0, 1))
+            value = total / weight if weight and math.isfinite(weight) else math.nan
             found[name] = value if math.isfinite(value) else None
         # The groups of a split model have computed the same: all go on with the values of one.
         decided: dict[str, float | None] = self._model.config.communicator.broadcast_object(found, tag="metrics")
         return decided
+
+
+def _sum(values: Iterable[float]) -> float:
+    """Return the sum of finite numbers, rounded once; infinity if a float cannot hold it."""
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        return math.inf
 
 
 def _part(samples: tuple[Any, Any], start: int, count: int) -> tuple[Any, Any]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from types import UnionType
-from typing import Any, ClassVar, NamedTuple, Self, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, NamedTuple, Self, get_type_hints
+
+from mpizero.train.record.json_forms import LATEST, fits
 
 #: Names of files in the run's folder: of events, of metrics, of metrics of repeated steps, and of the result.
 EVENTS, METRICS = "events.jsonl", "metrics.jsonl"
@@ -73,9 +74,9 @@ class RunEvent:
         found: dict[str, Any] = {}
         for one in fields(cls):
             if one.name in values:
-                value, kinds = values[one.name], _TYPES[cls][one.name]
-                if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-                    raise ValueError(f"{one.name} is {str(value)[:40]!r}")
+                value = values[one.name]
+                if not fits(value, _HINTS[cls][one.name]) or (one.name == "time" and abs(value) > LATEST):
+                    raise ValueError(f"{one.name} is {_shortened(value)}")
                 found[one.name] = value
             elif one.default is MISSING and one.default_factory is MISSING:
                 raise ValueError(f"{one.name} is missing")
@@ -85,8 +86,7 @@ class RunEvent:
 def _check_by_rank(ranks: int, lists: Mapping[str, Any]) -> None:
     """Raise ValueError, which names the list, if one of them is not a number for each of ``ranks`` ranks."""
     for name, values in lists.items():
-        numbers = isinstance(values, list) and all(isinstance(value, int | float) for value in values)
-        if not numbers or len(values) != ranks:
+        if not fits(values, list[float]) or len(values) != ranks:
             raise ValueError(f"{name} is no list of {ranks} numbers: {str(values)[:40]}")
 
 
@@ -159,6 +159,9 @@ class VisitStart(RunEvent):
     def __post_init__(self) -> None:
         """Raise ValueError if a list by rank is none."""
         _check_by_rank(self.ranks, {"nodes": self.nodes} | self.coordinates | self.planned | self.planned_device)
+        for name, hint in _LAYOUT.items():
+            if not fits(self.layout.get(name), hint | None):
+                raise ValueError(f"layout has {name} = {_shortened(self.layout[name])}")
         if not all(0 <= node < len(self.hosts) for node in self.nodes):
             raise ValueError(f"nodes names a node without a host: {self.nodes[:8]}, {len(self.hosts)} hosts")
 
@@ -247,6 +250,9 @@ class PipelineTimetable(RunEvent):
                 cells = [PipelineCell(*cell) for cell in getattr(self, name)]
             except TypeError:
                 raise ValueError(f"{name} has a cell that is none") from None
+            for cell in cells:
+                if not all(fits(value, _CELL[field]) for field, value in cell._asdict().items()) or cell.stage < 0:
+                    raise ValueError(f"{name} has a cell that is none: {_shortened(list(cell))}")
             object.__setattr__(self, name, cells)
 
 
@@ -327,6 +333,9 @@ class VisitEnd(RunEvent):
     seconds: float = 0.0
 
 
+#: The types of a cell's values, and of those values of a layout that readers compute with.
+_CELL = get_type_hints(PipelineCell)
+_LAYOUT = {"global_batch": int, "grains": int, "grain_size": int, "chunks": list[dict[str, Any]]}
 #: The class of each kind of event.
 KINDS: dict[str, type[RunEvent]] = {
     one.kind: one
@@ -345,16 +354,14 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
-def _json_types(event: type[RunEvent]) -> dict[str, tuple[type, ...]]:
-    """Return, for each field of an event, the types that its value may have in JSON."""
-    found = {}
-    hints = get_type_hints(event)
-    for one in fields(event):
-        hint = hints[one.name]
-        parts = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-        kinds = tuple(get_origin(part) or part for part in parts)
-        found[one.name] = (*kinds, int) if float in kinds else kinds
-    return found
+def _shortened(value: Any) -> str:
+    """Return a value as a short text; whole numbers that have too many digits for one are told as such."""
+    try:
+        return repr(str(value)[:40])
+    except ValueError:
+        return "a number of thousands of digits"
 
 
-_TYPES = {event: _json_types(event) for event in KINDS.values()}
+#: For each event, the types of its fields by name; cells of a timetable are lists in JSON.
+_HINTS = {event: get_type_hints(event) for event in KINDS.values()}
+_HINTS[PipelineTimetable] |= {"planned": list[list[Any]], "measured": list[list[Any]]}

@@ -24,6 +24,7 @@ from mpizero.train.record.events import (
     VisitEnd,
     VisitStart,
 )
+from mpizero.train.record.json_forms import is_step
 
 Event = TypeVar("Event", bound=RunEvent)
 
@@ -131,11 +132,18 @@ def read_run(folder: str | Path) -> RunRecords:
     result = [line for _, line in _lines(root / RESULT)]
     return RunRecords(
         root,
-        tuple(line for _, line in _lines(root / METRICS)),
-        tuple(line for _, line in _lines(root / SUPERSEDED, strict=False)),
+        tuple(_steps(root / METRICS)),
+        tuple(line for _, line in _lines(root / SUPERSEDED, strict=False) if is_step(line.get("step"))),
         tuple(_visits(root / EVENTS)),
         result[-1] if result else None,
     )
+
+
+def _steps(path: Path) -> Iterator[dict[str, Any]]:
+    for number, line in _lines(path):
+        if not is_step(line.get("step")):
+            raise DataError(f"{path}, line {number}: damaged: no number of a step; {_WAY_OUT}")
+        yield line
 
 
 def _visits(path: Path) -> Iterator[VisitRecords]:

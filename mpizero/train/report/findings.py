@@ -130,7 +130,8 @@ def described_resume(resume: Resume) -> str:
 
 def _overrides(history: RunHistory) -> Iterator[str]:
     for line in history.records.steps:
-        for one in line.get("overrides") or ():
+        changed = line.get("overrides")
+        for one in changed if isinstance(changed, list) else ():
             if isinstance(one, dict):
                 yield f"After step {one.get('step')}: {one.get('key')} = {one.get('now')}, it was {one.get('was')}."
 

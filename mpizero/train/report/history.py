@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from mpizero.train.number_format import age
 from mpizero.train.record.events import EVENTS, METRICS, SkippedStep, VisitStart
+from mpizero.train.record.json_forms import is_number
 from mpizero.train.record.reader import RunRecords, VisitRecords
 
 #: Seconds without a new line, and measured steps of that length, after which a run is not said to be running.
@@ -82,7 +83,7 @@ class RunHistory:
     @property
     def done(self) -> int:
         """Number of steps done."""
-        known = [line["step"] for line in self.records.steps[-1:] if isinstance(line.get("step"), int)]
+        known = [line["step"] for line in self.records.steps[-1:]]
         return max([*known, *(visit.end.step for visit in self.visits[-1:] if visit.end)], default=0)
 
     @property
@@ -150,7 +151,7 @@ class RunHistory:
     def loss(self) -> float | None:
         """The last loss; None if there is none, or if it was not finite."""
         name = self.loss_name
-        return next((line[name] for line in self.records.steps[-1:] if _is_number(line.get(name))), None)
+        return next((line[name] for line in self.records.steps[-1:] if is_number(line.get(name))), None)
 
     @property
     def loss_name(self) -> str:
@@ -206,8 +207,8 @@ class RunHistory:
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Return the steps whose line has a figure, and its values; NaN where it was not finite."""
-        lines = [line for line in self.records.steps if name in line and isinstance(line.get("step"), int)]
-        values = [line[name] if _is_number(line[name]) else math.nan for line in lines]
+        lines = [line for line in self.records.steps if name in line]
+        values = [line[name] if is_number(line[name]) else math.nan for line in lines]
         return [line["step"] for line in lines], values
 
     def figures(self) -> list[str]:
@@ -215,7 +216,7 @@ class RunHistory:
         names: dict[str, None] = {}
         for line in self.records.steps:
             if not line.keys() <= names.keys():
-                names |= {name: None for name, value in line.items() if _is_number(value)}
+                names |= {name: None for name, value in line.items() if is_number(value)}
         return list(names)
 
     def messages(self, name: str) -> list[tuple[int, str]]:
@@ -238,7 +239,7 @@ class RunHistory:
 
     def _resumes(self) -> Iterator[Resume]:
         lines = self.records.superseded
-        superseded = [(line["step"], line.get("loss")) for line in lines if isinstance(line.get("step"), int)]
+        superseded = [(line["step"], line.get("loss")) for line in lines]
         before: VisitStart | None = None
         taken = 0
         for visit in self.visits:
@@ -247,7 +248,7 @@ class RunHistory:
                 continue
             block = dict(superseded[taken : taken + start.superseded])
             taken += start.superseded
-            later = {line.get("step"): line.get("loss") for line in self.records.steps}
+            later = {line["step"]: line.get("loss") for line in self.records.steps}
             later |= dict(reversed(superseded[taken:]))  # what was done again first, if it was superseded, too
             again = [step for step in block if step in later]
             if start.step > 0:
@@ -260,10 +261,6 @@ class RunHistory:
                     all(later[step] == block[step] for step in again),
                 )
             before = start
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def counted(count: int, name: str) -> str:

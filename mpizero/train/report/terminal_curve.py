@@ -42,7 +42,7 @@ def terminal_curve(
 
 def _joined_dots(points: Sequence[tuple[float, float]], width: int, height: int) -> Iterator[tuple[int, int]]:
     """Yield the column and the row of each dot of a curve: those of its points, and of the lines between them."""
-    first, last = points[0][0], points[-1][0]
+    first, last = min(step for step, _ in points), max(step for step, _ in points)
     low, high = min(value for _, value in points), max(value for _, value in points)
     before: tuple[int, float] | None = None
     for step, value in points:

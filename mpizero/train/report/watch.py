@@ -14,6 +14,7 @@ from mpizero.errors import DataError, ExitStatus
 from mpizero.text import printable
 from mpizero.train.number_format import age, amount, duration
 from mpizero.train.record.events import EVENTS, KINDS, METRICS, RESULT, SUPERSEDED, RunEvent
+from mpizero.train.record.json_forms import is_step
 from mpizero.train.record.reader import RunRecords, VisitRecords
 from mpizero.train.report.findings import described_resume, described_skip, speed_text
 from mpizero.train.report.growing_file import GrowingFile
@@ -89,6 +90,7 @@ class FollowedRun:
     def history(self) -> RunHistory | None:
         """The run so far; None if nothing is recorded."""
         metrics, events, result, superseded = (file.lines for file in self._files)
+        metrics, superseded = ([one for one in lines if is_step(one.get("step"))] for lines in (metrics, superseded))
         if not (metrics or events):
             return None
         visits: dict[int, list[RunEvent]] = {}

@@ -10,8 +10,9 @@ import math
 import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from mpizero.checkpoint.best_link import BEST
 from mpizero.checkpoint.folders import step_folders
@@ -45,8 +46,9 @@ class RunFolder:
     def __init__(self, checkpoints: str | Path) -> None:
         self.checkpoints = Path(checkpoints).expanduser().absolute()
         self.root = self.checkpoints.parent if self.checkpoints.name == "checkpoints" else self.checkpoints
-        self._lock: TextIO | None = None
-        self._appended: dict[str, TextIO] = {}
+        # Without buffers: what a full disk did not take must not be tried again when files are closed.
+        self._lock: FileIO | None = None
+        self._appended: dict[str, FileIO] = {}
         self._taken: dict[Path, tuple[int, int]] = {}
 
     @property
@@ -77,7 +79,8 @@ class RunFolder:
     def obey_stop(self) -> None:
         """Rename :attr:`stop_file` to :attr:`stopped` if it exists, so that a resumed run does not stop again."""
         try:
-            with contextlib.suppress(FileNotFoundError):
+            if os.path.lexists(self.stop_file):
+                _remove(self.stopped)
                 self.stop_file.rename(self.stopped)
         except OSError as error:
             raise self._failed("the file STOP cannot be renamed", error) from None
@@ -97,9 +100,9 @@ class RunFolder:
             for folder in {self.root, self.checkpoints}:
                 if not os.access(folder, os.W_OK | os.X_OK):
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
-            self._lock = (self.root / ".lock").open("a+", encoding="utf-8")
+            self._lock = (self.root / ".lock").open("a+b", buffering=0)
             self._take_lock(self._lock)
-            self.stopped.unlink(missing_ok=True)
+            _remove(self.stopped)
             self._taken = {folder: _identity(folder) for folder in (self.root, self.checkpoints)}
         except OSError as error:
             self.close()
@@ -236,9 +239,8 @@ class RunFolder:
         try:
             file = self._appended.get(name)
             if file is None:
-                file = self._appended[name] = (self.root / name).open("a", encoding="utf-8")
-            file.write(json.dumps(line, allow_nan=False) + "\n")
-            file.flush()
+                file = self._appended[name] = (self.root / name).open("ab", buffering=0)
+            _write(file, json.dumps(line, allow_nan=False).encode() + b"\n")
         except OSError as error:
             raise self._failed(problem, error) from None
 
@@ -259,26 +261,26 @@ class RunFolder:
             return ""
 
     def close(self) -> None:
-        """Close the files, and release the lock."""
-        for file in (*self._appended.values(), self._lock):
-            if file is not None:
-                file.close()
-        self._appended, self._lock = {}, None
+        """Close the files, and release the lock, also where closing fails."""
+        with contextlib.ExitStack() as closing:
+            for file in (self._lock, *self._appended.values()):
+                if file is not None:
+                    closing.callback(file.close)
+            self._appended, self._lock = {}, None
 
-    def _take_lock(self, file: TextIO) -> None:
+    def _take_lock(self, file: FileIO) -> None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            owner = file.read(200).strip() or "another process"
+            owner = file.read(200).decode(errors="replace").strip() or "another process"
             self.close()
             raise RunFolderError(f"run folder {self.root}: in use by {owner}; choose another folder") from None
         except OSError:
             return  # a file system without locks: go on unprotected, as everywhere else on it
         file.seek(0)
         file.truncate()
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
+        _write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
     @staticmethod
     def _replace(path: Path, lines: Iterable[bytes]) -> None:
@@ -292,6 +294,21 @@ class RunFolder:
     def _failed(self, what: str, error: OSError) -> RunFolderError:
         where = f" ({error.filename})" if error.filename and str(error.filename) != str(self.root) else ""
         return RunFolderError(f"run folder {self.root}: {what}: {error.strerror or error}{where}")
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, or an empty folder that somebody made in its place; do nothing if there is none."""
+    try:
+        path.unlink(missing_ok=True)
+    except IsADirectoryError:
+        path.rmdir()
+
+
+def _write(file: FileIO, data: bytes) -> None:
+    """Write all of ``data``; raise OSError if that is not possible."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) or 0 :]
 
 
 def _move(path: Path, target: Path) -> None:
