@@ -79,6 +79,7 @@ ENVIRONMENT = {
     "mpizero.train.run.trainer",  # Slurm's variables
     "mpizero.comm.supervision.guard",
     "mpizero.comm.startup.launch",
+    "mpizero.comm.node_memory",  # Slurm's variables
     "mpizero.kernels.cache",
     "mpizero.kernels.products.blas_library",
     "mpizero.kernels.products.multiply",

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 
+from mpizero.comm.node_memory import available_memory
 from mpizero.data.source import Indices
 from mpizero.errors import DataError
 from mpizero.types import Array
@@ -32,10 +33,8 @@ MOST_FILES = 1 << 16
 
 
 def room_in_memory() -> int:
-    """Return how many bytes of data a node may keep in memory: half of what is available. Not collective."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        lines = dict(line.split(":", 1) for line in file)
-    return int(lines["MemAvailable"].split()[0]) * 1024 // 2
+    """Return how many bytes of data may be kept in memory: half of what the job may still take. Not collective."""
+    return (available_memory() or 0) // 2
 
 
 def on_own_disk(path: str) -> bool:

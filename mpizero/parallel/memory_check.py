@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Mapping
 
 import numpy as np
 
 from mpizero.comm import Communicator, ProcessGrid
 from mpizero.comm.leftovers import SHARED_FOLDER, taken_by_leftovers
+from mpizero.comm.node_memory import available_memory
 from mpizero.layout.flat import FlatLayout
 from mpizero.layout.grains import DEFAULT_GRAINS
 from mpizero.layout.tree import rows_plan
@@ -65,13 +67,13 @@ def fits_shared_memory(
             claims = claims_grains(placement, config, grid, grid.model.size)
             rows = _rows(grid, config, scratch=scratch, claims=claims)
             needed = _window_bytes(grid, layout, item, placement, rows, in_place=in_place)
-    told = grid.world.allgather_object((os.uname().nodename, needed, room), "shared memory")
-    asked: Counter[str] = Counter()
-    rooms: dict[str, int] = {}
-    for host, window, free in told:
+    told = grid.world.allgather_object((os.uname().nodename, needed, room, available_memory()), "shared memory")
+    asked, rooms = Counter[str](), dict[str, int]()
+    for host, window, free, _ in told:
         asked[host] += window
         if free is not None:
             rooms[host] = min(free, rooms.get(host, free))
+    _tell_limit(grid.world, asked, {host: memory for host, _, _, memory in told if memory is not None})
     short = {host: asked[host] - free for host, free in rooms.items() if asked[host] > free}
     if short:
         host = max(short, key=lambda name: short[name])
@@ -82,6 +84,15 @@ def fits_shared_memory(
             f"left{held}; enlarge it (in a container --shm-size) or use fewer ranks per node",
         )
     return not short
+
+
+def _tell_limit(world: Communicator, asked: Mapping[str, int], left: Mapping[str, int]) -> None:
+    """Print on rank 0 which host may need more memory than ``left`` there for this job. Not collective."""
+    if world.rank == 0 and (host := next((host for host in left if asked[host] > left[host]), "")):
+        notice(
+            f"the model may need {asked[host]} bytes of shared memory on {host}, where this job may take {left[host]}: "
+            "a job that takes more is killed; ask for more memory (sbatch --mem), or more nodes"
+        )
 
 
 def tell_private(world: Communicator, reason: str) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from mpizero import checkpoint, nn
 from mpizero.checkpoint.format.strict_json import is_count
 from mpizero.checkpoint.format.table import ARRAY_LIMIT
+from mpizero.comm.node_memory import available_memory
 from mpizero.errors import ConfigError, DataError
 from mpizero.parallel import BadStep, DDPModel, Replay, ShardingConfig, read_bad_step, replay_bad_step
 from mpizero.parallel.checkpointing import model_state
@@ -134,8 +135,8 @@ def _model_of(step: BadStep, config: Config, path: str) -> Any:
                 f"its {section.name} takes {model.sample_shape}"
             )
     size = np.dtype(model.dtype).itemsize * sum(prod(spec.shape) for spec in nn.model_specs(model))
-    if size > (memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
-        raise DataError(f"{path}: its model has {size} bytes of parameters, this machine has {memory} of memory")
+    if (memory := available_memory()) is not None and size > memory:
+        raise DataError(f"{path}: its model has {size} bytes of parameters, this job may take {memory} of memory")
     return model
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from mpizero import data
 from mpizero.data import files as files_module
+from mpizero.data import mapped
 from mpizero.data.blocks import cache as cache_module
 from mpizero.errors import ConfigError, DataError, RemoteError, StateError
 from mpizero.testing import run_in_threads
@@ -139,3 +140,11 @@ def test_processes_of_a_node_share_one_copy(world, ranks, compressed):
     with data.cached(data.Hdf5Source(path, "x", "y"), ranks(world)) as source:
         np.testing.assert_array_equal(source.samples(order)[0], values[order], strict=True)
         assert sum(world.allgather_object(source.blocks_read)) == 13
+
+
+def test_the_limit_of_the_job_decides_what_is_kept_in_memory(compressed, ranks, capsys, monkeypatch):
+    source = data.Hdf5Source(compressed[0], "x", "y")
+    monkeypatch.setattr(mapped, "available_memory", lambda: 2000)
+    with data.cached(source, ranks()) as copy:
+        assert copy.nbytes == 0
+    assert "a node has room for 1000: every rank reads the files itself" in capsys.readouterr().err

@@ -249,7 +249,7 @@ source = data.Hdf5Source("{tmp_path}/*.h5", "v0", "v0")
 print(source.samples([127])[0].tolist(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
     for most, told in (
-        (400, "[[63, 63, 63]] 400"),
+        (400, re.escape("[[63, 63, 63]] 400")),
         (60, "too many open files, this process may have 60: raise .*ulimit -n"),
     ):
         ended = subprocess.run([sys.executable, "-c", program, str(most)], capture_output=True, text=True, timeout=60)

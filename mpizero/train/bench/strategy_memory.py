@@ -13,12 +13,12 @@ import numpy as np
 from mpizero import nn, optim
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
+from mpizero.comm.node_memory import available_memory
 from mpizero.errors import ConfigError
 from mpizero.names import nearest
 from mpizero.parallel import ShardingConfig, distribute
 from mpizero.parallel.placement import placement
 from mpizero.train.config.setting_checks import check_option
-from mpizero.train.doctor.machine_facts import available_memory
 from mpizero.train.process_memory import proportional, release_free_memory
 from mpizero.validation import whole
 

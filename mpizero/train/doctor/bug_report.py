@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from mpizero.comm import Communicator
+from mpizero.comm.node_memory import available_memory
 from mpizero.launched import Launch
 from mpizero.train.doctor import examination, machine_facts
 from mpizero.train.doctor.check_result import CheckResult, counted
@@ -46,7 +47,7 @@ def bug_report(comm: Communicator | None, results: Sequence[CheckResult], enviro
         "doctor": f"{counted(size, 'rank')} on {counted(len(nodes), 'node')}: {found}",
         "system": platform.platform(),
         "processor": f"{machine_facts.processor()}, {counted(len(machine_facts.cores()), 'core')} of rank 0",
-        "memory": f"{(machine_facts.available_memory() or 0) / 2**30:.1f} GiB available",
+        "memory": f"{(available_memory() or 0) / 2**30:.1f} GiB available",
         "MPI": " ".join(facts.library.split()) if facts else "none",
         "launcher": Launch.of(environment).name or "none",
         "Slurm": _shown(environment, _SLURM) or "none",

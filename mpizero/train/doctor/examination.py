@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 
 from mpizero.comm import Communicator
 from mpizero.comm.leftovers import SHARED_FOLDER, Leftover, leftovers, remove, session_folders
+from mpizero.comm.node_memory import available_memory, memory_of_node
 from mpizero.comm.startup.same_software import versions
 from mpizero.errors import ConfigError, ExitStatus
 from mpizero.train.doctor import launch_checks, machine_facts
@@ -105,6 +107,21 @@ def check_hdf5(comm: Communicator, threads: int) -> CheckResult:
     return CheckResult("hdf5", "ok", facts)
 
 
+def check_memory(comm: Communicator, threads: int) -> CheckResult:
+    """Report how much memory the job may take on the node where that is least. Collective over ``comm``."""
+    mine = (available_memory(), memory_of_node(), os.uname().nodename)
+    known = [(least, whole, host) for least, whole, host in comm.allgather_object(mine) if least is not None]
+    if not known:
+        return CheckResult("memory", "ok", "the system does not say how much is available")
+    least, whole, host = min(known)
+    text = f"{least / 2**30:.1f} GiB may be taken on {host}"
+    if whole is not None and least < whole:
+        text += f", which has {whole / 2**30:.1f} GiB available: a control group, or Slurm's --mem, leaves no more"
+    if least < 2**30:
+        return CheckResult("memory", "warn", text, "ask for more (sbatch --mem): a job that takes more is killed")
+    return CheckResult("memory", "ok", text)
+
+
 def check_shared_memory(comm: Communicator, threads: int) -> CheckResult:
     """Test a shared window on every node: every rank writes a part of it and reads all parts. Collective."""
     wrong = machine_facts.try_shared_memory(comm)
@@ -188,6 +205,7 @@ CHECKS: Sequence[Check] = (
     check_cores,
     check_blas,
     check_hdf5,
+    check_memory,
     check_shared_memory,
     check_leftovers,
     check_kernels,

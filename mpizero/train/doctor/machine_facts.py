@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from mpizero.kernels.cache import CacheFolder
 
 __all__ = [
-    "available_memory",
     "blas",
     "described",
     "devices",
@@ -82,18 +81,6 @@ def described() -> str:
     """
     mpi, count = mpi_facts() if "mpi4py.MPI" in sys.modules else None, len(cores())
     return f"{processor()}, {count} core{'s' * (count != 1)}" + (f", {mpi.vendor} {mpi.version}" if mpi else "")
-
-
-def available_memory() -> int | None:
-    """Return the bytes of available memory on this node; None if the system does not report them.
-
-    Not collective.
-    """
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def blas() -> str:
