@@ -186,9 +186,9 @@ class DataError(MpizeroError, ValueError):
     Examples
     --------
     >>> import mpizero as mz
-    >>> mz.data.TextSource("no/such/*.txt", sequence=8)
+    >>> mz.data.TextSource("/no/such/*.txt", sequence=8)
     Traceback (most recent call last):
-    mpizero.errors.DataError: no/such/*.txt: the pattern matches no file
+    mpizero.errors.DataError: /no/such/*.txt: the pattern matches no file
     """
 
     status = ExitStatus.DATA

@@ -26,6 +26,8 @@ from gpu_checking.running import GOOD, ROOT, Results, read, run_part, table
 
 #: How many times its limit a part may take in a rehearsal, whose machine may be busy and may compile kernels first.
 PATIENCE = 5
+#: The parts that would compile kernels, one after the other, if these were not compiled before.
+COMPUTING = {part.name for part in PARTS} - {"facts", "compiling"}
 #: Compiled kernels of the checks.
 CACHE = ROOT / "build" / "gpu-check" / "cache"
 KNOWN = {part.name: part for part in PARTS} | REHEARSED
@@ -89,11 +91,8 @@ def main() -> int:
     parts = chosen(args.parts, results)
     if not args.rehearse:  # a cache of its own, which the part "compiling" fills from nothing, and later checks use
         os.environ["MPIZERO_CACHE_DIR"] = str(CACHE)
-        if (
-            not CACHE.exists()
-            and KNOWN["compiling"] not in parts
-            and not all(part in REHEARSED.values() for part in parts)
-        ):
+        needing = [part for part in parts if part.name in COMPUTING and not (part.gpu and absent)]
+        if needing and not CACHE.exists() and KNOWN["compiling"] not in parts:
             parts.insert(0, KNOWN["compiling"])
     try:
         with (args.out / "log.txt").open("a", encoding="utf-8") as log:
