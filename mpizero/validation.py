@@ -8,9 +8,12 @@ same checks, but word their messages themselves.
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping
 from numbers import Integral, Real
+from os import PathLike
+from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
@@ -48,6 +51,20 @@ def require(name: str, value: object, check: Callable[[Any], T], error: type[Mpi
 def is_whole(value: object, least: int = 0, most: int = 2**63 - 1) -> TypeGuard[int]:
     """Tell whether a value is an integer of Python or NumPy, but no bool, from ``least`` to ``most`` inclusive."""
     return isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most
+
+
+def home_path(path: str | PathLike[str]) -> Path:
+    """Return a path in which "~" or "~user" at the beginning is replaced by that home folder.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such home folder.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{os.fspath(path)}: there is no such home folder; give the whole path") from None
 
 
 def whole(least: int = 0, most: int | None = None, of: str = "") -> Callable[[Any], int]:

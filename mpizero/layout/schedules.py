@@ -233,6 +233,8 @@ _ROWS = {
 }
 #: Names of the schedules.
 SCHEDULES = tuple(_ROWS)
+#: The most chunks into which a model is cut.
+MOST_CHUNKS = 1 << 16
 
 
 def chunk_stages(name: str, stages: int, virtual: int = 1) -> tuple[int, ...]:
@@ -266,6 +268,8 @@ def chunk_stages(name: str, stages: int, virtual: int = 1) -> tuple[int, ...]:
     _require_whole(name, "virtual stages", virtual)
     if not row.virtual(virtual):
         raise ConfigError(f"schedule {name!r} cannot have {virtual} virtual stages; expected {row.wanted}")
+    if stages * virtual > MOST_CHUNKS:
+        raise ConfigError(f"{stages} stages with {virtual} chunks each: expected at most {MOST_CHUNKS:,} chunks")
     return row.shape(stages, virtual)
 
 

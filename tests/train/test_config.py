@@ -205,7 +205,21 @@ BAD = [
     ("checkpoint.backend", "posix"),
     ("checkpoint.alignment", "32"),
     ("checkpoint.alignment", "96"),
+    *(("train.gradient_compression", value) for value in ("[]", "{}", "[1]", "1.5", "07:32:00")),
+    ("parallel.tiles", str(2**63 - 1)),
+    ("parallel.tiles", "{tensor = 9000000000000}"),
 ]
+#: Numbers of stages and chunks for which no list fits into memory.
+LARGE = [
+    ["parallel.pipeline=9223372036854775807"],
+    ["parallel.schedule=interleaved", "parallel.virtual_stages=9223372036854775807"],
+    ["parallel.schedule=interleaved", "parallel.virtual_stages=40000", "parallel.pipeline=2"],
+]
+
+
+@pytest.mark.parametrize("overrides", LARGE)
+def test_more_chunks_than_any_model_has_are_refused(overrides):
+    assert "expected at most 65,536 chunks" in failure(GPT, *overrides)
 
 
 @pytest.mark.parametrize(("key", "value"), BAD)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import tomllib
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +14,10 @@ import pytest
 import mpizero as mz
 from mpizero.errors import ArgumentError, ConfigError, DataError, MpizeroError
 from mpizero.testing import run_in_threads
+from mpizero.train.cli.ensemble_training import EnsembleSettings
 from mpizero.train.cli.main import main
+from mpizero.train.config.config_file import ConfigDocument, tables_of
+from mpizero.train.ensemble.members import Member
 
 X = np.linspace(-1, 1, 16, dtype=np.float32).reshape(16, 1)
 
@@ -126,6 +132,29 @@ def test_a_configuration_trains_members_that_differ_in_seed_and_in_lists_of_sett
         lines = (tmp_path / "run" / f"member_{number:04d}" / "metrics.jsonl").read_text().splitlines()
         assert {json.loads(line)["learning_rate"] for line in lines} == {(1e-2, 1e-3)[number]}
     assert json.loads((tmp_path / "run" / "ensemble.json").read_text())["counts"]["complete"] == 2
+
+
+def test_members_take_every_kind_of_value_that_a_file_has(tmp_path):
+    """Tables, times, texts of any characters; and so does the folder of the ensemble."""
+    each = {
+        "model.rename": "[{a = 1, b = [1, 2]}, {}]",
+        "train.time_limit": "[07:32:00, 08:00:00.5]",
+        "data.began": "[1979-05-27T07:32:00Z, 1979-05-27]",
+        "model.title": '["\U0001f600 \\"quoted\\"", "line\\nend"]',
+        "optimizer.lr": "[1e-3, inf]",
+    }
+    text = "[ensemble]\nmembers = 2\n[ensemble.each]\n" + "".join(f"{key} = {value}\n" for key, value in each.items())
+    document = ConfigDocument("file.toml", text)
+    settings = EnsembleSettings.of(tables_of(document)["ensemble"])
+    config = SimpleNamespace(train=SimpleNamespace(seed=3, threads=1))
+    for number in range(2):
+        member = Member(number, None, tmp_path / "run \U0001f600")
+        found = tables_of(replace(document, values=settings.values(config, member)))
+        for key, values in tomllib.loads("".join(f"{key} = {value}\n" for key, value in each.items())).items():
+            for name, value in values.items():
+                assert found[key][name] == value[number]
+        assert found["train"]["seed"] == 3 + number
+        assert found["checkpoint"]["folder"] == str(tmp_path / "run \U0001f600" / "checkpoints")
 
 
 def test_a_member_with_a_wrong_setting_fails_alone(tmp_path, capsys):

@@ -104,6 +104,29 @@ def test_another_learning_rate_is_taken_when_asked_for_and_recorded(home, recwar
     assert any("training goes on with the bound one" in str(one.message) for one in recwarn)
 
 
+@pytest.mark.parametrize("more", [(), ("--override", "optimizer.name=sgd")])
+def test_another_optimizer_is_told_by_its_name_and_no_way_is_offered_that_is_none(home, more):
+    change = more or ("--set", "optimizer.name=sgd")
+    with pytest.raises(ConfigError, match=r"optimizer\.name") as told:
+        run("first", "--resume", "--set", "train.steps=8", *change)
+    assert "betas" not in str(told.value)
+    assert "by --override" not in str(told.value)
+    if more:
+        assert "cannot change in a run" in str(told.value)
+    else:
+        assert 'optimizer.name was "adamw" in the saved run and is "sgd" now' in str(told.value)
+
+
+@pytest.mark.parametrize(
+    "change", ["optimizer.lr=0.01", "optimizer.betas=[0.8, 0.9]", "train.clip=1.0", "train.seed=3"]
+)
+def test_what_is_offered_as_an_override_is_taken(home, change, recwarn):
+    with pytest.raises(ConfigError) as told:
+        run("first", "--resume", "--set", "train.steps=8", "--set", change)
+    assert f"by --override {change.partition('=')[0]}=" in str(told.value)
+    run("first", "--resume", "--set", "train.steps=8", "--override", change)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

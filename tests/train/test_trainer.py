@@ -456,6 +456,10 @@ WRONG = {
         "bucket_mb is a setting of the ShardingConfig",
     ),
     "metrics in a list": ({"metrics": [deviation]}, ArgumentError, "expected a dictionary of functions"),
+    **{
+        f"the taken name {name}": ({"metrics": {name: deviation}}, ConfigError, f"'{name}' cannot be the name of a met")
+        for name in ("overrides", "skipped", "samples_per_second", "files_per_second")
+    },
     "a taken name": ({"metrics": {"loss": deviation}}, ConfigError, "'loss' cannot be the name of a metric"),
     "a number for a folder": ({"run": 3}, ArgumentError, "run=3: expected the path of the run's folder"),
 }

@@ -187,9 +187,10 @@ def codec_of(name: str | None) -> Codec | None:
     if name is None:
         return None
     known = {"bf16": HalfPrecision("bfloat16"), "fp16": HalfPrecision("float16"), "int8": EightBits()}
-    if name in known:
-        return known[name]
-    kind, _, share = name.partition(":") if isinstance(name, str) else ("", "", "")
+    text = name if isinstance(name, str) else ""
+    if text in known:
+        return known[text]
+    kind, _, share = text.partition(":")
     if kind == "topk" and (number := _number(share)) is not None:
         return TopK(number)
     raise ConfigError(

@@ -18,6 +18,8 @@ from mpizero.validation import Unexpected, is_whole
 
 #: The axes that tiles divide: of a tensor group and of a context group.
 TILED_AXES = ("tensor", "context")
+#: The most tiles of an axis.
+MOST_TILES = 1 << 16
 #: Number of tiles of both axes, or of each axis by its name; None, and for an axis without a number: the axis's size.
 Tiles = int | Mapping[str, int] | None
 
@@ -169,11 +171,11 @@ def check_tiles(value: Any) -> Tiles:
     if value is None:
         return None
     if isinstance(value, Mapping):
-        if value.keys() <= set(TILED_AXES) and all(is_whole(number, 1) for number in value.values()):
+        if value.keys() <= set(TILED_AXES) and all(is_whole(number, 1, MOST_TILES) for number in value.values()):
             return {axis: int(value[axis]) for axis in TILED_AXES if axis in value} or None
-    elif is_whole(value, 1):
+    elif is_whole(value, 1, MOST_TILES):
         return int(value)
-    raise Unexpected('a whole number >= 1, or one for the axis "tensor", "context" or each, by name')
+    raise Unexpected(f'a whole number from 1 to {MOST_TILES}, or one for the axis "tensor", "context" or each, by name')
 
 
 def _require_sequence(name: str, value: Any, expected: str) -> None:

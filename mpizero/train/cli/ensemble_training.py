@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -57,12 +56,11 @@ class EnsembleSettings:
                 raise rejected(f"ensemble.each.{key}", values, f"must be a list of {members} values, one a member")
         return cls(members, on_failure, each)
 
-    def overrides(self, config: Config, member: Member) -> list[str]:
-        """Return the settings of a member as texts ``section.key=value``; without ``train.seed`` it counts up."""
+    def values(self, config: Config, member: Member) -> dict[str, Any]:
+        """Return the settings of a member by key, such as "optimizer.lr"; without ``train.seed`` it counts up."""
         own: dict[str, Any] = {"train.seed": config.train.seed + member.number, "train.threads": config.train.threads}
         own |= {key: values[member.number] for key, values in self.each.items()}
-        own["checkpoint.folder"] = os.path.abspath(member.run / "checkpoints")
-        return [f"{key}={json.dumps(value)}" for key, value in own.items()]
+        return own | {"checkpoint.folder": os.path.abspath(member.run / "checkpoints")}
 
 
 def _flat(tables: object, prefix: str = "") -> dict[str, Any]:
@@ -86,7 +84,7 @@ def train_document(document: ConfigDocument, config: Config, comm: Communicator,
     ensemble = EnsembleSettings.of(tables["ensemble"])
 
     def one(member: Member) -> dict[str, Any]:
-        own = replace(document, overrides=[*document.overrides, *ensemble.overrides(config, member)])
+        own = replace(document, values=ensemble.values(config, member))
         return train(parse_config(own), member.comm, **arguments)
 
     run = RunFolder(config.checkpoint.folder).root

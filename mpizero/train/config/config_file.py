@@ -6,7 +6,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,15 @@ class ConfigDocument:
     overrides : sequence of str
         Texts ``section.key=value``, each of which replaces or adds one setting. Values are TOML; a bare word is a
         string.
+    values : mapping
+        Values by key, such as "optimizer.lr", which replace or add settings after all overrides: those of one member of
+        the ensemble that the text describes.
     """
 
     name: str
     text: str
     overrides: Sequence[str] = ()
+    values: Mapping[str, Any] = field(default_factory=dict)
 
     @contextmanager
     def located(self) -> Iterator[None]:
@@ -70,6 +74,8 @@ class ConfigDocument:
         names = [override.partition("=")[0].strip() for override in self.overrides]
         if any(name == key or name.startswith(f"{key}.") for name in names):
             return "--set"
+        if key in self.values:
+            return f"{self.name}, ensemble.each"
         section, _, setting = key.partition(".")
         inside = ""
         for number, line in enumerate(self.text.splitlines(), 1):
@@ -161,6 +167,8 @@ def tables_of(document: ConfigDocument) -> Tables:
     with document.located():
         for override in document.overrides:
             _apply(tables, override)
+        for key, value in document.values.items():
+            _put(tables, f"ensemble.each.{key}", key.split("."), value)
     return tables
 
 
@@ -169,12 +177,16 @@ def _apply(tables: Tables, override: str) -> None:
     path = key.strip().split(".")
     if not equals or len(path) < 2 or not all(path):
         raise ConfigError(f"--set {override}: must have the form section.key=value")
+    _put(tables, f"--set {override}", path, _value(override, raw.strip()))
+
+
+def _put(tables: Tables, origin: str, path: Sequence[str], value: Any) -> None:
     target: Any = tables
     for part in path[:-1]:
         target = target.setdefault(part, {}) if isinstance(target, dict) else None
     if not isinstance(target, dict):
-        raise ConfigError(f"--set {override}: {'.'.join(path[:-1])} is a value, not a table")
-    target[path[-1]] = _value(override, raw.strip())
+        raise ConfigError(f"{origin}: {'.'.join(path[:-1])} is a value, not a table")
+    target[path[-1]] = value
 
 
 def _value(override: str, raw: str) -> Any:

@@ -21,6 +21,7 @@ _FIXED = (
     "model.start_include",
     "model.start_exclude",
     "model.start_rename",
+    "optimizer.name",
     *(f"optimizer.{item.name}" for kind in VECTOR_SECTIONS.values() for item in fields(kind)),
     "train.global_batch",
     "train.micro_batch",

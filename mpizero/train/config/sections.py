@@ -320,13 +320,18 @@ def mathematics(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+#: Settings that decide which others there are.
+_NAMES = ("model.name", "model.make", "optimizer.name")
+
+
 def changes(saved: dict[str, dict[str, Any]], wanted: dict[str, dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
     """Return, by key, both values of the settings that make two configurations compute different results.
 
     Both configurations are results of :meth:`Config.to_dict`. A setting that a configuration lacks has the value None.
+    Names come first: they decide which other settings there are.
     """
     before, now = mathematics(saved), mathematics(wanted)
-    keys = sorted(before.keys() | now.keys())
+    keys = sorted(before.keys() | now.keys(), key=lambda key: (key not in _NAMES, key))
     return {key: (before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)}
 
 

@@ -23,10 +23,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mpizero.errors import MpizeroError
+from mpizero.errors import ConfigError, MpizeroError
 from mpizero.frames import is_users, users_line
 from mpizero.names import nearest
 from mpizero.train.config.setting_checks import SettingError, rejected
+from mpizero.validation import home_path
 
 _KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -62,7 +63,10 @@ class UserFunction:
     @property
     def file(self) -> Path | None:
         """Absolute path of the file; None if the setting names a module."""
-        path = Path(self.place).expanduser()
+        try:
+            path = home_path(self.place)
+        except ConfigError:
+            raise self.reject("there is no such home folder; give the whole path") from None
         return self.folder / path if path.suffix == ".py" or path.name != self.place else None
 
     def reject(self, message: str) -> SettingError:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from mpizero.errors import ConfigError
 from mpizero.train.projects.kinds import KINDS, Kind
+from mpizero.validation import home_path
 
 #: How ranks of each MPI are started under Slurm: srun's option, and a comment on it.
 _MPI = {
@@ -44,7 +45,7 @@ def new_project(folder: str | Path, kind: str) -> Path:
     """
     if kind not in KINDS:
         raise ConfigError(f"--kind {kind}: there is no such kind of project; {choices()}")
-    target = Path(folder).expanduser().absolute()
+    target = home_path(folder).absolute()
     _check_free(target)
     there = target.is_dir()
     if not there:

@@ -5,12 +5,11 @@ A visit is one start or resume of a run. Lists "by rank" have one entry for each
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple, Self, get_type_hints
+from typing import Any, ClassVar, NamedTuple, Self, get_origin, get_type_hints
 
-from mpizero.train.record.json_forms import LATEST, fits
+from mpizero.train.record.json_forms import LATEST, fits, plain
 
 #: Names of files in the run's folder: of events, of metrics, of metrics of repeated steps, and of the result.
 EVENTS, METRICS = "events.jsonl", "metrics.jsonl"
@@ -58,6 +57,11 @@ class RunEvent:
     visit: int = 0
     step: int = 0
 
+    @property
+    def by_rank(self) -> int | None:
+        """Number of ranks of which it has numbers; None if it has none of ranks."""
+        return None
+
     def to_dict(self) -> dict[str, Any]:
         """Return the event as JSON values by name. Not collective."""
         return {"kind": self.kind} | {one.name: plain(getattr(self, one.name)) for one in fields(self)}
@@ -83,11 +87,18 @@ class RunEvent:
         return cls(**found)
 
 
-def _check_by_rank(ranks: int, lists: Mapping[str, Any]) -> None:
-    """Raise ValueError, which names the list, if one of them is not a number for each of ``ranks`` ranks."""
+def _check_by_rank(ranks: int, lists: Mapping[str, Any], kind: type = float) -> None:
+    """Raise ValueError, which names the list, if one of them is not ``ranks`` numbers of the type ``kind``."""
     for name, values in lists.items():
-        if not fits(values, list[float]) or len(values) != ranks:
-            raise ValueError(f"{name} is no list of {ranks} numbers: {str(values)[:40]}")
+        if not fits(values, list[kind]) or len(values) != ranks:  # type: ignore[valid-type]
+            raise ValueError(f"{name} is no list of {ranks} numbers: {_shortened(values)}")
+
+
+def _check_known(values: Mapping[str, Any], hints: Mapping[str, Any], whose: str) -> None:
+    """Raise ValueError, which names the value, if one of those in ``hints`` is there and has another type."""
+    for name, hint in hints.items():
+        if name in values and not fits(values[name], hint):
+            raise ValueError(f"{whose} {name} = {_shortened(values[name])}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,12 +167,15 @@ class VisitStart(RunEvent):
     planned_device: dict[str, list[int]] = field(default_factory=dict)
     not_planned: str = ""
 
+    @property
+    def by_rank(self) -> int:
+        """Number of ranks of which it has numbers."""
+        return self.ranks
+
     def __post_init__(self) -> None:
         """Raise ValueError if a list by rank is none."""
-        _check_by_rank(self.ranks, {"nodes": self.nodes} | self.coordinates | self.planned | self.planned_device)
-        for name, hint in _LAYOUT.items():
-            if not fits(self.layout.get(name), hint | None):
-                raise ValueError(f"layout has {name} = {_shortened(self.layout[name])}")
+        _check_by_rank(self.ranks, {"nodes": self.nodes} | self.coordinates | self.planned | self.planned_device, int)
+        _check_known(self.layout, _LAYOUT, "layout has")
         if not all(0 <= node < len(self.hosts) for node in self.nodes):
             raise ValueError(f"nodes names a node without a host: {self.nodes[:8]}, {len(self.hosts)} hosts")
 
@@ -190,9 +204,14 @@ class MemoryCount(RunEvent):
     peak: list[int]
     resident: list[int]
 
+    @property
+    def by_rank(self) -> int:
+        """Number of ranks of which it has numbers."""
+        return len(self.peak)
+
     def __post_init__(self) -> None:
         """Raise ValueError if a list by rank is none."""
-        _check_by_rank(len(self.peak), {"peak": self.peak, "resident": self.resident} | self.counted | self.device)
+        _check_by_rank(len(self.peak), {"peak": self.peak, "resident": self.resident} | self.counted | self.device, int)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +233,11 @@ class PhaseSeconds(RunEvent):
     seconds: list[float]
     reading: list[float]
     phases: dict[str, list[float]]
+
+    @property
+    def by_rank(self) -> int:
+        """Number of ranks of which it has numbers."""
+        return len(self.seconds)
 
     def __post_init__(self) -> None:
         """Raise ValueError if a list by rank is none."""
@@ -302,6 +326,11 @@ class SkippedStep(RunEvent):
     loss_scale: float = 1.0
     next_loss_scale: float = 1.0
 
+    def __post_init__(self) -> None:
+        """Raise ValueError if the rank or the samples of a value are none."""
+        for one in self.found:
+            _check_known(one, _PLACE, "found has")
+
 
 @dataclass(frozen=True, kw_only=True)
 class VisitEnd(RunEvent):
@@ -333,8 +362,9 @@ class VisitEnd(RunEvent):
     seconds: float = 0.0
 
 
-#: The types of a cell's values, and of those values of a layout that readers compute with.
+#: The types of a cell's values, and of those values of a skipped step and of a layout that readers compute with.
 _CELL = get_type_hints(PipelineCell)
+_PLACE = {"rank": int, "start": int, "stop": int, "tensor": str}
 _LAYOUT = {"global_batch": int, "grains": int, "grain_size": int, "chunks": list[dict[str, Any]]}
 #: The class of each kind of event.
 KINDS: dict[str, type[RunEvent]] = {
@@ -343,25 +373,19 @@ KINDS: dict[str, type[RunEvent]] = {
 }
 
 
-def plain(value: Any) -> Any:
-    """Return ``value`` in JSON values: other objects as text, and numbers that are not finite too. Not collective."""
-    if isinstance(value, Mapping):
-        return {str(name): plain(part) for name, part in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(part) for part in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
-
-
 def _shortened(value: Any) -> str:
     """Return a value as a short text; whole numbers that have too many digits for one are told as such."""
     try:
-        return repr(str(value)[:40])
+        return repr(value) if isinstance(value, str) and len(value) < 40 else str(value)[:40]
     except ValueError:
         return "a number of thousands of digits"
 
 
-#: For each event, the types of its fields by name; cells of a timetable are lists in JSON.
-_HINTS = {event: get_type_hints(event) for event in KINDS.values()}
-_HINTS[PipelineTimetable] |= {"planned": list[list[Any]], "measured": list[list[Any]]}
+def _hint(hint: Any) -> Any:
+    """Return the type that is asked of a field in JSON; of numbers in lists the event itself tells which is none."""
+    numbers = (list[int], list[float], list[PipelineCell], dict[str, list[int]], dict[str, list[float]])
+    return get_origin(hint) if hint in numbers else hint
+
+
+#: For each event, the types of its fields by name.
+_HINTS = {event: {name: _hint(hint) for name, hint in get_type_hints(event).items()} for event in KINDS.values()}

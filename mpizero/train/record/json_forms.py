@@ -42,3 +42,14 @@ def fits(value: Any, hint: Any) -> bool:
     if hint is int:
         return type(value) is int and abs(value) < 2**63
     return isinstance(value, hint)
+
+
+def plain(value: Any) -> Any:
+    """Return ``value`` in JSON values: other objects as text, and numbers that are not finite too. Not collective."""
+    if isinstance(value, Mapping):
+        return {str(name): plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

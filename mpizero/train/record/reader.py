@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from mpizero.train.record.events import (
     VisitStart,
 )
 from mpizero.train.record.json_forms import is_step
+from mpizero.validation import home_path
 
 Event = TypeVar("Event", bound=RunEvent)
 
@@ -121,7 +122,7 @@ def read_run(folder: str | Path) -> RunRecords:
         If there is no such folder, if it is no run's folder, or if a line is damaged; the message names the file and
         the line. The last line may be cut.
     """
-    root = Path(folder).expanduser()
+    root = home_path(folder)
     if not root.is_dir():
         raise DataError(f"{root}: {'not a folder' if root.exists() else 'no such folder'}; give the folder of a run")
     if not any((root / name).is_file() for name in (METRICS, EVENTS)):
@@ -134,7 +135,7 @@ def read_run(folder: str | Path) -> RunRecords:
         root,
         tuple(_steps(root / METRICS)),
         tuple(line for _, line in _lines(root / SUPERSEDED, strict=False) if is_step(line.get("step"))),
-        tuple(_visits(root / EVENTS)),
+        _visits(root / EVENTS),
         result[-1] if result else None,
     )
 
@@ -146,19 +147,43 @@ def _steps(path: Path) -> Iterator[dict[str, Any]]:
         yield line
 
 
-def _visits(path: Path) -> Iterator[VisitRecords]:
-    visits: dict[int, list[RunEvent]] = {}
+class VisitEvents:
+    """Collect events by visit."""
+
+    def __init__(self) -> None:
+        self._events: dict[int, list[RunEvent]] = {}
+        self._ranks: dict[int, int] = {}
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Add the event of a line of JSON; of a later version's kinds nothing is added.
+
+        Raises
+        ------
+        ValueError
+            If it is damaged: a value is missing or of another form, or its ranks are not those of the visit.
+        """
+        if (kind := KINDS.get(str(line.get("kind")))) is None:
+            return
+        event = kind.of(line)
+        if event.by_rank is not None and self._ranks.setdefault(event.visit, event.by_rank) != event.by_rank:
+            raise ValueError(f"it has {event.by_rank} ranks, the visit has {self._ranks[event.visit]}")
+        self._events.setdefault(event.visit, []).append(event)
+
+    @property
+    def visits(self) -> tuple[VisitRecords, ...]:
+        """The visits, in order."""
+        return tuple(VisitRecords(number, tuple(events)) for number, events in sorted(self._events.items()))
+
+
+def _visits(path: Path) -> tuple[VisitRecords, ...]:
+    found = VisitEvents()
     for number, line in _lines(path):
-        kind = KINDS.get(str(line.get("kind")))
-        if kind is None:
-            continue  # of a later version
         try:
-            event = kind.of(line)
+            found.add(line)
         except ValueError as error:
-            raise DataError(f"{path}, line {number}: damaged event {kind.kind!r}: {error}; {_WAY_OUT}") from None
-        visits.setdefault(event.visit, []).append(event)
-    for number, events in sorted(visits.items()):
-        yield VisitRecords(number, tuple(events))
+            kind = str(line.get("kind"))
+            raise DataError(f"{path}, line {number}: damaged event {kind!r}: {error}; {_WAY_OUT}") from None
+    return found.visits
 
 
 def _lines(path: Path, *, strict: bool = True) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -56,7 +56,7 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> M
     ``head`` is empty for a table of names and values. Columns of numbers are aligned to the right.
     """
     rows = list(rows)
-    classes = [_class_of(column) for column in zip(*rows, strict=True)] if head else [None, None]
+    classes = [_class_of(column) for column in zip(*(rows or [head]), strict=True)] if head else [None, None]
     names = zip(head, classes, strict=True) if head else ()
     top = element("thead", element("tr", *(element("th", cell, scope="col", class_=c) for cell, c in names)))
     body = (

@@ -20,6 +20,7 @@ from mpizero.train.report.sections.differences import differences, same_environm
 from mpizero.train.report.sections.glossary import glossary
 from mpizero.train.report.sections.run_sections import configuration, run_sections
 from mpizero.train.report.style import STYLE
+from mpizero.validation import home_path
 
 #: What a file begins with that this module has written, and so may replace.
 MARK = '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta name="generator" content="mpizero report">'
@@ -54,7 +55,7 @@ def report(folders: Sequence[str], output: str | None, *, force: bool = False) -
     UnsupportedError
         If matplotlib is not installed.
     """
-    path = Path(output).expanduser() if output is not None else Path(folders[0]).expanduser() / DEFAULT
+    path = home_path(folders[0]) / DEFAULT if output is None else home_path(output)
     now = time.time()
     if len({os.path.realpath(folder) for folder in folders}) < len(folders):
         raise ConfigError(f"{', '.join(folders)}: a run is given twice; give each once")
@@ -66,7 +67,7 @@ def report(folders: Sequence[str], output: str | None, *, force: bool = False) -
 
 def _names(folders: Sequence[str]) -> list[str]:
     """Return the last part of each folder's path; whole paths where those are not different."""
-    paths = [Path(os.path.abspath(Path(folder).expanduser())) for folder in folders]
+    paths = [Path(os.path.abspath(home_path(folder))) for folder in folders]
     names = [path.name or str(path) for path in paths]
     return names if len(set(names)) == len(names) else [str(path) for path in paths]
 

@@ -7,19 +7,21 @@ import shutil
 import sys
 import textwrap
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
 from mpizero.errors import DataError, ExitStatus
 from mpizero.text import printable
 from mpizero.train.number_format import age, amount, duration
-from mpizero.train.record.events import EVENTS, KINDS, METRICS, RESULT, SUPERSEDED, RunEvent
+from mpizero.train.record.events import EVENTS, METRICS, RESULT, SUPERSEDED
 from mpizero.train.record.json_forms import is_step
-from mpizero.train.record.reader import RunRecords, VisitRecords
+from mpizero.train.record.reader import RunRecords, VisitEvents
 from mpizero.train.report.findings import described_resume, described_skip, speed_text
 from mpizero.train.report.growing_file import GrowingFile
 from mpizero.train.report.history import RunHistory
 from mpizero.train.report.terminal_curve import terminal_curve
+from mpizero.validation import home_path
 
 #: Lines and columns that a terminal has if it does not tell, and the least that are used.
 _SIZE, _LEAST = (80, 24), (40, 12)
@@ -48,7 +50,7 @@ def watch(folder: str, *, once: bool, interval: float, stream: TextIO | None = N
         If there is no such folder; with ``once`` also if no run has recorded anything in it.
     """
     out = sys.stdout if stream is None else stream
-    followed = FollowedRun(Path(folder).expanduser())
+    followed = FollowedRun(home_path(folder))
     try:
         if once:
             followed.look()
@@ -93,15 +95,13 @@ class FollowedRun:
         metrics, superseded = ([one for one in lines if is_step(one.get("step"))] for lines in (metrics, superseded))
         if not (metrics or events):
             return None
-        visits: dict[int, list[RunEvent]] = {}
+        seen = VisitEvents()
         for line in events:
-            try:
-                event = KINDS[str(line.get("kind"))].of(line)
-            except (KeyError, ValueError):
-                continue  # of another version, or damaged: what follows is still of use
-            visits.setdefault(event.visit, []).append(event)
-        seen = tuple(VisitRecords(number, tuple(found)) for number, found in sorted(visits.items()))
-        records = RunRecords(self.folder, tuple(metrics), tuple(superseded), seen, result[-1] if result else None)
+            with suppress(ValueError):  # damaged: what follows is still of use
+                seen.add(line)
+        records = RunRecords(
+            self.folder, tuple(metrics), tuple(superseded), seen.visits, result[-1] if result else None
+        )
         return RunHistory(self.folder.resolve().name, records, time.time())
 
 

@@ -276,7 +276,9 @@ def _overrides(setup: RunSetup, saved: SavedRun, path: str, elsewhere: str) -> l
     found, allowed, override = [], setup.record.overridden, setup.record.wording.override
     for key, (was, now) in changes(saved.config, setup.record.settings).items():
         if key not in allowed:
-            way = f"go on with the new one by {override.format(key)}, " if override and overridable(key) else ""
+            section, _, name = key.partition(".")
+            able = override and overridable(key) and name in setup.record.settings.get(section, {})
+            way = f"go on with the new one by {override.format(key)}, " if able else ""
             changed = described_change(key, (was, now))
             raise ConfigError(f"cannot resume from {path}: {changed}; give the saved value, {way}{elsewhere}")
         found.append({"step": saved.step, "key": key, "was": was, "now": now})

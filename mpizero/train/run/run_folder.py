@@ -19,6 +19,7 @@ from mpizero.checkpoint.folders import step_folders
 from mpizero.checkpoint.format.regular_files import open_regular
 from mpizero.errors import CheckpointError, ExitStatus, MpizeroError
 from mpizero.train.record.events import EVENTS, METRICS, RESULT, SUPERSEDED
+from mpizero.validation import home_path
 
 #: Key of the marker file with the reason for which a callback has ended the run.
 DECISION = "decision"
@@ -44,7 +45,7 @@ class RunFolder:
     """
 
     def __init__(self, checkpoints: str | Path) -> None:
-        self.checkpoints = Path(checkpoints).expanduser().absolute()
+        self.checkpoints = home_path(checkpoints).absolute()
         self.root = self.checkpoints.parent if self.checkpoints.name == "checkpoints" else self.checkpoints
         # Without buffers: what a full disk did not take must not be tried again when files are closed.
         self._lock: FileIO | None = None

@@ -363,7 +363,9 @@ def test_residuals_are_counted() -> None:
         assert zero2 == (8 * (SIZE - own), 8 * SIZE * 3 / 4)
 
 
-@pytest.mark.parametrize("name", ["int4", "topk", "topk:", "topk:x", "topk:0", "topk:0.5", "topk:nan", "int8:3", 8])
+@pytest.mark.parametrize(
+    "name", ["int4", "topk", "topk:", "topk:x", "topk:0", "topk:0.5", "topk:nan", "int8:3", 8, [], {}, 1.5]
+)
 def test_other_compressions_are_refused(name: Any) -> None:
     with pytest.raises(ConfigError, match="gradient_compression="):
         mz.ShardingConfig(gradient_compression=name)

@@ -74,6 +74,14 @@ def test_a_run_without_events_has_its_metrics(tmp_path):
             "damaged event 'memory': parameters is no list of 1 numbers: 7",
         ),
         ('{"kind": "timetable", "schedule": "", "planned": [], "measured": [7]}\n', "measured has a cell that is none"),
+        (
+            '{"kind": "timetable", "schedule": "", "planned": [], "measured": [[0, 0, 0, "forward", "x", 1.0]]}\n',
+            "measured has a cell that is none: [0, 0, 0, 'forward', 'x', 1.0]",
+        ),
+        ('{"kind": "end", "reason": "done", "seconds": 1e308}\n', "damaged event 'end': seconds is 1e+308"),
+        ('{"kind": "end", "reason": "done", "time": 1e17}\n', "damaged event 'end': time is 1e+17"),
+        ('{"kind": "end", "reason": "done", "step": 1%s}\n' % ("0" * 4000), "damaged event 'end': step is 1000"),
+        ('{"kind": "skipped", "found": [7]}\n', "damaged event 'skipped': found is [7]"),
     ],
 )
 def test_a_damaged_line_is_an_error_with_its_number(tmp_path, lines, said):
@@ -81,6 +89,13 @@ def test_a_damaged_line_is_an_error_with_its_number(tmp_path, lines, said):
     with pytest.raises(DataError, match=r"events\.jsonl, line \d") as error:
         read_run(tmp_path)
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize("step", ["null", "-1", "1.5", "true", '"1"', "[1]", "1" + "0" * 30])
+def test_a_line_of_metrics_without_a_step_is_damaged(tmp_path, step):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "loss": 0.5}}\n{{"step": {step}, "loss": 0.5}}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2: damaged: no number of a step"):
+        read_run(tmp_path)
 
 
 def test_what_is_no_run_is_an_error(tmp_path):

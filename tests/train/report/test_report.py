@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
+import shutil
 import time
 from html.parser import HTMLParser
 
@@ -15,13 +17,15 @@ from mpizero.errors import ConfigError, DataError
 from mpizero.train.cli.main import main
 from mpizero.train.record.events import MemoryCount, SkippedStep, VisitEnd
 from mpizero.train.record.reader import read_run
+from mpizero.train.report import page as pages
 from mpizero.train.report.curves import MOST_POINTS, Curve, envelope, is_uneven, lower_end
 from mpizero.train.report.findings import findings
 from mpizero.train.report.history import SILENT, RunHistory
-from mpizero.train.report.markup import long_table
+from mpizero.train.report.markup import Markup, long_table
 from mpizero.train.report.picture import picture
 from mpizero.train.report.rank_pictures import phase_colours
 from mpizero.train.report.sections.columns import bytes_column, seconds_column
+from mpizero.train.report.watch import FollowedRun, screen
 from tests.train.report.conftest import BEGUN, EVIL, line, start, write_run
 
 VOID = {"meta", "img", "br", "link", "input", "hr", "wbr"}
@@ -310,3 +314,53 @@ def test_the_record_of_the_example_is_as_events_are_written(eventful):
     assert first["kind"] == "start"
     assert first["time"] == BEGUN
     assert [len(visit.events) for visit in read_run(eventful).visits] == [6, 2]
+
+
+# ---------------------------------------------------------------------- records that a run never writes
+
+#: Values that JSON can hold; a user's metric may be as large.
+STRANGE = (None, "x", -1, 1.5, 1.7e308, 10**400, [], True, [[1, 2]], {"a": 1}, float("inf"))
+
+
+def changed(value, strange):
+    """Yield copies of a value, each with ``strange`` in place of one part, or as one part more."""
+    yield strange
+    if isinstance(value, dict):
+        for name in value:
+            yield from ({**value, name: part} for part in changed(value[name], strange))
+        yield {**value, "overrides": strange}
+    elif value and isinstance(value, list):
+        yield [*value, strange]
+        yield from ([part, *value[1:]] for part in changed(value[0], strange))
+
+
+@pytest.fixture
+def without_pictures(monkeypatch):
+    """Leave the drawing out, which takes most of the time; what is drawn is computed."""
+    for module in ("curves", "layout_drawing", "rank_pictures", "timetable_picture"):
+        found = importlib.import_module(f"mpizero.train.report.{module}")
+        if hasattr(found, "picture"):
+            monkeypatch.setattr(found, "picture", lambda name, label, draw, *size, **more: Markup(""))
+
+
+@pytest.mark.parametrize("strange", STRANGE, ids=lambda value: str(value)[:9])
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl", "metrics.superseded.jsonl", "run_complete"])
+def test_strange_records_are_shown_or_named_as_damaged(name, strange, eventful, tmp_path, without_pictures):
+    folder = tmp_path / "strange"
+    shutil.copytree(eventful, folder)
+    lines = [json.loads(one) for one in (eventful / name).read_text().splitlines()]
+    told = 0
+    for number in {len(lines) - 1, *range(len(lines))} if name == "events.jsonl" else {0, len(lines) - 1}:
+        for found in (one for one in changed(lines[number], strange) if isinstance(one, dict)):
+            text = [json.dumps(one) for one in [*lines[:number], found, *lines[number + 1 :]]]
+            (folder / name).write_text("\n".join(text) + "\n")
+            followed = FollowedRun(folder)
+            followed.look()
+            assert screen(followed, 80, 24)
+            try:
+                records = read_run(folder)
+            except DataError as error:
+                told += f"{folder / name}, line {number + 1}: damaged" in str(error)
+                continue
+            assert "</html>" in pages.page([RunHistory("strange", records, time.time())])
+    assert told or name in ("metrics.superseded.jsonl", "run_complete") or strange in (1.5, -1)
