@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import time
+import tracemalloc
+import zipfile
 
 import numpy as np
 import pytest
@@ -234,9 +238,76 @@ def test_a_spool_tells_errors_and_unreadable_samples(tmp_path):
     with pytest.raises(MpizeroError, match="the producer b has failed: ZeroDivisionError"):
         spooled(tmp_path, 2, producers=1)
     assert spooled(tmp_path, 2, producers=1, on_error="drain") == [[(0, 0)]]
-    (tmp_path / f"b-{7:020d}.npz").write_bytes(b"half")
-    with pytest.raises(MpizeroError, match="not a readable sample"):
-        spooled(tmp_path, 1, producers=1, on_error="drain")
+
+
+def fifo(path):
+    os.mkfifo(path)
+    return "not a regular file"
+
+
+def link(path):
+    path.symlink_to("/dev/zero")
+    return "not a regular file"
+
+
+def half(path):
+    path.write_bytes(b"half")
+    return "not a sound .npz file"
+
+
+def bomb(path):
+    with path.open("wb") as file:
+        np.savez_compressed(file, x=np.zeros(1 << 24), y=LIKE[1])
+    return "declares .* bytes of arrays, at most 12 are plausible"
+
+
+def liar(path):
+    """An array whose header declares what no machine has."""
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<f4", "fortran_order": False, "shape": (1 << 60,)})
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x.npy", header.getvalue())
+    return "it has 0 bytes"
+
+
+def pickled(path):
+    with path.open("wb") as file:
+        np.savez(file, x=np.array([{}], object), y=LIKE[1])
+    return "not an array of numbers"
+
+
+def nameless(path):
+    with path.open("wb") as file:
+        np.savez(file, x=LIKE[0])
+    return "it has no array 'y'"
+
+
+def cut(path):
+    """An archive whose directory points before its start."""
+    with path.open("wb") as file:
+        np.savez(file, x=LIKE[0], y=LIKE[1])
+    data = bytearray(path.read_bytes())
+    data[-6:-2] = (0xFFFFFF00).to_bytes(4, "little")
+    path.write_bytes(data)
+    return "not a sound .npz file"
+
+
+@pytest.mark.parametrize("write", [fifo, link, half, bomb, liar, pickled, nameless, cut])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_anybody_may_have_put_into_the_spool_is_an_error_at_once(tmp_path, write, ranks):
+    told = write(tmp_path / f"b-{7:020d}.npz")
+    tracemalloc.start()
+    with pytest.raises(MpizeroError, match=rf"b-0+7\.npz: not a readable sample or end: {told}|{told}"):
+        spooled(tmp_path, ranks, producers=1)
+    assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("write", [fifo, link])
+def test_the_end_of_a_producer_is_read_as_carefully(tmp_path, write):
+    told = write(tmp_path / "b.end")
+    with pytest.raises(MpizeroError, match=rf"b\.end: not a readable sample or end: {told}"):
+        spooled(tmp_path, 1, producers=1)
 
 
 def test_the_trainer_ends_with_the_samples_and_its_bits_do_not_depend_on_the_trainers(tmp_path):

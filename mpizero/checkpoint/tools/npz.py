@@ -7,6 +7,7 @@ declares before it looks at the data.
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import tokenize
@@ -145,7 +146,9 @@ class NpzFile:
     def _sound(self) -> Iterator[None]:
         try:
             yield
-        except UNSOUND as error:
+        except (OSError, *UNSOUND) as error:
+            if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which a place before the start raises
+                raise
             raise CheckpointError(f"{self.path}: not a sound .npz file of numbers: {error!s:.300}") from None
 
 

@@ -12,24 +12,30 @@ import io
 import os
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
+from mpizero.checkpoint.format.regular_files import read_regular
+from mpizero.checkpoint.tools.npz import read_arrays
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.failure_report import describe_error
 from mpizero.data.online.receiver import Receiver
 from mpizero.data.online.sample import Sample, SampleForm
 from mpizero.data.online.stream import OnlineSource
-from mpizero.errors import ConfigError, DataError, StateError
+from mpizero.errors import CheckpointError, ConfigError, DataError, StateError
 from mpizero.names import explains
 from mpizero.validation import require, whole
 
 _FILE = re.compile(r"(?P<name>[A-Za-z0-9_]+)-(?P<number>\d{20})\.npz")
 _STOPPED = "TRAINING_HAS_ENDED"
 _PAUSE = 0.05
+#: Most bytes of the error that a producer leaves.
+MOST_TEXT = 1 << 20
+T = TypeVar("T")
 
 
 def _write(folder: Path, name: str, data: bytes) -> None:
@@ -149,6 +155,15 @@ def _samples_in(folder: Path) -> list[tuple[int, str, str]]:
     return sorted((int(found["number"]), found["name"], found.string) for found in matches)
 
 
+def _untrusted(path: Path, read: Callable[[Path], T]) -> T:
+    """Return what ``read`` reads of a file that anybody may have written; DataError if it is not what it should be."""
+    try:
+        return read(path)
+    except (OSError, CheckpointError) as error:
+        told = (error.strerror or str(error)) if isinstance(error, OSError) else str(error).removeprefix(f"{path}: ")
+        raise DataError(f"{path}: not a readable sample or end: {told}") from None
+
+
 class SpoolReceiver(Receiver):
     """Read samples from a spool folder, in the order of their numbers among those that are there."""
 
@@ -173,17 +188,15 @@ class SpoolReceiver(Receiver):
     def _see_ends(self) -> None:
         ended = {path.stem: path for path in self._folder.glob("*.end")}
         self.arrivals.ended = set(ended)
-        texts = {name: path.read_text(encoding="utf-8", errors="replace") for name, path in ended.items()}
-        self.arrivals.failures = {name: text for name, text in texts.items() if text}
+        texts = {name: _untrusted(path, lambda path: read_regular(path, MOST_TEXT)) for name, path in ended.items()}
+        self.arrivals.failures = {name: text.decode(errors="replace") for name, text in texts.items() if text}
 
     def _read(self, name: str) -> tuple[Any, Any]:
         path = self._folder / name
-        try:
-            with np.load(path, allow_pickle=False) as found:
-                x, y = found["x"], found["y"]
-        except (OSError, ValueError, KeyError, EOFError) as error:
-            raise DataError(f"{path}: not a readable sample: {error}") from None
-        return self._form.checked(x, y, str(path))
+        found = _untrusted(path, lambda path: read_arrays(path, self._form.nbytes))
+        if missing := {"x", "y"} - found.keys():
+            raise DataError(f"{path}: not a readable sample: it has no array {min(missing)!r}")
+        return self._form.checked(found["x"], found["y"], str(path))
 
     @property
     def complete(self) -> bool:
