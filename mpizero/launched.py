@@ -34,6 +34,10 @@ _IDENTITY = (
 )
 
 
+#: Name of a launcher.
+OPEN_MPI = "mpiexec of Open MPI"
+
+
 class Launch(NamedTuple):
     """Describe the launcher of this process, as found in its environment variables.
 
@@ -67,7 +71,7 @@ class Launch(NamedTuple):
         own = "use the mpiexec that belongs to the MPI which mpi4py has loaded"
         size, rank = _number(environment, "PMI_SIZE"), _number(environment, "PMI_RANK")
         if (ranks := _number(environment, "OMPI_COMM_WORLD_SIZE")) is not None:
-            return cls("mpiexec of Open MPI", ranks, _number(environment, "OMPI_COMM_WORLD_RANK"), own)
+            return cls(OPEN_MPI, ranks, _number(environment, "OMPI_COMM_WORLD_RANK"), own)
         if size is not None and (size, rank) == (step, task):
             return cls(srun, size, rank, direct)
         if size is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import signal
 import socket
 import time
 from math import prod
+from pathlib import Path
 from types import SimpleNamespace
 
 import h5py
@@ -32,6 +34,22 @@ def steps(commands):
 def arrays(commands, step):
     manifest = commands.folder / checkpoint.step_folder("run/checkpoints", step) / "manifest.json"
     return json.loads(manifest.read_text().splitlines()[0])["arrays"].values()
+
+
+@pytest.mark.parametrize(("run", "named"), [("run", "run"), ("run/new", "run")])
+def test_a_folder_of_somebody_else_is_told_with_its_owner_and_the_way_out(tmp_path, monkeypatch, run, named):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run").chmod(0o755)
+
+    def refused(path, *rest, **options):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    monkeypatch.setattr(Path, "owner", lambda path: "anna")
+    with pytest.raises(RunFolderError) as found:
+        RunFolder(tmp_path / run).open()
+    for part in (f"{tmp_path / named} belongs to anna with mode drwxr-xr-x", f"chmod -R g+w {tmp_path / named} (of a"):
+        assert part in str(found.value)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

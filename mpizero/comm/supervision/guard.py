@@ -54,6 +54,8 @@ class Guard(JobExit):
         super().__init__(launched=is_several(os.environ))
         self.debug = frozenset(filter(None, map(str.strip, os.environ.get(DEBUG, "").split(","))))
         self.verifies = "collectives" in self.debug
+        #: Name of the launcher, for reports; "" without one.
+        self.launcher = Launch.of(os.environ).name
         #: The ranks of this node up to this one, for each core: [Note: shared cores] in requests.py.
         self.ranks_per_core = ranks_of_node(os.environ) / (os.cpu_count() or 1)
         self._c_exit_hook: CExitHook | None = None

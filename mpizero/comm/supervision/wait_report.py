@@ -75,9 +75,9 @@ def _describe_slot(slot: Slot, tick: float) -> str:
 def is_silent(slot: Slot, tick: float) -> bool:
     """Tell whether ``slot``, the last status slot of a rank, is so old that the rank must be stopped or stuck.
 
-    ``tick`` is the number of seconds between two writes of a slot.
+    ``tick`` is the number of seconds between two writes of a slot. A rank that reports asks other nodes meanwhile.
     """
-    return bool(slot["age"] > max(_SILENT_TICKS * tick, _MIN_SILENCE))
+    return not slot.get("reports") and bool(slot["age"] > max(_SILENT_TICKS * tick, _MIN_SILENCE))
 
 
 def describe_call_entry(call: Sequence[Any]) -> str:

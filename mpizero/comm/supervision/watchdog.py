@@ -35,6 +35,7 @@ from mpizero.comm.supervision.lock_timer import LockTimer
 from mpizero.comm.supervision.stack_signal import ask, show_stacks_when_asked
 from mpizero.comm.supervision.supervisor import HEARTBEAT, TICK
 from mpizero.errors import CollectiveError, ConfigError, ExitStatus
+from mpizero.launched import OPEN_MPI
 
 #: Seconds for silent ranks to write their stacks before the job ends.
 _STACKS = 0.5
@@ -104,7 +105,7 @@ class Watchdog:
         if self._shared:
             if self._guard.shows_stacks or show_stacks_when_asked():
                 self._guard.shows_stacks = True
-                self._announce_stacks()
+                self._announce("stacks")
             self._timer = LockTimer(self._log or sys.__stderr__ or 2)
         self._running = True
         self._guard.supervisor.add(self._look, min(TICK, self._timeout / 10))
@@ -127,10 +128,10 @@ class Watchdog:
                 self._path(self._rank).unlink(missing_ok=True)
             self._log = None
 
-    def _announce_stacks(self) -> None:
-        """Write to this rank's status slot that this process shows its stacks when asked."""
+    def _announce(self, what: str) -> None:
+        """Write to this rank's status slot that it shows its "stacks" when asked, or "reports" a stuck call."""
         if (heartbeat := self._guard.heartbeat) is not None:
-            heartbeat.extra_entries["stacks"] = True
+            heartbeat.extra_entries[what] = True
             try:
                 heartbeat.beat()
             except Exception as error:  # a failure of the supervision must not end the run
@@ -187,9 +188,12 @@ class Watchdog:
         name = wait_report.describe_call_entry(call)
         if self._shared:
             try:
+                self._announce("reports")
                 members = self._members(call)
                 slots, tick = self._slots(members), self._guard.supervisor.tick
                 lines = wait_report.describe_stuck_call(call, members, slots, self._timeout, tick)
+                if not slots.keys() >= set(members) and self._guard.launcher == OPEN_MPI:
+                    lines.append(f"  {OPEN_MPI} may stay until that node answers: end it by two Ctrl-C, or scancel")
             except Exception as failure:  # the job ends all the same
                 lines = [f"stuck: {name} has lasted {call[5]:.1f} s; no more is known: {failure!r}"]
             text = self._guard.with_prefix("\n".join(lines))
@@ -232,7 +236,7 @@ class Watchdog:
                 with contextlib.suppress(OSError, ValueError):
                     slots[rank] = json.loads(self._path(rank).read_text())
         if any(rank not in slots for rank in members):
-            slots = peers.read_all() | slots
+            slots |= peers.read_all()  # nodes that do not answer take seconds: those of this node are read after them
         return wait_report.with_age(slots)
 
     def _ask_silent(self) -> None:
@@ -240,6 +244,7 @@ class Watchdog:
         asked = 0
         for rank, slot in self._slots(()).items():
             if rank != self._rank and slot.get("stacks") and wait_report.is_silent(slot, self._guard.supervisor.tick):
+                write_stderr(self._guard.with_prefix(f"rank {rank} is asked for its stacks (process {slot['pid']}):"))
                 with contextlib.suppress(OSError):
                     ask(slot["pid"])
                     asked += 1

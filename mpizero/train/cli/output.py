@@ -26,8 +26,8 @@ def wants_colour(stream: TextIO, environment: Mapping[str, str]) -> bool:
     """Tell whether to write colours to a stream: to terminals, unless the environment says otherwise.
 
     ``NO_COLOR`` forbids them and ``FORCE_COLOR`` asks for them anywhere, where not empty; ``TERM=dumb`` is a terminal
-    that has none.
+    that has none. Ranks of Open MPI write to a terminal of its own, wherever the output goes.
     """
-    if environment.get("NO_COLOR"):
-        return False
-    return bool(environment.get("FORCE_COLOR")) or (environment.get("TERM") != "dumb" and stream.isatty())
+    if environment.get("NO_COLOR") or environment.get("FORCE_COLOR"):
+        return not environment.get("NO_COLOR")
+    return environment.get("TERM") != "dumb" and "OMPI_COMM_WORLD_RANK" not in environment and stream.isatty()

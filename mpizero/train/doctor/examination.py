@@ -74,16 +74,14 @@ def check_cores(comm: Communicator, threads: int) -> CheckResult:
     )
     over = [name for name, count, cores, own in nodes if count * threads > cores or threads > own]
     idle = [name for name, count, cores, _ in nodes if count * threads <= cores // 2]
+    advice = []
     if over:
-        advice = f"start fewer ranks or set OMP_NUM_THREADS lower: {', '.join(over)} has fewer cores than work"
-        return CheckResult("cores", "warn", text, advice)
-    if idle:
-        return CheckResult("cores", "warn", text, "start more ranks or set OMP_NUM_THREADS higher: cores stay idle")
+        advice.append(f"start fewer ranks or set OMP_NUM_THREADS lower: {', '.join(over)} has fewer cores than work")
+    elif idle:
+        advice.append("start more ranks or set OMP_NUM_THREADS higher: cores stay idle")
     if len({count for _, count, _, _ in nodes}) > 1:
-        return CheckResult(
-            "cores", "warn", text, "start the same number of ranks on every node, or memory is not shared"
-        )
-    return CheckResult("cores", "ok", text)
+        advice.append("start the same number of ranks on every node, or memory is not shared")
+    return CheckResult("cores", "warn" if advice else "ok", text, "; ".join(advice))
 
 
 def check_blas(comm: Communicator, threads: int) -> CheckResult:
@@ -199,6 +197,21 @@ def check_gpu(comm: Communicator, threads: int) -> CheckResult:
     return CheckResult("gpu", "ok", text)
 
 
+def check_torch(comm: Communicator, threads: int) -> CheckResult:
+    """Report the installed PyTorch, and whether nodes without a GPU carry one for CUDA. Collective over ``comm``."""
+    every = comm.allgather_object((*machine_facts.torch_build(), machine_facts.gpus()[0]))
+    if wrong := launch_checks.difference([version or "none" for version, _, _ in every]):
+        return CheckResult("torch", "warn", wrong, "install the same PyTorch on every node: others give other bits")
+    version, cuda, _ = every[0]
+    if not version:
+        return CheckResult("torch", "ok", "PyTorch is not installed; models of it need the extra torch")
+    text = f"PyTorch {version}{f' for CUDA {cuda}' if cuda else ''}"
+    if cuda and not any(count for _, _, count in every):
+        advice = "CPU nodes need a tenth of it: pip install torch --index-url https://download.pytorch.org/whl/cpu"
+        return CheckResult("torch", "warn", f"{text}, but no GPU is seen", advice)
+    return CheckResult("torch", "ok", text)
+
+
 CHECKS: Sequence[Check] = (
     check_versions,
     check_mpi,
@@ -210,6 +223,7 @@ CHECKS: Sequence[Check] = (
     check_leftovers,
     check_kernels,
     check_gpu,
+    check_torch,
 )
 
 

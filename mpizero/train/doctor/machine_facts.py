@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import os
 import platform
+import re
 import socket
 import sys
 import time
@@ -36,6 +38,7 @@ __all__ = [
     "processor",
     "shared_space",
     "try_kernel",
+    "torch_build",
     "try_reduction",
     "try_shared_memory",
 ]
@@ -213,6 +216,21 @@ def why_through_host(comm: Communicator, place: int) -> str:
     from mpizero.kernels.device import open_device
 
     return prove(comm, lambda: open_device(place))
+
+
+def torch_build() -> tuple[str, str]:
+    """Return the version of the installed PyTorch and that of CUDA for which it is built; "" for what there is not.
+
+    Not collective; loads neither.
+    """
+    found = importlib.util.find_spec("torch")
+    for folder in (found.submodule_search_locations if found else None) or ():
+        with contextlib.suppress(OSError):
+            text = Path(folder, "version.py").read_text(encoding="utf-8")
+            version = re.search(r"""^__version__.*?['"](.+)['"]""", text, re.MULTILINE)
+            cuda = re.search(r"""^cuda\b.*= *['"](.+)['"]""", text, re.MULTILINE)
+            return version[1] if version else "of unknown version", cuda[1] if cuda else ""
+    return "", ""
 
 
 def gpus() -> tuple[int, list[str]]:

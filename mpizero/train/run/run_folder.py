@@ -9,6 +9,7 @@ import json
 import math
 import os
 import socket
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
@@ -294,7 +295,8 @@ class RunFolder:
 
     def _failed(self, what: str, error: OSError) -> RunFolderError:
         where = f" ({error.filename})" if error.filename and str(error.filename) != str(self.root) else ""
-        return RunFolderError(f"run folder {self.root}: {what}: {error.strerror or error}{where}")
+        rights = _rights(Path(error.filename or self.root), self.root) if isinstance(error, PermissionError) else ""
+        return RunFolderError(f"run folder {self.root}: {what}: {error.strerror or error}{where}{rights}")
 
 
 def _remove(path: Path) -> None:
@@ -322,6 +324,19 @@ def _move(path: Path, target: Path) -> None:
         path.unlink()
     else:
         path.rename(target)
+
+
+def _rights(path: Path, root: Path) -> str:
+    """Return who owns a path that may not be used, or the folder where it was to be made, and what to do."""
+    there = next((one for one in (path, *path.parents) if os.access(one, os.F_OK)), Path("/"))
+    found = there.stat()
+    try:
+        owner = there.owner()
+    except (KeyError, OSError):
+        owner = f"user {found.st_uid}"
+    owns = f"{there} belongs to {owner} with mode {stat.filemode(found.st_mode)}"
+    opened = there if there in root.parents else root
+    return f": {owns}; let the owner say chmod -R g+w {opened} (of a group that you share), or choose another folder"
 
 
 def _identity(folder: Path) -> tuple[int, int]:

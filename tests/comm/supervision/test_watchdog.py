@@ -14,6 +14,7 @@ from mpizero.comm.recording.call_trace import CallTrace
 from mpizero.comm.recording.registry import CommunicatorRegistry
 from mpizero.comm.supervision.mismatch_watch import MismatchWatch
 from mpizero.comm.supervision.supervisor import HEARTBEAT, Supervisor
+from mpizero.comm.supervision.wait_report import is_silent
 from mpizero.comm.supervision.watchdog import Watchdog
 from mpizero.errors import CollectiveError, ConfigError, PeerFailure
 from mpizero.testing import run_in_threads
@@ -278,3 +279,30 @@ def test_it_watches_and_lets_go_over_mpi(world):
     for _ in range(3):
         with Watchdog(world, timeout=30.0):
             world.barrier()
+
+
+def test_ranks_of_this_node_are_looked_at_after_those_that_do_not_answer():
+    """A rank that writes four times a second is not silent because another node has kept its reader waiting."""
+
+    def work(comm):
+        watchdog = Watchdog(comm, timeout=1.0)
+        slots = {0: {}, 1: {}}
+
+        def read():
+            return {rank: slot | {"beat": time.monotonic()} for rank, slot in slots.items()}
+
+        def read_all():
+            time.sleep(0.1)
+            return read()
+
+        watchdog._guard = SimpleNamespace(peers=SimpleNamespace(read=read, read_all=read_all))
+        return max(slot["age"] for slot in watchdog._slots((0, 1, 2)).values())
+
+    (oldest,) = run_in_threads(1, work)
+    assert oldest < 0.05
+
+
+def test_a_rank_that_reports_is_not_silent():
+    slot = {"age": 60.0}
+    assert is_silent(slot, 0.25)
+    assert not is_silent(slot | {"reports": True}, 0.25)

@@ -6,13 +6,18 @@ import io
 import json
 import re
 import socket
+import sys
+import threading
 
 import pytest
 
+from mpizero.comm.startup.launch import one_process
+from mpizero.testing import run_in_threads
 from mpizero.train.cli.output import wants_colour
 from mpizero.train.doctor import machine_facts
 from mpizero.train.doctor.bug_report import bug_report
 from mpizero.train.doctor.check_result import CheckResult
+from mpizero.train.doctor.examination import check_cores, check_torch
 
 ESCAPES = re.compile(r"\x1b\[[\d;]*m")
 
@@ -30,6 +35,8 @@ class Terminal(io.StringIO):
         (Terminal(), {"NO_COLOR": "1"}, False),
         (Terminal(), {"NO_COLOR": ""}, True),
         (io.StringIO(), {"TERM": "xterm"}, False),
+        (Terminal(), {"TERM": "xterm", "OMPI_COMM_WORLD_RANK": "0"}, False),
+        (Terminal(), {"FORCE_COLOR": "1", "OMPI_COMM_WORLD_RANK": "0"}, True),
         (io.StringIO(), {"FORCE_COLOR": "1"}, True),
         (Terminal(), {"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
         (Terminal(), {"FORCE_COLOR": "1", "TERM": "dumb"}, True),
@@ -37,6 +44,59 @@ class Terminal(io.StringIO):
 )
 def test_colours_are_for_terminals_and_the_environment_has_the_last_word(stream, environment, colour):
     assert wants_colour(stream, environment) is colour
+
+
+def torch_of(folder, monkeypatch, text):
+    (folder / "torch").mkdir()
+    (folder / "torch" / "version.py").write_text(text)
+    (folder / "torch" / "__init__.py").write_text("raise AssertionError('loaded')")
+    monkeypatch.syspath_prepend(folder)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
+        monkeypatch.delitem(sys.modules, name)
+    return check_torch(one_process(), 1)
+
+
+def test_a_pytorch_for_cuda_on_nodes_without_a_gpu_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine_facts, "gpus", lambda: (0, []))
+    text = (
+        "from typing import Optional\n__all__ = ['cuda']\n__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\n"
+    )
+    found = torch_of(tmp_path, monkeypatch, text)
+    assert (found.status, found.text) == ("warn", "PyTorch 2.13.0+cu130 for CUDA 13.0, but no GPU is seen")
+    assert "https://download.pytorch.org/whl/cpu" in found.remedy
+    monkeypatch.setattr(machine_facts, "gpus", lambda: (1, []))
+    assert check_torch(one_process(), 1).status == "ok"
+
+
+def test_a_pytorch_for_cpus_is_named(tmp_path, monkeypatch):
+    text = "__version__ = '2.13.0+cpu'\ndebug = False\ncuda: Optional[str] = None\nhip: Optional[str] = None\n"
+    found = torch_of(tmp_path, monkeypatch, text)
+    assert (found.status, found.text) == ("ok", "PyTorch 2.13.0+cpu")
+
+
+def test_unequal_nodes_are_told_beside_cores_without_work(monkeypatch):
+    """Three ranks on one node and one on another."""
+    rank_of = threading.local()
+
+    class Nodes:
+        def __init__(self, comm):
+            self.comm = comm
+
+        def split_node(self, name):
+            return self.comm.split_node(3, name=name)
+
+        def __getattr__(self, name):
+            return getattr(self.comm, name)
+
+    def work(comm):
+        rank_of.host = "b" if comm.rank == 3 else "a"
+        return check_cores(Nodes(comm), 1)
+
+    monkeypatch.setattr(machine_facts, "host", lambda: rank_of.host)
+    monkeypatch.setattr(machine_facts, "cores", lambda: list(range(64)))
+    found = run_in_threads(4, work)[0]
+    assert found.text == "a: 3 ranks x 1 thread on 64 cores; b: 1 rank x 1 thread on 64 cores"
+    assert "cores stay idle; start the same number of ranks on every node" in found.remedy
 
 
 def test_doctor_in_colour_says_the_same_as_without(on_threads, monkeypatch):
