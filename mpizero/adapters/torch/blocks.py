@@ -21,8 +21,8 @@ from mpizero.adapters.torch.backward import (
     weight_half,
     whole_backward,
 )
+from mpizero.adapters.torch.first.own_forward import OwnForward
 from mpizero.adapters.torch.module_call import ModuleCall, Passed, array_of
-from mpizero.adapters.torch.own_forward import OwnForward
 from mpizero.adapters.torch.process import torch_pass
 from mpizero.adapters.torch.saved import SavedParameters
 from mpizero.errors import ConfigError, LayoutError
@@ -121,12 +121,14 @@ class TorchBlock(Layer):
             passed = self._record(params, recorded)
         else:
             with self.call.prepared(run), torch.no_grad():
-                passed = self.call(params, self.call.given(params), map_leaves(as_tensor, x))
+                passed = self.call(params, self.call.given(params), map_leaves(as_tensor, x), run)
         y = passed.output
         if getattr(params, "gathered", False):  # a parameter's memory is overwritten before the next block reads it
             saved = recorded.saved or SavedParameters(passed.given)
             y = map_leaves(lambda leaf: leaf if saved.parameter_of(leaf) is None else leaf.detach().clone(), y)
-        return map_leaves(as_array, y), recorded
+        output = map_leaves(as_array, y)
+        self.call.first_pass.returned(output)
+        return output, recorded
 
     def _record(self, params: Params, recorded: _Recorded) -> Passed:
         """Run the module with autograd's graph, and record the pass."""
@@ -143,7 +145,7 @@ class TorchBlock(Layer):
                 recorded.saved = SavedParameters(given)
                 hooks = saved_tensors_hooks(recorded.saved.pack, recorded.saved.unpack)
             with hooks:
-                recorded.passed = passed = call(params, given, x)
+                recorded.passed = passed = call(params, given, x, recorded.run)
             outputs = {path: t for path, t in paths_of(y=passed.output) if t.requires_grad}
             recorded.graph, recorded.paths = Pass(list(outputs.values()), inputs, weights), tuple(outputs)
             return passed

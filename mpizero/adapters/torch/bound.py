@@ -14,6 +14,7 @@ import torch
 
 from mpizero.errors import ConfigError
 from mpizero.names import nearest
+from mpizero.types import IntegerSpec, ParameterSpec
 
 #: The dtypes that parameters may have.
 DTYPES: dict[Any, np.dtype[Any]] = {torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64)}
@@ -48,6 +49,38 @@ class Held:
         """The tensor that is in the first of the places."""
         place, key = self.places[0]
         return place[key]
+
+
+@dataclass(frozen=True)
+class BlockTensors:
+    """Hold what a block's module holds, and how mpizero stores it.
+
+    Attributes
+    ----------
+    stored : tuple of Held
+        The parameters, and the buffers that are stored like parameters: statistics, which are averaged, and constants,
+        which are frozen.
+    specs : tuple of ParameterSpec
+        Their descriptions, in the same order, with names relative to the block.
+    integers : tuple of Held
+        Buffers of whole numbers, such as counters of batches.
+    integer_specs : tuple of IntegerSpec
+        Their descriptions, in the same order.
+    kept : tuple of Held
+        The other buffers, which stay in the module; no forward pass may change them.
+    parameters : frozenset of str
+        Names of those in ``stored`` that are parameters of the module, not buffers.
+    unused : frozenset of str
+        Names of parameters that need no gradient in every forward pass.
+    """
+
+    stored: tuple[Held, ...]
+    specs: tuple[ParameterSpec, ...]
+    integers: tuple[Held, ...] = ()
+    integer_specs: tuple[IntegerSpec, ...] = ()
+    kept: tuple[Held, ...] = ()
+    parameters: frozenset[str] = frozenset()
+    unused: frozenset[str] = frozenset()
 
 
 def without_values(module: torch.nn.Module) -> torch.nn.Module:
@@ -126,16 +159,6 @@ def running_statistics(module: torch.nn.Module) -> set[int]:
     norms = (inner for inner in module.modules() if isinstance(inner, kind) and inner.training)
     buffers = (buffer for norm in norms for buffer in norm._buffers.values())
     return {id(buffer) for buffer in buffers if buffer is not None and buffer.is_floating_point()}
-
-
-def plain_state(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the numbers, texts and truth values that modules keep as attributes, by name. Not collective."""
-    return {
-        f"{path}.{key}" if path else key: value
-        for path, inner in module.named_modules()
-        for key, value in vars(inner).items()
-        if isinstance(value, bool | int | float | complex | str) and key != "training"
-    }
 
 
 @contextmanager

@@ -12,12 +12,15 @@ import torch
 from mpizero import validation
 from mpizero.adapters.torch import bound
 from mpizero.adapters.torch.blocks import TorchBlock
+from mpizero.adapters.torch.bound import BlockTensors
 from mpizero.adapters.torch.describer import Describer, chosen_names
+from mpizero.adapters.torch.first.first_pass import FirstPass
+from mpizero.adapters.torch.first.originals import Originals, check_functions, check_parameters, mentions_data
+from mpizero.adapters.torch.first.own_forward import OwnForward
+from mpizero.adapters.torch.first.parts import Trial
 from mpizero.adapters.torch.loss import TorchLoss
-from mpizero.adapters.torch.module_call import BlockTensors, ModuleCall
-from mpizero.adapters.torch.originals import Originals, check_functions, check_parameters, mentions_data
-from mpizero.adapters.torch.own_forward import OwnForward
-from mpizero.adapters.torch.process import TorchSettings, check_rounding, torch_pass, use_gpu
+from mpizero.adapters.torch.module_call import ModuleCall
+from mpizero.adapters.torch.process import TorchSettings, check_rounding, torch_pass
 from mpizero.errors import ConfigError, LayoutError
 from mpizero.layout.flat import joined
 from mpizero.names import explains
@@ -60,8 +63,9 @@ class TorchModel:
         Running means and variances of norms are such statistics already. No forward pass may change other buffers.
     compare_forward : bool
         Whether the first samples, in training and in evaluation, also run through the module's own ``forward``, which
-        must compute what the blocks compute. False where it is meant to differ. A module without a ``forward``, and an
-        ``nn.Sequential`` whose children are the blocks, are not run.
+        must compute what the blocks compute. A module without a ``forward``, and an ``nn.Sequential`` whose children
+        are the blocks, are not run. Whether the first samples also run in two parts, which must compute what they do
+        together. False where one of both is meant to differ.
     activation_checkpointing : collection of str
         Names, or shell patterns, of blocks of which only the input is kept for the backward pass. It runs them again,
         with the same random numbers, and the bits stay the same.
@@ -117,7 +121,8 @@ class TorchModel:
         check_functions(given)
         self._originals = Originals(given)
         self._module = bound.without_values(given)
-        self.loss = TorchLoss(loss, self._settings)
+        self._trial = Trial() if compare_forward else None
+        self.loss = TorchLoss(loss, self._settings, self._originals, self._trial)
         chosen = {"": self._module}
         if blocks is not None:
             twins = _twins(given, self._module, blocks)
@@ -239,8 +244,8 @@ class TorchModel:
 
     def _call(self, number: int, module: torch.nn.Module, tensors: BlockTensors) -> ModuleCall:
         training = tuple((inner, inner.training) for inner in module.modules())
-        told = self._originals, mentions_data(module)
-        return ModuleCall(module, number, tensors, self._settings, training, *told)
+        first_pass = FirstPass(type(module).__name__, number, self._originals, self._trial)
+        return ModuleCall(module, number, tensors, self._settings, training, first_pass, mentions_data(module))
 
 
 def _takes_nothing(function: Any) -> bool:
