@@ -14,9 +14,13 @@ from mpizero.adapters.torch.first.originals import Originals
 from mpizero.adapters.torch.first.parts import Trial, parts_of
 from mpizero.adapters.torch.process import TorchSettings, torch_pass
 from mpizero.errors import ConfigError, DataError, LayoutError
+from mpizero.frames import users_line
 from mpizero.sampletree import leaves_of, map_leaves
 from mpizero.signatures import named
 from mpizero.types import Array
+
+#: What PyTorch says where a derivative is asked for without a graph.
+_UNDIFFERENTIATED = ("does not require grad", "not have been used in the graph")
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +46,7 @@ class TorchLoss:
                 f"TorchModel: the loss {type(self.function).__name__} has reduction={reduction!r}: it must be a sum "
                 "over samples, reduction='sum'; mpizero divides the sum of the global batch by its weight"
             )
-        object.__setattr__(self, "_first", FirstLoss(self.function, self._value, self.originals))
+        object.__setattr__(self, "_first", FirstLoss(self.function, self.value, self.originals))
 
     @property
     def fingerprint(self) -> Any:
@@ -62,8 +66,8 @@ class TorchLoss:
             leaves = gradient_leaves(given)
             for leaf in leaves:
                 leaf.requires_grad_()
-            before = random_state()
-            loss, weight = self._value(given, wanted)
+            before = torch.default_generator.get_state()
+            loss, weight = self.value(given, wanted)
             if not torch.equal(before, torch.default_generator.get_state()):
                 torch.default_generator.set_state(before)
                 raise self._first.draws("PyTorch's generator", "")
@@ -89,8 +93,20 @@ class TorchLoss:
 
         return map_leaves(gradient, prediction)
 
-    def _value(self, prediction: Any, target: Any) -> tuple[torch.Tensor, float]:
-        result = self.function(prediction, target)
+    def value(self, prediction: Any, target: Any, **given: Any) -> tuple[torch.Tensor, float]:
+        """Call the function, with what it is ``given`` besides; return the sum as a tensor, and the weight."""
+        try:
+            result = self.function(prediction, target, **given)
+        except RuntimeError as error:
+            if not given and any(words in str(error) for words in _UNDIFFERENTIATED):
+                line = users_line(error.__traceback__)
+                at = "" if line is None else f" ({line})"
+                raise LayoutError(
+                    f"{named(self.function, 'loss')}{at} differentiates what it has no graph of: let it have a "
+                    "parameter x, loss(prediction, target, x), which is given the input by which the prediction can be "
+                    "differentiated, or a parameter module, which is given the module"
+                ) from error
+            raise
         loss, weight = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             is_tensor = isinstance(loss, torch.Tensor)

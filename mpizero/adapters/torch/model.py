@@ -18,12 +18,14 @@ from mpizero.adapters.torch.first.first_pass import FirstPass
 from mpizero.adapters.torch.first.originals import Originals, check_functions, check_parameters, mentions_data
 from mpizero.adapters.torch.first.own_forward import OwnForward
 from mpizero.adapters.torch.first.parts import Trial
+from mpizero.adapters.torch.given_module import JointFunctions, ModuleAndLoss, given_besides
 from mpizero.adapters.torch.loss import TorchLoss
 from mpizero.adapters.torch.module_call import ModuleCall
 from mpizero.adapters.torch.process import TorchSettings, check_rounding, torch_pass
 from mpizero.errors import ConfigError, LayoutError
 from mpizero.layout.flat import joined
 from mpizero.names import explains
+from mpizero.signatures import named
 from mpizero.types import Array
 
 
@@ -44,7 +46,10 @@ class TorchModel:
     loss : callable
         ``loss(prediction, target)``, on tensors. It returns the sum of the losses over samples, or that sum and its
         weight; the weight is otherwise the number of samples. A module such as
-        ``torch.nn.CrossEntropyLoss(reduction="sum")`` is one.
+        ``torch.nn.CrossEntropyLoss(reduction="sum")`` is one. If it has a parameter ``module``, it is given the module
+        that is trained, for a penalty on weights or another pass; if it has a parameter ``x``, it is given the module's
+        input, by which the prediction can be differentiated. Module and loss are one function as a model then, without
+        blocks. A term without samples is to be multiplied by their number.
     blocks : nn.Sequential, list of submodules and names, or None
         The submodules that the module runs one after the other, in this order, and nothing else: ``["embedding",
         "layers.*", "head"]``. They are what ZeRO-3 gathers, pipelines distribute and activation checkpointing repeats.
@@ -122,8 +127,13 @@ class TorchModel:
         self._originals = Originals(given)
         self._module = bound.without_values(given)
         self._trial = Trial() if compare_forward else None
-        self.loss = TorchLoss(loss, self._settings, self._originals, self._trial)
         chosen = {"": self._module}
+        besides = given_besides(loss)
+        if besides and (blocks is not None or activation_checkpointing):
+            raise ConfigError(
+                f"TorchModel: the loss has a parameter {besides[0]}, so module and loss run together: leave blocks and "
+                "activation_checkpointing out, or the parameter"
+            )
         if blocks is not None:
             twins = _twins(given, self._module, blocks)
             chosen = bound.chosen_blocks(self._module, twins)
@@ -131,37 +141,62 @@ class TorchModel:
         own = OwnForward(self._made, tuple(chosen), self._settings) if blocks is not None and compare_forward else None
         again = chosen_names(list(chosen), "activation_checkpointing", activation_checkpointing, "block")
         describer = Describer(self._module, self.dtype, frozen=frozen, unused=unused, averaged=averaged)
-        #: Blocks by name, in the order in which they run.
-        self.blocks: Mapping[str, TorchBlock] = {
-            name: TorchBlock(
-                self._call(number, inner, describer.describe(name, inner)), own if number == 0 else None, name in again
-            )
+        self._calls = {
+            name: self._call(number, inner, describer.describe(name, inner))
             for number, (name, inner) in enumerate(chosen.items())
         }
         describer.forget_values()
+        if besides:
+            self._be_function(ModuleAndLoss(self._module, TorchLoss(loss, self._settings, self._originals), besides))
+            return
+        self.loss: Any = TorchLoss(loss, self._settings, self._originals, self._trial)
+        #: Blocks by name, in the order in which they run.
+        self.blocks: Mapping[str, TorchBlock] = {
+            name: TorchBlock(call, own if call.number == 0 else None, name in again)
+            for name, call in self._calls.items()
+        }
+
+    def _be_function(self, together: ModuleAndLoss) -> None:
+        """Set the attributes of a black box: module and loss as one function of all parameters."""
+        alone, loss = self._calls[""], together.loss
+        call, start = self._call(0, together, alone.tensors), self.start_values
+        specs, integers = alone.tensors.specs, alone.tensors.integer_specs
+        call.first_pass.shown, call.first_pass.sums = f"{alone.shown}, with {named(loss.function, 'loss')},", True
+        functions = JointFunctions(call, alone, named(loss.function, "loss"))
+        self._calls[""] = call
+        self.parameters = {spec.name: start[spec.name] for spec in specs}
+        self.integers = {spec.name: start[spec.name] for spec in integers}
+        self.frozen = frozenset(spec.name for spec in specs if not spec.trainable)
+        self.averaged = frozenset(spec.name for spec in specs if spec.averaged)
+        self.in_place, self.has_loss = True, True
+        self.loss_and_grad, self.predict = functions.loss_and_grad, functions.predict
+        self.loss = functions.loss
 
     @property
     def fingerprint(self) -> Any:
         """Parts of the model that ranks compare, besides blocks, loss and start values."""
-        return {"seed": self.seed, "own_kernels": self._settings.own_kernels}
+        found = {"seed": self.seed, "own_kernels": self._settings.own_kernels}
+        if hasattr(self, "blocks"):
+            return found
+        return found | {"module": self._module, "loss": self._calls[""].module.function, "frozen": self.frozen}
 
     @property
     def random_by_grain(self) -> bool:
         """Tell whether passes so far have drawn random numbers, which depend on where the grains begin."""
-        return any(block.call.random for block in self.blocks.values())
+        return any(call.random for call in self._calls.values())
 
     @property
     def other_names(self) -> dict[str, str]:
         """The other names of parameters and buffers that the module holds in several places, with their first names."""
         homes: dict[int, str] = {}
         found: dict[str, str] = {}
-        for block, one in self.blocks.items():
-            for held in (*one.call.tensors.stored, *one.call.tensors.integers):
-                for place, key in held.places:
-                    homes.setdefault(id(place[key]), joined(block, held.name))
+        for block, call in self._calls.items():
+            for one in (*call.tensors.stored, *call.tensors.integers):
+                for place, key in one.places:
+                    homes.setdefault(id(place[key]), joined(block, one.name))
         module = self._module
-        for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
-            for name, tensor in named:
+        for held in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
+            for name, tensor in held:
                 if homes.get(id(tensor), name) != name:
                     found[name] = homes[id(tensor)]
         return found
@@ -174,8 +209,8 @@ class TorchModel:
         state |= dict(module.named_buffers(remove_duplicate=False))
         names = [
             joined(block, spec.name)
-            for block, one in self.blocks.items()
-            for specs in (one.specs(), one.own_integers())
+            for block, call in self._calls.items()
+            for specs in (call.tensors.specs, call.tensors.integer_specs)
             for spec in specs
         ]
         return {name: state[name].detach().cpu().numpy() for name in names}

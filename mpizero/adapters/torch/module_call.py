@@ -13,7 +13,8 @@ from mpizero.adapters.derived_seed import derived_seed
 from mpizero.adapters.torch.arrays import Placed, as_tensor
 from mpizero.adapters.torch.bound import BlockTensors, Held, in_places
 from mpizero.adapters.torch.calling import called
-from mpizero.adapters.torch.first.first_pass import Copies, FirstPass
+from mpizero.adapters.torch.first.copies import Copies
+from mpizero.adapters.torch.first.first_pass import FirstPass
 from mpizero.adapters.torch.process import TorchSettings, torch_pass
 from mpizero.errors import DataError, LayoutError
 from mpizero.sampletree import leaves_of, map_leaves

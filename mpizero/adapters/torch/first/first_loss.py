@@ -12,9 +12,10 @@ import torch
 
 from mpizero.adapters.hidden_state import differing, hidden_state, line_that_changes, part_of, shared_generators
 from mpizero.adapters.torch.arrays import gradient_leaves
-from mpizero.adapters.torch.first.first_pass import MOST_SHAPES, seeded
+from mpizero.adapters.torch.first.copies import seeded
+from mpizero.adapters.torch.first.first_pass import MOST_SHAPES
 from mpizero.adapters.torch.first.originals import Originals
-from mpizero.adapters.torch.first.parts import InParts, aligned, apart
+from mpizero.adapters.torch.first.parts import InParts, aligned, apart, in_double
 from mpizero.errors import LayoutError
 from mpizero.sampletree import leaves_of, map_leaves
 from mpizero.signatures import named
@@ -192,11 +193,4 @@ def _same(tree: Any) -> Any:
 
 
 def _wide(tree: Any) -> Any:
-    """Return a tree of tensors in double precision."""
-
-    def widened(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return leaf.double() if leaf.is_floating_point() else leaf.to(torch.complex128) if leaf.is_complex() else leaf
-
-    return map_leaves(widened, tree)
+    return map_leaves(lambda leaf: in_double(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)

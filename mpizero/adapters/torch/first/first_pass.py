@@ -8,21 +8,18 @@ them, but for what random numbers and statistics of a grain change: in evaluatio
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from mpizero.adapters.hidden_state import differing, hidden_state, line_that_changes, part_of, shared_generators
 from mpizero.adapters.torch.arrays import gradient_leaves
-from mpizero.adapters.torch.bound import BlockTensors, in_places
-from mpizero.adapters.torch.calling import called
+from mpizero.adapters.torch.first.copies import CopyGraph, ModuleCopy, Outcome, seeded
 from mpizero.adapters.torch.first.originals import Originals
-from mpizero.adapters.torch.first.parts import InParts, Trial, aligned, apart, other_samples
-from mpizero.adapters.torch.process import TorchSettings
+from mpizero.adapters.torch.first.parts import InParts, Trial, aligned, apart, in_double, other_samples
 from mpizero.errors import LayoutError
 from mpizero.sampletree import leaves_of, map_leaves
 
@@ -31,79 +28,14 @@ MOST_SHAPES = 4
 #: Most bytes of a single sample that is computed twice at once with all that a backward pass needs.
 _LARGE = 1 << 20
 
-
-class _Outcome(NamedTuple):
-    """Hold what a pass has computed: output, gradients of parameters and input by name, new values of buffers."""
-
-    output: Any
-    gradients: dict[str, torch.Tensor | None]
-    buffers: dict[str, torch.Tensor]
-    changes_input: bool
-
-
-class _Graph(NamedTuple):
-    """Hold a forward pass with its graph: the output, and the tensors whose gradients are wanted by name."""
-
-    output: Any
-    ends: dict[str, torch.Tensor]
-    buffers: dict[str, torch.Tensor]
-    changes_input: bool
-
-
-@dataclass(eq=False)
-class _Copy:
-    """Hold a copy of a block's module, and run passes of it that leave no trace."""
-
-    module: torch.nn.Module
-    tensors: BlockTensors
-    modes: Sequence[tuple[torch.nn.Module, bool]]
-    settings: TorchSettings
-    values: Sequence[torch.Tensor]
-    numbers: Sequence[torch.Tensor]
-
-    def run(self, x: Any, *, training: bool, gradients: bool, of_input: bool) -> _Graph:
-        """Run the module on ``x``, with copies of everything that it is given."""
-        for module, was in self.modes:
-            module.training = was and training
-        own = self.tensors
-        given = [value.detach().clone() for value in self.values]
-        numbers = [number.clone() for number in self.numbers]
-        ends: dict[str, torch.Tensor] = {}
-        if gradients:
-            ends = {s.name: t.requires_grad_() for s, t in zip(own.specs, given, strict=True) if s.optimized}
-        x = map_leaves(lambda leaf: leaf.detach().clone(), x)
-        if gradients and of_input:
-            ends |= {f"input {number}": leaf.requires_grad_() for number, leaf in enumerate(gradient_leaves(x))}
-        x = map_leaves(torch.clone, x)  # which may be changed in place, as a leaf of the graph may not
-        versions = [leaf._version for leaf in leaves_of(x)]
-        held = (*own.stored, *own.integers)
-        with in_places(held, [*given, *numbers]), self.settings.functions(), torch.set_grad_enabled(gradients):
-            output = called(self.module, x)
-            now = {one.name: one.now.detach() for one in held}
-        names = {s.name for s in own.specs if s.averaged} | {one.name for one in own.integers}
-        changed = [leaf._version for leaf in leaves_of(x)] != versions
-        return _Graph(output, ends, {name: value for name, value in now.items() if name in names}, changed)
-
-    def outcome(self, x: Any, **modes: bool) -> _Outcome:
-        """Run the module forward and, if there are ``gradients``, backward."""
-        graph = self.run(x, **modes)
-        output = map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, graph.output)
-        return _Outcome(output, self.gradients(graph), graph.buffers, graph.changes_input)
-
-    def gradients(self, graph: _Graph, leaves: Sequence[torch.Tensor] | None = None) -> dict[str, torch.Tensor | None]:
-        """Return the gradients of the sum of the sines of some tensors of the output: of all if None."""
-        if leaves is None:
-            leaves = gradient_leaves([leaf for leaf in leaves_of(graph.output) if isinstance(leaf, torch.Tensor)])
-        leaves = [leaf for leaf in leaves if leaf.requires_grad]
-        if not graph.ends or not leaves:
-            return {}
-        pairs = zip(self.tensors.specs, self.values, strict=True)
-        present = [graph.ends[s.name] if s.optimized else value.clone() for s, value in pairs]
-        present += [number.clone() for number in self.numbers]
-        with in_places((*self.tensors.stored, *self.tensors.integers), present), self.settings.functions():
-            given = [torch.cos(leaf.detach()).conj() for leaf in leaves]
-            found = torch.autograd.grad(leaves, list(graph.ends.values()), given, allow_unused=True)
-        return dict(zip(graph.ends, found, strict=True))
+_ONCE = (
+    "use reduction='sum', and multiply a term that does not depend on the samples, such as a penalty on weights, by "
+    "their number"
+)
+_GRAIN = (
+    "something in the backward pass sees a whole grain, such as a hook that clips, or scale_grad_by_freq=True; leave "
+    "it out, or give TorchModel compare_forward=False if it is meant"
+)
 
 
 @dataclass(eq=False)
@@ -122,6 +54,8 @@ class FirstPass:
         Follows samples from block to block in parts; None: they are not compared.
     random, changes_input : bool
         Whether the module has drawn random numbers, and whether it has changed its input in place.
+    sums : bool
+        Whether the output is a loss and its weight, which must add up over the parts.
     """
 
     shown: str
@@ -130,6 +64,7 @@ class FirstPass:
     trial: Trial | None
     random: bool = False
     changes_input: bool = False
+    sums: bool = False
     _seen: set[Any] = field(default_factory=set)
     _followed: bool = False
 
@@ -141,7 +76,7 @@ class FirstPass:
         self._seen.add(kind)
         return True
 
-    def check(self, fresh: Callable[[], _Copy], x: Any, *, training: bool) -> None:
+    def check(self, fresh: Callable[[], ModuleCopy], x: Any, *, training: bool) -> None:
         """Raise :class:`LayoutError` where a used copy of the module does something else than a fresh one.
 
         PyTorch's generator stays as it is. Not collective.
@@ -168,7 +103,7 @@ class FirstPass:
         ignored = {buffer.name for buffer in new.tensors.kept}  # each pass looks at these
         kept, left = ({p: d for p, d in state.items() if p not in ignored} for state in (kept, left))
 
-        def traced(state: Callable[[_Copy], Any]) -> str:
+        def traced(state: Callable[[ModuleCopy], Any]) -> str:
             with seeded():
                 run = fresh()
                 line = line_that_changes(lambda: state(run), lambda: run.outcome(x, **modes))
@@ -194,7 +129,7 @@ class FirstPass:
         if self.trial is not None:
             self.trial.returned(self.number, output)
 
-    def follow(self, fresh: Callable[[], _Copy], x: Any, count: int, *, training: bool) -> None:
+    def follow(self, fresh: Callable[[], ModuleCopy], x: Any, count: int, *, training: bool) -> None:
         """Compute ``count`` samples together and in two parts; raise :class:`LayoutError` if that is not the same.
 
         Samples for which the module raises an error are left out. Not collective.
@@ -212,20 +147,23 @@ class FirstPass:
             "gradients": training and not large,
             "of_input": self.number > 0,
         }
+        ways = [_wide(one)] if self.sums and _is_narrow(one) else []
         with seeded() as again:
-            graphs = []
-            try:
-                for tree in parts:
-                    again()
-                    graphs.append(one.run(tree, **modes))
-            except Exception:  # a last grain may be as small as a part, but need not
+            graphs = next(filter(None, (_in_parts(way, parts, again, modes) for way in (*ways, (one, _same)))), None)
+            if graphs is None:  # a last grain may be as small as a part, but need not
                 self.trial.output(self.number, None)
                 return
             outputs = InParts(*(graph.output for graph in graphs))
             found = aligned(outputs)
             self._check_rows(found, count)
-            if found and modes["gradients"]:
-                self._check_gradients(one, graphs, found, count)
+            if self.sums:
+                self._check_sums(outputs, count)
+            if modes["gradients"]:
+                columns = (
+                    [tree[:1] for tree in outputs] if self.sums else zip(*(each for *_, each in found), strict=True)
+                )
+                self._check_gradients(one, list(zip(graphs, columns, strict=False)), count)
+        self.trial.done |= self.sums
         detached = (map_leaves(lambda t: t.detach() if isinstance(t, torch.Tensor) else t, o) for o in outputs)
         self.trial.output(self.number, InParts(*detached))
 
@@ -241,10 +179,22 @@ class FirstPass:
                     "(batch_first=True)? Or give TorchModel compare_forward=False if it is meant"
                 )
 
-    def _check_gradients(self, one: _Copy, graphs: Sequence[_Graph], found: Any, count: int) -> None:
-        columns = zip(*(leaves for *_, leaves in found), strict=True)
+    def _check_sums(self, outputs: InParts, count: int) -> None:
+        for what, *values in zip(("loss", "weight"), *outputs, strict=True):
+            whole, first, second = (float(value.detach()) for value in values)
+            within = 1e-7 if outputs.whole[0].dtype == torch.float64 else 1e-3
+            size = abs(whole) + abs(first) + abs(second)
+            if abs(whole - first - second) > within * size:  # also False where one is NaN, which the step tells
+                raise LayoutError(
+                    f"{self.shown} is no sum over samples: the {what} is {whole:.6g} for {max(count, 2)} samples, "
+                    f"{first:.6g} and {second:.6g} for two parts of them: {_ONCE}"
+                )
+
+    def _check_gradients(self, one: ModuleCopy, passes: Sequence[tuple[CopyGraph, Any]], count: int) -> None:
+        if not passes:
+            return
         whole, first, second = (
-            one.gradients(graph, gradient_leaves(list(leaves))) for graph, leaves in zip(graphs, columns, strict=True)
+            one.gradients(graph, gradient_leaves(list(leaves)), linear=self.sums) for graph, leaves in passes
         )
         sums = {name: (g, first[name], second[name]) for name, g in whole.items() if not name.startswith("input ")}
         largest = max((float(g.abs().max()) for g, *_ in sums.values() if g is not None and g.numel()), default=0.0)
@@ -254,55 +204,37 @@ class FirstPass:
             if (by := apart(total, a + b, 1e-2 * largest)) is not None:
                 raise LayoutError(
                     f"{self.shown}: the gradient of {name!r} for {max(count, 2)} samples is not the sum of those for "
-                    f"two parts of them (they differ by {by:.2g} of its size): something in the backward pass sees a "
-                    "whole grain, such as a hook that clips, or scale_grad_by_freq=True; leave it out, or give "
-                    "TorchModel compare_forward=False if it is meant"
+                    f"two parts of them (they differ by {by:.2g} of its size): " + (_ONCE if self.sums else _GRAIN)
                 )
 
 
-@contextmanager
-def seeded() -> Iterator[Callable[[], None]]:
-    """Yield a function that sets PyTorch's generator to the present state; set it so again at the end."""
-    state = torch.default_generator.get_state()
+def _is_narrow(one: ModuleCopy) -> bool:
+    return any(value.dtype == torch.float32 for value in one.values)
 
-    def again() -> None:
-        torch.default_generator.set_state(state)
 
+def _wide(one: ModuleCopy) -> tuple[ModuleCopy, Callable[[Any], Any]]:
+    """Return a copy with parameters in double precision, and the function that converts samples to it."""
+    values = [in_double(value) for value in one.values]
+    return replace(one, values=values), lambda tree: map_leaves(in_double, tree)
+
+
+def _same(tree: Any) -> Any:
+    return tree
+
+
+def _in_parts(
+    way: tuple[ModuleCopy, Callable[[Any], Any]], parts: InParts, again: Callable[[], None], modes: Mapping[str, bool]
+) -> list[CopyGraph] | None:
+    """Run passes for all samples and for both parts; None where the module raises an error."""
+    one, converted = way
+    graphs = []
     try:
-        yield again
-    finally:
-        again()
-
-
-@dataclass(eq=False)
-class Copies:
-    """Make copies of a block's module as it was before its first pass.
-
-    Parameters
-    ----------
-    module, tensors, modes
-        The module, what it holds, and whether each of its submodules is in training mode.
-    settings : TorchSettings
-        Settings of the process during a pass.
-    """
-
-    module: torch.nn.Module
-    tensors: BlockTensors
-    modes: Sequence[tuple[torch.nn.Module, bool]]
-    settings: TorchSettings
-    _first: tuple[torch.nn.Module, BlockTensors, Any] | None = None
-
-    def maker(self, values: Sequence[torch.Tensor], numbers: Sequence[torch.Tensor]) -> Callable[[], _Copy]:
-        """Return a function that makes a copy for passes with these values of what is stored. Not collective."""
-        if self._first is None:  # a pass may leave what cannot be copied, such as a tensor with its graph
-            self._first = copy.deepcopy((self.module, self.tensors, self.modes))
-        first = self._first
-
-        def fresh() -> _Copy:
-            module, tensors, modes = copy.deepcopy(first)
-            return _Copy(module, tensors, modes, self.settings, values, numbers)
-
-        return fresh
+        for tree in parts:
+            again()
+            graphs.append(one.run(converted(tree), **modes))
+    except Exception:
+        return None
+    return graphs
 
 
 def _sees_grains(module: torch.nn.Module) -> bool:
@@ -311,7 +243,7 @@ def _sees_grains(module: torch.nn.Module) -> bool:
     return any(isinstance(inner, kind) and not inner.track_running_stats for inner in module.modules())
 
 
-def _difference(one: _Outcome, other: _Outcome) -> str | None:
+def _difference(one: Outcome, other: Outcome) -> str | None:
     """Return the first thing that two passes have computed differently."""
     pairs = [("output", leaves_of(one.output), leaves_of(other.output))]
     for kind in ("gradients", "buffers"):

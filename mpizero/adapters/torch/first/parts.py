@@ -44,6 +44,12 @@ def other_samples(tensor: torch.Tensor) -> torch.Tensor:
     return tensor * 0.5 if tensor.is_floating_point() or tensor.is_complex() else tensor
 
 
+def in_double(tensor: torch.Tensor) -> torch.Tensor:
+    """Return floating-point numbers of 32 bits, real or complex, in double precision, and other numbers as they are."""
+    kinds = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+    return tensor.to(kinds.get(tensor.dtype, tensor.dtype))
+
+
 def sample_axis(leaves: Sequence[torch.Tensor]) -> int | None:
     """Return the axis on which the two parts of a tensor add up to the whole; None if there is not just one."""
     whole, first, second = (tuple(leaf.shape) for leaf in leaves)

@@ -20,7 +20,7 @@ from mpizero.testing import run_in_threads  # noqa: E402
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(8, 5, 3)).astype(np.float32), RNG.integers(0, 2, (8, 5))
-HERE = r"\(test_torch_first_pass\.py:\d+ in "
+HERE = r"\(test_first_pass\.py:\d+ in "
 GENERATOR, SEEN, MEMORY = np.random.default_rng(0), {"count": 0}, []
 
 
