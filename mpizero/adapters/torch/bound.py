@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from mpizero.errors import ConfigError
+from mpizero.layout.flat import joined
 from mpizero.names import nearest
 from mpizero.types import IntegerSpec, ParameterSpec
 
@@ -81,6 +82,14 @@ class BlockTensors:
     kept: tuple[Held, ...] = ()
     parameters: frozenset[str] = frozenset()
     unused: frozenset[str] = frozenset()
+
+    def with_frozen(self, block: str, names: Collection[str]) -> BlockTensors:
+        """Return the same, with parameters that have one of these global names, or are tied to one, not trained."""
+        specs = (
+            replace(spec, trainable=spec.trainable and (spec.tied or joined(block, spec.name)) not in names)
+            for spec in self.specs
+        )
+        return replace(self, specs=tuple(specs))
 
 
 def without_values(module: torch.nn.Module) -> torch.nn.Module:

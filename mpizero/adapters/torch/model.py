@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -158,9 +160,10 @@ class TorchModel:
 
     def _be_function(self, together: ModuleAndLoss) -> None:
         """Set the attributes of a black box: module and loss as one function of all parameters."""
-        alone, loss = self._calls[""], together.loss
-        call, start = self._call(0, together, alone.tensors), self.start_values
-        specs, integers = alone.tensors.specs, alone.tensors.integer_specs
+        tensors, loss = self._calls[""].tensors, together.loss
+        alone, call = (self._call(0, module, tensors) for module in (together.module, together))
+        start = self.start_values
+        specs, integers = tensors.specs, tensors.integer_specs
         call.first_pass.shown, call.first_pass.sums = f"{alone.shown}, with {named(loss.function, 'loss')},", True
         functions = JointFunctions(call, alone, named(loss.function, "loss"))
         self._calls[""] = call
@@ -249,6 +252,18 @@ class TorchModel:
             else:
                 raise LayoutError(f"state_dict: there is no array {home!r}; it was given {len(arrays)} arrays")
         return found
+
+    def with_frozen(self, names: Collection[str]) -> TorchModel:
+        """Return a model that does not train the parameters of these names, either. Not collective."""
+        twin = copy(self)
+        twin._calls = {
+            block: replace(call, tensors=call.tensors.with_frozen(block, names)) for block, call in self._calls.items()
+        }
+        if hasattr(self, "blocks"):
+            twin.blocks = {name: replace(block, call=twin._calls[name]) for name, block in self.blocks.items()}
+        else:
+            twin._be_function(self._calls[""].module)
+        return twin
 
     def set_sharding_config(self, config: Any) -> None:
         """Take number of threads and device of a :class:`ShardingConfig`. Not collective."""
