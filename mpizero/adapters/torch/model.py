@@ -21,6 +21,7 @@ from mpizero.adapters.torch.first.originals import Originals, check_functions, c
 from mpizero.adapters.torch.first.own_forward import OwnForward
 from mpizero.adapters.torch.first.parts import Trial
 from mpizero.adapters.torch.given_module import JointFunctions, ModuleAndLoss, given_besides
+from mpizero.adapters.torch.left_behind import LeftBehind
 from mpizero.adapters.torch.loss import TorchLoss
 from mpizero.adapters.torch.module_call import ModuleCall
 from mpizero.adapters.torch.process import TorchSettings, check_rounding, torch_pass
@@ -37,7 +38,7 @@ class TorchModel:
 
     The module's code runs with parameters that lie in mpizero's memory, one copy a node, and autograd computes the
     gradients. The module that is given keeps its values; ``model.named_parameters()`` of the sharded model has the
-    trained ones, under the names of ``module.state_dict()``.
+    trained ones, under the names of ``module.state_dict()``, and :meth:`fill` gives them to the module.
 
     Parameters
     ----------
@@ -128,6 +129,8 @@ class TorchModel:
         check_functions(given)
         self._originals = Originals(given)
         self._module = bound.without_values(given)
+        if given is module:
+            LeftBehind(module, self._originals)
         self._trial = Trial() if compare_forward else None
         chosen = {"": self._module}
         besides = given_besides(loss)
@@ -252,6 +255,43 @@ class TorchModel:
             else:
                 raise LayoutError(f"state_dict: there is no array {home!r}; it was given {len(arrays)} arrays")
         return found
+
+    def fill(self, arrays: Mapping[str, Array], module: torch.nn.Module | None = None) -> torch.nn.Module:
+        """Give a module the values of ``arrays``, and return it. Not collective.
+
+        Training leaves the module that was given as it was: what is trained is a copy.
+
+        Parameters
+        ----------
+        arrays : mapping of str to Array
+            As in :meth:`state_dict`: ``model.named_parameters()`` of the sharded model, which all ranks call.
+        module : torch.nn.Module or None
+            The module to fill; None: the one that was given.
+
+        Raises
+        ------
+        ConfigError
+            If there is no ``module``, and a function that makes one was given.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import torch
+        >>> import mpizero as mz
+        >>> net = torch.nn.Linear(2, 1)
+        >>> model = mz.adapters.torch.TorchModel(net, torch.nn.MSELoss(reduction="sum"))
+        >>> x = np.ones((4, 2), np.float32)
+        >>> with mz.distribute(model, mz.SGD(0.1), comm="self") as placed:
+        ...     loss = placed.train(x, x[:, :1])
+        ...     net = model.fill(placed.named_parameters())
+        ...     np.allclose(net(torch.from_numpy(x)).detach(), placed.predict(x))
+        True
+        """
+        if module is None and not isinstance(self._source, torch.nn.Module):
+            raise ConfigError("TorchModel.fill: the module was made by a function: give one, fill(arrays, module)")
+        filled: torch.nn.Module = self._source if module is None else module
+        filled.load_state_dict(self.state_dict(arrays))
+        return filled
 
     def with_frozen(self, names: Collection[str]) -> TorchModel:
         """Return a model that does not train the parameters of these names, either. Not collective."""

@@ -70,6 +70,7 @@ class FirstPass:
 
     def is_new(self, x: Any, *, training: bool) -> bool:
         """Tell whether samples like ``x`` are to be looked at in this mode; from then on they are not."""
+        self.originals.trained |= training
         kind = (training, *((leaf.shape, leaf.dtype) for leaf in leaves_of(x)))
         if kind in self._seen or sum(mode == training for mode, *_ in self._seen) >= MOST_SHAPES:
             return False

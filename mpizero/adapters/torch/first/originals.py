@@ -90,6 +90,8 @@ class Originals:
     """Know the tensors of a module that was given, as long as something else keeps them."""
 
     def __init__(self, module: torch.nn.Module) -> None:
+        #: Whether a copy of the module has been trained.
+        self.trained = False
         tensors = (*module.named_parameters(), *module.named_buffers())
         self._references = [(name, weakref.ref(tensor)) for name, tensor in tensors]
 
