@@ -182,17 +182,15 @@ def _check_sums(
         return  # told by the step itself, with the tensor
     apart = abs(whole - sum(halves))
     allowed = within * np.maximum(abs(whole), sum(map(abs, halves)))
-    first, of = (samples // 2, "halves") if samples > 1 else (1, "parts")
-    samples = max(samples, 2)
+    of, samples = "halves" if samples > 1 else "parts", max(samples, 2)
     for at, what in enumerate(("loss", "weight")):
         if apart[at] <= allowed[at] or not allowed[at]:
             continue
         a, b = halves[0][at], halves[1][at]
-        mean = (a * first + b * (samples - first)) / samples
         why = _TERM
         if what == "weight":
             why = "a weight that does not grow with the samples: return their number"
-        elif abs(mean - whole[at]) <= 1e-2 * abs(whole[at]):
+        elif min(a, b) - allowed[at] <= whole[at] <= max(a, b) + allowed[at]:  # also of one with a mask or weights
             why = "a mean over the samples: return their sum, jax.numpy.sum(losses)"
         raise LayoutError(
             f"{loss.shown}: the {what} of the first {samples} samples is {whole[at]:.6g}, of their two {of} "
