@@ -57,12 +57,14 @@ class TorchLoss:
         """Return the sum of the losses, the weight, and the graph for :meth:`backward`. Not collective."""
         with torch_pass(self.settings), torch.enable_grad():
             given, wanted = map_leaves(as_tensor, prediction), map_leaves(as_tensor, target)
-            if self._first.is_new((given, wanted)):
+            kind = self._first.new_kind((given, wanted))
+            if kind is not None:
                 self._first.check(given, wanted)
                 if not self._first.added and self._adds_up(prediction, given, wanted):
                     self._first.added = True
                     if self.trial is not None:
                         self.trial.done = True
+                self._first.seen.add(kind)
             leaves = gradient_leaves(given)
             for leaf in leaves:
                 leaf.requires_grad_()

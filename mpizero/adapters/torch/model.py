@@ -181,7 +181,7 @@ class TorchModel:
     @property
     def fingerprint(self) -> Any:
         """Parts of the model that ranks compare, besides blocks, loss and start values."""
-        found = {"seed": self.seed, "own_kernels": self._settings.own_kernels}
+        found = {"seed": self.seed, "own_kernels": self._settings.own_kernels, "torch": str(torch.__version__)}
         if hasattr(self, "blocks"):
             return found
         return found | {"module": self._module, "loss": self._calls[""].module.function, "frozen": self.frozen}

@@ -199,12 +199,14 @@ class ModuleCall:
     def _look(self, given: Sequence[torch.Tensor], numbers: Sequence[torch.Tensor], x: Any, run: Run) -> None:
         """Let copies of the module make the first passes on samples of new shapes."""
         training = self.module.training
-        new = self.first_pass.is_new(x, training=training)
-        if new:
+        kind = self.first_pass.new_kind(x, training=training, counted=run.count > 0)
+        if kind is not None:
             self.first_pass.check(self._copies.maker(given, numbers), x, training=training)
             self._seen.changes_input |= self.first_pass.changes_input
-        if self.first_pass.follows(run.count, new=new):
+        if self.first_pass.follows(run.count, new=kind is not None):
             self.first_pass.follow(self._copies.maker(given, numbers), x, run.count, training=training)
+        if kind is not None:
+            self.first_pass.seen.add(kind)
 
     def _watched(self, given: Sequence[torch.Tensor]) -> list[tuple[Held, bool, torch.Tensor]]:
         """Return what no forward pass may change: what it is, whether it is stored, and the tensor in its place."""

@@ -14,9 +14,13 @@ from mpizero.comm.leftovers import SHARED_FOLDER, Leftover, leftovers, remove, s
 from mpizero.comm.node_memory import available_memory, memory_of_node
 from mpizero.comm.startup.same_software import versions
 from mpizero.errors import ConfigError, ExitStatus
+from mpizero.installed import installed_version
 from mpizero.train.doctor import launch_checks, machine_facts
 from mpizero.train.doctor.check_result import CheckResult, counted
 
+#: Packages of models that users bring, which need not be there.
+_OPTIONAL = ("torch", "jax")
+CPU_WHEELS = "pip install torch --index-url https://download.pytorch.org/whl/cpu has no CUDA"
 Check = Callable[[Communicator, int], CheckResult]
 
 #: Codes of terminals: green, yellow, bold red; cyan.
@@ -26,9 +30,9 @@ _REMEDY = "36"
 
 def check_versions(comm: Communicator, threads: int) -> CheckResult:
     """Compare Python and library versions over the ranks. Collective over ``comm``."""
-    mine = versions()
+    mine = versions() | {name: installed_version(name) or "not installed" for name in _OPTIONAL}
     every = comm.allgather_object(mine)
-    text = ", ".join(f"{name} {version}" for name, version in mine.items())
+    text = ", ".join(f"{name} {version}" for name, version in mine.items() if version != "not installed")
     for name in mine:
         values = [found[name] for found in every]
         if len(set(values)) > 1:
@@ -39,6 +43,8 @@ def check_versions(comm: Communicator, threads: int) -> CheckResult:
     missing = [name for name, version in mine.items() if version == "missing"]
     if missing:
         return CheckResult("versions", "FAIL", text, f"pip install {' '.join(missing)}")
+    if mine["torch"] != "not installed" and "+cpu" not in mine["torch"] and not machine_facts.gpus()[0]:
+        text += "; torch is the build for GPUs, of gigabytes, and there is none: " + CPU_WHEELS
     return CheckResult("versions", "ok", text)
 
 

@@ -296,6 +296,14 @@ def test_what_a_loss_keeps_or_draws_is_named_with_its_line(what: str) -> None:
         trained(Net, loss)
 
 
+def test_what_was_refused_is_refused_again() -> None:
+    for module, loss, message in ((lambda: Net("tensor"), total, "'seen'"), (Net, Counts("count"), "loss.count")):
+        with mz.distribute(TorchModel(module, loss), mz.SGD(0.1), comm="self") as placed:
+            for _ in range(2):
+                with pytest.raises(MpizeroError, match=message):
+                    placed.train(X, Y)
+
+
 # ------------------------------------------------------------------ samples that see each other, and lost gradients
 
 
@@ -348,3 +356,12 @@ def test_a_module_that_is_meant_to_see_a_grain_trains() -> None:
     trained(lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(5), nn.Linear(4, 2)), total, micro_batch=2)
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(5, track_running_stats=False), nn.Linear(4, 2))
     trained(net, total, micro_batch=4)
+
+
+def test_a_measurement_before_the_training_hides_nothing() -> None:
+    model = TorchModel(lambda: nn.Sequential(nn.Linear(3, 3), Net("tensor")), total, blocks=["0", "1"])
+    with mz.ShardingConfig(comm="self", micro_batch=4) as config:
+        with pytest.raises(MpizeroError, match="'seen'"):
+            mz.measured_costs(model, X[:4], Y[:4], config)
+        with mz.distribute(model, mz.SGD(0.1), config=config) as placed, pytest.raises(MpizeroError, match="'seen'"):
+            placed.train(X, Y)

@@ -6,11 +6,13 @@ import io
 import json
 import re
 import socket
+import threading
 
 import pytest
 
+from mpizero.testing import run_in_threads
 from mpizero.train.cli.output import wants_colour
-from mpizero.train.doctor import machine_facts
+from mpizero.train.doctor import examination, machine_facts
 from mpizero.train.doctor.bug_report import bug_report
 from mpizero.train.doctor.check_result import CheckResult
 
@@ -88,3 +90,27 @@ def test_a_report_names_no_user_no_home_no_host_and_no_secret(monkeypatch):
     assert "settings   MPIZERO_CACHE_DIR=/scratch/<user>/kernels OMP_NUM_THREADS=4\n" in text
     assert "warn  kernels        node-1: kept in ~/.cache\n" in text
     assert "-> rm -r /tmp/<user>-1\n" in text
+
+
+@pytest.mark.parametrize(
+    ("version", "gpus", "told"), [("2.13.0", 0, True), ("2.13.0+cpu", 0, False), ("2.13.0", 1, False)]
+)
+def test_doctor_names_pytorch_and_its_build_for_gpus_where_there_is_none(version, gpus, told, monkeypatch):
+    monkeypatch.setattr(examination, "installed_version", {"torch": version}.get)
+    monkeypatch.setattr(machine_facts, "gpus", lambda: (gpus, {}))
+    found = run_in_threads(2, lambda comm: examination.check_versions(comm, 1))[0]
+    assert found.status == "ok"
+    assert f"torch {version}" in found.text
+    assert "jax" not in found.text
+    assert ("download.pytorch.org/whl/cpu" in found.text) == told
+
+
+def test_doctor_fails_where_ranks_have_other_versions_of_pytorch(monkeypatch):
+    versions = threading.local()
+    monkeypatch.setattr(examination, "installed_version", lambda name: getattr(versions, "torch", None))
+
+    def rank(comm):
+        versions.torch = f"2.{comm.rank}"
+        return examination.check_versions(comm, 1)
+
+    assert "torch differs: rank 0: 2.0, rank 1: 2.1" in run_in_threads(2, rank)[0].text

@@ -46,26 +46,25 @@ class FirstLoss:
         The tensors of the module that was given, which the loss must not read.
     added : bool
         Whether losses of parts have added up to that of the whole.
+    seen : set
+        The kinds of samples that have been looked at.
     """
 
     function: Callable[..., Any]
     value: Callable[[Any, Any], tuple[torch.Tensor, float]]
     originals: Originals
     added: bool = False
-    _seen: set[Any] = field(default_factory=set)
+    seen: set[Any] = field(default_factory=set)
 
     @property
     def shown(self) -> str:
         """The loss's name and place, for messages."""
         return named(self.function, "loss")
 
-    def is_new(self, trees: Any) -> bool:
-        """Tell whether samples like these are to be looked at; from then on they are not."""
+    def new_kind(self, trees: Any) -> Any:
+        """Return what :attr:`seen` is to have when samples like these have been looked at; None if they need not be."""
         kind = tuple((leaf.shape, leaf.dtype) for leaf in leaves_of(trees))
-        if kind in self._seen or len(self._seen) >= MOST_SHAPES:
-            return False
-        self._seen.add(kind)
-        return True
+        return None if kind in self.seen or len(self.seen) >= MOST_SHAPES else kind
 
     def check(self, prediction: Any, target: Any) -> None:
         """Raise :class:`LayoutError` where a second call does something else than the first. Not collective."""

@@ -56,6 +56,8 @@ class FirstPass:
         Whether the module has drawn random numbers, and whether it has changed its input in place.
     sums : bool
         Whether the output is a loss and its weight, which must add up over the parts.
+    seen : set
+        The kinds of samples that have been looked at.
     """
 
     shown: str
@@ -65,17 +67,18 @@ class FirstPass:
     random: bool = False
     changes_input: bool = False
     sums: bool = False
-    _seen: set[Any] = field(default_factory=set)
+    seen: set[Any] = field(default_factory=set)
     _followed: bool = False
 
-    def is_new(self, x: Any, *, training: bool) -> bool:
-        """Tell whether samples like ``x`` are to be looked at in this mode; from then on they are not."""
-        self.originals.trained |= training
-        kind = (training, *((leaf.shape, leaf.dtype) for leaf in leaves_of(x)))
-        if kind in self._seen or sum(mode == training for mode, *_ in self._seen) >= MOST_SHAPES:
-            return False
-        self._seen.add(kind)
-        return True
+    def new_kind(self, x: Any, *, training: bool, counted: bool) -> Any:
+        """Return what :attr:`seen` is to have when samples like ``x`` have been looked at; None if they need not be.
+
+        ``counted`` says whether they are of a batch; a planner's zeros are not.
+        """
+        self.originals.trained |= training and counted
+        mode = training, counted
+        kind = (mode, *((leaf.shape, leaf.dtype) for leaf in leaves_of(x)))
+        return None if kind in self.seen or sum(seen == mode for seen, *_ in self.seen) >= MOST_SHAPES else kind
 
     def check(self, fresh: Callable[[], ModuleCopy], x: Any, *, training: bool) -> None:
         """Raise :class:`LayoutError` where a used copy of the module does something else than a fresh one.
