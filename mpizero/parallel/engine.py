@@ -48,7 +48,7 @@ class Engine(PlacedModel):
         everyone, itemsize = self.scalars.everyone, self.dtype.itemsize
         self.tuner = make_tuner(self.exchange, everyone, self.reducer.largest, self.config.bucket_mb, itemsize)
         self.step_number, self.asked = 0, NOTHING_MORE
-        self._uses_average = self._begun = False
+        self._uses_average = self._told_average = self._begun = False
 
     # ------------------------------------------------------------------ one step
 

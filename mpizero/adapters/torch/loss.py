@@ -12,7 +12,7 @@ from mpizero.adapters.torch.arrays import as_array, as_tensor, gradient_leaves
 from mpizero.adapters.torch.first.first_loss import FirstLoss
 from mpizero.adapters.torch.first.originals import Originals
 from mpizero.adapters.torch.first.parts import Trial, parts_of
-from mpizero.adapters.torch.process import TorchSettings, torch_pass
+from mpizero.adapters.torch.process import TorchSettings, drawn_since, random_state, set_random_state, torch_pass
 from mpizero.errors import ConfigError, DataError, LayoutError
 from mpizero.frames import users_line
 from mpizero.sampletree import leaves_of, map_leaves
@@ -68,10 +68,10 @@ class TorchLoss:
             leaves = gradient_leaves(given)
             for leaf in leaves:
                 leaf.requires_grad_()
-            before = torch.default_generator.get_state()
+            before = random_state()
             loss, weight = self.value(given, wanted)
-            if not torch.equal(before, torch.default_generator.get_state()):
-                torch.default_generator.set_state(before)
+            if drawn_since(before):
+                set_random_state(before)
                 raise self._first.draws("PyTorch's generator", "")
             return float(loss.detach()), weight, (loss, leaves, prediction)
 

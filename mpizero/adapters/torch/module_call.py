@@ -11,7 +11,7 @@ import torch
 
 from mpizero.adapters.derived_seed import derived_seed
 from mpizero.adapters.torch.arrays import Placed, as_tensor
-from mpizero.adapters.torch.bound import BlockTensors, Held, in_places
+from mpizero.adapters.torch.bound import BlockTensors, Held, bring, in_places
 from mpizero.adapters.torch.calling import called
 from mpizero.adapters.torch.first.copies import Copies
 from mpizero.adapters.torch.first.first_pass import FirstPass

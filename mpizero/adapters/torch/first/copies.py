@@ -13,7 +13,7 @@ import torch
 from mpizero.adapters.torch.arrays import gradient_leaves
 from mpizero.adapters.torch.bound import BlockTensors, in_places
 from mpizero.adapters.torch.calling import called
-from mpizero.adapters.torch.process import TorchSettings
+from mpizero.adapters.torch.process import TorchSettings, random_state, set_random_state
 from mpizero.sampletree import leaves_of, map_leaves
 
 
@@ -129,11 +129,11 @@ class Copies:
 
 @contextmanager
 def seeded() -> Iterator[Callable[[], None]]:
-    """Yield a function that sets PyTorch's generator to the present state; set it so again at the end."""
-    state = torch.default_generator.get_state()
+    """Yield a function that sets PyTorch's generators to the present state; set them so again at the end."""
+    state = random_state()
 
     def again() -> None:
-        torch.default_generator.set_state(state)
+        set_random_state(state)
 
     try:
         yield again

@@ -16,6 +16,7 @@ from mpizero.adapters.torch.first.copies import seeded
 from mpizero.adapters.torch.first.first_pass import MOST_SHAPES
 from mpizero.adapters.torch.first.originals import Originals
 from mpizero.adapters.torch.first.parts import InParts, aligned, apart, in_double
+from mpizero.adapters.torch.process import drawn_since, random_state
 from mpizero.errors import LayoutError
 from mpizero.sampletree import leaves_of, map_leaves
 from mpizero.signatures import named
@@ -74,10 +75,10 @@ class FirstLoss:
 
         with seeded(), self.originals.reads() as reads:
             one, kept = self._found(prediction, target), state()
-            generators, drawn = shared_generators(), torch.default_generator.get_state()
+            generators, drawn = shared_generators(), random_state()
             other, left = self._found(prediction, target), state()
             drawing = differing(generators, shared_generators())
-            if not torch.equal(drawn, torch.default_generator.get_state()):
+            if drawn_since(drawn):
                 drawing = "PyTorch's generator"
         if reads.found:
             raise LayoutError(
@@ -93,7 +94,7 @@ class FirstLoss:
 
         if drawing is not None:
             raise self.draws(
-                drawing, traced(lambda: (shared_generators(), torch.default_generator.get_state().tolist()))
+                drawing, traced(lambda: (shared_generators(), [state.tolist() for state in random_state()]))
             )
         if (path := differing(kept, left)) is not None:
             line = traced(lambda: part_of(state(), path))

@@ -20,6 +20,7 @@ from mpizero.adapters.torch.arrays import gradient_leaves
 from mpizero.adapters.torch.first.copies import CopyGraph, ModuleCopy, Outcome, seeded
 from mpizero.adapters.torch.first.originals import Originals
 from mpizero.adapters.torch.first.parts import InParts, Trial, aligned, apart, in_double, other_samples
+from mpizero.adapters.torch.process import drawn_since, random_state
 from mpizero.errors import LayoutError
 from mpizero.sampletree import leaves_of, map_leaves
 
@@ -93,10 +94,10 @@ class FirstPass:
             again()
             one, kept = used.outcome(x, **modes), hidden_state(**{"": used.module})
             again()
-            generators, drawn = shared_generators(), torch.default_generator.get_state()
+            generators, drawn = shared_generators(), random_state()
             other, left = new.outcome(x, **modes), hidden_state(**{"": new.module})
             drawing = differing(generators, shared_generators())
-            self.random |= not torch.equal(drawn, torch.default_generator.get_state())
+            self.random |= drawn_since(drawn)
         self.changes_input |= other.changes_input
         if reads.found:
             raise LayoutError(
