@@ -101,6 +101,11 @@ class Reader:
             for what, names in (("different", different), ("missing", missing), ("unexpected", extra))
             if names
         ]
+        if missing and not (extra or different) and all(path.startswith("optimizer/") for path in missing):
+            raise CheckpointError(
+                f"{self.name} has no optimizer state of some parameters, which were not trained when it was saved: "
+                f"{problems[0]}; freeze them again, or load the parameters alone, by load_parameters(path)"
+            )
         if problems:
             raise CheckpointError(f"{self.name} belongs to another model: {'; '.join(problems)}")
 

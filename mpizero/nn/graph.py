@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+from mpizero.layout.flat import joined
+
 #: Version of the description. It is raised when a program written for the old version would misread the new one.
 FORMAT = "mpizero computation graph 1"
 
@@ -38,7 +40,7 @@ class Graph:
         ``source`` is the layer's input, and ``shape`` the shape of its output for one sample.
         """
         parameters = [
-            {"name": spec.tied or f"{name}.{spec.name}", "shape": list(spec.shape), "tied": spec.tied is not None}
+            {"name": spec.tied or joined(name, spec.name), "shape": list(spec.shape), "tied": spec.tied is not None}
             for spec in layer.specs()
         ]
         settings = {item.name: getattr(layer, item.name) for item in fields(layer)}

@@ -48,7 +48,7 @@ class Engine(PlacedModel):
         everyone, itemsize = self.scalars.everyone, self.dtype.itemsize
         self.tuner = make_tuner(self.exchange, everyone, self.reducer.largest, self.config.bucket_mb, itemsize)
         self.step_number, self.asked = 0, NOTHING_MORE
-        self._uses_average = self._told_average = False
+        self._uses_average = self._told_average = self._begun = False
 
     # ------------------------------------------------------------------ one step
 
@@ -99,7 +99,10 @@ class Engine(PlacedModel):
         which grain, or its node if ``claims`` is given.
         """
         size, micro = self.grain_rule.grain_size, self.config.accumulate
-        batch = redistribute(self.grid, x, y, size, reducer.owners, micro, asked=self.asked, claims=claims)
+        batch = redistribute(
+            self.grid, x, y, size, reducer.owners, micro, asked=self.asked, claims=claims, first=not self._begun
+        )
+        self._begun = True
         self.compute_device.check_batch(x, y)
         if self.partitioned.parallel_layout.context_tiles > 1:
             batch = in_contexts(batch, self.grid, self.partitioned.cut_batch)

@@ -13,13 +13,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpizero import checkpoint, nn
+from mpizero.checkpoint.tools.lookup import find_checkpoint
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import CheckpointError
 from mpizero.parallel import HybridShardedModel, ShardingConfig
 from mpizero.parallel.checkpointing import model_state
 from mpizero.text import printable
-from mpizero.train.checkpoints.lookup import find_checkpoint
 from mpizero.train.config.model_sections import GptSection
 from mpizero.train.config.parallel_section import ParallelSection
 from mpizero.train.config.setting_checks import SettingError, check_option

@@ -10,9 +10,11 @@ import traceback
 import pytest
 
 import mpizero
+from mpizero.comm.agreement import all_ranks
 from mpizero.comm.failure_report import describe_error, user_message
-from mpizero.errors import ConfigError
+from mpizero.errors import ConfigError, MpizeroError
 from mpizero.frames import TRACEBACK
+from mpizero.testing import run_in_threads
 
 LIBRARY = sysconfig.get_path("purelib")
 STDLIB = sysconfig.get_path("stdlib")
@@ -125,3 +127,17 @@ def test_a_rank_without_files_left_to_open_still_describes_its_error(tmp_path):
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
     assert "program.py:5" in done.stdout, done.stderr
     assert "KeyError: 'shard'" in done.stdout
+
+
+def test_a_collective_inside_a_context_manager_names_the_line_that_enters_it():
+    def differs(comm):
+        if comm.rank:
+            comm.barrier()
+        else:
+            with all_ranks(comm, "planted"):
+                pass
+
+    with pytest.raises(MpizeroError) as caught:
+        run_in_threads(2, differs)
+    assert "contextlib" not in str(caught.value)
+    assert str(caught.value).count("test_user_lines.py:") == 2

@@ -306,8 +306,13 @@ def test_wrong_functions_are_told_with_their_block():
     centred = JaxModel(None, squares, blocks=[(dense(3, 1), lambda p, x: affine(p, x - x.mean(0)))])
     with pytest.raises(LayoutError, match="rows of its output depend on other samples"):
         trained(centred, "ddp", 1)
-
-
-def test_arrays_of_a_gpu_are_refused_before_anything_is_placed():
-    with pytest.raises(ConfigError, match=r"device='cuda': a model written in JAX computes where JAX does"):
-        network().set_sharding_config(mz.ShardingConfig(comm="self", device="cuda"))
+    drawing = JaxModel(None, squares, blocks=[(dense(3, 1), lambda p, x: affine(p, x) * np.random.rand())])  # noqa: NPY002
+    with pytest.raises(UnsupportedError, match=r"block '0'.*test_jax_blocks.py:\d+ in <lambda>: .* traced again"):
+        trained(drawing, "ddp", 1)
+    for loss, told in ((mean, "a mean over the samples"), (lambda z, y: squares(z - z.mean(0), y), "see each other")):
+        single = JaxModel(None, loss, blocks=[(dense(3, 1), affine)])
+        with (
+            pytest.raises(LayoutError, match=told),
+            mz.DDPModel(single, mz.ShardingConfig(comm="self", micro_batch=1), optimizer=mz.SGD(0.1)) as sharded,
+        ):
+            sharded.train(X, Y)

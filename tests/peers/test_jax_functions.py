@@ -54,7 +54,8 @@ def trained(model, ranks=1, strategy="zero1", optimizer=None, steps=3, **setting
     """Train on threads as ranks; return the hash of the parameters, and the model's parameters by name."""
 
     def rank(comm):
-        with mz.ShardingConfig(comm=comm, micro_batch=4, minimum_parameter_group_size=1, **settings) as config:
+        layout = {"micro_batch": 4, "minimum_parameter_group_size": 1, **settings}
+        with mz.ShardingConfig(comm=comm, **layout) as config:
             sharded = mz.distribute(model, optimizer or mz.Adam(lr=0.01), strategy=strategy, config=config)
             with sharded:
                 mine = slice(len(X) * comm.rank // comm.size, len(X) * (comm.rank + 1) // comm.size)
@@ -120,7 +121,9 @@ def test_float32_stays_float32():
         return squares(parameters, x, y)
 
     JaxModel(perceptron("float32"), loss).loss_and_grad(JaxModel(perceptron("float32"), loss).parameters, (X, Y))
-    assert set(kinds) == {(np.dtype("float32"),) * 3}
+    assert (
+        kinds[-1] == (np.dtype("float32"),) * 3
+    )  # of the trace that is compiled; the first grain is checked in double
 
 
 @pytest.mark.parametrize("name", ["momentum", "adamw"])
@@ -166,25 +169,47 @@ WRONG_LOSSES = {
         LayoutError,
         "a mean over the samples: return their sum",
     ),
+    "masked mean": (
+        lambda p, x, y: (
+            jnp.sum(jnp.where(x[:, 0] > 0, 1.0, 0.1) * jnp.sum((outputs(p, x) - y) ** 2, 1))
+            / jnp.sum(jnp.where(x[:, 0] > 0, 1.0, 0.1))
+        ),
+        LayoutError,
+        "a mean over the samples",
+    ),
+    "small penalty": (
+        lambda p, x, y: squares(p, x, y) + 1e-5 * jnp.sum(p["layers"][0]["kernel"] ** 2),
+        LayoutError,
+        "a term that does not depend on the samples",
+    ),
     "penalty": (lambda p, x, y: squares(p, x, y) + 1.0, LayoutError, "a term that does not depend on the samples"),
     "batch": (lambda p, x, y: squares(p, x - x.mean(0), y), LayoutError, "samples that see each other"),
     "weight": (lambda p, x, y: (squares(p, x, y), 1.0), LayoutError, "a weight that does not grow"),
-    "vector": (lambda p, x, y: jnp.sum(outputs(p, x), 1), LayoutError, r"array of float64 of shape \(4,\) as the loss"),
+    "vector": (
+        lambda p, x, y: jnp.sum(outputs(p, x), 1),
+        LayoutError,
+        r"array of float\d\d of shape \(\d,\) as the loss",
+    ),
     "nothing": (lambda p, x, y: None, LayoutError, "returned None as the loss"),
-    "complex": (lambda p, x, y: squares(p, x, y) * 1j, LayoutError, "a number of type complex128 as the loss"),
+    "complex": (lambda p, x, y: squares(p, x, y) * 1j, LayoutError, r"a number of type complex\d+ as the loss"),
     "three": (lambda p, x, y: (squares(p, x, y), 1.0, 2.0), LayoutError, "returned 3 values"),
     "float()": (lambda p, x, y: float(squares(p, x, y)), UnsupportedError, "keep values as arrays"),
     "numpy": (lambda p, x, y: np.sum(np.tanh(x)), UnsupportedError, r"test_jax_functions.py:\d+ in .*jax.numpy"),
     "if": (branching, UnsupportedError, r"test_jax_functions.py:\d+ in branching.*jax.lax.cond"),
-    "random": (drawing, UnsupportedError, r"drawing at test_jax_functions.py:\d+.*numpy.random"),
+    "random": (
+        drawing,
+        UnsupportedError,
+        r"drawing at test_jax_functions.py:\d+\), test_jax_functions.py:\d+ in drawing: .*numpy.random",
+    ),
 }
 
 
+@pytest.mark.parametrize(("dtype", "micro_batch"), [("float32", 1), ("float64", 4)])
 @pytest.mark.parametrize("name", WRONG_LOSSES)
-def test_a_wrong_loss_is_told_with_its_line_and_the_way_out(name):
+def test_a_wrong_loss_is_told_with_its_line_and_the_way_out(name, dtype, micro_batch):
     loss, kind, told = WRONG_LOSSES[name]
     with pytest.raises(kind, match=told) as caught:
-        trained(JaxModel(perceptron(), loss))
+        trained(JaxModel(perceptron(dtype), loss), micro_batch=micro_batch)
     assert "\n" not in str(caught.value)
 
 

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from mpizero.adapters.jax.flat_jaxpr import FlatProgram, flat_program, is_variable
-from mpizero.adapters.jax.loss_checks import check_rows
+from mpizero.adapters.jax.loss_checks import check_rows, check_traces
 from mpizero.adapters.jax.parameter_tree import ParameterTree, descending, host_view
 from mpizero.adapters.jax.random_key import make_key
 from mpizero.adapters.jax.traced_function import TracedFunction
@@ -118,9 +118,9 @@ class CompiledBlock:
     def forward(self, parameters: list[Array], x: Any, key: Array | None) -> tuple[Any, Kept]:
         """Return the output for ``x``, as read-only arrays, and what :meth:`backward_input` needs."""
         inputs, structure = jax.tree_util.tree_flatten(x)
+        program = self._program(parameters, inputs, structure, key)
         if not self._checked:
             self._checked = check_rows(self.apply, lambda part: self._alone(parameters, part, None), x)
-        program = self._program(parameters, inputs, structure, key)
         found = program.forward(parameters, inputs, key)
         count = len(program.outputs)
         y = jax.tree_util.tree_unflatten(program.output, map(host_view, found[:count]))
@@ -164,6 +164,8 @@ class CompiledBlock:
         program = self._programs.get(form)
         if program is None:
             with self.apply.traced(without_key=key is None):
+                x = jax.tree_util.tree_unflatten(structure, inputs)
+                check_traces(self.apply, self._applied, (parameters, x, key))
                 program = self._programs[form] = self._compiled(parameters, inputs, structure, key)
         return program
 

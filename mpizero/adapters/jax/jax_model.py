@@ -72,9 +72,9 @@ class JaxModel:
     Notes
     -----
     ``x`` and ``y`` are arrays, or pytrees of them. Arrays wider than the parameters are converted to their precision.
-    On the first samples, the loss is compared with that of their two halves, and traced twice: a mean in place of a
-    sum, samples that see each other, and random numbers of ``numpy.random`` raise an error. Importing this package
-    before JAX has computed anything gives XLA as many threads as ``OMP_NUM_THREADS`` says, or 1.
+    On the first samples, loss and gradient are compared with those of two parts, and each function is traced twice: a
+    mean in place of a sum, samples that see each other, and random numbers of ``numpy.random`` raise an error.
+    Importing this package before JAX has computed anything gives XLA as many threads as ``OMP_NUM_THREADS`` says, or 1.
 
     Examples
     --------

@@ -144,24 +144,21 @@ def _gradients(
     return found
 
 
-def half_times(graph: Pass, gradients: Sequence[torch.Tensor], repeats: int = 3) -> HalfTimes:
-    """Measure a backward pass, whole and in two halves; return the times of the repeat with the least ratio.
+def half_times(graph: Pass, gradients: Sequence[torch.Tensor]) -> HalfTimes:
+    """Measure a backward pass, whole and in two halves. Not collective.
 
-    Not collective. The times are those of this thread's processor, which other processes on the machine do not change.
-    The graph can be used afterwards.
+    The times are those of this thread's processor, which other processes on the machine change little. The graph can be
+    used afterwards.
     """
-    found = []
-    for _ in range(repeats):
-        begun = thread_time()
-        inputs, weights = whole_backward(graph, gradients, keep=True)
-        divided = thread_time()
-        again, pending = input_half(graph, gradients)
-        halfway = thread_time()
-        halves = [*again, *weight_half(graph, pending, keep=True)]
-        ended = thread_time()
-        equal = all(a is b or torch.equal(a, b) for a, b in zip([*inputs, *weights], halves, strict=True))
-        found.append(HalfTimes(divided - begun, halfway - divided, ended - halfway, equal))
-    return min(found, key=lambda times: (times.equal, times.ratio))
+    begun = thread_time()
+    inputs, weights = whole_backward(graph, gradients, keep=True)
+    divided = thread_time()
+    again, pending = input_half(graph, gradients)
+    halfway = thread_time()
+    halves = [*again, *weight_half(graph, pending, keep=True)]
+    ended = thread_time()
+    equal = all(a is b or torch.equal(a, b) for a, b in zip([*inputs, *weights], halves, strict=True))
+    return HalfTimes(divided - begun, halfway - divided, ended - halfway, equal)
 
 
 def _children(node: Node) -> list[GradientEdge]:

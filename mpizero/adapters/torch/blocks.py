@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from mpizero.adapters.torch.arrays import as_array, as_tensor, gradient_leaves, put
 from mpizero.adapters.torch.backward import (
     Gradients,
+    HalfTimes,
     Pass,
     PendingWeights,
     half_times,
@@ -21,18 +22,19 @@ from mpizero.adapters.torch.backward import (
     weight_half,
     whole_backward,
 )
+from mpizero.adapters.torch.first.own_forward import OwnForward
 from mpizero.adapters.torch.module_call import ModuleCall, Passed, array_of
-from mpizero.adapters.torch.own_forward import OwnForward
 from mpizero.adapters.torch.process import torch_pass
 from mpizero.adapters.torch.saved import SavedParameters
-from mpizero.errors import ConfigError, LayoutError
+from mpizero.errors import LayoutError
 from mpizero.nn.layer import Layer
 from mpizero.sampletree import map_leaves, paths_of
+from mpizero.text import notice
 from mpizero.types import EVALUATE, IntegerSpec, ParameterSpec, Params, Run
 
-#: Largest time of both halves of a backward pass over that of the whole with which zero-bubble schedules are allowed,
-#: and the seconds by which both must exceed it to be refused.
-MOST_OF_HALVES, LEAST_EXCESS = 1.15, 5e-3
+#: Largest time of both halves of a backward pass over that of the whole of which nothing is said, the seconds by which
+#: both must exceed it, and the number of passes that are measured.
+MOST_OF_HALVES, LEAST_EXCESS, MEASURED = 1.15, 5e-3, 5
 
 
 @dataclass
@@ -67,10 +69,18 @@ class _Recorded:
 
 @dataclass
 class _Halves:
-    """Hold what the first divided backward pass has shown: whether there was one, and whether it may be divided."""
+    """Hold what the first divided backward passes have shown.
 
-    tried: bool = False
+    Attributes
+    ----------
+    wrong : bool
+        Whether a pass must not be divided.
+    times : list of HalfTimes
+        The times of each.
+    """
+
     wrong: bool = False
+    times: list[HalfTimes] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,12 +131,14 @@ class TorchBlock(Layer):
             passed = self._record(params, recorded)
         else:
             with self.call.prepared(run), torch.no_grad():
-                passed = self.call(params, self.call.given(params), map_leaves(as_tensor, x))
+                passed = self.call(params, self.call.given(params), map_leaves(as_tensor, x), run)
         y = passed.output
         if getattr(params, "gathered", False):  # a parameter's memory is overwritten before the next block reads it
             saved = recorded.saved or SavedParameters(passed.given)
             y = map_leaves(lambda leaf: leaf if saved.parameter_of(leaf) is None else leaf.detach().clone(), y)
-        return map_leaves(as_array, y), recorded
+        output = map_leaves(as_array, y)
+        self.call.first_pass.returned(output)
+        return output, recorded
 
     def _record(self, params: Params, recorded: _Recorded) -> Passed:
         """Run the module with autograd's graph, and record the pass."""
@@ -143,7 +155,7 @@ class TorchBlock(Layer):
                 recorded.saved = SavedParameters(given)
                 hooks = saved_tensors_hooks(recorded.saved.pack, recorded.saved.unpack)
             with hooks:
-                recorded.passed = passed = call(params, given, x)
+                recorded.passed = passed = call(params, given, x, recorded.run)
             outputs = {path: t for path, t in paths_of(y=passed.output) if t.requires_grad}
             recorded.graph, recorded.paths = Pass(list(outputs.values()), inputs, weights), tuple(outputs)
             return passed
@@ -162,7 +174,7 @@ class TorchBlock(Layer):
         graph, given = self._graph(params, cache, dy)
         with torch_pass(self.call.settings), self.call.placed(params):
             self._check_kept(graph, given, cache)
-            self._check_halves(graph, given)
+            self._look_at_halves(graph, given, cache.run)
             if self._halves.wrong:
                 inputs, weights = whole_backward(graph, given)
                 pending = PendingWeights((), {}, (), weights)
@@ -195,24 +207,26 @@ class TorchBlock(Layer):
                 "tensors by ctx.save_for_backward(weight), not as ctx.weight = weight"
             )
 
-    def _check_halves(self, graph: Pass, given: Sequence[torch.Tensor]) -> None:
-        """Raise :class:`ConfigError` if the halves of the first backward pass take much longer than the whole.
+    def _look_at_halves(self, graph: Pass, given: Sequence[torch.Tensor], run: Run) -> None:
+        """Measure the first backward passes of a training, and say if their halves take much longer than the whole.
 
-        If they do not compute the same, the pass is not divided from then on.
+        If the halves do not compute the same as the whole, the pass is not divided from then on. A clock decides
+        nothing: a busy machine would.
         """
-        if self._halves.tried or not graph.outputs or not graph.weights:
+        seen = self._halves
+        if not run.count or seen.wrong or len(seen.times) == MEASURED or not graph.outputs or not graph.weights:
             return
-        times = half_times(graph, given)
-        if not times.equal:  # a hook on a tensor, for example, would run in both halves
-            self._halves.wrong = True
-        elif times.ratio > MOST_OF_HALVES and times.inputs + times.weights - times.whole > LEAST_EXCESS:
-            raise ConfigError(
-                f"a zero-bubble schedule divides the backward pass, and for {self.call.shown} both halves "
-                f"take {times.ratio:.2f} times as long as the whole ({times.inputs * 1e3:.2f} ms for inputs and "
-                f"{times.weights * 1e3:.2f} ms for weights, {times.whole * 1e3:.2f} ms together): use schedule '1f1b' "
-                "or 'interleaved', or let its autograd functions look at ctx.needs_input_grad"
+        seen.times.append(half_times(graph, given))
+        seen.wrong = not seen.times[-1].equal  # a hook on a tensor, for example, would run in both halves
+        best = min(seen.times, key=lambda times: times.ratio)
+        longer = best.ratio > MOST_OF_HALVES and best.inputs + best.weights - best.whole > LEAST_EXCESS
+        if longer and not seen.wrong and len(seen.times) == MEASURED:
+            notice(
+                f"a zero-bubble schedule divides the backward pass, and for {self.call.shown} both halves took "
+                f"{best.ratio:.2f} times as long as the whole, at best of {MEASURED} ({best.inputs * 1e3:.2f} ms for "
+                f"inputs and {best.weights * 1e3:.2f} ms for weights, {best.whole * 1e3:.2f} ms together): schedule "
+                "'1f1b' or 'interleaved' may be faster, or let its autograd functions look at ctx.needs_input_grad"
             )
-        self._halves.tried = True
 
     def _graph(self, params: Params, cache: _Recorded, dy: Any) -> tuple[Pass, list[torch.Tensor]]:
         """Return the graph of the forward pass, and the gradients of its outputs as tensors."""
@@ -247,9 +261,9 @@ class TorchBlock(Layer):
             put(array_of(grads, integer.name), number)
         gradients, statistics = iter(weights), iter(passed.averages)
         for spec in tensors.specs:
+            value = next(statistics) if spec.averaged else next(gradients) if spec.optimized else None
             if not spec.trainable:
                 continue
-            value = next(statistics) if spec.averaged else next(gradients)
             if value is not None:
                 put(array_of(grads, spec.name), value)
             elif spec.name in tensors.unused:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,7 +13,9 @@ import numpy as np
 import torch
 
 from mpizero.errors import ConfigError
+from mpizero.layout.flat import joined
 from mpizero.names import nearest
+from mpizero.types import IntegerSpec, ParameterSpec
 
 #: The dtypes that parameters may have.
 DTYPES: dict[Any, np.dtype[Any]] = {torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64)}
@@ -48,6 +50,46 @@ class Held:
         """The tensor that is in the first of the places."""
         place, key = self.places[0]
         return place[key]
+
+
+@dataclass(frozen=True)
+class BlockTensors:
+    """Hold what a block's module holds, and how mpizero stores it.
+
+    Attributes
+    ----------
+    stored : tuple of Held
+        The parameters, and the buffers that are stored like parameters: statistics, which are averaged, and constants,
+        which are frozen.
+    specs : tuple of ParameterSpec
+        Their descriptions, in the same order, with names relative to the block.
+    integers : tuple of Held
+        Buffers of whole numbers, such as counters of batches.
+    integer_specs : tuple of IntegerSpec
+        Their descriptions, in the same order.
+    kept : tuple of Held
+        The other buffers, which stay in the module; no forward pass may change them.
+    parameters : frozenset of str
+        Names of those in ``stored`` that are parameters of the module, not buffers.
+    unused : frozenset of str
+        Names of parameters that need no gradient in every forward pass.
+    """
+
+    stored: tuple[Held, ...]
+    specs: tuple[ParameterSpec, ...]
+    integers: tuple[Held, ...] = ()
+    integer_specs: tuple[IntegerSpec, ...] = ()
+    kept: tuple[Held, ...] = ()
+    parameters: frozenset[str] = frozenset()
+    unused: frozenset[str] = frozenset()
+
+    def with_frozen(self, block: str, names: Collection[str]) -> BlockTensors:
+        """Return the same, with parameters that have one of these global names, or are tied to one, not trained."""
+        specs = (
+            replace(spec, trainable=spec.trainable and (spec.tied or joined(block, spec.name)) not in names)
+            for spec in self.specs
+        )
+        return replace(self, specs=tuple(specs))
 
 
 def without_values(module: torch.nn.Module) -> torch.nn.Module:
@@ -126,16 +168,6 @@ def running_statistics(module: torch.nn.Module) -> set[int]:
     norms = (inner for inner in module.modules() if isinstance(inner, kind) and inner.training)
     buffers = (buffer for norm in norms for buffer in norm._buffers.values())
     return {id(buffer) for buffer in buffers if buffer is not None and buffer.is_floating_point()}
-
-
-def plain_state(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the numbers, texts and truth values that modules keep as attributes, by name. Not collective."""
-    return {
-        f"{path}.{key}" if path else key: value
-        for path, inner in module.named_modules()
-        for key, value in vars(inner).items()
-        if isinstance(value, bool | int | float | complex | str) and key != "training"
-    }
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from mpizero.adapters.torch import bound
-from mpizero.adapters.torch.module_call import BlockTensors
+from mpizero.adapters.torch.bound import BlockTensors
 from mpizero.errors import ConfigError
 from mpizero.layout.flat import joined
 from mpizero.names import as_patterns, selected

@@ -4,33 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Any
 
 import torch
 
 from mpizero.adapters.torch.arrays import as_array, as_tensor, gradient_leaves
+from mpizero.adapters.torch.first.first_loss import FirstLoss
+from mpizero.adapters.torch.first.originals import Originals
+from mpizero.adapters.torch.first.parts import Trial, parts_of
 from mpizero.adapters.torch.process import TorchSettings, drawn_since, random_state, set_random_state, torch_pass
 from mpizero.errors import ConfigError, DataError, LayoutError
+from mpizero.frames import users_line
 from mpizero.sampletree import leaves_of, map_leaves
 from mpizero.signatures import named
 from mpizero.types import Array
 
-#: Largest relative difference between the loss of samples and the sum of the losses of their two halves.
-_ROUNDING = 1e-3
+#: What PyTorch says where a derivative is asked for without a graph.
+_UNDIFFERENTIATED = ("does not require grad", "not have been used in the graph")
 
 
 @dataclass(frozen=True, eq=False)
 class TorchLoss:
     """Call ``function(prediction, target)``, which returns a sum over samples, or that and its weight.
 
-    Without a weight, it is the number of samples. The first batch of several samples is also evaluated in two halves,
-    whose losses must add up.
+    Without a weight, it is the number of samples. On the first batches it is looked at by :class:`FirstLoss`.
     """
 
     function: Callable[..., Any]
     settings: TorchSettings
-    _checked: list[bool] = field(default_factory=list)
+    originals: Originals
+    trial: Trial | None = None
+    _first: FirstLoss = field(init=False)
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -42,6 +46,7 @@ class TorchLoss:
                 f"TorchModel: the loss {type(self.function).__name__} has reduction={reduction!r}: it must be a sum "
                 "over samples, reduction='sum'; mpizero divides the sum of the global batch by its weight"
             )
+        object.__setattr__(self, "_first", FirstLoss(self.function, self.value, self.originals))
 
     @property
     def fingerprint(self) -> Any:
@@ -52,19 +57,22 @@ class TorchLoss:
         """Return the sum of the losses, the weight, and the graph for :meth:`backward`. Not collective."""
         with torch_pass(self.settings), torch.enable_grad():
             given, wanted = map_leaves(as_tensor, prediction), map_leaves(as_tensor, target)
+            kind = self._first.new_kind((given, wanted))
+            if kind is not None:
+                self._first.check(given, wanted)
+                if not self._first.added and self._adds_up(prediction, given, wanted):
+                    self._first.added = True
+                    if self.trial is not None:
+                        self.trial.done = True
+                self._first.seen.add(kind)
             leaves = gradient_leaves(given)
             for leaf in leaves:
                 leaf.requires_grad_()
             before = random_state()
-            loss, weight = self._value(given, wanted)
+            loss, weight = self.value(given, wanted)
             if drawn_since(before):
                 set_random_state(before)
-                raise LayoutError(
-                    f"{named(self.function, 'loss')} draws random numbers, which would depend on the rank that "
-                    "computes it: draw them in the module, where mpizero seeds them"
-                )
-            if not self._checked:
-                self._check_sum(given, wanted, loss)
+                raise self._first.draws("PyTorch's generator", "")
             return float(loss.detach()), weight, (loss, leaves, prediction)
 
     def backward(self, cache: Any, scale: float = 1.0) -> Any:
@@ -87,8 +95,20 @@ class TorchLoss:
 
         return map_leaves(gradient, prediction)
 
-    def _value(self, prediction: Any, target: Any) -> tuple[torch.Tensor, float]:
-        result = self.function(prediction, target)
+    def value(self, prediction: Any, target: Any, **given: Any) -> tuple[torch.Tensor, float]:
+        """Call the function, with what it is ``given`` besides; return the sum as a tensor, and the weight."""
+        try:
+            result = self.function(prediction, target, **given)
+        except RuntimeError as error:
+            if not given and any(words in str(error) for words in _UNDIFFERENTIATED):
+                line = users_line(error.__traceback__)
+                at = "" if line is None else f" ({line})"
+                raise LayoutError(
+                    f"{named(self.function, 'loss')}{at} differentiates what it has no graph of: let it have a "
+                    "parameter x, loss(prediction, target, x), which is given the input by which the prediction can be "
+                    "differentiated, or a parameter module, which is given the module"
+                ) from error
+            raise
         loss, weight = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             is_tensor = isinstance(loss, torch.Tensor)
@@ -108,22 +128,10 @@ class TorchLoss:
             raise DataError("TorchModel: neither prediction nor target has an axis of samples")
         return int(leaves[-1].shape[0])
 
-    def _check_sum(self, prediction: Any, target: Any, loss: torch.Tensor) -> None:
-        """Raise :class:`LayoutError` if the losses of the two halves of the samples do not add up to the whole one."""
+    def _adds_up(self, given: Any, prediction: Any, target: Any) -> bool:
+        """Compare the loss of samples with those of their parts; tell whether it was possible. Not collective."""
         count = self._count(prediction, target)
-        if count < 2 or any(not leaf.ndim or len(leaf) != count for t in (prediction, target) for leaf in leaves_of(t)):
-            return
-        halves = []
-        with torch.no_grad():
-            for part in (slice(0, count // 2), slice(count // 2, count)):
-                cut = [map_leaves(itemgetter(part), tree) for tree in (prediction, target)]
-                halves.append(float(self._value(*cut)[0]))
-        whole = float(loss.detach())
-        apart, size = abs(whole - sum(halves)), abs(whole) + sum(map(abs, halves))
-        self._checked.append(True)
-        if apart > _ROUNDING * size:  # also False where one is NaN, which the step tells
-            raise LayoutError(
-                f"{named(self.function, 'loss')} is no sum over samples: it is {whole:.6g} for {count} samples, "
-                f"{halves[0]:.6g} and {halves[1]:.6g} for their halves; use reduction='sum', or return the sum and a "
-                "weight"
-            )
+        trial = self.trial or Trial()
+        wanted = parts_of(target, count, changed=False)
+        ways = trial.prediction(given, prediction, count)
+        return wanted is not None and any(n == count and self._first.adds_up(way, wanted, count) for way, n in ways)

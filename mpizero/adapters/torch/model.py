@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,15 +14,21 @@ import torch
 from mpizero import validation
 from mpizero.adapters.torch import bound
 from mpizero.adapters.torch.blocks import TorchBlock
+from mpizero.adapters.torch.bound import BlockTensors
 from mpizero.adapters.torch.describer import Describer, chosen_names
+from mpizero.adapters.torch.first.first_pass import FirstPass
+from mpizero.adapters.torch.first.originals import Originals, check_functions, check_parameters, mentions_data
+from mpizero.adapters.torch.first.own_forward import OwnForward
+from mpizero.adapters.torch.first.parts import Trial
+from mpizero.adapters.torch.given_module import JointFunctions, ModuleAndLoss, given_besides
+from mpizero.adapters.torch.left_behind import LeftBehind
 from mpizero.adapters.torch.loss import TorchLoss
-from mpizero.adapters.torch.module_call import BlockTensors, ModuleCall
-from mpizero.adapters.torch.originals import Originals, check_functions, check_parameters, mentions_data
-from mpizero.adapters.torch.own_forward import OwnForward
+from mpizero.adapters.torch.module_call import ModuleCall
 from mpizero.adapters.torch.process import TorchSettings, check_rounding, torch_pass, use_gpu
 from mpizero.errors import ConfigError, LayoutError
 from mpizero.layout.flat import joined
 from mpizero.names import explains
+from mpizero.signatures import named
 from mpizero.types import Array
 
 
@@ -30,7 +38,7 @@ class TorchModel:
 
     The module's code runs with parameters that lie in mpizero's memory, one copy a node, and autograd computes the
     gradients. The module that is given keeps its values; ``model.named_parameters()`` of the sharded model has the
-    trained ones, under the names of ``module.state_dict()``.
+    trained ones, under the names of ``module.state_dict()``, and :meth:`fill` gives them to the module.
 
     Parameters
     ----------
@@ -41,7 +49,10 @@ class TorchModel:
     loss : callable
         ``loss(prediction, target)``, on tensors. It returns the sum of the losses over samples, or that sum and its
         weight; the weight is otherwise the number of samples. A module such as
-        ``torch.nn.CrossEntropyLoss(reduction="sum")`` is one.
+        ``torch.nn.CrossEntropyLoss(reduction="sum")`` is one. If it has a parameter ``module``, it is given the module
+        that is trained, for a penalty on weights or another pass; if it has a parameter ``x``, it is given the module's
+        input, by which the prediction can be differentiated. Module and loss are one function as a model then, without
+        blocks. A term without samples is to be multiplied by their number.
     blocks : nn.Sequential, list of submodules and names, or None
         The submodules that the module runs one after the other, in this order, and nothing else: ``["embedding",
         "layers.*", "head"]``. They are what ZeRO-3 gathers, pipelines distribute and activation checkpointing repeats.
@@ -60,8 +71,9 @@ class TorchModel:
         Running means and variances of norms are such statistics already. No forward pass may change other buffers.
     compare_forward : bool
         Whether the first samples, in training and in evaluation, also run through the module's own ``forward``, which
-        must compute what the blocks compute. False where it is meant to differ. A module without a ``forward``, and an
-        ``nn.Sequential`` whose children are the blocks, are not run.
+        must compute what the blocks compute. A module without a ``forward``, and an ``nn.Sequential`` whose children
+        are the blocks, are not run. Whether the first samples also run in two parts, which must compute what they do
+        together. False where one of both is meant to differ.
     activation_checkpointing : collection of str
         Names, or shell patterns, of blocks of which only the input is kept for the backward pass. It runs them again,
         with the same random numbers, and the bits stay the same.
@@ -117,8 +129,16 @@ class TorchModel:
         check_functions(given)
         self._originals = Originals(given)
         self._module = bound.without_values(given)
-        self.loss = TorchLoss(loss, self._settings)
+        if given is module:
+            LeftBehind(module, self._originals)
+        self._trial = Trial() if compare_forward else None
         chosen = {"": self._module}
+        besides = given_besides(loss)
+        if besides and (blocks is not None or activation_checkpointing):
+            raise ConfigError(
+                f"TorchModel: the loss has a parameter {besides[0]}, so module and loss run together: leave blocks and "
+                "activation_checkpointing out, or the parameter"
+            )
         if blocks is not None:
             twins = _twins(given, self._module, blocks)
             chosen = bound.chosen_blocks(self._module, twins)
@@ -126,37 +146,63 @@ class TorchModel:
         own = OwnForward(self._made, tuple(chosen), self._settings) if blocks is not None and compare_forward else None
         again = chosen_names(list(chosen), "activation_checkpointing", activation_checkpointing, "block")
         describer = Describer(self._module, self.dtype, frozen=frozen, unused=unused, averaged=averaged)
-        #: Blocks by name, in the order in which they run.
-        self.blocks: Mapping[str, TorchBlock] = {
-            name: TorchBlock(
-                self._call(number, inner, describer.describe(name, inner)), own if number == 0 else None, name in again
-            )
+        self._calls = {
+            name: self._call(number, inner, describer.describe(name, inner))
             for number, (name, inner) in enumerate(chosen.items())
         }
         describer.forget_values()
+        if besides:
+            self._be_function(ModuleAndLoss(self._module, TorchLoss(loss, self._settings, self._originals), besides))
+            return
+        self.loss: Any = TorchLoss(loss, self._settings, self._originals, self._trial)
+        #: Blocks by name, in the order in which they run.
+        self.blocks: Mapping[str, TorchBlock] = {
+            name: TorchBlock(call, own if call.number == 0 else None, name in again)
+            for name, call in self._calls.items()
+        }
+
+    def _be_function(self, together: ModuleAndLoss) -> None:
+        """Set the attributes of a black box: module and loss as one function of all parameters."""
+        tensors, loss = self._calls[""].tensors, together.loss
+        alone, call = (self._call(0, module, tensors) for module in (together.module, together))
+        start = self.start_values
+        specs, integers = tensors.specs, tensors.integer_specs
+        call.first_pass.shown, call.first_pass.sums = f"{alone.shown}, with {named(loss.function, 'loss')},", True
+        functions = JointFunctions(call, alone, named(loss.function, "loss"))
+        self._calls[""] = call
+        self.parameters = {spec.name: start[spec.name] for spec in specs}
+        self.integers = {spec.name: start[spec.name] for spec in integers}
+        self.frozen = frozenset(spec.name for spec in specs if not spec.trainable)
+        self.averaged = frozenset(spec.name for spec in specs if spec.averaged)
+        self.in_place, self.has_loss = True, True
+        self.loss_and_grad, self.predict = functions.loss_and_grad, functions.predict
+        self.loss = functions.loss
 
     @property
     def fingerprint(self) -> Any:
         """Parts of the model that ranks compare, besides blocks, loss and start values."""
-        return {"seed": self.seed, "own_kernels": self._settings.own_kernels}
+        found = {"seed": self.seed, "own_kernels": self._settings.own_kernels, "torch": str(torch.__version__)}
+        if hasattr(self, "blocks"):
+            return found
+        return found | {"module": self._module, "loss": self._calls[""].module.function, "frozen": self.frozen}
 
     @property
     def random_by_grain(self) -> bool:
         """Tell whether passes so far have drawn random numbers, which depend on where the grains begin."""
-        return any(block.call.random for block in self.blocks.values())
+        return any(call.random for call in self._calls.values())
 
     @property
     def other_names(self) -> dict[str, str]:
         """The other names of parameters and buffers that the module holds in several places, with their first names."""
         homes: dict[int, str] = {}
         found: dict[str, str] = {}
-        for block, one in self.blocks.items():
-            for held in (*one.call.tensors.stored, *one.call.tensors.integers):
-                for place, key in held.places:
-                    homes.setdefault(id(place[key]), joined(block, held.name))
+        for block, call in self._calls.items():
+            for one in (*call.tensors.stored, *call.tensors.integers):
+                for place, key in one.places:
+                    homes.setdefault(id(place[key]), joined(block, one.name))
         module = self._module
-        for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
-            for name, tensor in named:
+        for held in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
+            for name, tensor in held:
                 if homes.get(id(tensor), name) != name:
                     found[name] = homes[id(tensor)]
         return found
@@ -169,8 +215,8 @@ class TorchModel:
         state |= dict(module.named_buffers(remove_duplicate=False))
         names = [
             joined(block, spec.name)
-            for block, one in self.blocks.items()
-            for specs in (one.specs(), one.own_integers())
+            for block, call in self._calls.items()
+            for specs in (call.tensors.specs, call.tensors.integer_specs)
             for spec in specs
         ]
         return {name: state[name].detach().cpu().numpy() for name in names}
@@ -210,6 +256,55 @@ class TorchModel:
                 raise LayoutError(f"state_dict: there is no array {home!r}; it was given {len(arrays)} arrays")
         return found
 
+    def fill(self, arrays: Mapping[str, Array], module: torch.nn.Module | None = None) -> torch.nn.Module:
+        """Give a module the values of ``arrays``, and return it. Not collective.
+
+        Training leaves the module that was given as it was: what is trained is a copy.
+
+        Parameters
+        ----------
+        arrays : mapping of str to Array
+            As in :meth:`state_dict`: ``model.named_parameters()`` of the sharded model, which all ranks call.
+        module : torch.nn.Module or None
+            The module to fill; None: the one that was given.
+
+        Raises
+        ------
+        ConfigError
+            If there is no ``module``, and a function that makes one was given.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import torch
+        >>> import mpizero as mz
+        >>> net = torch.nn.Linear(2, 1)
+        >>> model = mz.adapters.torch.TorchModel(net, torch.nn.MSELoss(reduction="sum"))
+        >>> x = np.ones((4, 2), np.float32)
+        >>> with mz.distribute(model, mz.SGD(0.1), comm="self") as placed:
+        ...     loss = placed.train(x, x[:, :1])
+        ...     net = model.fill(placed.named_parameters())
+        ...     np.allclose(net(torch.from_numpy(x)).detach(), placed.predict(x))
+        True
+        """
+        if module is None and not isinstance(self._source, torch.nn.Module):
+            raise ConfigError("TorchModel.fill: the module was made by a function: give one, fill(arrays, module)")
+        filled: torch.nn.Module = self._source if module is None else module
+        filled.load_state_dict(self.state_dict(arrays))
+        return filled
+
+    def with_frozen(self, names: Collection[str]) -> TorchModel:
+        """Return a model that does not train the parameters of these names, either. Not collective."""
+        twin = copy(self)
+        twin._calls = {
+            block: replace(call, tensors=call.tensors.with_frozen(block, names)) for block, call in self._calls.items()
+        }
+        if hasattr(self, "blocks"):
+            twin.blocks = {name: replace(block, call=twin._calls[name]) for name, block in self.blocks.items()}
+        else:
+            twin._be_function(self._calls[""].module)
+        return twin
+
     def set_sharding_config(self, config: Any) -> None:
         """Take number of threads and device of a :class:`ShardingConfig`. Not collective."""
         self._settings.threads = config.threads
@@ -239,8 +334,8 @@ class TorchModel:
 
     def _call(self, number: int, module: torch.nn.Module, tensors: BlockTensors) -> ModuleCall:
         training = tuple((inner, inner.training) for inner in module.modules())
-        told = self._originals, mentions_data(module)
-        return ModuleCall(module, number, tensors, self._settings, training, *told)
+        first_pass = FirstPass(type(module).__name__, number, self._originals, self._trial)
+        return ModuleCall(module, number, tensors, self._settings, training, first_pass, mentions_data(module))
 
 
 def _takes_nothing(function: Any) -> bool:

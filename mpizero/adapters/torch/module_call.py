@@ -11,45 +11,14 @@ import torch
 
 from mpizero.adapters.derived_seed import derived_seed
 from mpizero.adapters.torch.arrays import Placed, as_tensor
-from mpizero.adapters.torch.bound import Held, bring, in_places, plain_state
+from mpizero.adapters.torch.bound import BlockTensors, Held, bring, in_places
 from mpizero.adapters.torch.calling import called
-from mpizero.adapters.torch.originals import Originals
-from mpizero.adapters.torch.process import TorchSettings, drawn_since, random_state, set_random_state, torch_pass
+from mpizero.adapters.torch.first.copies import Copies
+from mpizero.adapters.torch.first.first_pass import FirstPass
+from mpizero.adapters.torch.process import TorchSettings, torch_pass
 from mpizero.errors import DataError, LayoutError
 from mpizero.sampletree import leaves_of, map_leaves
-from mpizero.types import Array, IntegerSpec, ParameterSpec, Params, Run
-
-
-@dataclass(frozen=True)
-class BlockTensors:
-    """Hold what a block's module holds, and how mpizero stores it.
-
-    Attributes
-    ----------
-    stored : tuple of Held
-        The parameters, and the buffers that are stored like parameters: statistics, which are averaged, and constants,
-        which are frozen.
-    specs : tuple of ParameterSpec
-        Their descriptions, in the same order, with names relative to the block.
-    integers : tuple of Held
-        Buffers of whole numbers, such as counters of batches.
-    integer_specs : tuple of IntegerSpec
-        Their descriptions, in the same order.
-    kept : tuple of Held
-        The other buffers, which stay in the module; no forward pass may change them.
-    parameters : frozenset of str
-        Names of those in ``stored`` that are parameters of the module, not buffers.
-    unused : frozenset of str
-        Names of parameters that need no gradient in every forward pass.
-    """
-
-    stored: tuple[Held, ...]
-    specs: tuple[ParameterSpec, ...]
-    integers: tuple[Held, ...] = ()
-    integer_specs: tuple[IntegerSpec, ...] = ()
-    kept: tuple[Held, ...] = ()
-    parameters: frozenset[str] = frozenset()
-    unused: frozenset[str] = frozenset()
+from mpizero.types import Array, Params, Run
 
 
 class Passed(NamedTuple):
@@ -79,13 +48,12 @@ class _Seen:
     ----------
     modes : set of bool
         Whether they were in training.
-    changes_input, random : bool
-        Whether the module changes its input in place, and whether it draws random numbers.
+    changes_input : bool
+        Whether the module changes its input in place.
     """
 
     modes: set[bool] = field(default_factory=set)
     changes_input: bool = False
-    random: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +62,7 @@ class ModuleCall:
 
     The first pass in training, and that in evaluation, get copies of parameters and input, and compare them afterwards:
     a module that changes its parameters is refused before it does harm, and one that changes its input gets copies from
-    then on. Before, the module runs once more, to find out whether it reads tensors of the module that it is a copy of.
+    then on. Before, copies of the module run ([Note: first passes] in first/first_pass.py).
 
     Parameters
     ----------
@@ -108,8 +76,8 @@ class ModuleCall:
         Settings of the process during a pass.
     training : tuple of (torch.nn.Module, bool)
         Every submodule, and whether it was in training mode when the model was made.
-    originals : Originals
-        The tensors of the module that it is a copy of.
+    first_pass : FirstPass
+        Looks at the first passes.
     uses_data : bool
         Whether its code may change parameters by way of ``.data``, where autograd does not see it.
     """
@@ -119,9 +87,13 @@ class ModuleCall:
     tensors: BlockTensors
     settings: TorchSettings
     training: tuple[tuple[torch.nn.Module, bool], ...]
-    originals: Originals
+    first_pass: FirstPass
     uses_data: bool
     _seen: _Seen = field(default_factory=_Seen)
+    _copies: Copies = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_copies", Copies(self.module, self.tensors, self.training, self.settings))
 
     @property
     def shown(self) -> str:
@@ -131,7 +103,7 @@ class ModuleCall:
     @property
     def random(self) -> bool:
         """Tell whether passes so far have drawn random numbers."""
-        return self._seen.random
+        return self.first_pass.random
 
     @property
     def new(self) -> bool:
@@ -171,7 +143,7 @@ class ModuleCall:
             return tensors
         return [Placed.of(t) if s.name in own.parameters else t for t, s in zip(tensors, own.specs, strict=True)]
 
-    def __call__(self, params: Params, given: list[torch.Tensor], x: Any) -> Passed:
+    def __call__(self, params: Params, given: list[torch.Tensor], x: Any, run: Run) -> Passed:
         """Call the module on ``x``, a tree of tensors, inside :meth:`prepared`. Not collective.
 
         ``given`` comes from :meth:`given`. A tuple becomes several arguments, a dictionary keyword arguments.
@@ -184,14 +156,12 @@ class ModuleCall:
             If the module has changed what a forward pass must not change.
         """
         own, new = self.tensors, self.new
-        x = x if not new and not self._seen.changes_input else map_leaves(torch.clone, x)
         numbers = self._numbers(params)
-        state = plain_state(self.module) if new else None
+        self._look(given, numbers, x, run)
+        x = x if not new and not self._seen.changes_input else map_leaves(torch.clone, x)
         watched = self._watched(given)
         versions = [tensor._version for _, _, tensor in watched]
         inputs = [(leaf, leaf._version) for leaf in leaves_of(x)]
-        if new:
-            self._check_reads(given, numbers, x)
         with in_places((*own.stored, *own.integers), [*given, *numbers]):
             with self.settings.functions():
                 output = called(self.module, x)
@@ -212,8 +182,6 @@ class ModuleCall:
             changed += [one for one, _, now in watched if id(one) in before and not torch.equal(now, before[id(one)])]
         if changed:
             raise self._change_of(changed[0])
-        if state is not None:
-            self._check_state(state)
         self._note_input(any(leaf._version != version for leaf, version in inputs))
         return Passed(output, given, averages, numbers)
 
@@ -228,21 +196,17 @@ class ModuleCall:
         """Return where the parameters are; the host for a block without parameters."""
         return values[0].device if values else torch.device("cpu")
 
-    def _check_reads(self, given: Sequence[torch.Tensor], numbers: Sequence[torch.Tensor], x: Any) -> None:
-        """Raise :class:`LayoutError` if the module reads tensors of the module that it is a copy of."""
-        own, state = self.tensors, random_state()
-        tensors = [t.clone() if spec.averaged else t for t, spec in zip(given, own.specs, strict=True)]
-        tensors += [number.clone() for number in numbers]
-        with in_places((*own.stored, *own.integers), tensors), torch.no_grad(), self.originals.reads() as reads:
-            called(self.module, map_leaves(torch.clone, x))
-        self._seen.random |= drawn_since(state)
-        set_random_state(state)
-        if reads.found:
-            raise LayoutError(
-                f"{self.shown} reads {reads.found!r} of the module that was given, not of the copy that is trained, so "
-                "it would compute with the start values for ever: let no function, hook or global name refer to the "
-                "module; use methods, or the module that hooks are given"
-            )
+    def _look(self, given: Sequence[torch.Tensor], numbers: Sequence[torch.Tensor], x: Any, run: Run) -> None:
+        """Let copies of the module make the first passes on samples of new shapes."""
+        training = self.module.training
+        kind = self.first_pass.new_kind(x, training=training, counted=run.count > 0)
+        if kind is not None:
+            self.first_pass.check(self._copies.maker(given, numbers), x, training=training)
+            self._seen.changes_input |= self.first_pass.changes_input
+        if self.first_pass.follows(run.count, new=kind is not None):
+            self.first_pass.follow(self._copies.maker(given, numbers), x, run.count, training=training)
+        if kind is not None:
+            self.first_pass.seen.add(kind)
 
     def _watched(self, given: Sequence[torch.Tensor]) -> list[tuple[Held, bool, torch.Tensor]]:
         """Return what no forward pass may change: what it is, whether it is stored, and the tensor in its place."""
@@ -256,15 +220,6 @@ class ModuleCall:
         else:
             what, advice = "buffer", "name it in averaged= if it is a statistic of the samples"
         return LayoutError(f"{self.shown} changes its {what} {one.name!r} in its forward pass: {advice}")
-
-    def _check_state(self, before: Mapping[str, Any]) -> None:
-        """Raise :class:`LayoutError` if the first pass has changed an attribute of the module."""
-        now = plain_state(self.module)
-        if changed := [name for name in now if before.get(name) != now[name]]:
-            raise LayoutError(
-                f"{self.shown} changes its attribute {changed[0]!r} in its forward pass: what it keeps outside of "
-                "buffers depends on which rank runs it, and is not saved; make it a buffer"
-            )
 
     def _note_input(self, changed: bool) -> None:
         """Remember whether the first pass has changed its input in place; refuse it if a later pass is the first to."""

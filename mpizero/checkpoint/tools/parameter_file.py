@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +22,7 @@ from mpizero.checkpoint.tools.elements import (
     short_name,
     stored_type,
 )
+from mpizero.checkpoint.tools.lookup import find_checkpoint
 from mpizero.checkpoint.tools.npz import NpzFile
 from mpizero.checkpoint.tools.tensorfile import TensorFile
 from mpizero.comm.agreement import all_ranks
@@ -139,7 +141,7 @@ def _convert(file: ParameterFile, name: str, given: Array, out: Array) -> None:
 
 @contextmanager
 def open_parameters(path: str | os.PathLike[str], comm: Communicator) -> Iterator[ParameterFile]:
-    """Open a checkpoint (a folder), a safetensors file or an ``.npz`` file, and yield its parameters.
+    """Open a checkpoint or a run (folders), a safetensors file or an ``.npz`` file, and yield its parameters.
 
     Collective over ``comm``; the path of rank 0 is used, and every rank reads the file. The kind of a file is told by
     its first bytes.
@@ -153,7 +155,11 @@ def open_parameters(path: str | os.PathLike[str], comm: Communicator) -> Iterato
     ConfigError
         If the package safetensors is needed and missing.
     """
-    name = comm.broadcast_object(os.fspath(path), 0, "parameter file")
+    given, name = os.fspath(path), ""
+    with all_ranks(comm, "parameter file"):
+        if comm.rank == 0:
+            name = str(find_checkpoint(Path(given))) if os.path.isdir(given) else given
+    name = comm.broadcast_object(name, 0, "parameter file")
     kind = ""
     with all_ranks(comm, "parameter file"):
         if not os.path.exists(name):

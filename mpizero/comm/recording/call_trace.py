@@ -14,6 +14,7 @@ not compared. With MPIZERO_DEBUG=collectives they are recorded like all other ca
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,8 +47,8 @@ Signature = tuple[Any, ...]
 #: Sequence number of a collective, hash of all calls up to it, the call, and its line as code object and instruction.
 _Entry = tuple[int, int, Signature, CodeType | None, int]
 
-#: Files of this package, as its code objects name them.
-_OWN_FILES = frozenset(map(str, Path(__file__).parents[1].rglob("*.py")))
+#: Files of this package, as its code objects name them, and the one that enters its context managers.
+_OWN_FILES = frozenset(map(str, Path(__file__).parents[1].rglob("*.py"))) | {contextlib.__file__}
 #: Folder of the package, and the folder of its command line, whose lines count as the user's.
 _LIBRARY = f"{Path(__file__).parents[2]}{sep}"
 _PROGRAMS = f"{_LIBRARY}train{sep}"
@@ -273,7 +274,7 @@ def _described(error: BaseException) -> str:
 
 
 def _is_library(file: str) -> bool:
-    return file.startswith(_LIBRARY) and not file.startswith(_PROGRAMS)
+    return file.startswith(_LIBRARY) and not file.startswith(_PROGRAMS) or file == contextlib.__file__
 
 
 def _after(entry: _Entry, sequence: int) -> int:

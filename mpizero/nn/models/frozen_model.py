@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpizero.errors import ConfigError
+from mpizero.layout.flat import joined
 from mpizero.names import as_patterns, selected
 from mpizero.nn.layer import Layer
 from mpizero.nn.layers.frozen import Frozen, PartlyFrozen, completed, frozen_specs
@@ -55,6 +56,8 @@ def freeze(model: Any, patterns: str | Iterable[str]) -> Any:
     names = frozenset(selected(list(trained), "freeze", chosen))
     if not any(trained[name] and name not in names for name in trained):
         raise ConfigError(f"freeze: {', '.join(map(repr, chosen))} leave no parameter to train")
+    if callable(own := getattr(model, "with_frozen", None)):
+        model = own(names)  # a module of another library, which then computes no gradients of them
     return FrozenModel(model, names) if isinstance(model, BlockModel) else FrozenFunction(model, names)
 
 
@@ -137,9 +140,9 @@ def _frozen_blocks(blocks: Mapping[str, Any], names: frozenset[str]) -> dict[str
     found: dict[str, Any] = {}
     for block, layer in blocks.items():
         specs = layer.specs()
-        own = tuple(spec.name for spec in specs if (spec.tied or f"{block}.{spec.name}") in names)
+        own = tuple(s.name for s in specs if s.trainable and (s.tied or joined(block, s.name)) in names)
         if own and isinstance(layer, Layer):
-            found[block] = Frozen(layer) if len(own) == len(specs) else PartlyFrozen(layer, own)
+            found[block] = Frozen(layer) if len(own) == sum(s.trainable for s in specs) else PartlyFrozen(layer, own)
         else:
             found[block] = _FrozenBlock(layer, own) if own else layer
     return found

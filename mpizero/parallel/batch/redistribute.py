@@ -23,6 +23,7 @@ from mpizero.parallel.batch.grain_owners import grain_part_number
 from mpizero.parallel.batch.node_claims import NodeClaims
 from mpizero.records import dataclass
 from mpizero.sampletree import SampleTree
+from mpizero.text import notice
 from mpizero.types import Array
 from mpizero.validation import require, whole
 
@@ -124,10 +125,10 @@ def _digest(array: Array) -> int:
     return crc32(array.tobytes(), crc32(f"{array.dtype}{array.shape}".encode()))
 
 
-def _meet(grid: ProcessGrid, own: _RankBatch) -> Array:
+def _meet(grid: ProcessGrid, own: _RankBatch, *, first: bool) -> Array:
     """Exchange the first message of a step, check the batch, and return each rank's number of samples, by world rank.
 
-    Collective over all ranks.
+    Collective over all ranks. In the ``first`` step of a model, rank 0 says which replicas have the same samples.
 
     Raises
     ------
@@ -139,7 +140,7 @@ def _meet(grid: ProcessGrid, own: _RankBatch) -> Array:
         split and the batch cannot be cut into samples.
     """
     replicas = grid.model.size > 1
-    table = agree_on_call(grid.world, (own.count, own.number, own.digest() if replicas else 0))
+    table = agree_on_call(grid.world, (own.count, own.number, own.digest() if replicas or first else 0))
     counts = table[:, 0]
     sound, alike = (counts >= 0).all(), (table[:, 1] == table[0, 1]).all()
     if sound and replicas:
@@ -147,8 +148,24 @@ def _meet(grid: ProcessGrid, own: _RankBatch) -> Array:
     if not (sound and alike) or (replicas and own.tree.uncut):
         _refuse(grid.world, own)
     if not counts.any():
-        raise DataError(NO_SAMPLES)
+        raise DataError("the global batch has no samples on any rank")
+    if first and grid.world.rank == 0:
+        _tell_copies(grid, counts, table[:, 2], own.tree.uncut)
     return counts
+
+
+def _tell_copies(grid: ProcessGrid, counts: Array, digests: Array, uncut: str) -> None:
+    """Say if two ranks of different replicas have the same samples, of which ``digests`` are the checksums."""
+    seen: dict[int, int] = {}
+    for rank in range(0 if uncut else len(counts)):
+        same = seen.setdefault(int(digests[rank]), rank)
+        if counts[rank] and grid.axes.coordinates(same).data != grid.axes.coordinates(rank).data:
+            notice(
+                f"ranks {same} and {rank} give the same {counts[rank]} samples, and the global batch has them twice: "
+                "each rank gives its own part of a batch, which mpizero.data.batches(source, model, ...) cuts; with a "
+                "DataLoader of PyTorch, let it have DistributedSampler(dataset, world_size, rank)"
+            )
+            return
 
 
 def _check_replicas(grid: ProcessGrid, own: _RankBatch, digests: Array) -> None:
@@ -224,6 +241,7 @@ def redistribute(
     *,
     asked: Asked = NOTHING_MORE,
     claims: NodeClaims | None = None,
+    first: bool = False,
 ) -> GlobalBatch:
     """Exchange samples so that every rank gets the samples of the grains it computes, and return its grains.
 
@@ -246,20 +264,19 @@ def redistribute(
     asked : Asked
         The arguments of the step besides the batch; they are compared between all ranks.
     claims : NodeClaims or None
-        If given, every rank gets the samples of all grains of its node, for the ranks to claim them. A batch that
-        cannot be cut into samples is not claimed.
+        If given, every rank gets the samples of all grains of its node, to claim them, unless they cannot be cut.
+    first : bool
+        Whether it is a model's first batch, of which rank 0 says if two replicas have the same.
 
     Raises
     ------
     CollectiveMismatch
         On all ranks, if the ranks have called different operations.
     DataError
-        On all ranks, if no rank has samples, if the arrays of one rank differ in length, if the batches of two ranks
-        differ in structure, type or sample shape, if the ranks of a replica have different samples, or if the model is
-        split and the batch cannot be cut into samples.
+        On all ranks, as :func:`_meet` says.
     """
     comm, own = grid.batch, _RankBatch(x, y, asked)
-    counts = _meet(grid, own)[list(grid.axes.group(grid.world.rank, GROUPS["batch"]))].tolist()
+    counts = _meet(grid, own, first=first)[list(grid.axes.group(grid.world.rank, GROUPS["batch"]))].tolist()
     if own.tree.uncut:
         with all_ranks(grid.world):  # a warning may be an error
             if grid.world.rank == 0:

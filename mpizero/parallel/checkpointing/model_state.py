@@ -6,7 +6,6 @@ parameters that a rank holds (``parallel/parameters/global_view.py``) are transl
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import replace
@@ -294,11 +293,11 @@ def _state_paths(reader: ArrayReader) -> list[str]:
 
 
 def _tell_rates(engine: Engine, reader: ArrayReader, saved: Mapping[str, Any]) -> None:
-    """Warn on rank 0 if the bound optimizer's learning rate or schedule differs from that in the checkpoint."""
+    """Say on rank 0 if the bound optimizer's learning rate or schedule differs from that in the checkpoint."""
     assert engine.updater is not None
     change = learning_rate.moved(engine.updater, reader.attributes, saved["optimizer"]["step_count"])
     if change is not None and engine.prints_notices:
-        warnings.warn(f"{change}: training goes on with the bound one", stacklevel=2)
+        notice(f"{change}: training goes on with the bound one")
 
 
 def _take_state(engine: Engine, state: Mapping[str, Array], saved: Mapping[str, Any], reader: ArrayReader) -> None:

@@ -209,7 +209,8 @@ class Saving(ShardedCore):
         Parameters
         ----------
         path : path
-            A checkpoint, a safetensors file or an ``.npz`` file of arrays by name. The path of rank 0 is used, and
+            A checkpoint, a run's folder, of which the newest checkpoint is taken, a safetensors file or an ``.npz``
+            file of arrays by name. The path of rank 0 is used, and
             every rank must be able to read it. Floats of another type are converted; of an ``.npz`` file a rank holds
             one array at a time.
         include, exclude : str or sequence of str, optional

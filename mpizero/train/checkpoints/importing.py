@@ -11,8 +11,8 @@ import numpy as np
 
 from mpizero import checkpoint, nn
 from mpizero.checkpoint.tools import element_types
+from mpizero.checkpoint.tools.lookup import find_checkpoint
 from mpizero.errors import DataError
-from mpizero.train.checkpoints.lookup import find_checkpoint
 from mpizero.train.config.config_file import ConfigDocument, parse_config, read_config
 from mpizero.train.config.model_and_data import build_model, build_source, data_fingerprint, needs_data
 from mpizero.train.config.sections import Config

@@ -152,8 +152,8 @@ def _add_import(commands: Any) -> None:
 def _inspect(options: argparse.Namespace) -> int:
     from mpizero import checkpoint
     from mpizero.checkpoint.tools import listing
+    from mpizero.checkpoint.tools.lookup import find_folder, is_checkpoint
     from mpizero.train.checkpoints import report
-    from mpizero.train.checkpoints.lookup import find_folder, is_checkpoint
 
     path = Path(options.path)
     if is_checkpoint(path):
@@ -170,7 +170,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     from mpizero.checkpoint.tools import listing
-    from mpizero.train.checkpoints.lookup import find_folder, is_checkpoint
+    from mpizero.checkpoint.tools.lookup import find_folder, is_checkpoint
 
     path = Path(options.path)
     if is_checkpoint(path):
@@ -220,8 +220,8 @@ def _diff(options: argparse.Namespace) -> int:
 
     from mpizero import checkpoint
     from mpizero.checkpoint.tools import compare, matches
+    from mpizero.checkpoint.tools.lookup import find_checkpoint
     from mpizero.train.checkpoints import report
-    from mpizero.train.checkpoints.lookup import find_checkpoint
     from mpizero.train.config.setting_checks import check_option
     from mpizero.train.run.progress import ByteProgress
     from mpizero.validation import number
@@ -253,7 +253,7 @@ def _format_of(out: str) -> str:
 def _export(options: argparse.Namespace) -> int:
     from mpizero import checkpoint
     from mpizero.checkpoint.tools import export, export_bytes
-    from mpizero.train.checkpoints.lookup import find_checkpoint
+    from mpizero.checkpoint.tools.lookup import find_checkpoint
     from mpizero.train.number_format import amount
     from mpizero.train.run.progress import ByteProgress
 

@@ -207,7 +207,7 @@ def check_torch(comm: Communicator, threads: int) -> CheckResult:
         return CheckResult("torch", "ok", "PyTorch is not installed; models of it need the extra torch")
     text = f"PyTorch {version}{f' for CUDA {cuda}' if cuda else ''}"
     if cuda and not any(count for _, _, count in every):
-        advice = "CPU nodes need a tenth of it: pip install torch --index-url https://download.pytorch.org/whl/cpu"
+        advice = "CPU nodes need a tenth of it: the command for CPUs at https://pytorch.org/get-started/locally"
         return CheckResult("torch", "warn", f"{text}, but no GPU is seen", advice)
     return CheckResult("torch", "ok", text)
 

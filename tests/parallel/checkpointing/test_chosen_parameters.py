@@ -139,3 +139,30 @@ def test_ranks_that_choose_differently_are_told(files):
 
     with pytest.raises(ConfigError, match="ranks differ: include of the arguments of load_parameters"):
         run_in_threads(2, run)
+
+
+@pytest.mark.parametrize("folder", ["", "checkpoints"])
+def test_of_a_run_the_newest_checkpoint_is_taken(folder, tmp_path):
+    with placed(network(), "self") as model:
+        for step in (1, 2):
+            model.set_parameters(np.full(model.parameter_count, step))
+            model.save_model(tmp_path / folder / f"step_{step:08d}")
+        model.set_parameters(np.zeros(model.parameter_count))
+        model.load_parameters(tmp_path)
+        assert set(model.get_parameters()) == {2.0}
+
+
+def test_parameters_that_are_trained_again_are_told_by_name_with_the_way(tmp_path):
+    frozen = mz.nn.freeze(network(), ["hidden.0.*"])
+    for net in (frozen, network()):
+        with mz.ShardingConfig(comm="self") as config, mz.DDPModel(net, config, optimizer=mz.Adam(0.1)) as model:
+            if net is frozen:
+                model.train(np.ones((4, 4), "f4"), np.zeros(4, int))
+                model.save_model(tmp_path / "c")
+                wanted = model.named_parameters()
+                continue
+            with pytest.raises(CheckpointError, match=r"no optimizer state .*hidden\.0\..* load_parameters\(path\)"):
+                model.load_model(tmp_path / "c")
+            model.load_parameters(tmp_path / "c")
+            for name, value in model.named_parameters().items():
+                assert value.tobytes() == wanted[name].tobytes()

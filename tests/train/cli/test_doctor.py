@@ -63,7 +63,7 @@ def test_a_pytorch_for_cuda_on_nodes_without_a_gpu_is_told(tmp_path, monkeypatch
     )
     found = torch_of(tmp_path, monkeypatch, text)
     assert (found.status, found.text) == ("warn", "PyTorch 2.13.0+cu130 for CUDA 13.0, but no GPU is seen")
-    assert "https://download.pytorch.org/whl/cpu" in found.remedy
+    assert "pytorch.org/get-started" in found.remedy
     monkeypatch.setattr(machine_facts, "gpus", lambda: (1, []))
     assert check_torch(one_process(), 1).status == "ok"
 

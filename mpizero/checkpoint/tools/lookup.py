@@ -1,11 +1,10 @@
-"""Find the checkpoints to which a path on the command line refers."""
+"""Find the checkpoint to which a path refers: itself, or the newest one of a run."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from mpizero import checkpoint
-from mpizero.checkpoint.folders import step_folders
+from mpizero.checkpoint.folders import newest, step_folders, step_of
 from mpizero.errors import CheckpointError
 from mpizero.text import notice
 
@@ -22,7 +21,7 @@ def is_checkpoint(path: Path) -> bool:
         raise CheckpointError(f"{path}: no such file or folder")
     if not path.is_dir():
         raise CheckpointError(f"{path}: is a file; a checkpoint is a folder, as is a run")
-    return checkpoint.step_of(path.absolute()) is not None or (path / "manifest.json").exists()
+    return step_of(path.absolute()) is not None or (path / "manifest.json").exists()
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -39,7 +38,7 @@ def find_checkpoint(path: Path) -> Path:
         return path
     for folder in (path / "checkpoints", path):
         passed: list[str] = []
-        found = checkpoint.newest(folder, "self", report=passed.append)
+        found = newest(folder, "self", report=passed.append)
         if found is not None:
             for line in (*passed, f"taken instead: {found}") if passed else ():
                 notice(line)

@@ -25,7 +25,9 @@ from mpizero.errors import ConfigError
 def check_parameters(module: torch.nn.Module) -> None:
     """Raise :class:`ConfigError` for uses of parameters that a copy of the module would not have. Not collective."""
     parameters = {id(p): name for name, p in module.named_parameters()}
-    if hooked := next((name for name, p in module.named_parameters() if p._backward_hooks), None):
+    if hooked := next(
+        (name for name, p in module.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks), None
+    ):
         raise ConfigError(
             f"TorchModel: parameter {hooked!r} has a hook on its gradient, which would not be called: register it on "
             "the layer's output, or change the loss"
@@ -88,6 +90,8 @@ class Originals:
     """Know the tensors of a module that was given, as long as something else keeps them."""
 
     def __init__(self, module: torch.nn.Module) -> None:
+        #: Whether a copy of the module has been trained.
+        self.trained = False
         tensors = (*module.named_parameters(), *module.named_buffers())
         self._references = [(name, weakref.ref(tensor)) for name, tensor in tensors]
 

@@ -1,0 +1,67 @@
+"""A module whose copy was trained says that it has its start values, until it is filled."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+import mpizero as mz  # noqa: E402
+from mpizero.adapters.torch import TorchModel  # noqa: E402
+from mpizero.errors import ConfigError  # noqa: E402
+
+X = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+LOSS = nn.MSELoss(reduction="sum")
+
+
+def module() -> Any:
+    return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize("blocks", [None, ["0", "1", "2"]])
+def test_its_first_call_says_so_with_the_line(blocks: Any, capfd: Any) -> None:
+    net, x = module(), torch.from_numpy(X)
+    model = TorchModel(net, LOSS, blocks=blocks)
+    with mz.distribute(model, mz.SGD(0.1), comm="self") as placed:
+        net(x)  # not trained yet
+        placed.predict(X)
+        placed.train(X, X)
+        placed.evaluate(X, X)
+        assert "start values" not in capfd.readouterr().err
+        for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+            other(x)
+        assert "start values" not in capfd.readouterr().err
+        for _ in range(2):
+            net(x)
+        told = capfd.readouterr().err
+        assert told.count("start values") == 1
+        assert "Sequential is called (test_left_behind.py:" in told
+        expected = placed.predict(X)
+        filled = model.fill(placed.named_parameters())
+    assert filled is net
+    np.testing.assert_allclose(net.eval()(x).detach(), expected, rtol=1e-5)
+
+
+def test_a_filled_module_says_nothing(capfd: Any) -> None:
+    net, x = module(), torch.from_numpy(X)
+    model = TorchModel(net, LOSS)
+    with mz.distribute(model, mz.SGD(0.1), comm="self") as placed:
+        placed.train(X, X)
+        net.load_state_dict(model.state_dict(placed.named_parameters()))
+    net(x)
+    assert "start values" not in capfd.readouterr().err
+
+
+def test_a_module_that_a_function_made_is_not_there_to_fill() -> None:
+    model = TorchModel(module, LOSS)
+    with pytest.raises(ConfigError, match=r"made by a function: give one, fill\(arrays, module\)"):
+        model.fill(model.start_values)
+    other = model.fill(model.start_values, module())
+    assert torch.equal(other[0].weight, torch.from_numpy(model.start_values["0.weight"]))
