@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from gpu_checking.page import NOTHING, written  # noqa: E402
@@ -18,6 +18,9 @@ from gpu_checking.parts import INSTALLING, PARTS  # noqa: E402
 
 sys.path.remove(str(ROOT / "scripts"))
 
+pytestmark = pytest.mark.skipif(
+    os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0"), reason="it starts its own processes: once is enough"
+)
 #: What takes the place of CuPy where there is a driver and no GPU.
 WITHOUT_GPU = """
 class cuda:
