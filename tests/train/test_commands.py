@@ -81,6 +81,7 @@ def machine_that_can_train(outcome, ranks):
     assert found["ranks"] == ranks
     names = [check["name"] for check in found["checks"]]
     machine = ["versions", "mpi", "cores", "blas", "hdf5", "memory", "shared memory", "leftovers", "kernels", "gpu"]
+    machine.append("torch")
     assert names == [*machine, "launch", "threads", "time limit"]
     assert all(check["remedy"] for check in found["checks"] if check["status"] != "ok")
     return dict(zip(names, found["checks"], strict=True))
