@@ -134,9 +134,10 @@ def unmasked(value: T, what: str, error: type[MpizeroError] = LayoutError, way: 
 
     ``what`` names the value in the message, ``way`` is the way out.
     """
-    masked = sys.modules.get("numpy.ma")  # which takes 30 ms to import; without it there are no masked arrays
+    module = sys.modules.get("numpy.ma")  # which takes 30 ms to import; without it there are no masked arrays
+    kind = getattr(module, "MaskedArray", None)  # nor while another thread imports it
     held = value if isinstance(value, list | tuple) else (value,)
-    if masked is not None and any(isinstance(one, masked.MaskedArray) for one in held):
+    if kind is not None and any(isinstance(one, kind) for one in held):
         raise error(f"{what} is a masked array, whose mask would be lost: {way}")
     return value
 

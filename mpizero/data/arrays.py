@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from mpizero.crc import crc32
-from mpizero.data.mapped import MappedArray, MappedFile
+from mpizero.data.mapped import MappedArray, MappedFile, file_states
 from mpizero.data.source import Indices, Source, check_lengths, check_samples, check_shape, contiguous
 from mpizero.errors import DataError
 from mpizero.names import explains
@@ -73,6 +73,10 @@ class ArraySource(Source):
             found[path] = (values.shape, values.dtype.str, crc32(values.data if values.size else b""))
         return found
 
+    def contents(self) -> dict[str, Any]:
+        """Return the checksums of the arrays."""
+        return {"arrays": sorted(self.describe().items())}
+
 
 @explains
 class NpySource(Source):
@@ -122,6 +126,10 @@ class NpySource(Source):
         for name, path, values in zip(("x", "y"), self.paths, (self.x, self.y), strict=True):
             found[name] = (os.path.basename(path), values.shape, values.dtype.str)
         return found
+
+    def contents(self) -> dict[str, Any]:
+        """Return names, sizes and times of the files."""
+        return {"files": file_states(self.paths)}
 
 
 def digits() -> ArraySource:

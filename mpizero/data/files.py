@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.data.mapped import FileState, check_unchanged, on_own_disk, room_in_memory, with_more_files
+from mpizero.data.mapped import FileState, check_unchanged, file_states, on_own_disk, room_in_memory, with_more_files
 from mpizero.data.source import Indices, Source, check_samples
 from mpizero.data.stored import FileArray, JoinedArray
 from mpizero.data.windows import Windows
@@ -213,6 +213,10 @@ class FileSource(Source):
         windows = self.windows
         found["windows"] = (windows.axis, sorted(windows.lengths.items()), sorted(windows.strides.items()), self.lead)
         return found
+
+    def contents(self) -> dict[str, Any]:
+        """Return names, sizes and times of the files."""
+        return {"files": file_states(self.paths)}
 
     def close(self) -> None:
         """Close the files, which are opened again if samples are read; a second call does nothing."""

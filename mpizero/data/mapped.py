@@ -10,7 +10,7 @@ import resource
 import stat
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import datetime
 from typing import Any, NamedTuple, Self, TypeVar
@@ -96,6 +96,12 @@ class FileState(NamedTuple):
     def __str__(self) -> str:
         """Return size and time as text."""
         return f"{self.size} bytes of {datetime.fromtimestamp(self.changed // 10**9):%Y-%m-%d %H:%M:%S}"
+
+
+def file_states(paths: Iterable[str]) -> list[tuple[str, int, int]]:
+    """Return name, size and time of change of each path that is a file. Not collective."""
+    states = ((os.path.basename(path), FileState.of(path)) for path in paths)
+    return [(name, *state) for name, state in states if state is not None]
 
 
 def check_unchanged(path: str, before: FileState | None) -> None:

@@ -105,6 +105,14 @@ class Source(ABC):
     def describe(self) -> dict[str, Any]:
         """Return values that identify the data, such as names, sizes and dtypes, without reading all of the data."""
 
+    def contents(self) -> dict[str, Any]:
+        """Return what tells these data from changed ones, for a run that goes on later, without reading all of them.
+
+        ``files`` has a name, a size in bytes and a time of change in nanoseconds for each file; anything else must be
+        equal then. Here it is nothing: some samples are compared only.
+        """
+        return {}
+
     def origin(self, indices: Indices) -> Indices:
         """Return the indices, in the original source before any split, of the samples ``indices`` of this source."""
         return indices
@@ -282,6 +290,10 @@ class Subset(Source):
     def describe(self) -> dict[str, Any]:
         """Return the range of positions and the fingerprint of the source that holds the samples."""
         return {"subset": (self.start, self.stop), "of": self.source.fingerprint}
+
+    def contents(self) -> dict[str, Any]:
+        """Return what identifies the contents of the other source."""
+        return self.source.contents()
 
 
 def check_samples(values: Array, name: str) -> Array:

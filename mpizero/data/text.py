@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.data.mapped import MappedFile
+from mpizero.data.mapped import MappedFile, file_states
 from mpizero.data.source import VALIDATION, Indices, Source
 from mpizero.errors import DataError
 from mpizero.names import explains
@@ -120,6 +120,10 @@ class TextSource(Source):
         """Return the names of the files without their folders, and the byte of the text at which each file ends."""
         names = [os.path.basename(name) for name in self.files]
         return {"kind": "text", "sequence": self.sequence, "files": names, "ends": self._ends}
+
+    def contents(self) -> dict[str, Any]:
+        """Return names, sizes and times of the files."""
+        return {"files": file_states(self.files)}
 
 
 def _map_file(path: str, size: int) -> MappedFile:

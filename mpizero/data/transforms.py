@@ -172,3 +172,7 @@ class TransformedSource(Source):
     def describe(self) -> dict[str, Any]:
         """Return the fingerprints of the function, with the values that it uses, and of the other source."""
         return {"transformed by": Fingerprint().digest(self.function).hex(), "of": self.source.fingerprint}
+
+    def contents(self) -> dict[str, Any]:
+        """Return what identifies the contents of the other source."""
+        return self.source.contents()

@@ -15,7 +15,8 @@ from mpizero.errors import ConfigError
 from mpizero.train.bench.checkpoint_speed import LEAST
 from mpizero.train.config.builder import build
 from mpizero.train.config.config_file import ConfigDocument, parse_config
-from mpizero.train.config.model_and_data import build_model, build_source, data_fingerprint
+from mpizero.train.config.data_identity import data_fingerprint
+from mpizero.train.config.model_and_data import build_model, build_source
 from mpizero.train.verify.verify_command import verify
 from tests.train.conftest import ThreadCommands
 

@@ -202,3 +202,7 @@ class BlockShuffledSource(Source):
     def describe(self) -> dict[str, Any]:
         """Return the sizes that determine the order, and the fingerprint of the other source."""
         return {"shuffled by blocks": (self.block, self.blocks), "of": self.source.fingerprint}
+
+    def contents(self) -> dict[str, Any]:
+        """Return what identifies the contents of the other source."""
+        return self.source.contents()

@@ -153,6 +153,10 @@ class CachedSource(Source):
         """Return what the source of the samples returns: a copy is the same data."""
         return self.source.describe()
 
+    def contents(self) -> dict[str, Any]:
+        """Return what identifies the contents of the other source."""
+        return self.source.contents()
+
     def __enter__(self) -> Self:
         return self
 

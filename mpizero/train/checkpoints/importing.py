@@ -14,7 +14,8 @@ from mpizero.checkpoint.tools import element_types
 from mpizero.checkpoint.tools.lookup import find_checkpoint
 from mpizero.errors import DataError
 from mpizero.train.config.config_file import ConfigDocument, parse_config, read_config
-from mpizero.train.config.model_and_data import build_model, build_source, data_fingerprint, needs_data
+from mpizero.train.config.data_identity import data_fingerprint
+from mpizero.train.config.model_and_data import build_model, build_source, needs_data
 from mpizero.train.config.sections import Config
 from mpizero.train.run.resume import ATTRIBUTE
 

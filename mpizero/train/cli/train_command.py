@@ -92,6 +92,7 @@ def setup_of(job: TrainingJob, overridden: tuple[str, ...] = ()) -> RunSetup:
         about={"config": config, "widths": widths_of(job.model.wrapped_model), "folder": job.config.folder},
         fingerprint=job.fingerprint,
         validation_fingerprint=job.validation_fingerprint,
+        contents=job.contents,
         code=job.code,
         task=job.task,
         units_per_sample=job.units_per_sample,

@@ -16,10 +16,10 @@ from mpizero.layout import Grains
 from mpizero.layout.flat import FlatLayout
 from mpizero.parallel import HybridShardedModel, ShardedModelBase, ShardingConfig, distribute
 from mpizero.parallel.partition.blocks import blocks_of
+from mpizero.train.config.data_identity import data_fingerprint, shared_contents
 from mpizero.train.config.model_and_data import (
     build_model,
     build_source,
-    data_fingerprint,
     task_of,
     units_per_sample,
     user_functions,
@@ -57,6 +57,8 @@ class TrainingJob:
         Hash of the training data, by which a resumed run checks that it has the same data.
     validation_fingerprint : str
         The same of the validation samples; "" if there are none.
+    contents : dict
+        What identifies the contents of both (:func:`~mpizero.train.config.data_identity.shared_contents`).
     code : mapping of str to str
         Hashes of the files of the user's functions that made model and data, by file name; empty if there are none.
     """
@@ -73,6 +75,7 @@ class TrainingJob:
     units_per_sample: int
     fingerprint: str
     validation_fingerprint: str
+    contents: dict[str, Any]
     code: Mapping[str, str] = field(default_factory=dict)
 
     def describe(self) -> str:
@@ -115,6 +118,7 @@ def build(config: Config, comm: Communicator) -> Iterator[TrainingJob]:
         agree_equal(
             comm, lambda: {"the training data": fingerprint[:16], "the validation data": held[:16]}, "agree data"
         )
+        contents = shared_contents(comm, source, validation)
         sharding = build_sharding(config, comm)
         with lay_out(wrapped, optimizer, config.parallel, sharding) as model:
             model.reserve(config.train.global_batch)
@@ -131,6 +135,7 @@ def build(config: Config, comm: Communicator) -> Iterator[TrainingJob]:
                 units_per_sample=units,
                 fingerprint=fingerprint,
                 validation_fingerprint=held,
+                contents=contents,
                 code=code,
             )
         sharding.close()

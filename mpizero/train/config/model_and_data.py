@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -30,8 +29,6 @@ from mpizero.validation import whole
 #: What a model may be for, which says what is told of its validation.
 TASKS = ("language", "classification", "regression")
 _TWO_SETS = '{"training": (x, y), "validation": (x, y)}'
-#: Number of samples in the hash by which a resumed run recognizes its training data.
-FINGERPRINT_SAMPLES = 64
 
 
 def user_functions(config: Config) -> dict[str, UserFunction]:
@@ -338,26 +335,3 @@ def classes(source: Any) -> int:
             raise DataError(f"classes are numbered from 0; sample {start + int(y.argmin())} has {int(y.min())}")
         largest = max(largest, int(y.max()))
     return largest + 1
-
-
-def data_fingerprint(source: Source) -> str:
-    """Return a hash of a source's length and of :data:`FINGERPRINT_SAMPLES` samples, evenly spaced in it.
-
-    Not collective.
-
-    Raises
-    ------
-    DataError
-        If samples are not made of arrays.
-    """
-    count = min(FINGERPRINT_SAMPLES, len(source))
-    x, y = source.samples(np.arange(count, dtype=np.int64) * len(source) // max(count, 1))
-    tree = SampleTree.of(x=x, y=y)
-    if tree.uncut:
-        raise DataError(f"{type(source).__name__}: its samples are not arrays: {tree.uncut}")
-    names = [] if tree.paths == ("x", "y") else [tree.form]  # runs saved before there were trees have no form
-    kinds = " ".join(f"{leaf.dtype} {leaf.shape}" for leaf in tree.leaves)
-    digest = hashlib.sha256(" ".join([str(len(source)), kinds, *names]).encode())
-    for leaf in tree.leaves:
-        digest.update(np.ascontiguousarray(leaf).tobytes())
-    return digest.hexdigest()

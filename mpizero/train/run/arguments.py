@@ -24,8 +24,9 @@ from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.train.callbacks.callback import check_callbacks, state_name
 from mpizero.train.callbacks.user_metrics import check_metrics
 from mpizero.train.config.builder import lay_out
+from mpizero.train.config.data_identity import data_fingerprint, shared_contents
 from mpizero.train.config.loop_section import ALL_SAMPLES, LoopSection
-from mpizero.train.config.model_and_data import data_fingerprint, task_of, units_per_sample
+from mpizero.train.config.model_and_data import task_of, units_per_sample
 from mpizero.train.config.parallel_section import ParallelSection
 from mpizero.train.config.sections import CheckpointSection
 from mpizero.train.config.setting_checks import SettingError
@@ -225,6 +226,7 @@ class TrainerArguments:
         shared |= {"metrics": list(metrics), "callbacks": [state_name(one) for one in callbacks]}
         data = {"the training data": fingerprint[:16], "the validation data": held[:16]}
         agree_equal(comm, lambda: {"the arguments of Trainer": shared, **data}, "agree Trainer")
+        contents = shared_contents(comm, source, validation)
         model = self._placed(layout, ranks, loop)
         return RunSetup(
             model=model,
@@ -232,7 +234,7 @@ class TrainerArguments:
             validation=validation,
             loop=loop,
             checkpoints=replace(checkpoints, folder=str(RunFolder(checkpoints.folder).checkpoints)),
-            record=record_of(model, source, loop, (fingerprint, held)),
+            record=replace(record_of(model, source, loop, (fingerprint, held)), contents=contents),
             metrics=metrics,
             callbacks=callbacks,
             shows_progress=self.progress,

@@ -18,6 +18,8 @@ from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError
 from mpizero.parallel.checkpointing import model_state
 from mpizero.parallel.checkpointing.saved_attribute import read_attribute
 from mpizero.parallel.checkpointing.tile_record import recorded_tiles
+from mpizero.text import notice
+from mpizero.train.config.data_identity import difference, touched
 from mpizero.train.config.overridden import overridable
 from mpizero.train.config.sections import changes, described_change
 from mpizero.train.run.metrics import finite
@@ -76,6 +78,8 @@ class SavedRun:
         Fingerprint of the validation samples; "" if there were none.
     code : mapping of str to str
         Hashes of the files of the user's functions that made model and data, by file name.
+    contents : mapping
+        What identifies the contents of the data; empty in checkpoints of older versions.
     """
 
     step: int
@@ -84,6 +88,7 @@ class SavedRun:
     data: str
     validation: str = ""
     code: Mapping[str, str] = field(default_factory=dict)
+    contents: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, attributes: Mapping[str, Any], path: str | Path) -> SavedRun:
@@ -103,7 +108,8 @@ class SavedRun:
             state = RunState(found["loss"], **parts, stopped=stopped, overrides=overridden)
             config = {str(name): dict(section) for name, section in dict(found["config"]).items()}
             data, held = str(found["data"]), str(found.get("validation") or "")
-            return cls(_whole(found["step"]), state, config, data, held, dict(found.get("code") or {}))
+            code, contents = (dict(found.get(name) or {}) for name in ("code", "contents"))
+            return cls(_whole(found["step"]), state, config, data, held, code, contents)
         except (KeyError, TypeError, ValueError):
             raise CheckpointError(
                 f"{path}: not written by `mpizero train` or mpizero.Trainer: it holds no training run's state"
@@ -130,6 +136,7 @@ def saved_attributes(setup: RunSetup, step: int, state: RunState, versions: Mapp
         "config": record.settings,
         "data": record.fingerprint,
         **({"validation": held} if (held := record.validation_fingerprint) else {}),
+        **({"contents": record.contents} if record.contents else {}),
         "versions": dict(versions),
         **({"code": dict(record.code)} if record.code else {}),
     }
@@ -285,6 +292,16 @@ def _overrides(setup: RunSetup, saved: SavedRun, path: str, elsewhere: str) -> l
     return found
 
 
+def _check_data(what: str, alike: bool, saved: Any, now: Any, refused: str, elsewhere: str) -> None:
+    """Raise ConfigError if the data named ``what`` are not those of the saved run."""
+    why = difference(saved.get(what, {}), now.get(what, {}))
+    if why or not alike:
+        told = f": {why}" if why else ""
+        raise ConfigError(
+            f"{refused}: data: the {what} samples are not those of the saved run{told}; give the same data, {elsewhere}"
+        )
+
+
 def _load(setup: RunSetup, path: str, comm: Communicator) -> SavedRun:
     elsewhere = f"or start in another {setup.record.wording.folder}"
     with checkpoint.open_checkpoint(path, comm) as reader:
@@ -299,11 +316,9 @@ def _load(setup: RunSetup, path: str, comm: Communicator) -> SavedRun:
         if saved.validation and record.validation_fingerprint:  # a run may begin to validate, and may end it
             compared["validation"] = saved.validation, record.validation_fingerprint
         for what, (before, now) in compared.items():
-            if before != now:
-                raise ConfigError(
-                    f"cannot resume from {path}: data: the {what} samples are not those of the saved run; "
-                    f"give the same data, {elsewhere}"
-                )
+            _check_data(what, before == now, saved.contents, record.contents, f"cannot resume from {path}", elsewhere)
+            if comm.rank == 0 and (told := touched(*(one.get(what, {}) for one in (saved.contents, record.contents)))):
+                notice(f"the {what} data: {told}")
         model_state.restore(setup.model.loadable_engine, reader)
     setup.model.invalidate_cache()
     return saved

@@ -55,6 +55,8 @@ class RunRecord:
         Hash of the training data, by which a resumed run checks that it has the same data.
     validation_fingerprint : str
         The same of the validation samples; "" if there are none.
+    contents : dict
+        What identifies the contents of both (:func:`~mpizero.train.config.data_identity.shared_contents`).
     code : mapping of str to str
         Hashes of the files of the user's functions that made model and data, by file name; a resume tells of changes.
     task : str
@@ -73,6 +75,7 @@ class RunRecord:
     about: dict[str, Any] = field(default_factory=dict)
     fingerprint: str
     validation_fingerprint: str = ""
+    contents: dict[str, Any] = field(default_factory=dict)
     code: Mapping[str, str] = field(default_factory=dict)
     task: str = ""
     units_per_sample: int = 1
