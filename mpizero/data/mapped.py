@@ -28,6 +28,11 @@ T = TypeVar("T")
 REGION = 4 << 20
 #: Least bytes of neighbouring rows that are read by a call of the system, which costs no page fault for each page.
 RUN = 1 << 20
+#: Code that reads pages; a block would be a view.
+_READERS = """
+def rows(array, where): return array[where]
+def block(array, where): return array[where].copy()
+"""
 #: Most files that a process asks for: with more, programs that close all of them take long.
 MOST_FILES = 1 << 16
 
@@ -130,8 +135,9 @@ class MappedFile:
         self.memory = with_more_files(path, lambda: mmap.mmap(self._file, self.size, access=mmap.ACCESS_READ))
         self.bytes: Array = np.frombuffer(self.memory, np.uint8)
         named: dict[str, Any] = {}
-        exec(compile("def read(array, where): return array[where].copy()", f"<mapped {path}>", "exec"), named)
-        self._read: Callable[[Array, Any], Array] = named["read"]
+        exec(compile(_READERS, f"<mapped {path}>", "exec"), named)
+        self._rows: Callable[[Array, Any], Array] = named["rows"]
+        self._block: Callable[[Array, Any], Array] = named["block"]
         if not faulthandler.is_enabled() and sys.__stderr__ is not None:
             with suppress(OSError, ValueError):  # without a standard error there is no report
                 faulthandler.enable(sys.__stderr__)
@@ -140,7 +146,7 @@ class MappedFile:
         """Return a copy of some elements of an array in the file; raise DataError if the file has become shorter."""
         if os.fstat(self._file).st_size < self.size:
             raise self._shorter()
-        return self._read(array, where)
+        return self._rows(array, where) if isinstance(where, np.ndarray) else self._block(array, where)
 
     def read_into(self, memory: Array, offset: int) -> None:
         """Fill ``memory``, an array of bytes, from byte ``offset`` of the file on, by calls of the system."""
