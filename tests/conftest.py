@@ -18,6 +18,13 @@ settings.register_profile(
 settings.load_profile("mpizero")
 
 
+def pytest_sessionstart() -> None:
+    """Load a kernel before all tests: if it must be compiled, the line about that is in none of their outputs."""
+    from mpizero.kernels.cpu import optimizer
+
+    optimizer.sgd.load("f")
+
+
 def pytest_collection_finish() -> None:
     """Leave the thousands of collected tests out of later collections of garbage, which measurements ask for."""
     gc.collect()

@@ -133,9 +133,14 @@ def find_folder(cpu: str) -> CacheFolder:
     settings = sorted((k, v) for k, v in os.environ.items() if k.startswith("NUMBA_") and k not in _OTHER_SETTINGS)
     digest.update(repr((sys.version_info[:3], sys.abiflags, cpu, settings)).encode())
     found = _choose_folder(f"kernels-{digest.hexdigest()[:24]}")
-    if found.refused and launched_place(os.environ) == 0:
+    if found.refused and speaks():
         notice(f"kernels: {found.refused}; {found.remedy}")
     return found
+
+
+def speaks() -> bool:
+    """Tell whether this process prints notices about the cache: the first one of each node does."""
+    return launched_place(os.environ) == 0
 
 
 def folder(cpu: str) -> Path:

@@ -27,17 +27,21 @@ Rules for kernels, each found by measuring:
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
+import sys
 import threading
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mpizero.kernels import cache, object_files, pool, processor
 from mpizero.kernels.signature import Parameter, Signature
+from mpizero.text import notice
 
 #: What the names of modules with kernels begin with.
 PACKAGE = "mpizero.kernels."
@@ -173,6 +177,8 @@ class Kernel:
         entry = self._entry(dtype)
         if self._cached:
             path = cache.folder(processor.cpu_identity()) / f"{entry}.o"
+            if not path.exists():
+                _tell_missing(path.parent, dtype)
             code = cache.load_or_build(path, lambda: self._build(dtype))
         else:
             code = self._build(dtype)
@@ -263,6 +269,32 @@ def apart(helper: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a long helper function that kernels call in several places: it is compiled once, not inlined in each."""
     vars(helper)["apart"] = True
     return helper
+
+
+@functools.cache
+def _told(folder: Path) -> list[str]:
+    """Return what this process has said of missing kernels: nothing at first."""
+    return []
+
+
+def _tell_missing(folder: Path, dtype: str) -> None:
+    """Say that kernels are compiled, and how many at most: once, in the first process of a node."""
+    told = _told(folder)
+    if told or not cache.speaks():
+        return
+    import pkgutil
+
+    cpu = importlib.import_module(f"{_PACKAGE}cpu")
+    for found in pkgutil.iter_modules(cpu.__path__, f"{_PACKAGE}cpu."):
+        importlib.import_module(found.name)
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith(_PACKAGE)]
+    kernels = {value for module in modules for value in vars(module).values() if isinstance(value, Kernel)}
+    left = sum(not (folder / f"{one._entry(dtype)}.o").exists() for one in kernels)
+    told.append(
+        f"kernels: {left} of {len(kernels)} are not compiled yet for this CPU; those that a program uses are, once on "
+        f"a machine, for some seconds each (kept in {folder})"
+    )
+    notice(told[0])
 
 
 def _refuse(*args: Any) -> Any:

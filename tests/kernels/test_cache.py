@@ -88,7 +88,7 @@ def test_an_object_that_a_colleague_plants_is_never_executed(checkout, temporary
     assert out == ["built sgd", "w 0.5 True"]
     assert f"{mine} can be written by group {os.getegid()} (mode 0775)" in told
     assert f"rm -r {mine}" in told
-    assert told.count("\n") == 1
+    assert told.count("\n") == 2  # and that kernels are compiled
     assert start(checkout, MPIZERO_CACHE_DIR=mine, TMPDIR=temporary)[0] == ["w 0.5 False"]  # compiled once there, too
 
     mine.chmod(0o700)  # closed afterwards, with what the colleague has left

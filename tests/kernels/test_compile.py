@@ -41,12 +41,12 @@ def checkout(tmp_path):
     return tmp_path
 
 
-def start(checkout, program=STEP):
+def start(checkout, program=STEP, **more):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("NUMBA_")}
     environment |= {"PYTHONPATH": str(checkout), "MPIZERO_CACHE_DIR": str(checkout / "cache")}
-    environment |= {"NUMBA_CACHE_DIR": str(checkout / "numba")}
+    environment |= {"NUMBA_CACHE_DIR": str(checkout / "numba"), **more.pop("environment", {})}
     return subprocess.Popen(
-        [sys.executable, "-c", program], env=environment, cwd=checkout, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program], env=environment, cwd=checkout, stdout=subprocess.PIPE, text=True, **more
     )
 
 
@@ -66,6 +66,24 @@ def test_a_kernel_is_compiled_once_loaded_without_numba_and_compiled_anew_when_a
     assert finish(start(checkout)) == ["built sgd", "w 1.5 True"]
     assert not (checkout / "numba").exists()  # Numba's index and data files are pickles
     assert not list(checkout.rglob("*.nb[ic]"))
+
+
+def test_one_line_tells_how_many_kernels_are_missing(checkout):
+    """The first process of a node tells it, whichever compiles; when none is missing, none is told."""
+    places = [{"OMPI_COMM_WORLD_LOCAL_RANK": str(place)} for place in (1, 0)]
+    program = STEP.replace("print", "int and print")
+    told = []
+    for environment in (*places, places[1]):
+        told.append(
+            start(checkout, program, stderr=subprocess.PIPE, environment=environment).communicate(timeout=120)[1]
+        )
+        for path in (checkout / "cache").glob("*/*sgd*.o") if len(told) == 1 else ():
+            path.unlink()
+    assert told[0] == told[2] == ""
+    assert re.fullmatch(
+        r"mpizero: kernels: (\d+) of \1 are not compiled yet for this CPU; .* \(kept in .*\)\n", told[1]
+    )
+    assert told[1].count("\n") == 1
 
 
 @pytest.mark.parametrize("dtype", ["f4", "f8"])

@@ -283,3 +283,48 @@ def test_a_leap_of_the_loss_is_told(before, loss, told):
     spikes = LossSpikes()
     assert [spikes.see(value) for value in before] == [None] * len(before)
     assert spikes.see(loss) == told
+
+
+def test_a_loss_that_grows_a_thousandfold_is_told_once_however_slowly():
+    spikes, told = LossSpikes(), []
+    for step in range(40):
+        told.append(spikes.see(0.25 * 1.4**step))
+        if step % 10 == 0:  # the run is interrupted
+            spikes, before = LossSpikes(), spikes
+            spikes.restore(json.loads(json.dumps(before.state())))
+    (step,) = (number for number, text in enumerate(told) if text)
+    assert 1.4**step > 1000 > 1.4 ** (step - 1)
+    assert told[step].startswith(
+        "loss 292.8 is 1.2e+03 times that of the first step, 0.25: the training diverges; lower"
+    )
+
+
+@pytest.mark.parametrize("first", [0.0, -1.0, math.nan])
+def test_growth_is_measured_from_the_first_positive_loss(first):
+    spikes = LossSpikes()
+    assert [spikes.see(loss) for loss in (first, 0.5, 400.0)] == [None] * 3
+    assert (spikes.see(600.0) is None) == (first == -1.0)
+
+
+def test_a_gradient_of_the_wrong_sign_is_told_in_the_run_and_in_its_report(tmp_path, capsys):
+    """From 0.3 to thousands in sixty steps, none of which is far above the one before."""
+
+    def wrong(parameters, batch):
+        x, y = batch
+        error = x @ parameters["w"] - y
+        return float(error @ error) / 2, {"w": -x.T @ error}, float(len(x))
+
+    x = np.random.default_rng(0).normal(size=(64, 3))
+    source = mz.data.ArraySource(x, x @ np.array([0.5, -0.3, 0.4]))
+
+    def trained(steps, *, resumes):
+        model = mz.FunctionModel({"w": np.zeros(3)}, wrong)
+        arguments = {"optimizer": mz.SGD(0.08), "steps": steps, "global_batch": 16, "run": tmp_path / "run"}
+        with mz.Trainer(model, source, mz.ShardingConfig(comm="self"), **arguments) as trainer:
+            return trainer.resume() if resumes else trainer.fit()
+
+    trained(60, resumes=False)
+    trained(70, resumes=True)
+    assert capsys.readouterr().err.count("times that of the first step") == 1
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert "The loss leapt at step" in (tmp_path / "run" / "report.html").read_text()

@@ -1,14 +1,14 @@
 """Check the loss and gradients of every step, and the parameters before every save.
 
-The samples of skipped steps are kept for a replay, and jumps of the loss are reported. Before a save, parameters are
-checked for damaged memory.
+The samples of skipped steps are kept for a replay. Jumps of the loss are reported, and a loss that has grown much.
+Before a save, parameters are checked for damaged memory.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from mpizero.errors import DataError, RemoteError
@@ -23,33 +23,45 @@ from mpizero.train.run.setup import RunSetup
 MAX_DUMPS = 5
 #: A loss is reported if it is SPIKE_FACTOR times the largest of the last SPIKE_STEPS steps, after SPIKE_LEAST steps.
 SPIKE_FACTOR, SPIKE_STEPS, SPIKE_LEAST = 10.0, 100, 10
+#: A run is told once that its loss has grown to so many times that of its first step, however slowly.
+GROWTH = 1000.0
 
 
 class LossSpikes:
-    """Detect a loss that is far above the losses of the last steps."""
+    """Detect a loss that is far above the losses of the last steps, or has grown far above that of the first step."""
 
     def __init__(self) -> None:
         self._last: deque[float] = deque(maxlen=SPIKE_STEPS)
+        self._first, self._grown = 0.0, False
 
     def see(self, loss: float) -> str | None:
-        """Record the loss of a step; return a message if it is far above the last losses, else None. Not collective."""
+        """Record the loss of a step; return a message if it is far above earlier ones, else None. Not collective."""
         if not math.isfinite(loss):
             return None
         largest = max(self._last) if len(self._last) >= SPIKE_LEAST else math.inf
-        told = None
+        told = []
         if loss > SPIKE_FACTOR * largest > 0:
-            told = f"loss {loss:.4g} is {loss / largest:.3g} times the largest of the last {len(self._last)} steps"
+            count = len(self._last)
+            told.append(f"loss {loss:.4g} is {loss / largest:.3g} times the largest of the last {count} steps")
+        if not self._grown and loss > GROWTH * self._first > 0:
+            self._grown = True
+            told.append(
+                f"loss {loss:.4g} is {loss / self._first:.2g} times that of the first step, {self._first:.4g}: the "
+                "training diverges; lower the learning rate, clip gradients, or see whether the gradient is that of "
+                "the loss (mpizero.testing.check_model)"
+            )
+        self._first = self._first or loss
         self._last.append(loss)
-        return told
+        return "; ".join(told) or None
 
-    @property
-    def last(self) -> list[float]:
-        """The last losses, oldest first."""
-        return list(self._last)
+    def state(self) -> dict[str, Any]:
+        """Return the JSON values that a checkpoint keeps."""
+        return {"losses": list(self._last), "first": self._first, "grown": self._grown}
 
-    def restore(self, losses: Sequence[float]) -> None:
-        """Take the last losses of an interrupted run. Not collective."""
-        self._last.extend(losses)
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take what :meth:`state` of an interrupted run has returned; an older version's has less. Not collective."""
+        self._last.extend(saved.get("losses", ()))
+        self._first, self._grown = float(saved.get("first", 0.0)), bool(saved.get("grown", False))
 
 
 class NumberWatch:
@@ -75,12 +87,12 @@ class NumberWatch:
         setup.model.count_skipped_steps(BadSteps(limit=None, warn=False))
 
     def state(self) -> dict[str, Any]:
-        """Return the JSON values that a checkpoint keeps: the last losses, and the skipped steps in a row."""
-        return {"losses": self.spikes.last, "skipped": self._skipped.in_a_row}
+        """Return the JSON values that a checkpoint keeps: the losses before, and the skipped steps in a row."""
+        return self.spikes.state() | {"skipped": self._skipped.in_a_row}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Take the values of a checkpoint. Not collective."""
-        self.spikes.restore(saved.get("losses", ()))
+        self.spikes.restore(saved)
         self._skipped.in_a_row = int(saved.get("skipped", 0))
 
     def see(self, step: int, report: StepReport, batch: tuple[Any, Any]) -> dict[str, Any]:
