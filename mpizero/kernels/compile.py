@@ -284,10 +284,10 @@ def _tell_missing(folder: Path, dtype: str) -> None:
         return
     import pkgutil
 
-    cpu = importlib.import_module(f"{_PACKAGE}cpu")
-    for found in pkgutil.iter_modules(cpu.__path__, f"{_PACKAGE}cpu."):
+    cpu = importlib.import_module(f"{PACKAGE}cpu")
+    for found in pkgutil.iter_modules(cpu.__path__, f"{PACKAGE}cpu."):
         importlib.import_module(found.name)
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith(_PACKAGE)]
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith(PACKAGE)]
     kernels = {value for module in modules for value in vars(module).values() if isinstance(value, Kernel)}
     left = sum(not (folder / f"{one._entry(dtype)}.o").exists() for one in kernels)
     told.append(
