@@ -45,9 +45,9 @@ PARTS = (
     Part("losses", "trainings.losses", 40, "20 steps on the GPU beside 20 on the CPU, skipped steps and loss scales"),
     Part("bits", "bits.bits", 60, "one sha256 for runs, ranks, strategies, stages and tiles that must not differ"),
     Part("files", "trainings.files", 20, "saved on the GPU, resumed on the CPU and back; asynchronous saves"),
-    Part("torch", "adapters.torch_models", 25, "TorchModel on the GPU, whole and by blocks, beside plain PyTorch"),
-    Part("jax", "adapters.jax_models", 25, "JaxModel on the GPU, whole and by blocks, beside plain JAX"),
-    Part("sanitizer", "kernels.sanitizer", 30, "memcheck and racecheck of every kernel at small sizes"),
+    Part("torch", "adapters.torch_models", 20, "TorchModel on the GPU, whole and by blocks, beside plain PyTorch"),
+    Part("jax", "adapters.jax_models", 20, "JaxModel on the GPU, whole and by blocks, beside plain JAX"),
+    Part("sanitizer", "kernels.sanitizer", 40, "memcheck and racecheck of every kernel at small sizes"),
     Part(
         "speed", "speed.speed", 55, "AdamW beside a copy, tokens/s beside PyTorch and cuBLAS, where a step's time goes"
     ),

@@ -7,6 +7,7 @@ the smallest and the largest value in parentheses.
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import subprocess
 import sys
@@ -25,10 +26,8 @@ from mpizero.kernels import cuda
 from mpizero.kernels import device as devices
 from mpizero.measurement import Measurement
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))  # has the network of PyTorch, too
 from harness import alternate  # noqa: E402
-
-sys.path.pop(0)
 
 #: The GPT of the steps, and how many sequences a step has: one grain.
 GPT = {"dim": 1024, "layers": 12, "heads": 16, "sequence": 512, "vocabulary": 256}
@@ -47,16 +46,23 @@ def speed(report: Report, small: bool) -> None:
         _launches(report, device)
     with report.attempt("AdamW beside a copy"):
         _adamw(report, device, 100 if small else 100_000_000, rounds=1 if small else 7)
-    rounds, steps = (1, 1) if small else (5, 4)
-    rates = {}
-    for precision in ("float32",) if small else ("float32", "bfloat16"):
-        with report.attempt(f"steps, {precision}"):
-            rates[precision] = _steps(report, shape, batch, precision, rounds, steps)
+    rounds, steps = (1, 1) if small else (4, 3)
+    rates: dict[str, str] = {}
+    precisions = ("float32",) if small else ("float32", "bfloat16")
+
+    def measure(precision: str, kinds: tuple[str, ...]) -> None:
+        with report.attempt(f"steps, {precision}, {', '.join(kinds)}"):
+            rates[f"{precision}, {kinds[0]}"] = _steps(report, shape, batch, precision, kinds, (rounds, steps))
+
+    for precision in precisions:
+        measure(precision, ("cuBLAS alone", "PyTorch eager", *(("PyTorch TF32",) if precision == "float32" else ())))
     with report.attempt("what a step launches and copies"):
         _crossing(report, shape, batch)
     with report.attempt("phases of a step"):
         _phases(report, shape, batch, small)
-    report.figure("in short", "; ".join(f"{precision}: {told}" for precision, told in rates.items()))
+    for precision in () if small else precisions:  # last: compiling may take what time is left
+        measure(precision, ("PyTorch compiled",))
+    report.figure("in short", "; ".join(f"{name}: {told}" for name, told in rates.items()))
 
 
 def _seconds(device: devices.Device, work: Callable[[], Any], repeat: int) -> float:
@@ -139,7 +145,7 @@ class Ours:
 
 
 class Torch:
-    """Train the same GPT with PyTorch; ``kind`` is "eager", "compiled", or "TF32": eager with products in TF32."""
+    """Train the same GPT with PyTorch: "eager", "TF32" (eager with products in TF32), or "compiled" block by block."""
 
     def __init__(self, shape: dict[str, int], batch: int, precision: str, kind: str) -> None:
         import torch
@@ -147,18 +153,20 @@ class Torch:
         from comparing.network import next_tokens
 
         self.torch, self.kind, self.sixteen, self.next_tokens = torch, kind, precision != "float32", next_tokens
+        self.place = "cuda" if torch.cuda.is_available() else "cpu"
         torch.manual_seed(0)
-        self.model = Network(shape).cuda()
+        self.model = Network(shape).to(self.place)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, fused=True)
-        self.forward = torch.compile(self.model) if kind == "compiled" else self.model
-        self.x, self.y = (torch.from_numpy(values).cuda() for values in _samples(shape, batch))
+        for block in self.model.blocks if kind == "compiled" else ():
+            block.compile()
+        self.x, self.y = (torch.from_numpy(values).to(self.place) for values in _samples(shape, batch))
 
     def step(self) -> None:
         """Train one step."""
         torch = self.torch
         torch.set_float32_matmul_precision("high" if self.kind == "TF32" else "highest")
-        with torch.autocast("cuda", torch.bfloat16, enabled=self.sixteen):
-            loss, count = self.next_tokens(self.forward(self.x), self.y)
+        with torch.autocast(self.place, torch.bfloat16, enabled=self.sixteen):
+            loss, count = self.next_tokens(self.model(self.x), self.y)
             loss = loss / count
         loss.backward()
         self.optimizer.step()
@@ -166,7 +174,8 @@ class Torch:
 
     def wait(self) -> None:
         """Wait until the GPU has finished all work."""
-        self.torch.cuda.synchronize()
+        if self.place == "cuda":
+            self.torch.cuda.synchronize()
 
     def close(self) -> None:
         """Do nothing: the garbage collector frees the model."""
@@ -176,16 +185,13 @@ class Products:
     """Compute only the products of the step's linear layers with cuBLAS through CuPy: how fast a step could be."""
 
     def __init__(self, shape: dict[str, int], batch: int, precision: str) -> None:
-        import cupy
-
         dim, rows = shape["dim"], batch * shape["sequence"]
-        kind = cupy.float32 if precision == "float32" else cupy.float16  # CuPy has no bfloat16; the rate is the same
-        widths = [(dim, 3 * dim), (dim, dim), (dim, 4 * dim), (4 * dim, dim)] * shape["layers"]
-        self.cupy, self.products = cupy, []
-        for inner, outer in [*dict.fromkeys(widths), (dim, shape["vocabulary"])]:
-            times = widths.count((inner, outer)) or 1
-            x, w, y = cupy.ones((rows, inner), kind), cupy.ones((inner, outer), kind), cupy.ones((rows, outer), kind)
-            self.products.append((times, x, w, y))
+        kind = np.float32 if precision == "float32" else np.float16  # CuPy has no bfloat16; the rate is the same
+        blocks = [(dim, 3 * dim), (dim, dim), (dim, 4 * dim), (4 * dim, dim)]
+        self.device, self.products = devices.open_device(0), []
+        for times, (inner, outer) in [*((shape["layers"], size) for size in blocks), (1, (dim, shape["vocabulary"]))]:
+            sizes = (rows, inner), (inner, outer), (rows, outer)
+            self.products.append((times, *(self.device.put(np.ones(size, kind)) for size in sizes)))
 
     def step(self) -> None:
         """Compute the products of one forward and backward pass."""
@@ -197,21 +203,30 @@ class Products:
 
     def wait(self) -> None:
         """Wait until the GPU has finished all work."""
-        self.cupy.cuda.Device().synchronize()
+        self.device.synchronize()
 
     def close(self) -> None:
         """Do nothing: the garbage collector frees the arrays."""
 
 
-def _steps(report: Report, shape: dict[str, int], batch: int, precision: str, rounds: int, steps: int) -> str:
-    """Time whole steps of all contenders in turns; return our rate and its ratios in a line."""
-    made: dict[str, Any] = {"mpizero": Ours(shape, batch, precision)}
-    if not devices.simulated():
-        made["cuBLAS alone"] = Products(shape, batch, precision)
-        kinds = ("eager", "TF32", "compiled") if precision == "float32" else ("eager", "compiled")
-        for kind in kinds:
-            with report.attempt(f"PyTorch {kind}, {precision}"):
-                made[f"PyTorch {kind}"] = Torch(shape, batch, precision, kind)
+def _made(name: str, shape: dict[str, int], batch: int, precision: str) -> Any:
+    """Return the contender of this name."""
+    if name == "mpizero":
+        return Ours(shape, batch, precision)
+    if name == "cuBLAS alone":
+        return Products(shape, batch, precision)
+    return Torch(shape, batch, precision, name.removeprefix("PyTorch "))
+
+
+def _steps(
+    report: Report, shape: dict[str, int], batch: int, precision: str, names: tuple[str, ...], turns: tuple[int, int]
+) -> str:
+    """Time whole steps of mpizero and of other contenders in turns; return all rates in a line.
+
+    ``turns`` are the number of rounds and of the steps of a turn. A contender that cannot run is left out.
+    """
+    rounds, steps = turns
+    made: dict[str, Any] = {}
 
     def seconds(name: str) -> float:
         made[name].wait()
@@ -221,8 +236,13 @@ def _steps(report: Report, shape: dict[str, int], batch: int, precision: str, ro
         made[name].wait()
         return (time.perf_counter() - begun) / steps
 
-    for name in list(made):
+    for name in ("mpizero", *names):
+        if name.startswith("PyTorch") and importlib.util.find_spec("torch") is None:
+            report.figure(f"{name}, {precision}", "PyTorch is not installed")
+            continue
         with report.attempt(f"first steps of {name}, {precision}"):
+            made[name] = None
+            made[name] = _made(name, shape, batch, precision)
             report.figure(f"first steps of {name}, {precision}", f"{timed(seconds, name)[0]:.1f} s")  # compiles
             continue
         del made[name]
@@ -230,16 +250,14 @@ def _steps(report: Report, shape: dict[str, int], batch: int, precision: str, ro
     told = []
     for name, taken in found.items():
         rate = Measurement.of([batch * shape["sequence"] / each for each in taken])
-        ratio = (
-            "" if name == "mpizero" else f", of which mpizero reaches {Measurement.of_ratios(taken, found['mpizero'])}"
-        )
+        ratio = "" if name == "mpizero" else f"; mpizero over it {Measurement.of_ratios(taken, found['mpizero'])}"
         report.figure(f"{name}, {precision}", f"{rate.text(0)} tokens/s{ratio}")
-        told.append(f"{rate.median:,.0f} tokens/s" if name == "mpizero" else f"{rate.median:,.0f} {name}")
+        told.append(f"{name} {rate.median:,.0f}")
     for one in made.values():
         one.close()
     made.clear()
     gc.collect()
-    return ", ".join(told)
+    return ", ".join(told) + " tokens/s"
 
 
 def _phases(report: Report, shape: dict[str, int], batch: int, small: bool) -> None:
