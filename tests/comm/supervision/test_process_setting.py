@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import signal
 from itertools import permutations
@@ -17,6 +18,7 @@ import mpizero as mz
 from mpizero.comm.supervision import lock_timer
 from mpizero.comm.supervision.process_setting import ProcessSetting
 from mpizero.errors import ConfigError
+from mpizero.parallel import blas_threads as blas_setting
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
@@ -33,6 +35,12 @@ def test_holders_leave_in_any_order(order: tuple[int, ...]) -> None:
     assert len(seen) == 6
 
 
+@pytest.fixture
+def no_other_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models that other tests have left open hold none of the threads."""
+    monkeypatch.setattr(blas_setting, "_of_process", functools.cache(blas_setting._of_process.__wrapped__))
+
+
 def blas_threads() -> int:
     np.ones((2, 2)) @ np.ones((2, 2))
     return int(ThreadpoolController().select(user_api="blas").lib_controllers[0].num_threads)
@@ -43,8 +51,8 @@ def placed(threads: int, model: Any = None) -> Any:
     return mz.DDPModel(mz.nn.MLP(2, [3], 2) if model is None else model, config)
 
 
+@pytest.mark.usefixtures("no_other_model")
 def test_a_model_that_trains_keeps_its_threads_when_another_is_closed() -> None:
-    gc.collect()  # models that failed trainings of other tests have left hold their threads until then
     before = blas_threads()
     with ThreadpoolController().limit(limits=2, user_api="blas"):
         for closed in (slice(None), slice(None, None, -1)):
@@ -57,6 +65,7 @@ def test_a_model_that_trains_keeps_its_threads_when_another_is_closed() -> None:
     assert blas_threads() == before
 
 
+@pytest.mark.usefixtures("no_other_model")
 def test_a_model_that_was_never_finished_or_closed_gives_the_threads_back() -> None:
     with ThreadpoolController().limit(limits=2, user_api="blas"):
         with pytest.raises(ConfigError, match="float16"):
