@@ -108,7 +108,7 @@ def train(comm, steps=3, **settings):
         optimizer = mz.ZeRO2Optimizer(mz.AdamW(lr=0.01), config)
         optimizer.set_model(model)
         for step in range(steps):
-            model.train(np.full((2, 3), step + 1.0), np.zeros(2, np.int64))
+            model.train(np.full((2, 3), step + 1.0 + model.rank), np.zeros(2, np.int64))
         return state(), model.parameters_sha256()
 
 
@@ -181,7 +181,7 @@ def errors():
             mz.ShardingConfig(comm=comm, micro_batch=1, embedded=True) as config,
             mz.DDPModel(network(), config, optimizer=mz.SGD(0.01)) as model,
         ):
-            for x in (np.zeros((2, 3 - RANK)), np.zeros((2, 3))):
+            for x in (np.zeros((2, 3 - RANK)), np.full((2, 3), RANK)):
                 try:
                     model.train(x, np.zeros(2, np.int64))
                     caught.append("nothing")
