@@ -1,4 +1,4 @@
-"""Measure on the GPU: a launch, AdamW beside a copy, whole steps beside PyTorch and cuBLAS, and what a step waits for.
+"""Measure on the GPU: AdamW beside a copy, whole steps beside PyTorch and cuBLAS, and what a step waits for.
 
 Contenders run in turns, and ratios are taken of times of one round. The medians of all rounds are written down, with
 the smallest and the largest value in parentheses.
@@ -42,8 +42,6 @@ def speed(report: Report, small: bool) -> None:
     """Measure all of it; in the simulator the same code runs, and seconds mean nothing."""
     device = devices.open_device(0)
     shape, batch = (SMALL_GPT, SMALL_BATCH) if small else (GPT, BATCH)
-    with report.attempt("a launch"):
-        _launches(report, device)
     with report.attempt("AdamW beside a copy"):
         _adamw(report, device, 100 if small else 100_000_000, rounds=1 if small else 7)
     rounds, steps = (1, 1) if small else (4, 3)
@@ -73,23 +71,6 @@ def _seconds(device: devices.Device, work: Callable[[], Any], repeat: int) -> fl
         work()
     device.synchronize()
     return (time.perf_counter() - begun) / repeat
-
-
-def _launches(report: Report, device: devices.Device) -> None:
-    """Write down what a launch takes on the host, of a kernel with few and of one with many arguments."""
-    small = devices.simulated()
-    x, y = (device.put(np.ones((8, 8), np.float32)) for _ in range(2))
-    flat, other = x.reshape(-1), y.reshape(-1)
-    bias, hyper = device.put(np.ones(8, np.float32)), device.put(np.ones(8, np.float32))
-    work = {
-        "gelu (2 arrays)": lambda: cuda.activation.gelu(flat, other),
-        "bias_gelu (4 arrays)": lambda: cuda.activation.bias_gelu(x, bias, x, y),
-        "adamw (5 arrays, 2 numbers)": lambda: cuda.optimizer.adamw(flat, flat, other, other, hyper, 0, 64),
-    }
-    for name, call in work.items():
-        call()
-        taken = _seconds(device, call, 1 if small else 500)
-        report.figure(f"a launch of {name}", f"{taken * 1e6:.0f} microseconds")
 
 
 def _adamw(report: Report, device: devices.Device, size: int, rounds: int) -> None:
