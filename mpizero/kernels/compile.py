@@ -178,7 +178,7 @@ class Kernel:
         if self._cached:
             path = cache.folder(processor.cpu_identity()) / f"{entry}.o"
             if not path.exists():
-                _tell_missing(path.parent, dtype)
+                _announce_compiling(path.parent)
             code = cache.load_or_build(path, lambda: self._build(dtype))
         else:
             code = self._build(dtype)
@@ -272,15 +272,9 @@ def apart(helper: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @functools.cache
-def _told(folder: Path) -> list[str]:
-    """Return what this process has said of missing kernels: nothing at first."""
-    return []
-
-
-def _tell_missing(folder: Path, dtype: str) -> None:
-    """Say that kernels are compiled, and how many at most: once, in the first process of a node."""
-    told = _told(folder)
-    if told or not cache.speaks():
+def _announce_compiling(folder: Path) -> None:
+    """Print a notice that kernels are being compiled, and how many at most: once, in the first process of a node."""
+    if not cache.speaks():
         return
     import pkgutil
 
@@ -289,12 +283,11 @@ def _tell_missing(folder: Path, dtype: str) -> None:
         importlib.import_module(found.name)
     modules = [module for name, module in list(sys.modules.items()) if name.startswith(PACKAGE)]
     kernels = {value for module in modules for value in vars(module).values() if isinstance(value, Kernel)}
-    left = sum(not (folder / f"{one._entry(dtype)}.o").exists() for one in kernels)
-    told.append(
-        f"kernels: {left} of {len(kernels)} are not compiled yet for this CPU; those that a program uses are, once on "
-        f"a machine, for some seconds each (kept in {folder})"
+    missing = sum(not any((folder / f"{one._entry(dtype)}.o").exists() for dtype in DTYPES.values()) for one in kernels)
+    notice(
+        f"kernels: {missing} of {len(kernels)} are not compiled yet for this CPU; those that a program uses are, once "
+        f"on a machine, for some seconds each (kept in {folder})"
     )
-    notice(told[0])
 
 
 def _refuse(*args: Any) -> Any:
