@@ -91,8 +91,8 @@ def main() -> int:
     parts = chosen(args.parts, results)
     if not args.rehearse:  # a cache of its own, which the part "compiling" fills from nothing, and later checks use
         os.environ["MPIZERO_CACHE_DIR"] = str(CACHE)
-        needing = [part for part in parts if part.name in COMPUTING and not (part.gpu and absent)]
-        if needing and not CACHE.exists() and KNOWN["compiling"] not in parts:
+        computing = [part for part in parts if part.name in COMPUTING and not (part.gpu and absent)]
+        if computing and not CACHE.exists() and KNOWN["compiling"] not in parts:
             parts.insert(0, KNOWN["compiling"])
     try:
         with (args.out / "log.txt").open("a", encoding="utf-8") as log:

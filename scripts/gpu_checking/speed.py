@@ -55,7 +55,7 @@ def speed(report: Report, small: bool) -> None:
     for precision in precisions:
         measure(precision, ("cuBLAS alone", "PyTorch eager", *(("PyTorch TF32",) if precision == "float32" else ())))
     with report.attempt("what a step launches and copies"):
-        _crossing(report, shape, batch)
+        _launches_and_copies(report, shape, batch)
     with report.attempt("phases of a step"):
         _phases(report, shape, batch, small)
     for precision in () if small else precisions:  # last: compiling may take what time is left
@@ -264,7 +264,7 @@ def _phases(report: Report, shape: dict[str, int], batch: int, small: bool) -> N
         report.figure("phases of a step, ms of the host", told)
 
 
-def _crossing(report: Report, shape: dict[str, int], batch: int) -> None:
+def _launches_and_copies(report: Report, shape: dict[str, int], batch: int) -> None:
     """Write down how many kernels a step launches, and what it copies between host and GPU."""
     from mpizero.kernels.cuda.launch import CudaKernel
 
