@@ -365,3 +365,12 @@ def test_a_measurement_before_the_training_hides_nothing() -> None:
             mz.measured_costs(model, X[:4], Y[:4], config)
         with mz.distribute(model, mz.SGD(0.1), config=config) as placed, pytest.raises(MpizeroError, match="'seen'"):
             placed.train(X, Y)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+def test_a_prediction_that_nearly_fits_is_no_penalty(micro_batch: int) -> None:
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1)), RNG.normal(size=(4, 64))
+    x = x.astype(np.float32)
+    fitted = net(torch.from_numpy(x)).detach().numpy() + np.float32(1e-6)
+    trained(net, nn.MSELoss(reduction="sum"), x=x, y=fitted, micro_batch=micro_batch)

@@ -15,7 +15,7 @@ from mpizero.adapters.torch.arrays import gradient_leaves
 from mpizero.adapters.torch.first.copies import seeded
 from mpizero.adapters.torch.first.first_pass import MOST_SHAPES
 from mpizero.adapters.torch.first.originals import Originals
-from mpizero.adapters.torch.first.parts import InParts, aligned, apart, in_double
+from mpizero.adapters.torch.first.parts import InParts, aligned, apart, cut_from_whole, in_double
 from mpizero.adapters.torch.process import drawn_since, random_state
 from mpizero.errors import LayoutError
 from mpizero.sampletree import leaves_of, map_leaves
@@ -117,6 +117,7 @@ class FirstLoss:
 
     def adds_up(self, prediction: InParts, target: InParts, count: int) -> bool:
         """Raise :class:`LayoutError` if the losses of the parts do not add up; tell whether it could be computed."""
+        prediction = cut_from_whole(prediction)
         found, within = self._in_parts(prediction, target)
         if not found:
             return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count as numbered
 from operator import itemgetter
 from typing import Any, NamedTuple, Self
 
@@ -71,6 +72,24 @@ def aligned(parts: InParts) -> list[tuple[int, int, list[torch.Tensor]]]:
         if all(isinstance(leaf, torch.Tensor) for leaf in leaves) and (axis := sample_axis(leaves)) is not None:
             found.append((number, axis, list(leaves)))
     return found
+
+
+def cut_from_whole(parts: InParts) -> InParts:
+    """Return a tree in parts whose tensors with an axis of samples are cut from the whole.
+
+    What is computed from parts of the samples is rounded otherwise than the whole, and a function of it in double
+    precision would tell.
+    """
+    cut = {
+        number: leaves[0].split([part.shape[axis] for part in leaves[1:]], axis)
+        for number, axis, leaves in aligned(parts)
+    }
+
+    def of(part: int) -> Any:
+        numbers = numbered()
+        return map_leaves(lambda leaf: cut.get(next(numbers), (leaf, leaf))[part], parts[part + 1])
+
+    return InParts(parts.whole, of(0), of(1))
 
 
 def apart(whole: torch.Tensor, other: torch.Tensor, least: float = 0.0) -> float | None:
