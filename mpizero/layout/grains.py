@@ -8,6 +8,8 @@ from mpizero.records import dataclass
 
 #: A global batch is cut into about this many grains, or into more, when the user does not choose their size.
 DEFAULT_GRAINS = 16
+#: It is cut into at least this many where a grain has a fixed cost that few samples do not outweigh.
+FEWEST_GRAINS = 4
 
 
 @dataclass(frozen=True)
@@ -20,12 +22,14 @@ class GrainRule:
     ----------
     micro_batch : int or None
         Number of samples of a micro-batch; None for the default. The default is a sixteenth of the global batch over
-        ``accumulate``, rounded up, but no more than ``efficient``.
+        ``accumulate``, rounded up, but no more than ``efficient``. If ``coarse``, it is a quarter, rounded down.
     accumulate : int
         Number of micro-batches of a grain.
     efficient : int or None
-        Number of samples with which the model's matrix products are about as fast as they can be; None if it is not
-        known.
+        Number of samples with which the model computes about as fast as it can; None if it is not known.
+    coarse : bool
+        Whether grains are as large as a quarter of the global batch, if the model needs so many samples: one of PyTorch
+        or JAX, where each grain has a fixed cost.
 
     Examples
     --------
@@ -40,13 +44,17 @@ class GrainRule:
     micro_batch: int | None = None
     accumulate: int = 1
     efficient: int | None = None
+    coarse: bool = False
 
     def micro_size(self, samples: int) -> int:
         """Return the number of samples of a full micro-batch, for a global batch of ``samples`` samples."""
         if self.micro_batch is not None:
             return self.micro_batch
-        sixteenth = max(1, -(-samples // (self.accumulate * DEFAULT_GRAINS)))
-        return sixteenth if self.efficient is None else min(sixteenth, self.efficient)
+        if self.coarse:
+            most = max(1, samples // (self.accumulate * FEWEST_GRAINS))
+        else:
+            most = max(1, -(-samples // (self.accumulate * DEFAULT_GRAINS)))
+        return most if self.efficient is None else min(most, self.efficient)
 
     def grain_size(self, samples: int) -> int:
         """Return the number of samples of a full grain, for a global batch of ``samples`` samples."""

@@ -307,10 +307,16 @@ class ShardingConfig:
         """Return the loss scale to train with: ``given``, or a default one if ``mixed_precision`` is "float16"."""
         return DynamicLossScale() if given is None and self.mixed_precision == "float16" else given
 
-    def grain_rule(self, model: Any = None) -> GrainRule:
-        """Return the rule that cuts global batches into grains for ``model``; None stands for a model not known yet."""
-        efficient = efficient_samples(model) if self.micro_batch is None and model is not None else None
-        return GrainRule(self.micro_batch, self.accumulate, efficient)
+    def grain_rule(self, model: Any = None, samples: tuple[Any, Any] | None = None) -> GrainRule:
+        """Return the rule that cuts global batches into grains for ``model``; None stands for a model not known yet.
+
+        ``samples`` are ``x`` and ``y`` of such samples as the model is trained on, where they are known.
+        """
+        if self.micro_batch is not None or model is None:
+            return GrainRule(self.micro_batch, self.accumulate)
+        if not hasattr(model, "efficient_samples"):
+            return GrainRule(None, self.accumulate, efficient_samples(model))
+        return GrainRule(None, self.accumulate, samples and model.efficient_samples(*samples), coarse=True)
 
     def grain_size(self, global_batch: int) -> int:
         """Return the number of samples in a full grain, without a model's part in the default of ``micro_batch``."""

@@ -21,6 +21,7 @@ from mpizero import kernels, optim
 from mpizero.comm.supervision.guard import set_context
 from mpizero.errors import CollectiveError, DataError, PeerFailure, RemoteError, StateError
 from mpizero.optim.scaling import clip_factor
+from mpizero.parallel.batch.grain_advice import MOST_TIMED, described_grains, faster_grain
 from mpizero.parallel.batch.node_claims import NodeClaims
 from mpizero.parallel.batch.redistribute import NOTHING_MORE, GlobalBatch, in_contexts, redistribute
 from mpizero.parallel.batch.step_scalars import Divisors, Totals, check_weight
@@ -32,6 +33,7 @@ from mpizero.parallel.parameters.shards import UpdatePiece
 from mpizero.parallel.placed_model import PlacedModel
 from mpizero.parallel.step_report import Outcome, StepReport
 from mpizero.parallel.step_rules import fuses_update, needs_norm
+from mpizero.sampletree import SampleTree
 from mpizero.text import notice
 from mpizero.types import Array, Run
 
@@ -49,6 +51,7 @@ class Engine(PlacedModel):
         self.tuner = make_tuner(self.exchange, everyone, self.reducer.largest, self.config.bucket_mb, itemsize)
         self.step_number, self.asked = 0, NOTHING_MORE
         self._uses_average = self._told_average = self._begun = False
+        self._grain_notes = 2  # lines about default grains that may have to be printed
 
     # ------------------------------------------------------------------ one step
 
@@ -66,7 +69,28 @@ class Engine(PlacedModel):
         if report.skipped is None and (tried := self.tuner.end(batch.samples)):
             sent = self.grid.bytes_sent - sent  # what the choice took is of this step, too
             report = replace(report, bucket_mb=self.exchange.bucket_mb, buckets_tried=tried, bytes_sent=sent)
+        if self._grain_notes:
+            self._tell_grains(batch.samples)
         return report
+
+    def _tell_grains(self, samples: int) -> None:
+        """Say in the first step what the grains mean for a model of PyTorch or JAX, and later if others are faster.
+
+        The latter when passes were timed, if the default determines the grains. Not collective.
+        """
+        rule, ranks = self.grain_rule, self.grid.axes.data
+        if not self.prints_notices:
+            self._grain_notes = 0
+        elif self._grain_notes == 2:
+            self._grain_notes = int(rule.coarse)
+            if rule.coarse:
+                notice(described_grains(rule, samples, type(self.model).__name__))
+            if hasattr(self.model, "warn_of_few") and (told := self.model.warn_of_few(rule.micro_size(samples))):
+                notice(told)
+        elif (seconds := self.model.times.seconds) is not None or self.step_number > MOST_TIMED:
+            self._grain_notes = 0
+            if seconds is not None and (told := faster_grain(rule, samples, ranks, *seconds)):
+                notice(told)
 
     def _compute(self, x: Any, y: Any, reducer: GradientReducer, *, summed: bool) -> tuple[GlobalBatch, Totals]:
         """Redistribute samples, compute gradients into ``reducer``, and agree on losses and weights.
@@ -98,9 +122,9 @@ class Engine(PlacedModel):
         Return the grains that this rank may compute, with their samples. ``reducer`` determines which rank computes
         which grain, or its node if ``claims`` is given.
         """
-        size, micro = self.grain_rule.grain_size, self.config.accumulate
+        micro, first = self.config.accumulate, not self._begun
         batch = redistribute(
-            self.grid, x, y, size, reducer.owners, micro, asked=self.asked, claims=claims, first=not self._begun
+            self.grid, x, y, self._grain_size, reducer.owners, micro, asked=self.asked, claims=claims, first=first
         )
         self._begun = True
         self.compute_device.check_batch(x, y)
@@ -108,6 +132,11 @@ class Engine(PlacedModel):
             batch = in_contexts(batch, self.grid, self.partitioned.cut_batch)
         self.scalars.begin(batch, self.step_number + 1)
         return batch
+
+    def _grain_size(self, samples: int, tree: SampleTree) -> int:
+        """Return the number of samples in a grain of a global batch of ``samples`` samples like those of ``tree``."""
+        self.count_work(*tree.cut(slice(0, 0)))
+        return self.grain_rule.grain_size(samples)
 
     def _run(self, first_sample: int, count: int) -> Run:
         seed, epoch = getattr(self.model, "seed", 0), self.asked.epoch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import finalize
@@ -277,6 +278,14 @@ class PlacedModel:
             model, self.grid, self.partitioned.parallel_layout, self.compute_device.group
         )
         self.runner = self._make_runner()
+
+    def count_work(self, x: Any, y: Any) -> None:
+        """Let a model that counts its work on samples like these determine the default size of grains. Not collective.
+
+        Every rank calls it with samples of the same shapes and types, whose number and values do not count.
+        """
+        if self.grain_rule.coarse and self.grain_rule.efficient is None:
+            self.grain_rule = replace(self.grain_rule, efficient=self.model.efficient_samples(x, y))
 
     def reserve(self, samples: int) -> None:
         """Allocate the memory for gradients that a step with ``samples`` samples in its global batch needs."""

@@ -181,7 +181,7 @@ class TrainingPlan:
     @cached_property
     def grains(self) -> Grains:
         """The grains of a global batch."""
-        return self.config.grain_rule(self.model).grains(self.global_batch)
+        return self.config.grain_rule(self.model, (self.x, self.y)).grains(self.global_batch)
 
     @cached_property
     def training(self) -> PlannedTraining:

@@ -20,9 +20,9 @@ import numpy as np
 from mpizero.adapters.jax.flat_jaxpr import FlatProgram, flat_program, is_variable
 from mpizero.adapters.jax.loss_checks import check_rows, check_traces
 from mpizero.adapters.jax.parameter_tree import ParameterTree, descending, host_view
-from mpizero.adapters.jax.random_key import make_key
+from mpizero.adapters.jax.random_key import key_data, make_key
 from mpizero.adapters.jax.traced_function import TracedFunction
-from mpizero.types import Array
+from mpizero.types import Array, Run
 
 
 class Half(NamedTuple):
@@ -107,6 +107,11 @@ class CompiledBlock:
     def traced_output(self, parameters: list[Any], x: Any) -> Any:
         """Return shapes and dtypes of the output, from those of parameters and input."""
         return jax.eval_shape(self._alone, parameters, x, None)
+
+    def lowered(self, parameters: list[Any], x: Any) -> Any:
+        """Return the forward pass as JAX lowers it, before XLA compiles it, from shapes and dtypes. Not collective."""
+        key = key_data(Run(True, 0, 0, 0), 0) if self.apply.takes_key else None
+        return self._alone.lower(parameters, x, key)
 
     def output(self, parameters: list[Array], x: Any) -> tuple[Any, Kept]:
         """Return the output for ``x`` without a key, as read-only arrays, and what :meth:`backward_input` needs."""

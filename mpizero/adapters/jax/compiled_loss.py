@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from time import perf_counter
 from typing import Any, Self
 
 import jax
@@ -12,7 +13,11 @@ from mpizero.adapters.jax.loss_checks import check_first_grain, sum_and_weight
 from mpizero.adapters.jax.parameter_tree import ParameterTree, count, descending, host_view, samples
 from mpizero.adapters.jax.random_key import key_data, make_key
 from mpizero.adapters.jax.traced_function import TracedFunction
+from mpizero.adapters.pass_times import PassTimes
 from mpizero.types import EVALUATE, Array, Run
+
+#: Most seconds of a first pass, which compiles, after which a pass of a single sample is compiled to be timed.
+_MOST_COMPILING = 2.0
 
 
 class CompiledLoss:
@@ -39,12 +44,16 @@ class CompiledLoss:
         self._checked = False
         #: How often the loss with its gradient was traced and compiled.
         self.compilations = 0
+        #: Times the first passes.
+        self.times = PassTimes()
+        self._alone = jax.jit(jax.value_and_grad(self._value, has_aux=True))  # for passes of no effect
+        self._compiled_in = 0.0
 
     def loss_and_grad(
         self, parameters: Mapping[str, Array], batch: tuple[Any, Any], run: Run = EVALUATE
     ) -> tuple[float, Mapping[str, Array], float]:
         """Return the sum of the losses, its gradient by name, and the weight; the arrays are read-only."""
-        x, y = self._samples(batch)
+        start, (x, y) = perf_counter(), self._samples(batch)
         trained, fixed, key = self._part(parameters, self._trained), self._part(parameters, self._fixed), None
         if self.loss.takes_key and run.training:
             key = key_data(run, 0)
@@ -53,7 +62,19 @@ class CompiledLoss:
                 self._checked = check_first_grain(self.loss, self._value, (trained, fixed), (x, y), (key,))
             (loss, weight), gradients = self._gradient(trained, fixed, x, y, key)
         found = {name: host_view(gradients[name]) for name in self._trained}
-        return float(loss), found, _weight(weight, batch, run)
+        total, seconds = float(loss), perf_counter() - start
+        self._compiled_in = self._compiled_in or seconds
+        if run.training and self.times.timed(0, run.count, seconds) and self._compiled_in < _MOST_COMPILING:
+            self._time_one(trained, fixed, *jax.tree_util.tree_map(lambda leaf: leaf[:1], (x, y)), key)
+        return total, found, _weight(weight, batch, run)
+
+    def _time_one(self, *arguments: Any) -> None:
+        """Time a pass of a single sample, which has no effect; the first time after one that compiles it."""
+        if self.times.first:
+            jax.block_until_ready(self._alone(*arguments))
+        start = perf_counter()
+        jax.block_until_ready(self._alone(*arguments))
+        self.times.one_timed(0, perf_counter() - start)
 
     def loss_alone(
         self, parameters: Mapping[str, Array], batch: tuple[Any, Any], run: Run = EVALUATE
@@ -65,6 +86,15 @@ class CompiledLoss:
         with self.loss.traced(without_key=key is None):
             loss, weight = self._forward(trained, fixed, x, y, key)
         return float(loss), _weight(weight, batch, run)
+
+    def lowered(self, parameters: Mapping[str, Array], x: Any, y: Any) -> Any:
+        """Return the loss with its gradient as JAX lowers it, before XLA compiles it. Not collective.
+
+        Only shapes and types of the arguments count.
+        """
+        key = key_data(Run(True, 0, 0, 0), 0) if self.loss.takes_key else None
+        trained, fixed = self._part(parameters, self._trained), self._part(parameters, self._fixed)
+        return self._alone.lower(trained, fixed, *self._samples((x, y)), key)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return the object itself, which every copy of the model can use."""

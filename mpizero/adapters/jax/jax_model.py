@@ -15,6 +15,7 @@ from mpizero.adapters.function import FunctionModel
 from mpizero.adapters.jax.block_list import StartValues, make_layers, read_blocks
 from mpizero.adapters.jax.compiled_loss import CompiledLoss
 from mpizero.adapters.jax.jax_block import JaxLoss
+from mpizero.adapters.jax.lowered_work import enough_samples_of_blocks, enough_samples_of_loss
 from mpizero.adapters.jax.parameter_tree import (
     ParameterTree,
     named_leaves,
@@ -25,6 +26,7 @@ from mpizero.adapters.jax.parameter_tree import (
 )
 from mpizero.adapters.jax.traced_function import TracedFunction
 from mpizero.adapters.jax.xla_threads import require_threads
+from mpizero.adapters.pass_times import PassTimes
 from mpizero.errors import ConfigError
 from mpizero.names import explains
 from mpizero.types import EVALUATE, Array, Run
@@ -103,6 +105,9 @@ class JaxModel:
         frozen: Collection[str] = (),
     ) -> None:
         self.seed = require("seed", seed, validation_seed)
+        self._efficient: dict[str, int | None] = {}
+        #: Times the first passes; of a model of blocks none is timed.
+        self.times = PassTimes()
         if isinstance(frozen, str):
             raise ConfigError(f"JaxModel: frozen is a collection of names, got one string: give [{frozen!r}]")
         if blocks is None:
@@ -122,6 +127,7 @@ class JaxModel:
         function = TracedFunction(loss, "loss", "parameters", "x", "y")
         dtype = real_type(next(iter(arrays.values())).dtype)
         self._compiled = CompiledLoss(function, tree, frozenset(frozen), dtype)
+        self.times, self._leaves = self._compiled.times, arrays
         made = FunctionModel(
             arrays,
             _Called(self._compiled.loss_and_grad, function),
@@ -145,6 +151,24 @@ class JaxModel:
             self.loss = JaxLoss(loss, self.dtype, TracedFunction(loss, "loss", "prediction", "y"))
         self.start_values = start
         self.random_by_grain = any(block.apply.takes_key for block in read.values())
+
+    def efficient_samples(self, x: Any, y: Any) -> int | None:
+        """Return with how many samples a grain's fixed cost is a twentieth of its work; None if it cannot be counted.
+
+        It is counted, not measured, so that all ranks of all jobs find the same. Not collective.
+
+        Parameters
+        ----------
+        x, y : array or tree of arrays
+            Samples and targets, of which only shapes and types count.
+        """
+        kind = str(jax.tree_util.tree_map(lambda leaf: (leaf.shape[1:], leaf.dtype), (x, y)))
+        if kind not in self._efficient:
+            if hasattr(self, "blocks"):
+                self._efficient[kind] = enough_samples_of_blocks(self.blocks, self.dtype, x)
+            else:
+                self._efficient[kind] = enough_samples_of_loss(self._compiled, self._leaves, x, y)
+        return self._efficient[kind]
 
     @property
     def compilations(self) -> int:

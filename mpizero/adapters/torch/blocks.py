@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from time import perf_counter
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from mpizero.adapters.pass_times import PassTimes
 from mpizero.adapters.torch.arrays import as_array, as_tensor, gradient_leaves, put
 from mpizero.adapters.torch.backward import (
     Gradients,
@@ -56,6 +58,8 @@ class _Recorded:
         Finds parameters that have been gathered again.
     first : bool
         Whether it is the first pass, in which the module was given copies of the parameters.
+    seconds : float
+        How long it took.
     """
 
     x: Any
@@ -65,6 +69,7 @@ class _Recorded:
     passed: Passed | None = None
     saved: SavedParameters | None = None
     first: bool = False
+    seconds: float = 0.0
 
 
 @dataclass
@@ -95,11 +100,14 @@ class TorchBlock(Layer):
         Of the first block: compares the blocks with the whole module.
     recomputed : bool
         Whether the backward pass computes the activations again.
+    times : PassTimes
+        Times the first passes; all blocks of a model have one.
     """
 
     call: ModuleCall
     own_forward: OwnForward | None = None
     recomputed: bool = False
+    times: PassTimes = field(default_factory=PassTimes)
     _halves: _Halves = field(default_factory=_Halves)
     #: Whose memory the arrays of a pass are in, which the planner cannot count.
     memory_of: ClassVar[str] = "PyTorch"
@@ -126,7 +134,7 @@ class TorchBlock(Layer):
         """
         if self.own_forward is not None:
             self.own_forward.compare(x, run)
-        recorded = _Recorded(x, run)
+        recorded, start = _Recorded(x, run), perf_counter()
         if run.training and not self.recomputed:
             passed = self._record(params, recorded)
         else:
@@ -138,6 +146,7 @@ class TorchBlock(Layer):
             y = map_leaves(lambda leaf: leaf if saved.parameter_of(leaf) is None else leaf.detach().clone(), y)
         output = map_leaves(as_array, y)
         self.call.first_pass.returned(output)
+        recorded.seconds = perf_counter() - start
         return output, recorded
 
     def _record(self, params: Params, recorded: _Recorded) -> Passed:
@@ -162,12 +171,26 @@ class TorchBlock(Layer):
 
     def backward(self, params: Params, cache: Any, dy: Any, grads: Params) -> Any:
         """Write the gradients of the parameters to ``grads``; return that of the input, or None. Not collective."""
+        start = perf_counter()
         graph, given = self._graph(params, cache, dy)
         with torch_pass(self.call.settings), self.call.placed(params):
             self._check_kept(graph, given, cache)
             inputs, weights = whole_backward(graph, given)
             self._write(grads, weights, cache)
-            return self._input_gradient(cache, inputs)
+            dx = self._input_gradient(cache, inputs)
+        if self.times.timed(self.call.number, cache.run.count, cache.seconds + perf_counter() - start):
+            self._time_one(params, cache, dy)
+        return dx
+
+    def _time_one(self, params: Params, cache: _Recorded, dy: Any) -> None:
+        """Time a pass of the first sample alone, which has no effect."""
+        with suppress(Exception):  # not every module takes a single sample, and not every array has them first
+            x, dy = (map_leaves(lambda leaf: _first_of(leaf, cache.run.count), tree) for tree in (cache.x, dy))
+            one, start = _Recorded(x, replace(cache.run, count=0)), perf_counter()
+            graph, given = self._graph(params, one, dy)
+            with torch_pass(self.call.settings), self.call.placed(params):
+                whole_backward(graph, given)
+            self.times.one_timed(self.call.number, perf_counter() - start)
 
     def backward_input(self, params: Params, cache: Any, dy: Any) -> tuple[Any, Any]:
         """Return the gradient of the input, or None, and what :meth:`backward_weights` needs. Not collective."""
@@ -273,3 +296,10 @@ class TorchBlock(Layer):
                     f"{self.call.shown}: the loss does not depend on parameter {spec.name!r}, so it has no "
                     "gradient: freeze it (frozen=), or name it in unused= if only some samples use it"
                 )
+
+
+def _first_of(array: Any, count: int) -> Any:
+    """Return the first of ``count`` samples, as an array of one."""
+    if len(array) != count:
+        raise LayoutError(f"an array of shape {array.shape} has not {count} samples on its first axis")
+    return array[:1]

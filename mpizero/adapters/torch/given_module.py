@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any
 
 import torch
 
+from mpizero.adapters.pass_times import PassTimes
 from mpizero.adapters.torch.arrays import as_array, as_tensor, gradient_leaves, put
 from mpizero.adapters.torch.calling import called
 from mpizero.adapters.torch.loss import TorchLoss
@@ -73,29 +76,46 @@ class JointFunctions:
         Calls the module in it, which holds the same parameters.
     shown : str
         The loss's name, for messages.
+    times : PassTimes
+        Times the first passes.
     """
 
     together: ModuleCall
     alone: ModuleCall
     shown: str
+    times: PassTimes
 
     def loss_and_grad(
         self, parameters: Mapping[str, Array], batch: Any, gradients: Mapping[str, Array], run: Run = EVALUATE
     ) -> tuple[float, float]:
         """Write gradients and new values of buffers to ``gradients``; return the sum of losses and its weight."""
+        start = perf_counter()
+        passed, found = self._differentiated(parameters, batch, run)
+        self._write(gradients, found, passed)
+        if run.training and self.times.timed(0, run.count, perf_counter() - start):
+            with suppress(Exception):  # not every module takes a single sample
+                start, one = perf_counter(), map_leaves(lambda leaf: leaf[:1], batch)
+                self._differentiated(parameters, one, replace(run, count=0))
+                self.times.one_timed(0, perf_counter() - start)
+        loss, weight = passed.output
+        return float(loss.detach()), float(weight)
+
+    def _differentiated(
+        self, parameters: Mapping[str, Array], batch: Any, run: Run
+    ) -> tuple[Passed, dict[str, torch.Tensor | None]]:
+        """Return the results of a pass, and the gradients of the loss by name."""
         call, params = self.together, nested(dict(parameters))
         specs = call.tensors.specs
         with call.prepared(run), torch.enable_grad():
             given = call.given(params)
             weights = {s.name: t.requires_grad_() for t, s in zip(given, specs, strict=True) if s.optimized}
             passed = call(params, given, map_leaves(as_tensor, batch), run)
-            loss, weight = passed.output
+            loss, _ = passed.output
             if not loss.requires_grad:
                 raise LayoutError(f"{self.shown} returned a loss that depends on no parameter: does it use .detach()?")
             with call.placed(params):
                 found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
-            self._write(gradients, dict(zip(weights, found, strict=True)), passed)
-        return float(loss.detach()), float(weight)
+        return passed, dict(zip(weights, found, strict=True))
 
     def _write(self, gradients: Mapping[str, Array], found: Mapping[str, Any], passed: Passed) -> None:
         tensors, statistics = self.together.tensors, iter(passed.averages)

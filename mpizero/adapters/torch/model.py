@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from mpizero import validation
+from mpizero.adapters.pass_times import PassTimes
 from mpizero.adapters.torch import bound
 from mpizero.adapters.torch.blocks import TorchBlock
 from mpizero.adapters.torch.bound import BlockTensors
@@ -24,12 +26,16 @@ from mpizero.adapters.torch.given_module import JointFunctions, ModuleAndLoss, g
 from mpizero.adapters.torch.left_behind import LeftBehind
 from mpizero.adapters.torch.loss import TorchLoss
 from mpizero.adapters.torch.module_call import ModuleCall
+from mpizero.adapters.torch.module_work import WorkCounter
 from mpizero.adapters.torch.process import TorchSettings, check_rounding, torch_pass, use_gpu
 from mpizero.errors import ConfigError, LayoutError
 from mpizero.layout.flat import joined
 from mpizero.names import explains
 from mpizero.signatures import named
 from mpizero.types import Array
+
+#: Most samples of a micro-batch of which batch norms are said to be too few.
+FEW_FOR_NORMS = 2
 
 
 @explains
@@ -150,6 +156,9 @@ class TorchModel:
             name: self._call(number, inner, describer.describe(name, inner))
             for number, (name, inner) in enumerate(chosen.items())
         }
+        #: Times the first passes.
+        self.times = PassTimes()
+        self._counter = WorkCounter(tuple(self._calls.values()), self.dtype)
         describer.forget_values()
         if besides:
             self._be_function(ModuleAndLoss(self._module, TorchLoss(loss, self._settings, self._originals), besides))
@@ -157,7 +166,7 @@ class TorchModel:
         self.loss: Any = TorchLoss(loss, self._settings, self._originals, self._trial)
         #: Blocks by name, in the order in which they run.
         self.blocks: Mapping[str, TorchBlock] = {
-            name: TorchBlock(call, own if call.number == 0 else None, name in again)
+            name: TorchBlock(call, own if call.number == 0 else None, name in again, self.times)
             for name, call in self._calls.items()
         }
 
@@ -168,7 +177,7 @@ class TorchModel:
         start = self.start_values
         specs, integers = tensors.specs, tensors.integer_specs
         call.first_pass.shown, call.first_pass.sums = f"{alone.shown}, with {named(loss.function, 'loss')},", True
-        functions = JointFunctions(call, alone, named(loss.function, "loss"))
+        functions = JointFunctions(call, alone, named(loss.function, "loss"), self.times)
         self._calls[""] = call
         self.parameters = {spec.name: start[spec.name] for spec in specs}
         self.integers = {spec.name: start[spec.name] for spec in integers}
@@ -185,6 +194,29 @@ class TorchModel:
         if hasattr(self, "blocks"):
             return found
         return found | {"module": self._module, "loss": self._calls[""].module.function, "frozen": self.frozen}
+
+    def efficient_samples(self, x: Any, y: Any) -> int | None:
+        """Return with how many samples a grain's fixed cost is a twentieth of its work; None if it cannot be counted.
+
+        It is counted, not measured, so that all ranks of all jobs find the same. Not collective.
+
+        Parameters
+        ----------
+        x, y : array or tree of arrays
+            Samples and targets, of which only shapes and types count.
+        """
+        return self._counter.enough_samples(x)
+
+    def warn_of_few(self, samples: int) -> str:
+        """Return a line about what so few samples a micro-batch do to batch norms; "" if nothing. Not collective."""
+        norms = [name for name, one in self._module.named_modules() if isinstance(one, _BatchNorm) and one.training]
+        if not norms or samples > FEW_FOR_NORMS:
+            return ""
+        which = f"{norms[0]!r}" + (f" (of {len(norms)})" if len(norms) > 1 else "")
+        return (
+            f"the batch norm {which} takes mean and variance from micro-batches of {samples}, which say little about "
+            "all samples: a larger micro_batch says more, and fewer ranks work; GroupNorm and LayerNorm need no others"
+        )
 
     @property
     def random_by_grain(self) -> bool:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from mpizero.adapters.derived_seed import derived_seed
 from mpizero.adapters.torch.arrays import Placed, as_tensor
 from mpizero.adapters.torch.bound import BlockTensors, Held, bring, in_places
 from mpizero.adapters.torch.calling import called
-from mpizero.adapters.torch.first.copies import Copies
+from mpizero.adapters.torch.first.copies import Copies, seeded
 from mpizero.adapters.torch.first.first_pass import FirstPass
 from mpizero.adapters.torch.process import TorchSettings, torch_pass
 from mpizero.errors import DataError, LayoutError
@@ -184,6 +185,18 @@ class ModuleCall:
             raise self._change_of(changed[0])
         self._note_input(any(leaf._version != version for leaf, version in inputs))
         return Passed(output, given, averages, numbers)
+
+    def on_zeros(self, x: Any, dtype: np.dtype[Any], mode: AbstractContextManager[Any]) -> Any:
+        """Return what a copy of the module returns for ``x`` in training, where all that is stored is zero.
+
+        ``mode`` is the context of the pass. Not collective.
+        """
+        kinds = (dtype, np.result_type(dtype, np.complex64))
+        values = [as_tensor(np.zeros(spec.shape, kinds[spec.complex])) for spec in self.tensors.specs]
+        numbers = [as_tensor(np.zeros(spec.shape, spec.dtype)) for spec in self.tensors.integer_specs]
+        fresh = self._copies.maker(values, numbers)()
+        with torch_pass(self.settings), seeded(), mode:
+            return fresh.run(x, training=True, gradients=False, of_input=False).output
 
     def _numbers(self, params: Params) -> list[torch.Tensor]:
         """Return copies of the buffers of whole numbers, where the parameters are."""

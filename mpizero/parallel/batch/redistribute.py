@@ -235,7 +235,7 @@ def redistribute(
     grid: ProcessGrid,
     x: Any,
     y: Any,
-    grain_size: Callable[[int], int],
+    grain_size: Callable[[int, SampleTree], int],
     owners: Callable[[int], Sequence[int]],
     micro: int,
     *,
@@ -256,7 +256,7 @@ def redistribute(
         The samples of this rank. An object that cannot be cut into samples counts as one grain of one sample; rank 0
         warns about it.
     grain_size : callable
-        Takes the number of samples in the global batch and returns the number of samples in a grain.
+        Takes the number of samples in the global batch, and this rank's samples, of which only shapes and types count.
     owners : callable
         Takes the number of grains and returns, for each grain, the rank of the batch group that computes it.
     micro : int
@@ -283,7 +283,7 @@ def redistribute(
                 _warn(own.tree.uncut)
         number = list(owners(comm.size)).index(comm.rank)
         return GlobalBatch({number: Grain(number, ((x, y, number),), number + 1)}, comm.size, comm.size)
-    grains = Grains(sum(counts), grain_size(sum(counts)))
+    grains = Grains(sum(counts), grain_size(sum(counts), own.tree))
     transfer = _transfer(grains, tuple(counts), tuple(owners(grains.count)), comm.rank)
     leaves = tuple(transfer.exchange(comm, leaf) for leaf in own.tree.leaves)
     held: Sequence[int] = transfer.mine

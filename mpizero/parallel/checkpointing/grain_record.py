@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
 #: What errors say is expected of the record.
 EXPECTED = (
-    "null, or order (text), micro_batch and efficient (null or whole number >= 1) and accumulate (the same, no null)"
+    "null, or order (text), micro_batch and efficient (null or whole number >= 1), accumulate (the same, no null) and "
+    "coarse (true or false)"
 )
 #: What a checkpoint without a record means: the default of the versions that wrote none.
-_BEFORE = {"micro_batch": None, "efficient": None}
+_BEFORE = {"micro_batch": None, "efficient": None, "coarse": False}
+_NUMBERS = ("micro_batch", "efficient")
 
 
 def grain_record(rule: GrainRule) -> dict[str, Any]:
@@ -34,10 +36,11 @@ def is_grain_record(value: object) -> bool:
         return True
     return (
         isinstance(value, dict)
-        and value.keys() == {"order", "micro_batch", "accumulate", "efficient"}
+        and value.keys() | {"coarse"} == {"order", "micro_batch", "accumulate", "efficient", "coarse"}
+        and isinstance(value.get("coarse", False), bool)  # older versions wrote none
         and isinstance(value["order"], str)
         and is_count(value["accumulate"], 1)
-        and all(value[name] is None or is_count(value[name], 1) for name in _BEFORE)
+        and all(value[name] is None or is_count(value[name], 1) for name in _NUMBERS)
     )
 
 
@@ -58,7 +61,7 @@ def resume_grains(engine: Engine, record: Mapping[str, Any] | None) -> None:
     ``accumulate``, differs from the record, and if a recorded ``micro_batch`` is taken.
     """
     config, own = engine.config, engine.config.grain_rule(engine.model)
-    found = _BEFORE if record is None else {name: record[name] for name in _BEFORE}
+    found = _BEFORE if record is None else {name: record.get(name, before) for name, before in _BEFORE.items()}
     engine.grain_rule = own if config.micro_batch is not None else replace(own, **found)
     if record is None or not engine.prints_notices:
         return

@@ -28,6 +28,7 @@ from mpizero.parallel.partition.tiles import misfits
 from mpizero.parallel.placement import Placement, placement
 from mpizero.parallel.skipped_steps import BadSteps, SkippedSteps
 from mpizero.parallel.step_report import StepReport
+from mpizero.sampletree import SampleTree
 from mpizero.text import notice
 from mpizero.types import Array
 from mpizero.validation import require, whole
@@ -223,9 +224,24 @@ class ShardedCore(ABC):
         """Return the number of samples of a full grain, for a global batch of ``global_batch`` samples.
 
         Not collective. Where ``config.micro_batch`` is None it depends on the model, and loading a checkpoint with
-        optimizer state may change it.
+        optimizer state may change it. For one of PyTorch or JAX it also depends on the shapes of samples, which are
+        known from the first batch on, or from :meth:`count_work`.
         """
         return self.loadable_engine.grain_rule.grain_size(global_batch)
+
+    def count_work(self, x: Any, y: Any) -> None:
+        """Let a model of PyTorch or JAX choose its default grains for samples like these, before the first batch.
+
+        Not collective; every rank calls it. Does nothing for other models, and where ``config.micro_batch`` is set.
+
+        Parameters
+        ----------
+        x, y : array or tree of arrays
+            Samples and targets, of which only shapes and types count; there may be none, as in ``x[:0]``.
+        """
+        tree = SampleTree.of(x=x, y=y)
+        if not tree.uncut:
+            self.loadable_engine.count_work(*tree.cut(slice(0, 0)))
 
     @property
     def engine(self) -> Engine:

@@ -11,7 +11,8 @@ from typing import Any
 from mpizero.checkpoint import StepFolder
 from mpizero.checkpoint.best_link import BEST
 from mpizero.comm.agreement import all_ranks
-from mpizero.data import batches
+from mpizero.data import Source, batches
+from mpizero.data.batches import count_work
 from mpizero.errors import MpizeroError
 from mpizero.faults import inject
 from mpizero.parallel import StepReport
@@ -190,6 +191,9 @@ class TrainingLoop:
             if self.control.rank == 0:
                 self._move_aside([] if start is None else start.newer)
                 superseded = self.folder.continue_metrics(self.step)
+        if isinstance(setup.source, Source):
+            with all_ranks(self.control):
+                count_work(setup.model, setup.source)
         self.recorder.begin(self.step, superseded)
         self.method.begin()
         self.saver.start(self.step, None if self.improvement is None else self.improvement.step)

@@ -1,0 +1,67 @@
+"""Estimate from counted operations with how many samples the fixed cost of a grain is small.
+
+The time of a grain's forward and backward pass is about ``a + b n`` for ``n`` samples. ``a`` is what each grain costs
+whatever its size: calls of Python and of kernels, and reading the parameters and adding their gradients; ``b`` is the
+work of a sample. Both follow from counts, never from a clock, so that every rank of every job finds the same number.
+docs/measurements.md has the measurements behind the constants, which are times in nanoseconds on a processor's core.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import NamedTuple
+
+#: A grain's calls between engine and model; a kernel's call; what a convolution's call takes more, on few samples; a
+#: parameter that is read, and whose gradient is written and added.
+_GRAIN, _CALL, _CONVOLUTION, _PARAMETER = 300_000, 15_000, 130_000, 3.6
+#: A floating-point operation of a product, and a byte that is read or written.
+_OPERATION, _BYTE = 0.01, 1 / 12
+#: The work of a grain's samples over its fixed cost from which on the latter is small.
+_ENOUGH = 20
+#: Numbers of samples with which a model is run to count its work: batch norms need more than one.
+COUNTED_SAMPLES = (2, 4)
+
+
+class PassWork(NamedTuple):
+    """Count the work of a forward and backward pass.
+
+    Attributes
+    ----------
+    calls, convolutions : int
+        Calls of kernels; those of them that are convolutions.
+    operations : int
+        Floating-point operations of products and convolutions.
+    bytes : int
+        Bytes that kernels read and write.
+    """
+
+    calls: int = 0
+    convolutions: int = 0
+    operations: int = 0
+    bytes: int = 0
+
+    def plus(self, other: PassWork) -> PassWork:
+        """Return the work of both."""
+        return PassWork(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+def efficient_samples(two: PassWork, four: PassWork, parameters: int) -> int | None:
+    """Return with how many samples a grain's fixed cost is at most a twentieth of its work: a power of two.
+
+    Kernels are slower for other numbers: of XLA a convolution of 7 samples takes longer than one of 8.
+
+    Parameters
+    ----------
+    two, four : PassWork
+        The work of a pass of two and of four samples.
+    parameters : int
+        Number of parameters.
+
+    Returns
+    -------
+    int or None
+        None if samples take no work.
+    """
+    sample = ((four.operations - two.operations) * _OPERATION + (four.bytes - two.bytes) * _BYTE) / 2
+    fixed = _GRAIN + two.calls * _CALL + two.convolutions * _CONVOLUTION + parameters * _PARAMETER
+    return 1 << (ceil(_ENOUGH * fixed / sample) - 1).bit_length() if sample > 0 else None
