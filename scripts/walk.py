@@ -78,17 +78,17 @@ def train(settings: dict[str, Any]) -> dict[str, Walk]:
     import mpizero as mz
 
     world = MPI.COMM_WORLD
-    tokens = np.random.default_rng(world.rank).integers(0, 255, (4, 16))
-    targets, gpt = np.roll(tokens, -1, 1), mz.nn.GPT(dim=16, layers=2, heads=2, sequence=16)
+    text = np.random.default_rng(world.rank).integers(0, 255, (4, 17))
+    batch, gpt = (text[:, :-1], text[:, 1:]), mz.nn.GPT(dim=16, layers=2, heads=2, sequence=16)
     with tempfile.TemporaryDirectory() as own, mz.ShardingConfig(**settings) as config:
         folder = world.bcast(own)
         world.Barrier()
         made, begin = walked(lambda: mz.distribute(gpt, mz.AdamW(lr=1e-3), strategy="zero2", config=config))
         with made as model:
             for _ in range(3):
-                model.train(tokens, targets)
+                model.train(*batch)
             world.Barrier()
-            _, step = walked(lambda: model.train(tokens, targets))
+            _, step = walked(lambda: model.train(*batch))
             world.Barrier()
             _, save = walked(lambda: model.save_model(f"{folder}/saved"))
         world.Barrier()  # rank 0 removes its folder when all have saved
