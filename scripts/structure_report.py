@@ -1,10 +1,15 @@
-"""Print numbers about the structure of the sources: lines, modules, levels and cycles of imports, modules of a step.
+"""Print numbers about the structure of the sources: sizes of modules, levels and cycles of imports, modules of a step.
 
-    python scripts/structure_report.py [FOLDER] [--json]
+    python scripts/structure_report.py [FOLDER] [--json] [--static]
 
-FOLDER is a checkout of mpizero of any version (default: this one). A *room* of ``mpizero.parallel`` is one of its
-sub-packages, or a module directly in it. *Levels* is the number of modules (or rooms) in the longest chain of imports,
-where all members of a cycle count. *Arrows* is the number of pairs in which one module (or room) imports the other.
+FOLDER is a checkout of mpizero of any version (default: this one). *Modules* are all but ``__init__``. *Lines of code*
+are without blank lines, comments and docstrings; *tokens* are without comments. *Fan-out* is the number of modules that
+a module imports. An *arrow upwards* is an import of a higher floor, by the table in the checkout's
+``tests/test_structure.py``. A *room* of the engine's package is one of its sub-packages, or a module directly in it.
+*Levels* is the number of modules (or rooms) in the longest chain of imports, where all members of a cycle count.
+*Arrows* is the number of pairs in which one module (or room) imports the other. The figures of a step are those of
+``scripts/walk.py`` on 2 ranks; for them and for the modules that are loaded the checkout is run, unless ``--static`` is
+given.
 """
 
 from __future__ import annotations
@@ -13,38 +18,29 @@ import argparse
 import ast
 import json
 import os
+import statistics
 import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
+from tokenize import COMMENT, DEDENT, ENCODING, ENDMARKER, INDENT, NEWLINE, NL, generate_tokens
 from typing import Any
-
-PARALLEL, ENGINE = "mpizero.parallel", "mpizero.parallel.engine"
 
 Graph = dict[str, set[str]]
 
-#: A program that prints the files whose functions one ZeRO-2 step of two ranks calls, after three other steps.
-STEP = """
+#: Tokens that are no code, or only its layout.
+NO_CODE = {COMMENT, DEDENT, ENCODING, ENDMARKER, INDENT, NEWLINE, NL}
+#: A program that prints how many modules are loaded to use the trainer.
+LOAD = """
 import sys
-import numpy as np
 import mpizero as mz
-from mpizero.testing import run_in_threads
-
-def work(comm):
-    config = mz.ShardingConfig(comm=comm, micro_batch=4)
-    called, tokens = set(), np.arange(8 * 16).reshape(8, 16) % 251
-    with mz.ZeRO2Model(mz.nn.GPT(dim=16, layers=2, heads=2, sequence=16), config) as model:
-        mz.ZeRO2Optimizer(mz.AdamW(lr=1e-3), config).set_model(model)
-        for step in range(4):
-            if step == 3:
-                sys.setprofile(lambda frame, event, _: called.add(frame.f_code.co_filename))
-            model.train(tokens, tokens)
-            sys.setprofile(None)
-    return called
-
-print(*sorted(set.union(*run_in_threads(2, work))), sep="\\n")
+mz.Trainer
+files = [getattr(module, "__file__", None) or "" for name, module in sys.modules.items() if name.startswith("mpizero.")]
+print(sum(not file.endswith("__init__.py") for file in files))
 """
+WALK = Path(__file__).with_name("walk.py")
 
 
 class Sources:
@@ -55,7 +51,42 @@ class Sources:
         for path in sorted((root / "mpizero").rglob("*.py")):
             parts = path.relative_to(root).with_suffix("").parts
             self.paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-        self.trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in self.paths.items()}
+        self.texts = {name: path.read_text(encoding="utf-8") for name, path in self.paths.items()}
+        self.trees = {name: ast.parse(text) for name, text in self.texts.items()}
+
+    @property
+    def modules(self) -> list[str]:
+        """The names of all modules but ``__init__``."""
+        return [name for name, path in self.paths.items() if path.name != "__init__.py"]
+
+    @property
+    def engine(self) -> str:
+        """The name of the module that runs a training step."""
+        return next(name for name in self.paths if name.endswith(".engine"))
+
+    def code(self, module: str) -> tuple[int, int]:
+        """Return how many lines of code and how many tokens a module has; docstrings are tokens and no code."""
+        kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        texts = {
+            (node.body[0].lineno, node.body[0].col_offset)
+            for node in ast.walk(self.trees[module])
+            if isinstance(node, kinds) and ast.get_docstring(node, clean=False) is not None
+        }
+        found = [t for t in generate_tokens(StringIO(self.texts[module]).readline) if t.type not in NO_CODE]
+        lines = {line for t in found if t.start not in texts for line in range(t.start[0], t.end[0] + 1)}
+        return len(lines), len(found)
+
+    def upwards(self) -> list[str] | None:
+        """Return the imports of higher floors, by the table ``FLOORS`` of the checkout's tests; None without it."""
+        path = self.root / "tests" / "test_structure.py"
+        nodes = ast.parse(path.read_text(encoding="utf-8")).body if path.exists() else []
+        table = [n.value for n in nodes if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "FLOORS"]
+        if not table:
+            return None
+        floors = ast.literal_eval(table[0])
+        floor = {name: floors[name.partition(".")[2].partition(".")[0]] for name in self.paths}
+        pairs = [(name, target) for name, targets in self.imports(typing=True).items() for target in sorted(targets)]
+        return [f"{name} imports {target}" for name, target in pairs if floor[target] > floor[name]]
 
     def imports(self, *, typing: bool = False) -> Graph:
         """Return for each module of mpizero the modules of mpizero that it imports.
@@ -163,49 +194,81 @@ def lines(folder: Path) -> int:
     return sum(len(path.read_bytes().splitlines()) for path in folder.rglob("*.py"))
 
 
-def step_modules(root: Path) -> list[str]:
-    """Run one ZeRO-2 step of the checkout ``root`` in a new process; return the modules whose functions it calls."""
+def run(root: Path, command: list[str]) -> str:
+    """Run a command with the package of the checkout ``root``; return the last line of its output."""
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [sys.executable, "-c", STEP], cwd=root, env=environment, capture_output=True, text=True, check=False
-    )
+    ended = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
     if ended.returncode:
-        raise SystemExit(f"the ZeRO-2 step failed in {root}:\n{ended.stderr}")
-    paths = [Path(line).resolve() for line in ended.stdout.splitlines()]
-    inside = [path.relative_to(root) for path in paths if path.is_relative_to(root / "mpizero")]
-    return sorted(".".join(path.with_suffix("").parts) for path in inside)
+        raise SystemExit(f"{' '.join(command)} failed in {root}:\n{ended.stderr}")
+    return ended.stdout.splitlines()[-1]
 
 
-def report(root: Path) -> dict[str, Any]:
+def measured(root: Path) -> dict[str, Any]:
+    """Return the values of the checkout ``root`` for which its package is run: a step, and the modules loaded."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    mpiexec = os.environ.get("MPIZERO_MPIEXEC", "").split()[:1] or [str(beside) if beside.exists() else "mpiexec"]
+    step = json.loads(run(root, [*mpiexec, "-n", "2", sys.executable, str(WALK)]))["step"]
+    return {
+        "modules that a ZeRO-2 step passes": step["modules"],
+        "functions that it calls": step["functions"],
+        "its calls": step["calls"],
+        "its moves between modules": step["moves"],
+        "modules that mz.Trainer loads": int(run(root, [sys.executable, "-c", LOAD])),
+    }
+
+
+def sizes(sources: Sources) -> dict[str, Any]:
+    """Return numbers about the sizes of modules."""
+    code = {name: sources.code(name) for name in sources.paths}
+    of_modules = {name: code[name][0] for name in sources.modules}
+    largest = max(of_modules, key=of_modules.__getitem__)
+    return {
+        "lines of code of mpizero": sum(lines for lines, _ in code.values()),
+        "tokens of mpizero": sum(tokens for _, tokens in code.values()),
+        "modules besides __init__": len(of_modules),
+        "median lines of code of a module": statistics.median(of_modules.values()),
+        "lines of code of the largest": of_modules[largest],
+        "the largest module": largest,
+    }
+
+
+def report(root: Path, *, static: bool = False) -> dict[str, Any]:
     """Return all printed values for the checkout ``root``, by the text that is printed before each."""
     sources = Sources(root)
     runtime, typing = sources.imports(), sources.imports(typing=True)
-    parallel = below(runtime, PARALLEL)
-    rooms = merged(parallel, 3)
-    largest, count = sources.folders().most_common(1)[0]
-    engine, step, twice = runtime[ENGINE], step_modules(root), sources.twice()
+    engine = sources.engine
+    package = engine.rpartition(".")[0]
+    inside = below(runtime, package)
+    rooms = merged(inside, package.count(".") + 2)
+    folder, count = sources.folders().most_common(1)[0]
+    widest = max(runtime, key=lambda name: len(runtime[name]))
+    twice, upwards = sources.twice(), sources.upwards()
     return {
         **{f"lines of {name}": lines(root / name) for name in ("mpizero", "scripts", "tests")},
-        "modules of mpizero": len(sources.paths),
+        **sizes(sources),
         "modules in the largest folder": count,
-        "the largest folder": largest,
-        "rooms of parallel": len(rooms),
+        "the largest folder": folder,
+        "largest fan-out": len(runtime[widest]),
+        "the module that has it": widest,
+        "imports of modules": arrows(runtime),
+        **({} if upwards is None else {"arrows upwards": len(upwards), "the arrows upwards": upwards}),
+        "the engine's package": package,
+        "rooms of it": len(rooms),
         "levels of rooms": levels(rooms),
         "arrows between rooms": arrows(rooms),
         "rooms that import each other": sum(len(line.split()) for line in cycles(rooms)),
-        "modules of parallel": len(parallel),
-        "levels of modules": levels(parallel),
-        "arrows between modules": arrows(parallel),
+        "modules of it": len(inside),
+        "levels of modules": levels(inside),
+        "arrows between modules": arrows(inside),
         "import cycles at run time": len(cycles(runtime)),
         "import cycles with types": len(cycles(typing)),
         "the cycles with types": cycles(typing),
-        "lines of the engine": len(sources.paths[ENGINE].read_bytes().splitlines()),
-        "collaborators of the engine": len(engine),
-        "... of them in parallel": sum(name.startswith(PARALLEL) for name in engine),
-        "modules that a ZeRO-2 step calls": len(step),
-        "... of them of parallel": sum(name.startswith(PARALLEL) for name in step),
+        "lines of the engine": len(sources.texts[engine].splitlines()),
+        "collaborators of the engine": len(runtime[engine]),
+        "... of them in its package": sum(name.startswith(package) for name in runtime[engine]),
         "class names defined twice": len(twice),
         "the class names defined twice": twice,
+        **({} if static else measured(root)),
     }
 
 
@@ -214,11 +277,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=Path(__file__).parents[1], help="a checkout")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--static", action="store_true", help="leave out what the checkout is run for")
     options = parser.parse_args()
     root = options.folder.resolve()
     if not (root / "mpizero").is_dir():
         parser.error(f"{root} has no folder mpizero")
-    figures = report(root)
+    figures = report(root, static=options.static)
     if options.json:
         print(json.dumps(figures, indent=2))
         return

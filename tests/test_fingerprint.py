@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import threading
+import types
 from collections import OrderedDict
 from dataclasses import dataclass
 from enum import Enum
@@ -23,6 +24,7 @@ import numpy as np
 import pytest
 from tqdm import tqdm
 
+import mpizero as mz
 from mpizero.fingerprint import DEEPEST, LARGEST_ARRAY, Fingerprint, shown, words
 
 
@@ -357,6 +359,25 @@ def test_the_place_of_a_function_in_its_file_does_not_count():
     expected = digest(compiled(source, "/home/a/train.py"))
     assert digest(compiled("\n\n# later\n" + source, "/scratch/b/train.py")) == expected
     assert digest(compiled(source.replace("3", "4"), "/home/a/train.py")) != expected
+
+
+def test_the_module_of_the_library_s_own_classes_and_functions_does_not_count(monkeypatch):
+    """What a run has saved is compared after a module of mpizero has been moved or renamed; a user's modules count."""
+    source = "class Outer:\n    class Inner(tuple): pass\n    def f(self): pass"
+
+    def moved(name: str) -> list[bytes]:
+        module = types.ModuleType(name)
+        file = module.__file__ = str(Path(mz.__file__).parents[1] / f"{name.replace('.', '/')}.py")
+        monkeypatch.setitem(sys.modules, name, module)
+        exec(compile(source, file, "exec"), vars(module))
+        one = module.Outer()
+        one.rate = 0.1
+        return [digest(value) for value in (module.Outer, one, one.Inner([1, {}]), module.Outer.f, one.f)]
+
+    assert moved("mpizero.optim.here") == moved("mpizero.there")
+    others = [moved(name) for name in ("mpizero.here", "own.here", "own.there", "mpizero_own.here")]
+    assert all(len(set(same)) == len(others) for same in zip(*others, strict=True))
+    assert digest(mz.AdamW(lr=0.1)) != digest(mz.Adam(lr=0.1))
 
 
 def test_an_object_may_offer_its_fingerprint():

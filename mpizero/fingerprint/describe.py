@@ -75,6 +75,12 @@ def shown(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
+def qualified_name(value: Any) -> str:
+    """Return the name of a class or function with its module, or with ``mpizero`` alone if it is this library's."""
+    module = value.__module__
+    return f"{'mpizero' if str(module).startswith('mpizero.') else module}.{value.__qualname__}"
+
+
 def all_plain(value: Any) -> bool:
     """Tell whether a value is a list, tuple or deque that contains only numbers, strings and other simple constants."""
     return isinstance(value, list | tuple | deque) and PLAIN.issuperset(map(type, value))

@@ -5,7 +5,8 @@ its code, its defaults, and the global and enclosing variables that it reads and
 depend on the process: addresses, string hashes, lines and paths of source files, and the order of sets and dictionaries
 do not count. Values stored by a ``cached_property`` do not count. For an object of a user's class, fields that its
 methods change when mpizero calls them do not count either. For modules, and for classes and functions of installed
-packages, only the name counts. Three kinds of things are left out:
+packages, only the name counts. Digests are saved with runs, so names of mpizero's own classes and functions leave out
+their modules: those may be moved, and a user's may not. Three kinds of things are left out:
 
 - fields and variables whose name says that they may differ between ranks: names that begin with an underscore, are
   ``rank``, ``myrank`` or ``device``, or end in ``_rank`` or ``_device``, in lower or upper case. This does not apply to
@@ -37,7 +38,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpizero.fingerprint.code import is_standard, is_users, kept_by, variables
-from mpizero.fingerprint.describe import BY_REPR, PLAIN, all_plain, shown, words
+from mpizero.fingerprint.describe import BY_REPR, PLAIN, all_plain, qualified_name, shown, words
 
 #: Most bytes of an array that is compared: whole data sets would take seconds to read.
 LARGEST_ARRAY = 1 << 26
@@ -208,12 +209,12 @@ def _mapping(fingerprint: Fingerprint, value: Any) -> Parts:
     entries = list(value.items())
     keys = [repr(k) if type(k) in PLAIN else shown(k) + fingerprint.digest(k).hex()[:8] for k, _ in entries]
     ordered = f" in the order {keys}" if isinstance(value, OrderedDict) else ""
-    kind = "mapping" if type(value) in (dict, types.MappingProxyType) else _name(type(value))
+    kind = "mapping" if type(value) in (dict, types.MappingProxyType) else qualified_name(type(value))
     return Parts(kind + ordered, {f"[{key}]": item for key, (_, item) in zip(keys, entries, strict=True)})
 
 
 def _sequence(_: Fingerprint, value: Any) -> Parts:
-    kind, items = _name(type(value)), [_python(item) for item in value]
+    kind, items = qualified_name(type(value)), [_python(item) for item in value]
     if all_plain(items):
         return Parts(kind, content=repr(items).encode(errors="backslashreplace"))
     if hasattr(value, "_fields"):
@@ -226,7 +227,7 @@ def _sequence(_: Fingerprint, value: Any) -> Parts:
 
 
 def _set(fingerprint: Fingerprint, value: Any) -> Parts:
-    return Parts(_name(type(value)), content=b"".join(map(_sized, sorted(map(fingerprint.digest, value)))))
+    return Parts(qualified_name(type(value)), content=b"".join(map(_sized, sorted(map(fingerprint.digest, value)))))
 
 
 def _code(_: Fingerprint, value: types.CodeType) -> Parts:
@@ -249,7 +250,7 @@ def _function(_: Fingerprint, value: Any) -> Parts:
         with contextlib.suppress(ValueError):  # not filled yet
             named.append((name, cell.cell_contents))
     items |= {f".{name}": item for name, item in named if _is_compared(name) and name not in changed}
-    return Parts(f"function {value.__module__}.{value.__qualname__}", items)
+    return Parts(f"function {qualified_name(value)}", items)
 
 
 def _object(fingerprint: Fingerprint, value: Any) -> Parts:
@@ -258,7 +259,7 @@ def _object(fingerprint: Fingerprint, value: Any) -> Parts:
     The object is left out of the comparison if Python cannot see its fields.
     """
     kind = type(value)
-    name, package = _name(kind), kind.__module__.split(".")[0]
+    name, package = qualified_name(kind), kind.__module__.split(".")[0]
     if kind.__module__.startswith(_COMMUNICATORS) and not is_dataclass(value):
         return Parts("left out", left_out="")
     if package in _TELLERS:
@@ -278,7 +279,7 @@ def _object(fingerprint: Fingerprint, value: Any) -> Parts:
 
 
 _RULES: tuple[tuple[Any, Callable[[Fingerprint, Any], Parts]], ...] = (
-    (Enum, lambda _, value: Parts(_name(type(value)), content=value.name.encode())),
+    (Enum, lambda _, value: Parts(qualified_name(type(value)), content=value.name.encode())),
     (np.generic, lambda _, value: Parts(str(value.dtype), content=value.tobytes())),
     (np.ndarray, _array),
     (np.dtype, lambda _, value: Parts("dtype", content=repr(value.descr if value.names else value.str).encode())),
@@ -286,8 +287,11 @@ _RULES: tuple[tuple[Any, Callable[[Fingerprint, Any], Parts]], ...] = (
     ((list, tuple, deque), _sequence),
     ((set, frozenset), _set),
     (PurePath, lambda _, value: Parts("path", content=str(value).encode(errors="backslashreplace"))),
-    ((str, bytes, int, float, complex, *BY_REPR), lambda _, value: Parts(_name(type(value)), content=_bare(value))),
-    (type, lambda fingerprint, value: Parts(f"class {_name(value)}", fingerprint.members(value))),
+    (
+        (str, bytes, int, float, complex, *BY_REPR),
+        lambda _, value: Parts(qualified_name(type(value)), content=_bare(value)),
+    ),
+    (type, lambda fingerprint, value: Parts(f"class {qualified_name(value)}", fingerprint.members(value))),
     (types.ModuleType, lambda _, value: Parts(f"module {value.__name__}")),
     (types.FunctionType, _function),
     (types.MethodType, lambda _, value: Parts("method", {"": value.__func__, ".self": value.__self__})),
@@ -295,7 +299,7 @@ _RULES: tuple[tuple[Any, Callable[[Fingerprint, Any], Parts]], ...] = (
     (functools.partial, lambda _, v: Parts("partial", {"": v.func, ".args": v.args, ".keywords": _named(v.keywords)})),
     (property, lambda _, value: Parts("property", {"": value.fget})),
     (type(Parts.kind), lambda _, value: Parts("field of a named tuple", {"": value.__reduce__()[1][0]})),
-    ((staticmethod, classmethod), lambda _, value: Parts(_name(type(value)), {"": value.__func__})),
+    ((staticmethod, classmethod), lambda _, value: Parts(qualified_name(type(value)), {"": value.__func__})),
     (io.IOBase, lambda _, value: Parts("left out", left_out=type(value).__qualname__)),
     (functools.cached_property, lambda _, value: Parts("property", {"": value.func})),
 )
@@ -322,10 +326,6 @@ def _label(step: str) -> bytes:
     return _sized(step.encode(errors="backslashreplace"))
 
 
-def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
 @functools.lru_cache(maxsize=4096)
 def _is_compared(name: str) -> bool:
     small = name.lower()
@@ -346,7 +346,7 @@ def _rule(value: Any) -> Callable[[Fingerprint, Any], Parts]:
 def _given(_: Fingerprint, value: Any) -> Parts:
     """Decompose an object into what its own ``fingerprint`` is or returns."""
     given = value.fingerprint
-    return Parts(_name(type(value)), {".fingerprint": given() if callable(given) else given})
+    return Parts(qualified_name(type(value)), {".fingerprint": given() if callable(given) else given})
 
 
 def _has_wrapped(value: Any) -> bool:

@@ -81,6 +81,22 @@ def test_a_link_to_a_checkpoint_is_followed_when_replacing(small, tmp_path):
     assert small.loads(tmp_path / "latest")
 
 
+def test_all_is_on_disk_before_it_gets_its_name_and_the_name_before_the_save_ends(small, tmp_path, monkeypatch):
+    """What a power failure may leave: a folder has its name only if both files and itself have been synchronized."""
+    done, real = [], {"fsync": os.fsync, "rename": os.rename}
+    monkeypatch.setattr(
+        os, "fsync", lambda file: (done.append(os.readlink(f"/proc/self/fd/{file}")), real["fsync"](file))
+    )
+    monkeypatch.setattr(os, "rename", lambda *paths: (done.append("rename"), real["rename"](*paths)))
+    small.save(tmp_path / "c")
+    place = done.index("rename")
+    before = [Path(path) for path in done[:place]]
+    assert {path.name for path in before if path.suffix} >= {"state.h5", "manifest.json"}
+    manifest = next(path for path in before if path.name == "manifest.json")
+    assert before.index(manifest) < max(index for index, path in enumerate(before) if path == manifest.parent)
+    assert str(tmp_path) in done[place:]
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_folder_that_cannot_be_made_is_one_clear_error_on_every_rank(small, tmp_path, ranks):
     (tmp_path / "file").write_text("x")

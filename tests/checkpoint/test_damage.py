@@ -50,7 +50,7 @@ def test_one_flipped_bit_in_any_byte_is_found(small, folder, name):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_a_flipped_bit_is_found_whoever_reads_its_block_in_parts(state, tmp_path, ranks):
+def test_a_flipped_bit_is_found_by_any_reader_of_a_part_of_its_block(state, tmp_path, ranks):
     state.save(tmp_path / "c")
     path, victim = tmp_path / "c" / "state.h5", "optimizer/exp_avg/embedding.weight"
     with h5py.File(path) as file:

@@ -66,9 +66,10 @@ def test_blocks_tile_the_gradients_of_their_unit_each_in_at_most_two_ranges(one_
         assert all(seen)
 
 
-@given(st.integers(1, 9), st.booleans(), st.integers(0, 40))
-def test_owners_tile_parameters_and_gradients(parts: int, one_unit: bool, minimum: int) -> None:
-    layout = FlatLayout.build(BLOCKS, one_unit=one_unit, minimum_unit=minimum)
+@given(st.integers(1, 9), st.booleans(), st.integers(0, 40), st.integers(0, 5))
+def test_owners_tile_parameters_and_gradients(parts: int, one_unit: bool, minimum: int, before: int) -> None:
+    blocks = {"first": [spec("weight", before)], **BLOCKS}  # the tied parameter need not be the first
+    layout = FlatLayout.build(blocks, one_unit=one_unit, minimum_unit=minimum)
     owners = np.zeros(layout.size, int)
     for part in range(parts):
         for span in layout.shards(part, parts):

@@ -34,7 +34,7 @@ def test_meaningless_partitions_are_refused_with_their_numbers(length: int, part
 
 
 @given(st.integers(0, 300), st.integers(1, 40), st.integers(1, 9))
-def test_grains_dealt_contiguously_tile_the_batch(samples: int, size: int, parts: int) -> None:
+def test_grains_assigned_contiguously_tile_the_batch(samples: int, size: int, parts: int) -> None:
     grains = Grains(samples, size)
     spans = [grains.samples_of(p, parts) for p in range(parts)]
     assert spans[0].start == 0

@@ -11,6 +11,7 @@ import pytest
 
 import mpizero as mz
 from mpizero.testing import run_in_threads
+from mpizero.types import Run
 from tests.parallel.models import MEMORIES, STRATEGIES, gpt, hard_function, layouts, part, tokens, vectors
 from tests.parallel.parallel_layouts import known, of_first
 
@@ -176,3 +177,29 @@ def test_against_an_independent_oracle(place: Callable[..., Any]) -> None:
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
         w = w - 0.1 * (m / (1 - 0.9**step) / (np.sqrt(v / (1 - 0.999**step)) + 1e-8) + 0.1 * w)
     np.testing.assert_allclose(model.named_parameters()["w"], w, rtol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("clip", [None, 1e9])
+def test_a_step_with_tied_parameters_and_dropout_follows_the_gradient_of_the_whole_model(
+    strategy: str, clip: float | None
+) -> None:
+    """The gradient of all samples in one pass, with the model's seed; clipping, which changes nothing, sums first."""
+    model, (x, y) = gpt(dtype="float64", seed=5), tokens(7)
+
+    def step(comm: Any) -> tuple[dict[str, Any], float, dict[str, Any]]:
+        with (
+            mz.ShardingConfig(
+                comm=comm, micro_batch=2, clip=clip, minimum_parameter_group_size=1, **MEMORIES[1]
+            ) as config,
+            mz.distribute(model, mz.SGD(lr=0.5), strategy=strategy, config=config) as sharded,
+        ):
+            before = sharded.named_parameters()
+            return before, sharded.train(*part(comm, x, y)), sharded.named_parameters()
+
+    before, loss, after = run_in_threads(3, step)[0]
+    run = Run(True, model.seed, 0, 0, count=len(x))
+    total, weight, gradients = mz.nn.loss_and_gradients(model, before, (x, y), run)
+    assert loss == pytest.approx(total / weight, rel=1e-13)
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(after[name], before[name] - 0.5 * gradient / weight, rtol=1e-12, atol=1e-14)

@@ -256,6 +256,17 @@ def test_a_run_without_best_keeps_the_best_of_before(tmp_path):
     assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == ["best", "step_00000002", "step_00000006"]
 
 
+def test_the_first_of_equal_values_is_the_best():
+    seen = Improvement("validation_loss", patience=3)
+    assert [seen.see(step, {"validation_loss": value}) for step, value in enumerate([0.5, 0.5, 0.4, 0.4])] == [
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert (seen.step, seen.stalled) == (2, 1)
+
+
 def test_large_values_are_good_with_a_sign_and_what_is_not_finite_never_is():
     seen = Improvement("-accuracy", patience=2, min_delta=0.1)
     found = [seen.see(step, {"accuracy": value}) for step, value in enumerate([None, 0.5, 0.55, 0.4, 0.7, None])]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.fingerprint import LARGEST_ARRAY, Fingerprint
+from mpizero.fingerprint import LARGEST_ARRAY, Fingerprint, qualified_name
 from mpizero.layout.flat import joined
 from mpizero.types import ParameterSpec
 
@@ -21,7 +21,7 @@ def describe_model(model: Any, blocks: Mapping[str, tuple[ParameterSpec, ...]]) 
     First come the things that the user gave, such as the class, the layers, the loss and the seed; then those derived
     from them, such as the types and shapes of the parameters. ``blocks`` holds the parameters of every block.
     """
-    described: dict[str, Any] = {"the class of the model": f"{type(model).__module__}.{type(model).__qualname__}"}
+    described: dict[str, Any] = {"the class of the model": qualified_name(type(model))}
     fields = Fingerprint().parts(model).items
     described["the model"] = {step.removeprefix("."): item for step, item in fields.items() if step not in _APART}
     if hasattr(model, "blocks"):

@@ -18,7 +18,7 @@ from mpizero.errors import ArgumentError, ConfigError, DataError
 from mpizero.fingerprint import Fingerprint
 from mpizero.layout.flat import joined
 from mpizero.names import nearest, shown
-from mpizero.optim.vectors.bounds import Bounds
+from mpizero.optim.vectors.regularization import Regularization
 from mpizero.parallel import ShardedModelBase, ShardingConfig
 from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.train.callbacks.callback import check_callbacks, state_name
@@ -339,7 +339,7 @@ def record_of(
 
 def _model_settings(wrapped: Any) -> dict[str, Any]:
     """Return the settings of the library's own models that change results, such as sizes, seed and dropout."""
-    if not type(wrapped).__module__.startswith("mpizero."):
+    if not _is_own(wrapped):
         return {"name": type(wrapped).__name__}
     own = getattr(wrapped, "fingerprint", None) or (
         {one.name: getattr(wrapped, one.name) for one in fields(wrapped)} if is_dataclass(wrapped) else {}
@@ -360,6 +360,19 @@ def _optimizer_settings(optimizer: Any) -> dict[str, Any]:
 
 
 def _recorded(value: Any) -> int | float | str | None:
-    if isinstance(value, Bounds):  # which may hold large arrays
-        return Fingerprint().digest(value).hex()
-    return value if isinstance(value, int | float | str | None) else str(value)
+    """Return what a checkpoint records of a setting: itself or its text, or a hash if it may hold large arrays."""
+    if isinstance(value, int | float | str | None):
+        return value
+    if isinstance(value, tuple):  # of numbers, of patterns, or of parameter groups
+        return str(value)
+    if isinstance(value, Regularization):  # of the user's own terms the names, as of a user's own model
+        value = {
+            name: term if _is_own(term) else getattr(term, "__qualname__", type(term).__qualname__)
+            for name, term in value.terms.items()
+        }
+    return Fingerprint().digest(value).hex()
+
+
+def _is_own(value: Any) -> bool:
+    """Tell whether an object is of one of mpizero's own classes."""
+    return type(value).__module__.startswith("mpizero.")

@@ -46,7 +46,7 @@ def taken(store: Any, lent: Any, block: str) -> list[float]:
 
 
 @pytest.mark.parametrize("memory", MEMORIES[1:])
-def test_the_next_unit_comes_while_one_is_lent(memory: dict[str, Any]) -> None:
+def test_the_next_unit_comes_while_one_is_used(memory: dict[str, Any]) -> None:
     """Every order of units, announced or not, lends the same values."""
 
     def lend(comm: Any, orders: Sequence[Sequence[tuple[int, int | None]]]) -> list[list[tuple[int, Any]]]:
@@ -96,7 +96,7 @@ def without_failure() -> list[str]:
     return after_failures(None, "ddp", [""] * 3, {})
 
 
-def test_a_step_that_fails_leaves_nothing_on_its_way() -> None:
+def test_a_step_that_fails_leaves_nothing_in_flight() -> None:
     fine = {"bucket_mb": FINE}
     cases = (
         ("zero3", PRIVATE), ("zero3", MEMORIES[2]), ("zero2", MEMORIES[2]),
@@ -109,7 +109,7 @@ def test_a_step_that_fails_leaves_nothing_on_its_way() -> None:
 
 
 @pytest.mark.mpi
-def test_a_step_that_fails_leaves_nothing_on_its_way_between_processes(world: Any) -> None:
+def test_a_step_that_fails_leaves_nothing_in_flight_between_processes(world: Any) -> None:
     cases = (
         ("zero3", "forward", PRIVATE),
         ("zero3", "weights", MEMORIES[2]),

@@ -1,0 +1,1 @@
+"""The mistakes that scripts/mutants.py plants."""
