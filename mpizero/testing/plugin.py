@@ -1,4 +1,6 @@
-"""Pytest plugin that gives every test a new communicator, and ends all ranks when a test fails on one of them.
+"""Pytest plugin that gives every test a new communicator, and lets a test that fails on one rank fail on all of them.
+
+Where other ranks are blocked in the test that has failed on one, that rank prints its failures and ends the job.
 
 The plugin works together with pytest-mpi (the marker ``mpi`` and the option ``--with-mpi``). If it is registered as an
 entry point of pytest, the entry point must have the name of this module. Otherwise ``pytest_plugins`` in a conftest
@@ -10,15 +12,18 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Generator, Iterator
+from math import inf
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mpizero.comm import Communicator
+from mpizero.comm import Communicator, Request
 
 _OUTCOMES = ("passed", "failed", "skipped")
 _CONTROL: pytest.StashKey[Communicator] = pytest.StashKey()
+_ENDS: pytest.StashKey[Communicator] = pytest.StashKey()
+_STATUS: pytest.StashKey[int] = pytest.StashKey()
 
 
 def _new_world(name: str) -> Communicator:
@@ -45,22 +50,38 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the setting ``mpi_patience``, the seconds that a rank whose test failed waits for others. Not collective."""
-    text = "seconds that a rank whose test failed waits for the others, who may be blocked in that test for ever"
+    """Add the setting ``mpi_patience``, seconds to wait for other ranks after a failure. Not collective."""
+    text = "seconds that a rank whose test did not pass waits for the others, who may be blocked in that test for ever"
     parser.addini("mpi_patience", text, default="10")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the communicator over which ranks compare test outcomes. Collective over all ranks with ``--with-mpi``."""
+    """Make the communicators for outcomes and for the end. Collective over all ranks with ``--with-mpi``."""
     if config.getoption("--with-mpi", default=False) or config.getoption("--only-mpi", default=False):
         config.stash[_CONTROL] = _new_world("test outcomes")
+        config.stash[_ENDS] = _new_world("end of tests")
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Remember how the session ended. Not collective."""
+    session.config.stash[_STATUS] = exitstatus
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Close the communicator that :func:`pytest_configure` made. Collective over all ranks with ``--with-mpi``."""
-    if _CONTROL in config.stash:
-        config.stash[_CONTROL].close()
-        del config.stash[_CONTROL]
+    """Wait until every rank has printed its summary, and close what :func:`pytest_configure` made.
+
+    Collective over all ranks with ``--with-mpi``. The first process that exits with another status than 0 ends the job
+    under some launchers, and under ``python -m mpi4py``.
+    """
+    if _CONTROL not in config.stash:
+        return
+    control, ends = config.stash[_CONTROL], config.stash[_ENDS]
+    status = config.stash.get(_STATUS, pytest.ExitCode.INTERNAL_ERROR)
+    if not _ends(ends.ibarrier("end"), _patience(config) if status else inf):
+        _end(config, control, f"pytest has ended here with status {int(status)}, and other ranks still run")
+    for communicator in (ends, control):
+        communicator.close()
+    del config.stash[_CONTROL], config.stash[_ENDS]
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -89,7 +110,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """End the job if the ranks have collected different tests. Collective over all ranks with ``--with-mpi``."""
+    """End the session on every rank if they have collected different tests. Collective with ``--with-mpi``."""
     control = session.config.stash.get(_CONTROL, None)
     if control is None:
         return
@@ -97,21 +118,21 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     found = control.allgather_object(mine, tag="collected tests")
     if any(other != found[0] for other in found):
         counts = ", ".join(f"rank {r}: {len(ids)} tests, {failed} errors" for r, (failed, ids) in enumerate(found))
-        _end(session.config, control, f"the ranks have collected different tests ({counts})", control.rank == 0)
+        raise session.Interrupted(f"the ranks have collected different tests ({counts})")
 
 
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Compare the outcome of a test marked ``mpi`` between ranks, before its teardown; end the job if it differs.
+    """Make the outcome of a test marked ``mpi`` that of all ranks: if it failed on one, it has failed on all.
 
-    Collective over all ranks with ``--with-mpi``: once per test, after the test function or after a set-up that did not
-    pass.
+    Collective over all ranks with ``--with-mpi``: after the test function or a set-up that did not pass, and after the
+    teardown.
     """
     report = yield
     control = item.config.stash.get(_CONTROL, None)
-    decisive = report.when == "call" or (report.when == "setup" and not report.passed)
+    decisive = report.when != "setup" or not report.passed
     if control is not None and control.size > 1 and decisive and item.get_closest_marker("mpi") is not None:
         _agree(item, report, control)
     return report
@@ -120,30 +141,89 @@ def pytest_runtest_makereport(
 def _agree(item: pytest.Item, report: pytest.TestReport, control: Communicator) -> None:
     mine = np.array([_OUTCOMES.index(report.outcome)], np.int8)
     outcomes = np.full(control.size, -1, np.int8)
-    request = control.iallgather(mine, outcomes, tag=item.nodeid)
-    started, patience = time.monotonic(), float(item.config.getini("mpi_patience"))
+    request = control.iallgather(mine, outcomes, tag=f"{item.nodeid}{' teardown' * (report.when == 'teardown')}")
+    patience = _patience(item.config)
+    if not _ends(request, inf if report.passed else patience):
+        told = f"{item.nodeid} {report.outcome} on rank {control.rank}"
+        reason = f"{told}, and others have not ended it {patience:g} s (mpi_patience) later"
+        if report.failed:
+            report.sections.append(("other ranks", reason))
+        else:
+            report.outcome, report.longrepr = "failed", reason
+        shown = _show_summary(item, report)
+        _end(item.config, control, reason if shown else f"{reason}\n{report.longreprtext}")
+    if (outcomes != mine).any():
+        _share(item, report, control, outcomes)
+
+
+def _share(item: pytest.Item, report: pytest.TestReport, control: Communicator, outcomes: np.ndarray[Any, Any]) -> None:
+    """Let a test whose outcomes differ between ranks fail here, with the tracebacks of the ranks where it failed."""
+    said = ", ".join(f"rank {r}: {_OUTCOMES[o]}" for r, o in enumerate(outcomes))
+    told = f"{item.nodeid} has several outcomes ({said})"
+    config = item.config
+    mine = config.hook.pytest_report_to_serializable(config=config, report=report) if report.failed else None
+    everywhere = control.allgather_object(mine, tag="failures")
+    if not report.failed:
+        report.outcome, report.longrepr = "failed", told
+    failed = {
+        rank: config.hook.pytest_report_from_serializable(config=config, data=data)
+        for rank, data in enumerate(everywhere)
+        if data is not None
+    }
+    for rank, other in failed.items():
+        if report.longrepr == told:  # the first failure is told as if it were this rank's
+            report.longrepr, report.sections = other.longrepr, other.sections
+            if (crash := getattr(other.longrepr, "reprcrash", None)) is not None:
+                crash.message = f"[rank {rank}] {crash.message}"
+        elif rank != control.rank:
+            report.sections.append((f"rank {rank}", other.longreprtext))
+    report.sections.append(("outcome by rank", told))
+
+
+def _patience(config: pytest.Config) -> float:
+    return float(config.getini("mpi_patience"))
+
+
+def _ends(request: Request, patience: float) -> bool:
+    """Wait for a request, at most ``patience`` seconds; tell whether it has ended."""
+    started = time.monotonic()
     while not request.test():
         waited = time.monotonic() - started
-        if report.failed and waited > patience:
-            reason = f"{item.nodeid} failed here, and others have not ended it {patience:g} s later"
-            _end(item.config, control, f"{reason}\n{report.longreprtext}", speaks=True)
+        if waited > patience:
+            return False
         time.sleep(0 if waited < 1e-3 else 1e-3)
-    if (outcomes != mine).any():
-        said = ", ".join(f"rank {r}: {_OUTCOMES[o]}" for r, o in enumerate(outcomes))
-        failed = outcomes == _OUTCOMES.index("failed")
-        text = f"{item.nodeid} has several outcomes ({said})\n{report.longreprtext}"
-        _end(item.config, control, text, speaks=report.failed or (not failed.any() and control.rank == 0))
+    return True
 
 
-def _end(config: pytest.Config, control: Communicator, text: str, speaks: bool) -> None:
-    """End the MPI job, and do not return; ranks where ``speaks`` is True print ``text`` first.
+def _show_summary(item: pytest.Item, report: pytest.TestReport) -> bool:
+    """Print pytest's failures and summary now, and tell whether pytest prints at all.
 
-    The other ranks wait two seconds, so that the text is printed before the job ends.
+    The job ends before pytest would, and the teardown of fixtures might wait for other ranks.
     """
-    if speaks:
-        capture: Any = config.pluginmanager.getplugin("capturemanager")
-        if capture is not None:
-            capture.suspend_global_capture(in_=True)
-        print("".join(f"[rank {control.rank}] {line}\n" for line in text.splitlines()), file=sys.stderr, flush=True)
-    time.sleep(0.5 if speaks else 2.0)
+    config = item.config
+    _uncapture(config)
+    item.ihook.pytest_runtest_logreport(report=report)
+    terminal = config.pluginmanager.getplugin("terminalreporter")
+    if terminal is None:
+        return False
+    terminal.ensure_newline()
+    config.hook.pytest_terminal_summary(
+        terminalreporter=terminal, exitstatus=pytest.ExitCode.TESTS_FAILED, config=config
+    )
+    terminal.summary_stats()
+    terminal.flush()
+    return True
+
+
+def _uncapture(config: pytest.Config) -> None:
+    capture: Any = config.pluginmanager.getplugin("capturemanager")
+    if capture is not None:
+        capture.suspend_global_capture(in_=True)
+
+
+def _end(config: pytest.Config, control: Communicator, text: str) -> None:
+    """Print ``text``, and end the MPI job; do not return."""
+    _uncapture(config)
+    print("".join(f"[rank {control.rank}] {line}\n" for line in text.splitlines()), file=sys.stderr, flush=True)
+    time.sleep(0.5)
     control.abort()

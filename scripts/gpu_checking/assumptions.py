@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from gpu_checking.kernel_cases import LAMB, UPDATES
 from gpu_checking.report import Report
 from mpizero.kernels import cpu, cuda, namespace
 from mpizero.kernels import device as devices
+from tests.kernels.update_rules import UPDATES
 
 Array = np.ndarray[Any, np.dtype[Any]]
 #: Environment variables that give each thread a default stream of its own: launches and copies must still be in order.
@@ -39,9 +39,8 @@ def _updates(report: Report, device: devices.Device, small: bool) -> None:
     """
     rng, size = np.random.default_rng(0), 50 if small else 100_003
     differ = []
-    rules = UPDATES | {"lamb_direction": (2, LAMB), "ema": (0, [0.3])}
     for dtype in (np.float32, np.float64):
-        for name, (slots, scalars) in rules.items():
+        for name, (slots, scalars) in UPDATES.items():
             arrays = [np.abs(rng.standard_normal(size)).astype(dtype) for _ in range(2 + slots)]
             hyper = np.array(scalars, dtype)
             placed = [device.put(values) for values in arrays]
@@ -49,7 +48,7 @@ def _updates(report: Report, device: devices.Device, small: bool) -> None:
             getattr(cpu.optimizer, name)(*arrays, hyper, 0, size)
             if any(_bytes(one) != other.tobytes() for one, other in zip(placed, arrays, strict=True)):
                 differ.append(f"{name} {dtype.__name__}")
-    report.check("updates have the bits of the CPU", not differ, ", ".join(differ) or f"{2 * len(rules)} kernels")
+    report.check("updates have the bits of the CPU", not differ, ", ".join(differ) or f"{2 * len(UPDATES)} kernels")
 
 
 def _row_sums(report: Report, device: devices.Device, small: bool) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.kernels.update_rules import IN_ONE_PASS, UPDATES
+
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -115,16 +117,6 @@ def _flat(d: Draw) -> Iterator[Case]:
         yield Case(f"reduction.{name}", (*arrays, 2, d.out(rows, columns)))
 
 
-#: For each optimizer, the number of its arrays of state, and its scalars.
-UPDATES = {
-    "sgd": (0, [0.1, 0.01]),
-    "momentum": (1, [0.1, 0.01, 0.9, 0.8, 1.0, 0.9]),
-    "adam": (2, [0.01, 0.9, 0.1, 0.999, 0.001, 0.05, 3.0, 1e-8]),
-    "adamw": (2, [0.99, 0.9, 0.1, 0.999, 0.001, 0.05, 3.0, 1e-8]),
-    "rmsprop": (1, [0.1, 0.01, 0.99, 0.01, 1e-8]),
-    "lion": (1, [0.99, 0.1, 0.9, 0.1, 0.99, 0.01, 0.0]),
-}
-LAMB = [0.01, 0.9, 0.1, 0.999, 0.001, 1.5, 3.0, 1e-6]
 #: A tree program over five rows: ((0 + 1) + (2 + 3)) + 4.
 PROGRAM = [0, -3, 2, -5, -1, -6]
 
@@ -139,13 +131,11 @@ def _updates(d: Draw) -> Iterator[Case]:
     for name, (slots, scalars) in UPDATES.items():
         state, hyper = [d.positive(n) for _ in range(slots)], d.host(scalars)
         yield Case(f"optimizer.{name}", (d.normal(n), d.normal(n), *state, hyper, first, last))
-        yield Case(f"fused.{name}_tree", (*rows, d.normal(n), *state, hyper, first, last))
-    state, hyper = (d.positive(n), d.positive(n)), d.host(LAMB)
-    yield Case("optimizer.lamb_direction", (d.normal(n), d.normal(n), *state, hyper, first, last))
+        if name in IN_ONE_PASS:
+            yield Case(f"fused.{name}_tree", (*rows, d.normal(n), *state, hyper, first, last))
+    state, hyper = [d.positive(n), d.positive(n)], d.host(UPDATES["lamb_direction"][1])
     yield Case("fused.lamb_direction_tree", (*rows, d.normal(n), d.normal(n), *state, hyper, first, last))
-    for name in ("lamb_apply", "add_scaled"):
-        yield Case(f"optimizer.{name}", (d.normal(n), d.normal(n), d.host([0.3]), first, last))
-    yield Case("optimizer.ema", (d.normal(n), d.normal(n), d.host([0.3]), first, last))
+    yield Case("optimizer.add_scaled", (d.normal(n), d.normal(n), d.host([0.3]), first, last))
 
 
 def _rows(d: Draw) -> Iterator[Case]:

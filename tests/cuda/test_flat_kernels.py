@@ -13,20 +13,9 @@ if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
 
 from mpizero import kernels
 from mpizero.kernels.cuda.launch import cuda, kernel
+from tests.kernels.update_rules import IN_ONE_PASS, UPDATES
 
 DTYPES = (np.float32, np.float64)
-UPDATES = {
-    "sgd": (0, [0.1, 0.01]),
-    "momentum": (1, [0.1, 0.01, 0.9, 0.8, 1.0, 0.9]),
-    "adam": (2, [0.01, 0.9, 0.1, 0.999, 0.001, 0.05, 3.0, 1e-8]),
-    "adamw": (2, [0.99, 0.9, 0.1, 0.999, 0.001, 0.05, 3.0, 1e-8]),
-    "rmsprop": (1, [0.1, 0.01, 0.99, 0.01, 1e-8]),
-    "lion": (1, [0.99, 0.1, 0.9, 0.1, 0.99, 0.01, 0.0]),
-    "lamb_direction": (2, [0.01, 0.9, 0.1, 0.999, 0.001, 1.5, 3.0, 1e-6]),
-    "lamb_apply": (0, [0.3]),
-    "ema": (0, [0.3]),
-}
-TREES = sorted(set(UPDATES) - {"lamb_direction", "lamb_apply", "ema"})
 
 
 def on_both(topic, name, *args):
@@ -53,7 +42,7 @@ def test_updates_have_the_bits_of_the_cpu(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("name", IN_ONE_PASS)
 def test_sum_and_update_have_the_bits_of_the_cpu(name, dtype):
     slots, scalars = UPDATES[name]
     rng = np.random.default_rng(0)

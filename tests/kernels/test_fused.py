@@ -7,17 +7,10 @@ from hypothesis import strategies as st
 
 from mpizero.kernels.cpu import fused, optimizer
 from mpizero.kernels.reference import fused as reference
+from tests.kernels.update_rules import IN_ONE_PASS, UPDATES
 
 DTYPES = (np.float32, np.float64)
 SIZES = (0, 1, 7, 1023, 5000)
-UPDATES = {
-    "sgd": (0, [0.1, 0.01]),
-    "momentum": (1, [0.1, 0.01, 0.9, 0.8, 1.0, 0.9]),
-    "adam": (2, [0.01, 0.9, 0.1, 0.999, 0.001, 0.05, 3.0, 1e-8]),
-    "adamw": (2, [0.99, 0.9, 0.1, 0.999, 0.001, 0.05, 3.0, 1e-8]),
-    "rmsprop": (1, [0.1, 0.01, 0.99, 0.01, 1e-8]),
-    "lion": (1, [0.99, 0.1, 0.9, 0.1, 0.99, 0.01, 0.0]),
-}
 PROGRAMS = (
     [0],
     [4],
@@ -98,7 +91,7 @@ def test_the_stack_holds_as_many_rows_as_promised():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", UPDATES)
+@pytest.mark.parametrize("name", IN_ONE_PASS)
 def test_one_pass_has_the_bits_of_sum_then_update(name, size, dtype):
     slots, scalars = UPDATES[name]
     hyper, divisor = np.array(scalars, dtype), np.array([5], dtype)

@@ -5,26 +5,15 @@ import pytest
 
 from mpizero.kernels.cpu import optimizer
 from mpizero.kernels.reference import optimizer as reference
+from tests.kernels.update_rules import UPDATES
 
 DTYPES = (np.float32, np.float64)
 SIZES = (0, 1, 7, 1023, 5000)
-#: Kernel -> (number of slots, the scalars of some step).
-KERNELS = {
-    "sgd": (0, [0.1, 0.01]),
-    "momentum": (1, [0.1, 0.01, 0.9, 0.8, 1.0, 0.9]),
-    "adam": (2, [0.01, 0.9, 0.1, 0.999, 0.001, 0.05, 3.0, 1e-8]),
-    "adamw": (2, [0.99, 0.9, 0.1, 0.999, 0.001, 0.05, 3.0, 1e-8]),
-    "rmsprop": (1, [0.1, 0.01, 0.99, 0.01, 1e-8]),
-    "lion": (1, [0.99, 0.1, 0.9, 0.1, 0.99, 0.01, 0.0]),
-    "lamb_direction": (2, [0.01, 0.9, 0.1, 0.999, 0.001, 1.5, 3.0, 1e-6]),
-    "lamb_apply": (0, [0.3]),
-    "ema": (0, [0.3]),
-}
 
 
 def arrays(name, size, dtype):
     rng = np.random.default_rng(size)
-    slots, scalars = KERNELS[name]
+    slots, scalars = UPDATES[name]
     state = [np.abs(rng.standard_normal(size)).astype(dtype) for _ in range(slots)]
     w, g = rng.standard_normal((2, size)).astype(dtype)
     return [w, g, *state], np.array(scalars, dtype)
@@ -32,7 +21,7 @@ def arrays(name, size, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", UPDATES)
 def test_an_update_agrees_with_the_oracle_in_its_range_and_touches_nothing_else(name, size, dtype):
     start, stop = size // 3, size - size // 5
     results = []
@@ -48,7 +37,7 @@ def test_an_update_agrees_with_the_oracle_in_its_range_and_touches_nothing_else(
         assert np.array_equal(got[stop:], old[stop:])
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", UPDATES)
 def test_float32_arithmetic_stays_float32(name):
     single, hyper = arrays(name, 64, np.float32)
     double = [a.astype(np.float64) for a in single]
@@ -57,7 +46,7 @@ def test_float32_arithmetic_stays_float32(name):
     assert any(np.any(a != b.astype(np.float32)) for a, b in zip(single, double, strict=True))
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", UPDATES)
 def test_a_cut_anywhere_changes_no_bit(name):
     whole, hyper = arrays(name, 1000, np.float32)
     parts, _ = arrays(name, 1000, np.float32)
@@ -68,7 +57,7 @@ def test_a_cut_anywhere_changes_no_bit(name):
         assert a.tobytes() == b.tobytes()
 
 
-@pytest.mark.parametrize("name", sorted(set(KERNELS) - {"lamb_apply", "ema"}))
+@pytest.mark.parametrize("name", sorted(set(UPDATES) - {"lamb_apply", "ema"}))
 def test_a_nan_in_the_gradient_is_not_swallowed(name):
     values, hyper = arrays(name, 16, np.float32)
     values[1][5] = np.nan

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 import weakref
 from collections.abc import Iterator
@@ -85,6 +87,24 @@ LAYOUTS = [
     *((4, z, {"pipeline_parallel_size": 2, "schedule": s, "virtual_stages": v})
       for (s, v), z in zip(SCHEDULES, ("ddp", "zero3", "zero1", "zero3", "ddp"), strict=True)),
 ]  # fmt: skip
+
+
+def test_a_training_imports_neither_the_compiler_of_pytorch_nor_sympy() -> None:
+    """They take seconds, and nothing is compiled."""
+    program = """
+import sys
+import numpy as np, torch
+import mpizero as mz
+net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4), torch.nn.Dropout(0.1), torch.nn.Linear(4, 2))
+loss = torch.nn.CrossEntropyLoss(reduction="sum")
+model = mz.adapters.torch.TorchModel(net, loss, blocks=net, activation_checkpointing=["0"])
+x, y = np.eye(6, 3, dtype=np.float32), np.arange(6) % 2
+with mz.distribute(model, mz.AdamW(1e-3), strategy="zero3", comm="self") as placed:
+    placed.train(x, y), placed.predict(x)
+print([name for name in ("torch._dynamo", "sympy") if name in sys.modules])
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert ended.stdout.splitlines()[-1:] == ["[]"], ended.stderr
 
 
 @pytest.mark.parametrize("name", ["transformer", "cnn"])

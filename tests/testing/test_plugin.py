@@ -21,9 +21,12 @@ def run_job(folder: Path, ranks: int, source: str) -> tuple[subprocess.Completed
     launcher = str(beside) if beside.exists() else shutil.which("mpiexec")
     assert launcher is not None, "the tests need an mpiexec"
     (folder / "conftest.py").write_text(CONFTEST)
-    (folder / "test_job.py").write_text("import pytest, time\npytestmark = pytest.mark.mpi\n" + source)
+    (folder / "test_job.py").write_text(
+        "import pytest\nfrom mpi4py import MPI\npytestmark = pytest.mark.mpi\n" + source
+    )
     options = ["--with-mpi", "-q", "-p", "no:cacheprovider", "-o", "mpi_patience=1", "-o", "faulthandler_timeout=30"]
-    command = [launcher, "-n", str(ranks), sys.executable, "-m", "pytest", *options, str(folder)]
+    options += ["--color=no"]  # Open MPI gives ranks a terminal
+    command = [launcher, "-n", str(ranks), sys.executable, "-m", "mpi4py", "-m", "pytest", *options, str(folder)]
     started = time.monotonic()
     environment = {
         **os.environ,
@@ -47,37 +50,70 @@ def test_equal_outcomes_let_the_job_go_on(tmp_path):
     assert ended.stdout.count("1 failed, 1 passed") == 2
 
 
-def test_the_rank_that_fails_alone_speaks_and_all_end(tmp_path):
+def test_a_test_that_fails_on_one_rank_fails_on_all_with_its_traceback_and_the_next_ones_run(tmp_path):
     ended, _ = run_job(
         tmp_path,
         3,
         "def test_one_fails(world):\n    assert world.rank != 1, 'only here'\n"
-        "def test_never_reached(world):\n    time.sleep(60)\n",
+        "def test_one_skips(world):\n    if world.rank == 0:\n        pytest.skip('not here')\n"
+        "def test_both_fail(world):\n    assert world.rank == 0, f'on {world.rank}'\n"
+        "@pytest.fixture\ndef wrong(world):\n    yield\n    assert world.rank != 2, 'torn down'\n"
+        "def test_ends_badly(wrong):\n    pass\n"
+        "def test_the_last(world):\n    assert world.allgather_object(world.rank) == [0, 1, 2]\n",
     )
     assert ended.returncode != 0
-    assert "[rank 1] test_job.py::test_one_fails has several outcomes" in ended.stderr
-    assert "rank 0: passed, rank 1: failed, rank 2: passed" in ended.stderr
-    assert "only here" in ended.stderr
+    assert ended.stdout.count("3 failed, 2 passed, 1 error") == 3, "every rank has printed its summary"
+    assert "FAILED test_job.py::test_one_fails - [rank 1] AssertionError: only here" in ended.stdout
+    assert ended.stdout.count("assert world.rank != 1, 'only here'") == 3
+    assert "rank 0: passed, rank 1: failed, rank 2: passed" in ended.stdout
+    assert "rank 0: skipped, rank 1: passed, rank 2: passed" in ended.stdout
+    assert ended.stdout.count("AssertionError: on 1") >= 3
+    assert ended.stdout.count("AssertionError: on 2") >= 3
+    assert "ERROR test_job.py::test_ends_badly - [rank 2] AssertionError: torn down" in ended.stdout
 
 
-def test_ranks_blocked_in_the_failed_test_do_not_hang(tmp_path):
+def test_ranks_blocked_in_the_failed_test_do_not_hang_and_its_summary_is_printed(tmp_path):
     ended, seconds = run_job(
         tmp_path, 2, "def test_one_fails(world):\n    assert world.rank != 1, 'only here'\n    world.barrier()\n"
     )
     assert ended.returncode != 0
-    assert "others have not ended it 1 s later" in ended.stderr
+    assert "test_one_fails failed on rank 1, and others have not ended it 1 s (mpi_patience) later" in ended.stderr
+    assert "assert world.rank != 1, 'only here'" in ended.stdout
+    assert "FAILED test_job.py::test_one_fails - AssertionError: only here" in ended.stdout
+    assert "1 failed in" in ended.stdout
     assert seconds < 45
 
 
-def test_ranks_that_collect_different_tests_do_not_start(tmp_path):
+def test_a_skip_on_one_rank_of_a_test_that_blocks_the_others_does_not_hang(tmp_path):
+    source = "@pytest.mark.skipif('MPI.COMM_WORLD.rank == 0', reason='not here')\ndef test_one(world):\n    pass\n"
+    ended, seconds = run_job(tmp_path, 2, source)
+    assert ended.returncode != 0
+    assert "ERROR test_job.py::test_one" in ended.stdout
+    assert "test_one skipped on rank 0, and others have not ended it 1 s (mpi_patience) later" in ended.stdout
+    assert seconds < 45
+
+
+def test_a_rank_that_leaves_the_session_does_not_leave_the_others_waiting(tmp_path):
+    ended, seconds = run_job(
+        tmp_path,
+        2,
+        "def test_one_leaves(world):\n    if world.rank == 1:\n        pytest.exit('enough', 3)\n    world.barrier()\n",
+    )
+    assert ended.returncode != 0
+    assert "[rank 1] pytest has ended here with status 3, and other ranks still run" in ended.stderr
+    assert "enough" in ended.stdout
+    assert seconds < 45
+
+
+def test_ranks_that_collect_different_tests_do_not_start_and_each_says_why(tmp_path):
     ended, _ = run_job(
         tmp_path,
         2,
-        "from mpi4py import MPI\nif MPI.COMM_WORLD.rank == 1:\n    def test_extra(world):\n        world.barrier()\n"
-        "def test_common(world):\n    world.barrier()\n",
+        "if MPI.COMM_WORLD.rank == 1:\n    import no_such_module\ndef test_common(world):\n    world.barrier()\n",
     )
     assert ended.returncode != 0
-    assert "collected different tests (rank 0: 1 tests, 0 errors, rank 1: 2 tests, 0 errors)" in ended.stderr
+    assert ended.stdout.count("collected different tests (rank 0: 1 tests, 0 errors, rank 1: 0 tests, 1 errors)") == 2
+    assert "No module named 'no_such_module'" in ended.stdout
 
 
 @pytest.mark.mpi

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import json
 import mmap
 import os
@@ -194,6 +195,25 @@ def test_progress_is_short_where_there_is_no_terminal():
         progress.step(step, {"loss": "1"})
     progress.close()
     assert stream.getvalue().splitlines() == ["step 1/100  loss 1", "step 100/100  loss 1"]
+
+
+def test_the_log_of_a_job_has_few_whole_lines_however_long_it_runs(monkeypatch):
+    stream, clock = io.StringIO(), iter(range(86_401))
+    monkeypatch.setattr("mpizero.train.run.progress.time.monotonic", lambda: float(next(clock)))
+    progress = Progress(86_400, stream=stream)
+    progress.begin()
+    for step in range(1, 86_401):  # one a second, for a day
+        progress.step(step, {"loss": "1"})
+    progress.close()
+    *lines, last = stream.getvalue().splitlines()
+    assert len(lines) < 400
+    assert last == "step 86400/86400  loss 1"
+    assert not {"\r", "\x1b"} & set(stream.getvalue())
+    at = [int(line.split()[1].split("/")[0]) for line in lines]
+    gaps = [after - before for before, after in itertools.pairwise(at)]
+    assert gaps[0] == 10
+    assert sorted(gaps) == gaps
+    assert gaps[-1] == 300
 
 
 def test_progress_of_another_rank_shows_nothing():

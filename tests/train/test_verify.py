@@ -3,8 +3,10 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+import mpizero as mz
 from mpizero import nn
 from mpizero.comm import as_communicator
 from mpizero.errors import ConfigError
@@ -175,6 +177,41 @@ def test_without_names_the_configurations_own_layout_comes_first(tmp_path):
     layouts = choose(config, model, as_communicator(None), None, 2)
     assert str(layouts[0]) == "ddp*2, ranks_per_node=1"
     assert "zero1*2, context=2" in map(str, layouts)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["strategy=zero3", "bucket_mb=2"],
+        ["strategy=zero3", "schedule=gpipe"],
+        ["strategy=zero3", "tiles=2"],
+        ["strategy=zero3", 'order="data,pipeline,tensor"'],
+        ["strategy=ddp", "pipeline=2", "cuts=[1]"],
+        ["strategy=zero1", "tensor=2"],
+    ],
+)
+def test_without_names_each_layout_is_listed_once(settings):
+    document = ConfigDocument("tiny.toml", TINY, [f"parallel.{setting}" for setting in settings])
+    config = parse_config(document, {})
+    model = SimpleNamespace(blocks=dict.fromkeys("abc"), loss=None, dtype=None, seed=0)
+    names = [str(layout) for layout in choose(config, model, as_communicator(None), None, 2)]
+    assert len(set(names)) == len(names)
+    assert names[0].startswith(str(config.parallel.strategy))
+
+
+def test_what_a_layout_assigns_otherwise_is_in_its_name():
+    document = ConfigDocument("tiny.toml", TINY, ["parallel.grain_assignment=dynamic"])
+    model = SimpleNamespace(blocks=dict.fromkeys("abc"), loss=None, dtype=None, seed=0)
+    own, *others = choose(parse_config(document, {}), model, as_communicator(None), None, 2)
+    assert str(own) == "zero2*2, grain_assignment=dynamic"
+    assert Layout.parse(str(own)).parallel.grain_assignment == "dynamic"
+    assert "zero2*2" in map(str, others)
+
+
+def test_layouts_that_are_named_twice_are_compared_once():
+    batch = np.eye(4, dtype=np.float32), np.arange(4) % 2
+    report = mz.testing.compare_layouts(lambda comm: nn.MLP(4, [3], 2), [batch], ["zero3*2", "zero3 * 2"], comm="self")
+    assert [verdict.layout for verdict in report.verdicts] == ["one process", "zero3*2"]
 
 
 @pytest.mark.parametrize(("name", "groups"), [("adamw", True), ("muon", False)])

@@ -77,7 +77,7 @@ def whole_backward(
     ends = [*graph.inputs, *graph.weights]
     if not graph.outputs or not ends:
         return [None] * len(graph.inputs), [None] * len(graph.weights)
-    found = _gradients(graph.outputs, ends, gradients, keep=keep)
+    found = gradients_of(graph.outputs, ends, gradients, keep=keep)
     return found[: len(graph.inputs)], found[len(graph.inputs) :]
 
 
@@ -109,7 +109,7 @@ def input_half(graph: Pass, gradients: Sequence[torch.Tensor]) -> tuple[Gradient
 
     hooks = [node.register_prehook(keep(node)) for node in edges]
     try:
-        found = _gradients(graph.outputs, graph.inputs, gradients, keep=True)
+        found = gradients_of(graph.outputs, graph.inputs, gradients, keep=True)
     finally:
         for hook in hooks:
             hook.remove()
@@ -125,18 +125,21 @@ def weight_half(graph: Pass, pending: PendingWeights, *, keep: bool = False) -> 
         outputs = [GradientEdge(node, i) for i, gradient in enumerate(given) if gradient is not None]
         ends = list(dict.fromkeys(pending.edges[node]))
         gradients = [gradient for gradient in given if gradient is not None]
-        found = _gradients(outputs, ends, gradients, keep=True)
+        found = gradients_of(outputs, ends, gradients, keep=True)
         begun += [(edge, gradient) for edge, gradient in zip(ends, found, strict=True) if gradient is not None]
     if not begun:
         return [None] * len(graph.weights)
     starts, gradients = [edge for edge, _ in begun], [gradient for _, gradient in begun]
-    return _gradients(starts, graph.weights, gradients, keep=keep)
+    return gradients_of(starts, graph.weights, gradients, keep=keep)
 
 
-def _gradients(
-    outputs: Sequence[Any], ends: Sequence[Any], gradients: Sequence[torch.Tensor], *, keep: bool
+def gradients_of(
+    outputs: Sequence[Any], ends: Sequence[Any], gradients: Sequence[torch.Tensor], *, keep: bool = False
 ) -> Gradients:
-    """Return the gradients of ``ends``, as ``torch.autograd.grad`` does, whose checks take as long as a small layer."""
+    """Return the gradients of ``ends``, given those of ``outputs``, as ``torch.autograd.grad`` does. Not collective.
+
+    The checks of that take as long as a small layer, and import SymPy, which takes a second.
+    """
     if _run is None:
         found: Gradients = torch.autograd.grad(outputs, ends, gradients, retain_graph=keep, allow_unused=True)
     else:

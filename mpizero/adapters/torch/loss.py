@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mpizero.adapters.torch.arrays import as_array, as_tensor, gradient_leaves
+from mpizero.adapters.torch.backward import gradients_of
 from mpizero.adapters.torch.first.first_loss import FirstLoss
 from mpizero.adapters.torch.first.originals import Originals
 from mpizero.adapters.torch.first.parts import Trial, parts_of
@@ -84,7 +85,7 @@ class TorchLoss:
                     f"{named(self.function, 'loss')} returned a loss that does not depend on the prediction: does it "
                     "use .detach(), .item() or torch.no_grad()?"
                 )
-            found = torch.autograd.grad(loss, leaves, torch.full_like(loss, scale), allow_unused=True)
+            found = gradients_of([loss], leaves, [torch.full_like(loss, scale)])
         left = iter(zip(leaves, found, strict=True))
 
         def gradient(leaf: Any) -> Array | None:

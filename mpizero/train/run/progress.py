@@ -1,4 +1,4 @@
-"""Show progress on rank 0: by a bar on a terminal, by a line at most every ten seconds in a log file."""
+"""Show progress on rank 0: by a bar on a terminal, by few lines in a log file."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any, Self, TextIO
 
 from mpizero.text import printable
 
-#: Seconds between two lines if the output is not a terminal; the first and the last step are always shown.
-QUIET_SECONDS = 10.0
+#: Seconds between two lines if the output is not a terminal: at least the first number, then a twentieth of the run's
+#: time so far, but no more than the second. A day has about 360 lines. The first and the last step are always shown.
+LEAST_SECONDS, MOST_SECONDS = 10.0, 300.0
 
 
 class Progress:
@@ -27,7 +28,7 @@ class Progress:
 
     def __init__(self, steps: int, *, active: bool = True, stream: TextIO | None = None) -> None:
         self._stream = stream if stream is not None else sys.stderr
-        self._steps, self._active, self._spoken = steps, active, float("-inf")
+        self._steps, self._active, self._started, self._next = steps, active, time.monotonic(), float("-inf")
         self._bar: Any = None
 
     def begin(self, done: int = 0) -> None:
@@ -46,8 +47,8 @@ class Progress:
             self._bar.update(1)
             return
         now = time.monotonic()
-        if now - self._spoken >= QUIET_SECONDS or step == self._steps:
-            self._spoken = now
+        if now >= self._next or step == self._steps:
+            self._next = now + min(MOST_SECONDS, max(LEAST_SECONDS, (now - self._started) / 20))
             self._write(f"step {step}/{self._steps}  " + "  ".join(f"{k} {v}" for k, v in figures.items()))
 
     def say(self, message: str) -> None:

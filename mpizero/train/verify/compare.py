@@ -23,7 +23,7 @@ from mpizero.parallel import ShardingConfig
 from mpizero.parallel.partition.tiles import own_reasons, shown_tiles
 from mpizero.sampletree import SampleTree
 from mpizero.train.rounding import Rounding
-from mpizero.train.verify.layouts import ONE_PROCESS, Layout
+from mpizero.train.verify.layouts import ONE_PROCESS, Layout, each_once
 from mpizero.train.verify.pair import UNREPEATED, TrainingPair
 from mpizero.train.verify.training import Feed, Key, ObservedTraining, TrainingTask, placed
 from mpizero.train.verify.verdicts import Finding, Report, Verdict
@@ -113,7 +113,8 @@ def compare_layouts(
 def _compare_on(
     comm: Any, task: TrainingTask, layouts: Sequence[str | Layout], tolerance: float | None, progress: Progress | None
 ) -> Report:
-    chosen = [Layout.parse(layout) if isinstance(layout, str) else layout for layout in layouts]
+    given = [Layout.parse(layout) if isinstance(layout, str) else layout for layout in layouts]
+    chosen = each_once(given, task.settings.get("tiles"))
     comm = default_world() if comm is None else comm
     with nullcontext() if comm is None or comm == "self" else communicator_of(comm) as world:
         return _compare(task, chosen, world, tolerance, progress)
@@ -153,11 +154,9 @@ def _compare(
         if world is not None and layout.ranks > world.size:
             raise ConfigError(f"layout {str(layout)!r} needs {layout.ranks} ranks, this job has {world.size}")
     tell: Progress = progress if progress is not None and (world is None or world.rank == 0) else _silent
-    tiles = task.settings.get("tiles")
     traces: dict[str, ReferenceTrace] = {}
     verdicts = list[Verdict]()
-    for layout in [ONE_PROCESS, *layouts]:
-        layout = layout.in_tiles(tiles)
+    for layout in [ONE_PROCESS.in_tiles(task.settings.get("tiles")), *layouts]:
         if (key := str(layout.alone.parallel.tiles)) not in traces:
             with _named(layout):
                 traces[key] = _on_first(world, partial(record, task, layout.alone, tell))

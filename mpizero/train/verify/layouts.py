@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from mpizero.parallel.partition.tiles import within_rounding
 from mpizero.train.config.parallel_section import STRATEGIES, ParallelSection
 
 _SIZES = ("pipeline", "tensor", "context", "data", "tiles", "virtual_stages", "ranks_per_node")
-_KEYS = (*_SIZES, "strategy", "schedule")
+_KEYS = (*_SIZES, "strategy", "schedule", "grain_assignment")
 _ALLOWED = (
     f"expected a number of ranks, {', '.join(STRATEGIES)} (with *N: on N ranks), {', '.join(_KEYS)} as key=value, "
     "or private, separated by commas"
@@ -105,6 +105,8 @@ class Layout:
             words.append(f"ranks_per_node={parallel.ranks_per_node}")
         if isinstance(parallel.tiles, int):
             words.append(f"tiles={parallel.tiles}")
+        if parallel.grain_assignment != "static":
+            words.append(f"grain_assignment={parallel.grain_assignment}")
         if not parallel.share_node_memory:
             words.append("private")
         return ", ".join([head, *words])
@@ -135,6 +137,19 @@ def _named(word: str) -> dict[str, Any] | None:
 def parse_layouts(text: str, strategy: str) -> list[Layout]:
     """Read layouts separated by semicolons; ``strategy`` is used for layouts without a strategy."""
     return [Layout.parse(part, strategy) for part in text.split(";") if part.strip()]
+
+
+def each_once(layouts: Iterable[Layout], tiles: Tiles) -> list[Layout]:
+    """Return the layouts with ``tiles``, unless they have their own; of several of one name the first.
+
+    Not collective. Settings that no name has make no second layout: most change nothing in a comparison (``bucket_mb``,
+    or ``schedule`` without a pipeline); ``order`` and ``cuts`` of the first are kept.
+    """
+    found: dict[str, Layout] = {}
+    for layout in layouts:
+        placed = layout.in_tiles(tiles)
+        found.setdefault(str(placed), placed)
+    return list(found.values())
 
 
 def default_layouts(ranks: int, *, blocks: int, heads: int = 1, sequence: int = 0) -> list[Layout]:

@@ -27,7 +27,7 @@ from mpizero.train.modelcheck.check import examine
 from mpizero.train.modelcheck.model_report import ModelReport
 from mpizero.train.run.progress import Progress
 from mpizero.train.verify.compare import compare_layouts
-from mpizero.train.verify.layouts import Layout, default_layouts, parse_layouts
+from mpizero.train.verify.layouts import Layout, default_layouts, each_once, parse_layouts
 from mpizero.train.verify.verdicts import Report
 from mpizero.types import BlockModel
 from mpizero.validation import whole
@@ -118,9 +118,8 @@ def choose(config: Config, model: Any, comm: Communicator, named: str | None, ra
         count = ranks if ranks is not None else launched if launched > 1 else 2
         blocks = len(model.blocks) if isinstance(model, BlockModel) else 1
         found = default_layouts(count, blocks=blocks, heads=heads, sequence=sequence)
-        own = _own(config, count)
-        return found if own is None or own in found else [own, *found]
-    layouts = parse_layouts(named, config.parallel.strategy)
+        return each_once([*_own(config, count), *found], config.parallel.tiles)
+    layouts = each_once(parse_layouts(named, config.parallel.strategy), config.parallel.tiles)
     if not layouts:
         raise ConfigError(
             f"--layouts {named!r}: names no layout; for example --layouts '2; zero3*4; pipeline=2, data=2'"
@@ -135,12 +134,12 @@ def choose(config: Config, model: Any, comm: Communicator, named: str | None, ra
     return layouts
 
 
-def _own(config: Config, ranks: int) -> Layout | None:
-    """Return the layout in the configuration, for ``ranks`` ranks; None if it does not fit that number of ranks."""
+def _own(config: Config, ranks: int) -> list[Layout]:
+    """Return the layout in the configuration, for ``ranks`` ranks; none if it does not fit that number of ranks."""
     try:
-        return Layout(replace(config.parallel, data=config.parallel.axes(ranks).data))
+        return [Layout(replace(config.parallel, data=config.parallel.axes(ranks).data))]
     except ConfigError:
-        return None
+        return []
 
 
 def _shown(progress: Progress) -> Callable[[str, int], None]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mpizero.adapters.torch.arrays import gradient_leaves
+from mpizero.adapters.torch.backward import gradients_of
 from mpizero.adapters.torch.bound import BlockTensors, in_places
 from mpizero.adapters.torch.calling import called
 from mpizero.adapters.torch.process import TorchSettings, random_state, set_random_state
@@ -92,7 +93,7 @@ class ModuleCopy:
         present += [number.clone() for number in self.numbers]
         with in_places((*self.tensors.stored, *self.tensors.integers), present), self.settings.functions():
             given = [torch.ones_like(t) if linear else torch.cos(t.detach()).conj() for t in leaves]
-            found = torch.autograd.grad(leaves, list(graph.ends.values()), given, allow_unused=True)
+            found = gradients_of(leaves, list(graph.ends.values()), given)
         return dict(zip(graph.ends, found, strict=True))
 
 

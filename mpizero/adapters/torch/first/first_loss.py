@@ -12,6 +12,7 @@ import torch
 
 from mpizero.adapters.hidden_state import differing, hidden_state, line_that_changes, part_of, shared_generators
 from mpizero.adapters.torch.arrays import gradient_leaves
+from mpizero.adapters.torch.backward import Gradients, gradients_of
 from mpizero.adapters.torch.first.copies import seeded
 from mpizero.adapters.torch.first.first_pass import MOST_SHAPES
 from mpizero.adapters.torch.first.originals import Originals
@@ -170,9 +171,9 @@ class FirstLoss:
             leaf.requires_grad_()
         with torch.enable_grad():
             loss, weight = self.value(given, target)
-            found = [None] * len(leaves)
+            found: Gradients = [None] * len(leaves)
             if loss.requires_grad:
-                found = torch.autograd.grad(loss, leaves, torch.ones_like(loss), allow_unused=True)
+                found = gradients_of([loss], leaves, [torch.ones_like(loss)])
         gradient = [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, found, strict=True)]
         return _Found(float(loss.detach()), weight, gradient)
 

@@ -108,6 +108,11 @@ class Reads(TorchDispatchMode):  # type: ignore[misc]
         super().__init__()
         self._names, self.found = {address: name for address, name in names.items() if address}, ""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep PyTorch's compiler out of :meth:`__torch_dispatch__` only if it is imported, which takes seconds."""
+        return "torch._dynamo" in sys.modules
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation."""
         used = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
