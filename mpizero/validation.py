@@ -148,11 +148,29 @@ def unmasked_samples(value: T, path: str) -> T:
 
 
 def native(array: NDArray[Any]) -> NDArray[Any]:
-    """Return ``array`` in this machine's byte order: itself, or a copy if it has another.
+    """Return ``array`` in this machine's byte order, equal numbers as equal bytes: itself, or a copy if it has others.
 
-    Files of other machines hold numbers in theirs. NumPy computes with them, but messages and compiled code see bytes.
+    Files of other machines hold numbers in theirs. NumPy computes with them, but messages, checksums and compiled code
+    see bytes.
     """
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+    found = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+    return found if has_plain_bytes(found) else _without_padding(found)
+
+
+def has_plain_bytes(array: NDArray[Any]) -> bool:
+    """Tell whether an array is in this machine's byte order, and has no bytes without meaning, as extended floats."""
+    return array.dtype.isnative and array.dtype.char not in "gG"
+
+
+def _without_padding(array: NDArray[Any]) -> NDArray[Any]:
+    """Return a copy of extended floats with zeros where x86 has bytes without meaning, ten bytes of sixteen."""
+    kind = np.finfo(np.longdouble)
+    used, size = 10 if kind.nmant == 63 else kind.dtype.itemsize, kind.dtype.itemsize
+    found = np.zeros(array.shape, array.dtype)
+    found.reshape(-1).view(np.uint8).reshape(-1, size)[:, :used] = (
+        np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(-1, size)[:, :used]
+    )
+    return found
 
 
 def number_array(values: Any, what: str, *, complex: bool = True) -> NDArray[Any]:

@@ -18,7 +18,7 @@ from mpizero.comm.recording.mismatch import first_mismatch
 from mpizero.comm.requests import OPERATIONS, TYPES, MpiReceive, MpiRequest, Waiting, spec
 from mpizero.comm.shared import MpiSharedMemory, free_space
 from mpizero.comm.supervision import guard
-from mpizero.comm.supervision.arrival import PATIENCE
+from mpizero.comm.supervision.arrival import PATIENCE, range_of
 from mpizero.comm.supervision.verification import CallVerifier, VerifiedRequest
 from mpizero.comm.transport import Request, SharedMemory
 from mpizero.errors import ArgumentError, CollectiveError, CollectiveMismatch, ExitStatus, MpizeroError, PeerFailure
@@ -75,8 +75,8 @@ class MpiCommunicator(Communicator):
         with holder.register_new(self.trace, comm, timeout, guest=guest) as connect:
             # [Note: split, never dup] A duplicate of a Cartesian communicator keeps its topology, with which Open MPI
             # 4.1.4 writes wrong HDF5 data; a split does not. User messages never mix with messages of a split.
-            waiting = Waiting(holder.ranks_per_core)
-            waiting.end(comm.Ibarrier())  # here the first wait for the last, which a split would do without sleeping
+            waiting, joining = Waiting(holder.ranks_per_core), range_of()
+            waiting.end(comm.Iallreduce(MPI.IN_PLACE, spec(joining), MPI.MIN))  # asleep; ranks that fail take part
             own = comm.Split(0, comm.Get_rank())
             own.Set_errhandler(MPI.ERRORS_RETURN)
             figures = np.array([holder.verifies, holder.ranks_per_core])

@@ -13,10 +13,11 @@ from mpizero.comm.equality import agree_equal
 from mpizero.data.online.stream import OnlineBatches, OnlineSource
 from mpizero.data.read_ahead import ReadAhead
 from mpizero.data.source import Indices, Source
+from mpizero.data.transforms import TransformedSource
 from mpizero.errors import ArgumentError, ConfigError, DataError
 from mpizero.layout.grains import Grains
 from mpizero.names import explains
-from mpizero.sampletree import join
+from mpizero.sampletree import join, paths_of
 from mpizero.text import notice
 from mpizero.types import Run
 from mpizero.validation import require, whole
@@ -94,6 +95,7 @@ class Batches:
         self._left = steps
         self._sizes, self._group = sizes, group
         self._prefetch = prefetch
+        self._unproved = _changer(source)
         self._ahead: ReadAhead[tuple[Any, Any]] | None = None
 
     def __iter__(self) -> Self:
@@ -133,9 +135,18 @@ class Batches:
         """Read this rank's samples of the global batch after ``start`` samples. It sends nothing."""
         own = self._own()
         order = self._source.sample_order(start + own.start, start + own.stop, len(self._source), self._seed)
-        if self._source.takes_run:
-            return self._samples_with_run(order, start, own.start)
-        return self._source.samples(order)
+
+        def read() -> tuple[Any, Any]:
+            if self._source.takes_run:
+                return self._samples_with_run(order, start, own.start)
+            return self._source.samples(order)
+
+        found = read()
+        if self._unproved and order.size:
+            before = _bytes_of(found)
+            _check_again(self._unproved, self._source.origin(order), before, _bytes_of(found := read()))
+            self._unproved = ""
+        return found
 
     def _own(self) -> slice:
         """Return which samples of a global batch this rank reads."""
@@ -277,6 +288,38 @@ def count_work(config: Any, source: Source) -> None:
     """
     if hasattr(getattr(config, "wrapped_model", None), "efficient_samples"):
         config.count_work(*source.samples(np.zeros(1, np.int64)))
+
+
+def _changer(source: Source) -> str:
+    """Return what of the user's makes the samples of a source; "" if this library alone reads them."""
+    inner: Any = source
+    while isinstance(inner, Source):
+        if isinstance(inner, TransformedSource):
+            return inner.name
+        if not type(inner).__module__.startswith("mpizero."):
+            return f"{type(inner).__name__}.read"
+        inner = getattr(inner, "source", None)
+    return ""
+
+
+def _bytes_of(found: tuple[Any, Any]) -> dict[str, list[bytes]]:
+    """Return the bytes of each sample of every array, by its path."""
+    named = paths_of(**dict(zip("xy", found, strict=True)))
+    return {path: [row.tobytes() for row in leaf] for path, leaf in named if isinstance(leaf, np.ndarray)}
+
+
+def _check_again(changer: str, numbers: Indices, before: dict[str, list[bytes]], after: dict[str, list[bytes]]) -> None:
+    """Raise DataError if the samples ``numbers`` have other bytes when they are read a second time.
+
+    Then they depend on what was read before, and with it on the rank.
+    """
+    for path, rows in before.items():
+        if differing := [n for n, one, two in zip(numbers.tolist(), rows, after[path], strict=True) if one != two]:
+            raise DataError(
+                f"{changer} gives other numbers in {path} of sample {differing[0]} when it is called again with the "
+                "same arguments, so results would depend on the ranks: let it depend on these alone, and draw by what "
+                "they tell (run.seed, run.epoch and the index in read; random in the function of a TransformedSource)"
+            )
 
 
 @lru_cache(maxsize=64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,16 @@ from mpizero.types import Array
 FILLS, PACKED, UNSIGNED = ("_FillValue", "missing_value"), ("scale_factor", "add_offset"), "_Unsigned"
 
 
-def decoded(values: Any, attributes: Mapping[str, Any], label: str, default: Any = None) -> Any:
-    """Return an array of a file so that reading it gives the numbers that are meant; itself if those are the stored.
+def decoded(
+    values: Any,
+    attributes: Mapping[str, Any],
+    label: str,
+    default: Any = None,
+    *,
+    axes: Sequence[str | None] | None = None,
+    keep: Any = None,
+) -> Named:
+    """Return an array of a file so that reading it gives the numbers that are meant.
 
     Parameters
     ----------
@@ -29,6 +37,10 @@ def decoded(values: Any, attributes: Mapping[str, Any], label: str, default: Any
         Name of file and array, for error messages.
     default : number, optional
         What the format has where nothing was written, if the array has no ``_FillValue``.
+    axes : sequence of str, optional
+        Names of the array's axes.
+    keep : object, optional
+        What the array needs as long as it is read, such as its file.
 
     Raises
     ------
@@ -39,7 +51,36 @@ def decoded(values: Any, attributes: Mapping[str, Any], label: str, default: Any
     if default is not None and "_FillValue" not in given:
         given["_FillValue"] = default
     means_bool = attributes.get("dtype") == "bool" and values.dtype.kind in "iu"
-    return _Decoded(values, given, label, means_bool) if given or means_bool else values
+    meant = _Decoded(values, given, label, means_bool) if given or means_bool else values
+    return Named(meant, axes, attributes, keep)
+
+
+class Named:
+    """An array of a file with the names of its axes, which also says in what its numbers are measured.
+
+    Attributes
+    ----------
+    axes : tuple of str
+        The names; () if the file has none.
+    measured : mapping of str to str
+        Those of the attributes ``units`` and ``calendar`` that the array has.
+    """
+
+    def __init__(
+        self, values: Any, axes: Sequence[str | None] | None, attributes: Mapping[str, Any], keep: Any
+    ) -> None:
+        self._values, self._keep = values, keep
+        self.shape, self.dtype, self.ndim = tuple(values.shape), values.dtype, len(values.shape)
+        self.axes = tuple(axes) if axes and all(isinstance(axis, str) for axis in axes) else ()
+        self.measured = {name: _text(attributes[name]) for name in ("units", "calendar") if name in attributes}
+
+    def __getitem__(self, where: Any) -> Any:
+        return self._values[where]
+
+
+def _text(value: Any) -> str:
+    """Return an attribute as text, which a library may have written as characters of a fixed number."""
+    return (value.decode(errors="replace") if isinstance(value, bytes) else str(value)).strip("\0 ")
 
 
 class _Decoded:

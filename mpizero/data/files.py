@@ -11,7 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.data.mapped import FileState, check_unchanged, file_states, on_own_disk, room_in_memory, with_more_files
+from mpizero.data.mapped import (
+    FileState,
+    check_named_once,
+    check_unchanged,
+    file_states,
+    on_own_disk,
+    room_in_memory,
+    with_more_files,
+)
 from mpizero.data.source import Indices, Source, check_samples
 from mpizero.data.stored import FileArray, JoinedArray
 from mpizero.data.windows import Windows
@@ -133,7 +141,8 @@ class FileSource(Source):
             check_samples(values, label)
             reopen = partial(self._values, path, name)
             dtype, mapped = values.dtype.newbyteorder("="), getattr(values, "path", "")
-            found[name] = FileArray(label, tuple(values.shape), dtype, chunk, reopen, mapped)
+            meaning = (getattr(values, "axes", ()), getattr(values, "measured", {}))
+            found[name] = FileArray(label, tuple(values.shape), dtype, chunk, reopen, mapped, *meaning)
         return found
 
     def _values(self, path: str, name: str) -> Any:
@@ -148,6 +157,18 @@ class FileSource(Source):
                         f"{first.label} has {first.shape[axis]} samples and {array.label} has {array.shape[axis]}: "
                         f"needed is the same number along axis {axis}"
                     )
+                self._check_axis(axis, array, first)
+
+    @staticmethod
+    def _check_axis(axis: int, array: JoinedArray, first: JoinedArray) -> None:
+        """Raise DataError if the axis of the samples in one array is another one of ``first``, by its name."""
+        name = array.axes[axis] if axis < len(array.axes) else ""
+        if name in first.axes and name != first.axes[axis]:
+            place = first.axes.index(name)
+            raise DataError(
+                f"{array.label} has samples along {name!r}, which is axis {place} of {first.label}, not axis {axis}: "
+                "write arrays whose axes have the same order"
+            )
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -251,4 +272,5 @@ def _expand(given: Path | Sequence[Path]) -> tuple[str, ...]:
         found += matches
     if not found:
         raise DataError("no data: the list of files is empty")
+    check_named_once(found)
     return tuple(found)

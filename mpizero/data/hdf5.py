@@ -58,6 +58,8 @@ class Hdf5Source(FileSource):
         found = {}
         for name in dict.fromkeys(leaves_of(self.names)):
             dataset = _with_raw_files_in(self.folder, dataset_of(file, path, name))
+            if dataset.is_virtual:
+                dataset = _with_parts_in(self.folder, dataset, f"{path}: dataset {name!r}")
             _unlock(dataset.file)  # where a link leads to another
             _check_conventions(file, path, name, dataset)
             mapped = _map(dataset, mapped_files)
@@ -126,6 +128,10 @@ def dataset_of(file: Any, path: str, name: str) -> Any:
     try:
         found = file[name]
     except (KeyError, ValueError):
+        link = file.get(name, getlink=True) if name in _names_of(file, name) else None
+        if isinstance(link, h5py.SoftLink | h5py.ExternalLink):
+            where = f" of {link.filename}" if isinstance(link, h5py.ExternalLink) else ""
+            raise DataError(f"{path}: {name!r} is a link to {link.path!r}{where}, which is not there") from None
         names: list[str] = []
         file.visit(names.append)
         have = ", ".join(names[:10]) or "nothing"
@@ -139,6 +145,13 @@ def dataset_of(file: Any, path: str, name: str) -> Any:
     except TypeError as error:
         raise DataError(f"{path}: dataset {name!r} has elements of a type that NumPy has not: {error}") from None
     return found
+
+
+def _names_of(file: Any, name: str) -> list[str]:
+    """Return the names that are in the group in which ``name`` would be, with the group's own."""
+    above, between, _ = name.rpartition("/")
+    group = file.get(above) if above else file
+    return [above + between + inside for inside in group] if hasattr(group, "keys") else []
 
 
 def _check_conventions(file: Any, path: str, name: str, dataset: Any) -> None:
@@ -167,6 +180,43 @@ def _with_raw_files_in(folder: str, dataset: Any) -> Any:
     access.set_efile_prefix(os.fsencode(folder))
     dataset.id.close()
     return h5py.Dataset(h5py.h5d.open(file.id, name, access))
+
+
+def _with_parts_in(folder: str, dataset: Any, label: str) -> Any:
+    """Return a virtual dataset whose parts are there; raise DataError if one is not, for which HDF5 has the fill value.
+
+    A fill value that is NaN tells it by itself. HDF5 looks for parts where HDF5_VDS_PREFIX says, beside the dataset's
+    file, and then in the program's folder of the day, in whose place ``folder`` comes.
+    """
+    import h5py
+
+    beside, moved = os.path.dirname(os.path.abspath(dataset.file.filename)), False
+    prefix = os.fsdecode(dataset.id.get_access_plist().get_virtual_prefix())  # that of HDF5_VDS_PREFIX
+    told = dataset.dtype.kind == "f" and np.isnan(dataset.fillvalue)
+    for name, inside in sorted({(part.file_name, part.dset_name) for part in dataset.virtual_sources()}):
+        if name == "." or "%" in name:
+            continue
+        places = [os.path.join(place, name) for place in (prefix, beside, folder) if place]
+        there = next((place for place in places if os.path.isfile(place)), "")
+        moved |= there == places[-1] not in places[:-1]
+        if not told and not _has(there, inside):
+            raise DataError(
+                f"{label} is virtual, and its part {name}: {inside!r} is not there: HDF5 would give "
+                f"{dataset.fillvalue} in its place; mend the file, or let its fill value be NaN"
+            )
+    if not moved:
+        return dataset
+    file, path, access = dataset.file, dataset.name.encode(), h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
+    access.set_virtual_prefix(os.fsencode(folder))
+    dataset.id.close()
+    return h5py.Dataset(h5py.h5d.open(file.id, path, access))
+
+
+def _has(path: str, name: str) -> bool:
+    if not path:
+        return False
+    with open_hdf5(path) as file:
+        return name in file
 
 
 def _map(dataset: Any, files: dict[str, MappedFile]) -> MappedArray | None:

@@ -109,6 +109,19 @@ def file_states(paths: Iterable[str]) -> list[tuple[str, int, int]]:
     return [(name, *state) for name, state in states if state is not None]
 
 
+def check_named_once(paths: Iterable[str]) -> None:
+    """Raise DataError if two of the paths are one file, whose samples would be in training and in validation, too."""
+    seen: dict[str, str] = {}
+    for path in paths:
+        earlier = seen.setdefault(os.path.realpath(path), path)
+        if earlier is not path:
+            also = f" (as {earlier})" if earlier != path else ""
+            raise DataError(
+                f"{path}{also}: the same file is given twice: its samples would count twice, and be in training and in "
+                "validation; name it once"
+            )
+
+
 def check_unchanged(path: str, before: FileState | None) -> None:
     """Raise DataError if a file that is opened again is not as it was ``before``."""
     now = FileState.of(path)

@@ -74,20 +74,10 @@ class NetcdfSource(FileSource):
                 told = str(error).partition("\n")[0]
                 raise DataError(f"{path}: {name!r} is no variable of NetCDF: {told} Use Hdf5Source") from None
             chunk = variable.chunks[0] if variable.chunks else max(1, *shape[:1])
-            held, label = _Held(file, variable), f"{path}: variable {name!r}"
-            found[name] = (decoded(held, dict(variable.attrs), label, _unwritten(variable)), chunk)
+            known = {"axes": variable.dimensions, "keep": file}  # a variable does not hold its file open
+            label = f"{path}: variable {name!r}"
+            found[name] = (decoded(variable, dict(variable.attrs), label, _unwritten(variable), **known), chunk)
         return found
-
-
-class _Held:
-    """Hold a variable's file open, which the variable does not."""
-
-    def __init__(self, file: Any, variable: Any) -> None:
-        self._file, self._variable = file, variable
-        self.shape, self.dtype, self.ndim = tuple(variable.shape), variable.dtype, len(variable.shape)
-
-    def __getitem__(self, where: Any) -> Any:
-        return self._variable[where]
 
 
 def _unwritten(variable: Any) -> Any:

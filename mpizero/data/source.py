@@ -16,7 +16,7 @@ from mpizero.kernels import cpu
 from mpizero.sampletree import map_leaves, paths_of
 from mpizero.signatures import takes_run
 from mpizero.types import EVALUATE, Array, Run
-from mpizero.validation import native, number, require, unmasked_samples
+from mpizero.validation import has_plain_bytes, native, number, require, unmasked_samples
 
 #: Share of the samples that :meth:`Source.split` takes for validation by default.
 VALIDATION = 0.05
@@ -163,7 +163,7 @@ class Source(ABC):
         keywords = {"run": run or Run(count=wanted.size)} if self.takes_run else {}
         found = self.read(wanted, **keywords)
         leaves = self._checked_leaves(found, len(wanted))
-        if all(leaf.dtype.isnative for leaf in leaves if isinstance(leaf, np.ndarray)):
+        if all(has_plain_bytes(leaf) for leaf in leaves if isinstance(leaf, np.ndarray)):
             return found
         x, y = map_leaves(lambda leaf: native(leaf) if isinstance(leaf, np.ndarray) else leaf, found)
         return x, y

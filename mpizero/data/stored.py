@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -39,6 +39,10 @@ class FileArray:
         files can be closed in between.
     file : str
         Path of the file that the array is mapped from, "" if it is not.
+    axes : tuple of str
+        Names of the axes; () if the file has none.
+    measured : mapping of str to str
+        Attributes that say in what the numbers are measured, such as ``units``.
     """
 
     label: str
@@ -47,6 +51,8 @@ class FileArray:
     chunk: int
     values: Callable[[], Any]
     file: str = ""
+    axes: tuple[str, ...] = ()
+    measured: Mapping[str, str] = field(default_factory=dict)
 
     def block(self, where: Block) -> Array:
         """Return the elements in ``where``; raise DataError, naming file and range, if they cannot be read."""
@@ -90,6 +96,18 @@ def _is_run(numbers: Indices) -> bool:
     return numbers.size > 1 and bool((np.diff(numbers) == 1).all())
 
 
+def _check_meaning(part: FileArray, first: FileArray) -> None:
+    """Raise DataError if two arrays that are joined have axes in another order, or are measured otherwise."""
+    if part.axes != first.axes and sorted(part.axes) == sorted(first.axes):
+        raise DataError(f"{part.label} has axes {', '.join(part.axes)}, {first.label} {', '.join(first.axes)}")
+    for name, value in part.measured.items():
+        if value != first.measured.get(name, value):
+            raise DataError(
+                f"{part.label} has the {name} {value!r}, {first.label} {first.measured[name]!r}: numbers of other "
+                "units are not joined; write both in one, or give them as two sources"
+            )
+
+
 class JoinedArray:
     """Present the arrays of several files, joined along one axis, as one array.
 
@@ -103,7 +121,8 @@ class JoinedArray:
     Raises
     ------
     DataError
-        If an array lacks the axis, or differs from the first one in type or along another axis.
+        If an array lacks the axis, or differs from the first one in type or along another axis, in its unit, or in the
+        order of axes that have the same names.
     """
 
     def __init__(self, parts: Sequence[FileArray], axis: int) -> None:
@@ -118,8 +137,10 @@ class JoinedArray:
                     f"{part.label} has {part.dtype} of shape {part.shape}, {first.label} {first.dtype} of shape "
                     f"{first.shape}: files that are joined differ along axis {axis} only"
                 )
+            _check_meaning(part, first)
         self.parts, self.axis, self.dtype = tuple(parts), axis, first.dtype
         self.ends = tuple(accumulate(part.shape[axis] for part in parts))
+        self.axes = first.axes
         self.shape = (*first.shape[:axis], self.ends[-1], *first.shape[axis + 1 :])
         self.chunk = max(part.chunk for part in parts)
 

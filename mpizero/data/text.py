@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.data.mapped import MappedFile, file_states
+from mpizero.data.mapped import MappedFile, check_named_once, file_states
 from mpizero.data.source import VALIDATION, Indices, Source
 from mpizero.errors import DataError
 from mpizero.names import explains
@@ -26,6 +26,9 @@ from mpizero.validation import require, whole
 OPEN_FILES = 64
 #: Folders of the standard library that are left out: installed packages, and tests, which hold text in odd encodings.
 LEFT_OUT = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+
+#: The first bytes of files that a program has compressed.
+COMPRESSED = {b"\x1f\x8b\x08": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
 Path = str | os.PathLike[str]
 
@@ -79,6 +82,7 @@ class TextSource(Source):
         if not listed:
             raise DataError("no text: the list of paths is empty")
         found = [file for path in listed for file in _expand(path if path == "stdlib" else os.path.abspath(path))]
+        check_named_once(name for name, _ in found)
         self.files = tuple(name for name, size in found if size)
         self._ends = tuple(accumulate(size for _, size in found if size))
         self._map = lru_cache(maxsize=OPEN_FILES)(_map_file)
@@ -158,17 +162,20 @@ def _expand(path: str) -> list[tuple[str, int]]:
 
 
 def _size(path: str) -> int:
-    """Return the size of a file in bytes; raise DataError if it is no regular file or cannot be read."""
+    """Return the size of a file in bytes; raise DataError if it is compressed, no regular file or cannot be read."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     try:
         found = os.fstat(file)
+        start = os.read(file, 6) if stat.S_ISREG(found.st_mode) else b""
     finally:
         os.close(file)
     if not stat.S_ISREG(found.st_mode):
         raise DataError(f"{path}: not a regular file")
+    if program := next((name for first, name in COMPRESSED.items() if start.startswith(first)), ""):
+        raise DataError(f"{path}: compressed by {program}: unpack it, since text is read as it is stored")
     return found.st_size
 
 

@@ -143,17 +143,18 @@ class TransformedSource(Source):
             own_x, own_y = (map_leaves(itemgetter(place), tree) for tree in (x, y))
             one = self.function(own_x, own_y, random)
             if not isinstance(one, tuple | list) or len(one) != 2:
-                raise DataError(f"{self._name} must return the pair (x, y), it returned a {type(one).__name__}")
+                raise DataError(f"{self.name} must return the pair (x, y), it returned a {type(one).__name__}")
             for path, leaf in paths_of(**dict(zip("xy", one, strict=True))):
-                unmasked_samples(leaf, f"{self._name} returned {path}, which")
+                unmasked_samples(leaf, f"{self.name} returned {path}, which")
             changed.append(map_leaves(lambda leaf: np.asarray(leaf)[None], tuple(one)))
         try:
             return join(changed)
         except DataError as error:
-            raise DataError(f"{self._name} returned different shapes for samples {numbers[:9]}: {error}") from None
+            raise DataError(f"{self.name} returned different shapes for samples {numbers[:9]}: {error}") from None
 
     @property
-    def _name(self) -> str:
+    def name(self) -> str:
+        """The function's name."""
         return getattr(self.function, "__qualname__", type(self.function).__name__)
 
     def origin(self, indices: Indices) -> Indices:

@@ -49,14 +49,20 @@ class ZarrSource(FileSource):
         try:
             group = zarr.open_group(path, mode="r")
         except Exception as error:
-            raise DataError(f"{path}: not a readable Zarr group: {error}") from None
+            packed = "; it is an archive: unpack it" if os.path.isfile(path) and path.endswith((".zip", ".tar")) else ""
+            raise DataError(f"{path}: not a readable Zarr group: {error}{packed}") from None
         found = {}
         for name in dict.fromkeys(leaves_of(self.names)):
-            array = group.get(name)
+            try:
+                array = group.get(name)
+            except Exception as error:  # zarr raises errors of many kinds
+                raise DataError(f"{path}: array {name!r} cannot be opened: {error}") from None
             if not isinstance(array, zarr.Array):
                 what = f"no array {name!r}" if array is None else f"{name!r} is a group; needed is an array"
                 raise DataError(f"{path}: {what}; it has {', '.join(sorted(group.keys())[:10]) or 'nothing'}")
-            known = decoded(array, _attributes(array), f"{path}: array {name!r}")
+            attributes = _attributes(array)
+            axes = getattr(array.metadata, "dimension_names", None) or attributes.get("_ARRAY_DIMENSIONS")
+            known = decoded(array, attributes, f"{path}: array {name!r}", axes=axes)
             found[name] = (known, array.chunks[0] if array.ndim else 1)
         return found
 

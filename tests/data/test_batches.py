@@ -171,3 +171,70 @@ def test_global_batches_on_real_ranks_are_those_of_one_process(world, numbers, r
     parts = world.allgather_object(mine)
     joined = [[i for part in step for i in part] for step in zip(*parts, strict=True)]
     assert joined == [x.tolist() for x, _ in data.batches(source, ranks(), 16, seed=3, steps=13)]
+
+
+# ------------------------------------------------------------------------------------------ what reading again gives
+
+
+class Own(data.Source):
+    """Twelve numbers, which ``change`` makes others."""
+
+    def __init__(self, change):
+        self.numbers, self.change = np.arange(12.0), change
+
+    def __len__(self):
+        return 12
+
+    def read(self, indices):
+        return self.change(self, indices), -self.numbers[indices]
+
+    def describe(self):
+        return {}
+
+
+def drawn(self, indices, random=np.random.default_rng(0)):  # noqa: B008 - one generator for all calls is the fault
+    return self.numbers[indices] + random.normal(size=indices.size)
+
+
+def changed_in_place(self, indices):
+    self.numbers[indices] *= 0.5
+    return self.numbers[indices]
+
+
+class Counting:
+    calls = 0
+
+    def __call__(self, x, y, random):
+        self.calls += random is not None  # in training alone
+        return x + self.calls, y
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (lambda numbers: Own(drawn), "Own.read gives other numbers in x"),
+        (lambda numbers: Own(changed_in_place), "Own.read gives other numbers in x"),
+        (lambda numbers: Own(drawn).split(0.25)[0], "Own.read gives other numbers in x"),
+        (lambda numbers: data.TransformedSource(numbers(12), Counting()), "Counting gives other numbers in x"),
+    ],
+)
+def test_a_source_whose_samples_depend_on_earlier_calls_is_refused(numbers, ranks, source, said, prefetch):
+    def run(comm):
+        with pytest.raises(DataError, match=f"{said} of sample \\d+ when it is called again.*run.seed"):
+            next(data.batches(source(numbers), ranks(comm), 6, prefetch=prefetch))
+
+    run_in_threads(2, run)
+
+
+def test_a_source_that_gives_the_same_again_is_read_twice_for_the_first_batch_only(ranks):
+    asked = []
+
+    def same(self, indices):
+        asked.append(indices.tolist())
+        return np.where(indices == 3, np.nan, self.numbers[indices])
+
+    stream = data.batches(Own(same), ranks(), 6, steps=3)
+    given = [next(stream)[1].tolist() for _ in range(3)]
+    assert [[-i for i in batch] for batch in given] == asked[1:]
+    assert asked[0] == asked[1]

@@ -87,3 +87,32 @@ def test_online_samples_have_any_byte_order(order, trainers, tmp_path):
     with data.SpoolProducer(tmp_path, "a", like=like) as producer:
         assert all(producer.put(*given) for _ in range(3))
     run_in_threads(trainers, lambda comm: check(comm, data.spool_source(comm, tmp_path, like=like, producers=1)))
+
+
+@pytest.mark.skipif(
+    np.finfo(np.longdouble).nmant != 63, reason="only extended floats of x86 have bytes without meaning"
+)
+@pytest.mark.parametrize("dtype", [np.longdouble, np.clongdouble])
+def test_bytes_without_meaning_are_the_same_in_all_samples(dtype):
+    """Extended floats of equal values are equal data on all ranks, and in a run that goes on."""
+
+    def padded(byte):
+        values = np.full(6 * np.dtype(dtype).itemsize, byte, np.uint8).view(dtype)
+        values[...] = np.arange(6.0)
+        raw = values.view(np.uint8).reshape(-1, 16)
+        raw[:, 10:] = byte
+        return values
+
+    class Padded(Foreign):
+        def __init__(self, byte):
+            self.x = self.y = padded(byte)
+
+        def read(self, indices):
+            return self.x[indices], {"y": self.y[indices]}
+
+    one, other = (data.ArraySource(padded(byte), {"y": padded(byte)}) for byte in (1, 2))
+    assert one.fingerprint == other.fingerprint
+    for sources in [(one, other), (Padded(1), Padded(2))]:
+        first, second = (leaves_of(source.samples([1, 4])) for source in sources)
+        assert [leaf.tobytes() for leaf in first] == [leaf.tobytes() for leaf in second]
+        assert first[0].tolist() == [1, 4]

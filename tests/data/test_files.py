@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import h5py
 import numpy as np
 import pytest
@@ -191,3 +193,75 @@ def test_reading_ahead_asks_once_for_each_region_that_is_touched(tmp_path, monke
         np.testing.assert_array_equal(source.samples(order)[0], values[order])
     assert not array._unread.any()
     assert len(array._unread) == -(-(array._first + values.nbytes) // region)
+
+
+# ---------------------------------------------------------------------------------------------- links and virtual parts
+
+
+def virtual(path, parts, name="x", fill=0.0):
+    """Write a dataset of ten numbers from each of the files ``parts``, as they are named in it."""
+    with h5py.File(path, "w") as file:
+        layout = h5py.VirtualLayout((10 * len(parts),), "f8")
+        for number, part in enumerate(parts):
+            layout[10 * number : 10 * number + 10] = h5py.VirtualSource(part, name, (10,))
+        file.create_virtual_dataset("x", layout, fillvalue=fill)
+
+
+def part(path):
+    with h5py.File(path, "w") as file:
+        file["x"] = np.arange(1.0, 11.0)
+
+
+@pytest.mark.parametrize("there", ["beside the file", "where the source is made"])
+def test_parts_of_a_virtual_dataset_are_found_wherever_the_program_goes(tmp_path, monkeypatch, there):
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.h5", "b.h5"):
+        part(tmp_path / ("data" if there == "beside the file" else ".") / name)
+    virtual("data/all.h5", ["a.h5", "b.h5"])
+    source = data.Hdf5Source("data/all.h5", "x", "x")
+    monkeypatch.chdir("/")
+    assert source.samples([0, 19])[0].tolist() == [1, 10]
+
+
+def test_a_missing_part_of_a_virtual_dataset_is_an_error_unless_it_is_told_by_nan(tmp_path):
+    part(tmp_path / "a.h5")
+    virtual(tmp_path / "all.h5", ["a.h5", "gone.h5"])
+    with pytest.raises(DataError, match=r"all\.h5: dataset 'x' is virtual, and its part gone\.h5: 'x' is not there"):
+        data.Hdf5Source(tmp_path / "all.h5", "x", "x")
+    virtual(tmp_path / "all.h5", ["a.h5", "a.h5"], name="y")
+    with pytest.raises(DataError, match=r"its part a\.h5: 'y' is not there"):
+        data.Hdf5Source(tmp_path / "all.h5", "x", "x")
+    virtual(tmp_path / "all.h5", ["a.h5", "gone.h5"], fill=np.nan)
+    assert np.isnan(data.Hdf5Source(tmp_path / "all.h5", "x", "x", allow_nan=True).samples([15])[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("link", "to"),
+    [(h5py.SoftLink("/lost"), "'/lost'"), (h5py.ExternalLink("gone.h5", "/x"), "'/x' of gone.h5")],
+    ids=["soft", "external"],
+)
+def test_a_link_to_nowhere_is_told_with_where_it_leads(tmp_path, link, to):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"] = link
+    with pytest.raises(DataError, match=f"a.h5: 'x' is a link to {to}, which is not there"):
+        data.Hdf5Source(tmp_path / "a.h5", "x", "x")
+
+
+def test_a_file_that_is_named_twice_would_count_twice(tmp_path):
+    part(tmp_path / "a.h5")
+    (tmp_path / "link.h5").symlink_to("a.h5")
+    for paths in (["a.h5", "a.h5"], ["a.h5", "link.h5"], ["a.h5", "*.h5"]):
+        with pytest.raises(DataError, match=r"a\.h5.*: the same file is given twice"):
+            data.Hdf5Source([tmp_path / path for path in paths], "x", "x")
+        with pytest.raises(DataError, match=r"a\.h5.*: the same file is given twice"):
+            data.TextSource([tmp_path / path for path in paths], 8)
+
+
+@pytest.mark.parametrize("module", ["gzip", "bz2", "lzma"])
+def test_compressed_text_is_not_taken_for_text(tmp_path, module):
+    with importlib.import_module(module).open(tmp_path / "genome.fa", "wb") as file:
+        file.write(b"ACGT" * 100)
+    for path in (tmp_path / "genome.fa", tmp_path, f"{tmp_path}/*.fa"):
+        with pytest.raises(DataError, match=r"genome\.fa: compressed by (gzip|bzip2|xz)"):
+            data.TextSource(path, 8)

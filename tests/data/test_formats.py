@@ -204,3 +204,66 @@ def test_without_the_library_it_is_told_what_to_install(tmp_path, monkeypatch, s
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(DataError, match=f"pip install {library}"):
         source(tmp_path, "x", "y")
+
+
+# ----------------------------------------------------------------------------------------- names of axes, and units
+
+
+def named_file(kind, path, **arrays):
+    """Write arrays, each given as (names of its axes, values, attributes), in a kind of file that has such names."""
+    if kind == "netcdf":
+        with pytest.importorskip("h5netcdf").File(path, "w") as file:
+            for name, (axes, values, attributes) in arrays.items():
+                for axis, size in zip(axes, np.shape(values), strict=True):
+                    if axis not in file.dimensions:
+                        file.dimensions[axis] = size
+                file.create_variable(name, axes, data=np.asarray(values)).attrs.update(attributes)
+        return
+    group = pytest.importorskip("zarr").open_group(path, mode="w", zarr_format=int(kind[-1]))
+    for name, (axes, values, attributes) in arrays.items():
+        named = {"dimension_names": axes} if kind == "zarr3" else {}
+        more = {"_ARRAY_DIMENSIONS": list(axes)} if kind == "zarr2" else {}
+        group.create_array(name, data=np.asarray(values), **named).attrs.update(attributes | more)
+
+
+KINDS = {"netcdf": data.NetcdfSource, "zarr2": data.ZarrSource, "zarr3": data.ZarrSource}
+SQUARE = np.arange(9.0).reshape(3, 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_lie_along_axes_of_one_name(tmp_path, kind):
+    named_file(kind, tmp_path / "a", wind=(("place", "day"), SQUARE, {}), rain=(("day",), SQUARE[0], {}))
+    told = r"a: .*'rain' has samples along 'day', which is axis 1 of .*a: .*'wind', not axis 0"
+    with pytest.raises(DataError, match=told):
+        KINDS[kind](tmp_path / "a", "wind", "rain")
+    named_file(kind, tmp_path / "b", wind=(("day", "place"), SQUARE, {}), rain=(("day",), SQUARE[0], {}))
+    named_file(kind, tmp_path / "c", wind=(("day", "place"), SQUARE, {}), rain=(("number",), SQUARE[0], {}))
+    for name in "bc":  # other names alone may mean the same
+        assert KINDS[kind](tmp_path / name, "wind", "rain").samples([1])[0].tolist() == [[3, 4, 5]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_joined_files_have_their_axes_in_one_order(tmp_path, kind):
+    named_file(kind, tmp_path / "a", wind=(("day", "place"), SQUARE, {}))
+    named_file(kind, tmp_path / "b", wind=(("place", "day"), SQUARE, {}))
+    with pytest.raises(DataError, match=r"b: .*'wind' has axes place, day, .*a: .*'wind' day, place"):
+        KINDS[kind]([tmp_path / "a", tmp_path / "b"], "wind", "wind")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("attribute", ["units", "calendar"])
+def test_joined_files_have_one_unit(tmp_path, kind, attribute):
+    for name, value in (("a", "K"), ("b", "degC")):
+        named_file(kind, tmp_path / name, wind=(("day", "place"), SQUARE, {attribute: value}))
+    with pytest.raises(DataError, match=f"b: .*'wind' has the {attribute} 'degC', .*a: .*'wind' 'K': numbers of other"):
+        KINDS[kind]([tmp_path / "a", tmp_path / "b"], "wind", "wind")
+    more = {attribute: np.bytes_("K ") if kind == "netcdf" else "K "}  # as other libraries write it
+    named_file(kind, tmp_path / "c", wind=(("day", "place"), SQUARE, more), other=(("day",), SQUARE[0], {}))
+    assert len(KINDS[kind]([tmp_path / "a", tmp_path / "c"], "wind", "wind")) == 6
+
+
+def test_a_broken_description_of_a_zarr_array_is_told_by_store_and_array(tmp_path):
+    zarr_store(tmp_path / "a.zarr", {"x": VALUES})
+    (tmp_path / "a.zarr" / "x" / "zarr.json").write_text("{")
+    with pytest.raises(DataError, match=r"a\.zarr: array 'x' cannot be opened: "):
+        data.ZarrSource(tmp_path / "a.zarr", "x", "x")

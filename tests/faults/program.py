@@ -49,6 +49,9 @@ if FAULT == "config_error_before_communicator":
 if FAULT == "raise_in_setup" and MPI.COMM_WORLD.rank == VICTIM:
     note_fault()
     raise ValueError("planted")
+if FAULT == "data_error_in_setup" and MPI.COMM_WORLD.rank == VICTIM:
+    note_fault()
+    raise DataError("planted")
 
 if len(sys.argv) > 4:
     guard.current().host = f"node{MPI.COMM_WORLD.rank // int(sys.argv[4])}"

@@ -202,6 +202,16 @@ def test_bad_input_of_one_rank_ends_all_with_its_line_and_status(job):
     assert lines == ["at step 5, phase forward:", "DataError: planted (program.py: in raise_data_error)"]
 
 
+@pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (3, 1)])
+def test_bad_input_of_one_rank_ends_those_that_are_making_the_first_communicator(job, ranks, victim):
+    ended = job("data_error_in_setup", ranks, victim)
+    check_failed(ended, tracebacks=0)
+    assert ended.status == 65
+    assert [re.sub(r"\d+(?= in )", "", line.partition("] ")[2]) for line in ended.said] == [
+        "DataError: planted (program.py: in <module>)"
+    ]
+
+
 def test_bad_input_in_an_agreed_section_is_one_line(job):
     ended = job("agreed_data_error")
     check_failed(ended, tracebacks=0)

@@ -122,6 +122,31 @@ def test_handlers_are_put_back():
     assert {number: signal.getsignal(number) for number in SIGNALS} == before
 
 
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_fork_of_the_program_ends_by_a_signal_as_without_the_handlers(number):
+    """A pool of processes ends its workers by SIGTERM and waits for them."""
+    with StopSignals() as signals:
+        process = os.fork()
+        if not process:
+            os.kill(os.getpid(), number)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -number
+        assert signals.name == ""
+
+
+def test_a_fork_of_the_program_has_the_handlers_of_before():
+    before = signal.signal(signal.SIGTERM, lambda number, frame: os._exit(7))
+    try:
+        with StopSignals():
+            process = os.fork()
+            if not process:
+                os.kill(os.getpid(), signal.SIGTERM)
+                os._exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 7
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_a_signal_of_the_programs_own_stays_its_own():
     before, own = {number: signal.getsignal(number) for number in SIGNALS}, []
     try:

@@ -11,14 +11,24 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
+
 from mpizero.comm.recording.call_trace import MAKING
 from mpizero.comm.recording.registry import CommunicatorEntry
 from mpizero.comm.status.status_board import Slot
 from mpizero.comm.supervision import wait_report
 from mpizero.comm.supervision.supervisor import TICK, Supervisor
+from mpizero.types import Array
 
 #: Default timeout in seconds, also that of a configuration.
 PATIENCE = 600.0
+#: What a rank that makes a communicator says about the end of the job: more than any rank that ends.
+JOINS = 2**62 + 1
+
+
+def range_of(value: int = JOINS) -> Array:
+    """Return an array whose minimum over ranks has their least value, and their greatest one with another sign."""
+    return np.array([value, -value], np.int64)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from mpizero.comm.recording.call_trace import MAKING
 from mpizero.comm.recording.registry import CommunicatorRegistry
 from mpizero.comm.status.peer_groups import PeerGroups
 from mpizero.comm.status.status_board import Slot
+from mpizero.comm.supervision.arrival import range_of
 
 #: Seconds that others must have waited for this rank before its exit counts as early.
 BLOCKED = 1.0
@@ -83,7 +84,7 @@ class EarlyExit:
         """End the job if other ranks cannot finish without this one; else return False. Not collective.
 
         ``waited`` is the number of seconds since this rank has reached the end of its program. The result False makes
-        :func:`agree_minimum`, which calls this as its ``give_up``, go on waiting.
+        :func:`agree_range`, which calls this as its ``give_up``, go on waiting.
         """
         if waited - self._looked >= _LOOK:
             self._looked = waited
@@ -153,13 +154,16 @@ class EarlyExit:
         return ()
 
 
-def agree_minimum(mpi: Any, controls: Sequence[Any], value: int, give_up: Callable[[float], bool]) -> int | None:
-    """Return the least ``value`` over all ranks of the mpi4py communicators ``controls``; None if waiting was stopped.
+def agree_range(
+    mpi: Any, controls: Sequence[Any], value: int, give_up: Callable[[float], bool]
+) -> tuple[int, int] | None:
+    """Return the least and the greatest ``value`` over all ranks of ``controls``; None if waiting was stopped.
 
-    Collective over each of the communicators. ``mpi`` is the module ``mpi4py.MPI``. ``give_up`` is called regularly
-    with the seconds waited so far, and returns True to stop waiting.
+    Collective over each of the mpi4py communicators ``controls``. ``mpi`` is the module ``mpi4py.MPI``. ``give_up`` is
+    called regularly with the seconds waited so far, and returns True to stop waiting. A rank that makes a communicator
+    takes part by :func:`.range_of`, so the message of a rank that fails meanwhile has its counterpart.
     """
-    send, recv = np.array([value]), np.empty((len(controls), 1), np.int64)
+    send, recv = range_of(value), np.empty((len(controls), 2), np.int64)
     rows = zip(controls, recv, strict=True)
     requests = [c.Iallreduce([send, mpi.INT64_T], [row, mpi.INT64_T], mpi.MIN) for c, row in rows]
     waited, last, pause = 0.0, monotonic(), 20e-6
@@ -170,4 +174,5 @@ def agree_minimum(mpi: Any, controls: Sequence[Any], value: int, give_up: Callab
             return None
         time.sleep(pause)
         pause = min(1.5 * pause, 5e-3)
-    return int(recv.min())
+    least, opposite = recv.min(axis=0)
+    return int(least), -int(opposite)

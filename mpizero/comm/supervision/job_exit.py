@@ -29,7 +29,8 @@ from mpizero.comm.recording.registry import CommunicatorRegistry
 from mpizero.comm.status.peer_groups import PeerGroups
 from mpizero.comm.status.startup_board import is_working
 from mpizero.comm.status.status_board import Slot
-from mpizero.comm.supervision.early_exit import BLOCKED, PATIENCE, EarlyExit, agree_minimum
+from mpizero.comm.supervision.arrival import JOINS
+from mpizero.comm.supervision.early_exit import BLOCKED, PATIENCE, EarlyExit, agree_range
 from mpizero.comm.supervision.heartbeat import Heartbeat
 from mpizero.comm.supervision.mismatch_watch import MismatchWatch
 from mpizero.comm.supervision.python_hooks import PythonHooks
@@ -174,20 +175,20 @@ class JobExit:
 
         The lowest rank whose error is not a consequence of another rank's error prints its error. The ranks agree on
         the communicator of the peer group of all ranks. A rank that fails before it has made any communicator uses
-        COMM_WORLD, which does no harm because the rank ends.
+        COMM_WORLD, on which the first operation of a rank that makes the first communicator is its counterpart.
         """
         second = isinstance(error, RemoteError | PeerFailure)
         self._exit_state = "failed"
         mine = (second << 56) | (self.rank << 8) | int(error.status)
         limit = _CONSEQUENCE if second else _AGREEMENT if self.peers.groups else _AGREEMENT_AT_START
-        found = agree_minimum(mpi, [self._all_ranks_comm or mpi.COMM_WORLD], mine, lambda waited: waited > limit)
-        if found is None:
+        found = agree_range(mpi, [self._all_ranks_comm or mpi.COMM_WORLD], mine, lambda waited: waited > limit)
+        if found is None or found[1] == JOINS:
             return None
         self._agreed = True
         self.peers.close_startup_board(all_joined=True)  # the launcher may end the others when the first one ends
-        if found == mine:
+        if found[0] == mine:
             write_stderr(f"{user_message(error)}\n")
-        return found & 0xFF
+        return found[0] & 0xFF
 
     def _exit(self, status: int) -> NoReturn:
         # -m mpi4py has noted status 1 for the error it saw pass, and would abort with it at the end.
@@ -210,7 +211,7 @@ class JobExit:
             early_exit.wait()
             if self.peers.groups:
                 with contextlib.suppress(mpi.Exception):
-                    agree_minimum(mpi, [group.control for group in self.peers.groups], _NORMAL, early_exit.look)
+                    agree_range(mpi, [group.control for group in self.peers.groups], _NORMAL, early_exit.look)
             if self.mismatch_watch is not None and (error := self.mismatch_watch.compare_at_exit()):
                 self._end_mismatch(error)
         self.supervisor.stop()

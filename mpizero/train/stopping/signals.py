@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from types import FrameType
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2)
 #: Those that stay with a program that handles them itself, as submitit does. Not SIGUSR1: MPI libraries handle it.
 _LEFT_ALONE = (signal.SIGUSR2,)
+Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 class StopSignals(AbstractContextManager["StopSignals"]):
@@ -19,7 +21,8 @@ class StopSignals(AbstractContextManager["StopSignals"]):
 
     The handler only stores the name of the first signal; the program is not interrupted. Python allows signal handlers
     in the main thread only, so nothing is recorded if another thread enters the block. A SIGUSR2 that the program
-    handles itself is left to it, and so is a signal for which it sets a handler inside of the block.
+    handles itself is left to it, and so is a signal for which it sets a handler inside of the block. A fork of the
+    process, such as a worker of a pool, which its parent ends by SIGTERM, behaves as without the block.
 
     Parameters
     ----------
@@ -28,8 +31,8 @@ class StopSignals(AbstractContextManager["StopSignals"]):
     """
 
     def __init__(self, caught: Sequence[signal.Signals] = SIGNALS) -> None:
-        self._name, self._depth, self._caught = "", 0, caught
-        self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+        self._name, self._depth, self._caught, self._process = "", 0, caught, os.getpid()
+        self._previous: dict[int, Handler] = {}
 
     def __enter__(self) -> StopSignals:
         self._depth += 1
@@ -44,9 +47,8 @@ class StopSignals(AbstractContextManager["StopSignals"]):
         if self._depth:
             return
         for number, handler in self._previous.items():
-            if signal.getsignal(number) != self._note:
-                continue  # set by the program meanwhile
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+            if signal.getsignal(number) == self._note:  # else set by the program meanwhile
+                _restore(number, handler)
         self._previous.clear()
 
     @property
@@ -68,7 +70,15 @@ class StopSignals(AbstractContextManager["StopSignals"]):
         self._previous.clear()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._name = self._name or signal.Signals(number).name
+        if os.getpid() == self._process:
+            self._name = self._name or signal.Signals(number).name
+        else:
+            _restore(number, self._previous.get(number))
+            signal.raise_signal(number)
+
+
+def _restore(number: int, handler: Handler) -> None:
+    signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
 def _is_taken(number: signal.Signals) -> bool:
