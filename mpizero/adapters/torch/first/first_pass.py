@@ -19,7 +19,7 @@ from mpizero.adapters.hidden_state import differing, hidden_state, line_that_cha
 from mpizero.adapters.torch.arrays import gradient_leaves
 from mpizero.adapters.torch.first.copies import CopyGraph, ModuleCopy, Outcome, seeded
 from mpizero.adapters.torch.first.originals import Originals
-from mpizero.adapters.torch.first.parts import InParts, Trial, aligned, apart, in_double, other_samples
+from mpizero.adapters.torch.first.parts import InParts, Trial, aligned, apart, in_double, of_whole, other_samples
 from mpizero.adapters.torch.process import drawn_since, random_state
 from mpizero.errors import LayoutError
 from mpizero.sampletree import leaves_of, map_leaves
@@ -170,7 +170,7 @@ class FirstPass:
                 self._check_gradients(one, list(zip(graphs, columns, strict=False)), count)
         self.trial.done |= self.sums
         detached = (map_leaves(lambda t: t.detach() if isinstance(t, torch.Tensor) else t, o) for o in outputs)
-        self.trial.output(self.number, InParts(*detached))
+        self.trial.output(self.number, of_whole(InParts(*detached)))
 
     def _check_rows(self, found: Any, count: int) -> None:
         for _, axis, (whole, *parts) in found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from operator import itemgetter
 from typing import Any, NamedTuple, Self
 
@@ -71,6 +72,26 @@ def aligned(parts: InParts) -> list[tuple[int, int, list[torch.Tensor]]]:
         if all(isinstance(leaf, torch.Tensor) for leaf in leaves) and (axis := sample_axis(leaves)) is not None:
             found.append((number, axis, list(leaves)))
     return found
+
+
+def of_whole(parts: InParts) -> InParts:
+    """Return the same tree with parts that are cut from the whole, where floating-point numbers are samples' own.
+
+    A module rounds samples differently when they are fewer. What follows may enlarge that, as the small difference of a
+    prediction and its target does; so what follows is given the same numbers, once they have been compared.
+    """
+    cuts: list[dict[int, torch.Tensor]] = [{}, {}]
+    for number, axis, (whole, first, _) in aligned(parts):
+        if whole.is_floating_point() or whole.is_complex():
+            size = first.shape[axis]
+            cuts[0][number] = whole.narrow(axis, 0, size)
+            cuts[1][number] = whole.narrow(axis, size, whole.shape[axis] - size)
+
+    def replaced(tree: Any, cut: dict[int, torch.Tensor]) -> Any:
+        numbers = count()
+        return map_leaves(lambda leaf: cut.get(next(numbers), leaf), tree)
+
+    return InParts(parts.whole, replaced(parts.first, cuts[0]), replaced(parts.second, cuts[1]))
 
 
 def apart(whole: torch.Tensor, other: torch.Tensor, least: float = 0.0) -> float | None:
