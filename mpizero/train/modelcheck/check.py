@@ -51,8 +51,8 @@ def check_model(
     - prediction: each sample's prediction does not depend on the other samples;
     - ranks: all ranks compute the same bits.
 
-    A handful of samples is enough. The model is evaluated one to two hundred times, within two seconds if it is small. On
-    a machine whose cache has no kernels yet, compiling those of a layer takes some seconds more, in both precisions.
+    A handful of samples is enough. The model is evaluated one to two hundred times, within two seconds if it is small.
+    On a machine whose cache has no kernels yet, compiling those of a layer takes some seconds more, in both precisions.
 
     Parameters
     ----------

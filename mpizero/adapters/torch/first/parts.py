@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count as numbered
+from itertools import count
 from operator import itemgetter
 from typing import Any, NamedTuple, Self
 
@@ -15,6 +15,8 @@ from mpizero.sampletree import combine_leaves, leaves_of, map_leaves
 
 #: How far results may be apart that differ by rounding alone, relative to their size, by the type of the elements.
 _APART = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-3, torch.complex64: 1e-3}
+#: The same, of what was computed in 16 bits.
+_COARSE = 3e-2
 
 
 class InParts(NamedTuple):
@@ -74,34 +76,36 @@ def aligned(parts: InParts) -> list[tuple[int, int, list[torch.Tensor]]]:
     return found
 
 
-def cut_from_whole(parts: InParts) -> InParts:
-    """Return a tree in parts whose tensors with an axis of samples are cut from the whole.
+def of_whole(parts: InParts) -> InParts:
+    """Return the same tree with parts that are cut from the whole, where floating-point numbers are samples' own.
 
-    What is computed from parts of the samples is rounded otherwise than the whole, and a function of it in double
-    precision would tell.
+    A module rounds samples differently when they are fewer. What follows may enlarge that, as the small difference of a
+    prediction and its target does; so what follows is given the same numbers, once they have been compared.
     """
-    cut = {
-        number: leaves[0].split([part.shape[axis] for part in leaves[1:]], axis)
-        for number, axis, leaves in aligned(parts)
-    }
+    cuts: list[dict[int, torch.Tensor]] = [{}, {}]
+    for number, axis, (whole, first, _) in aligned(parts):
+        if whole.is_floating_point() or whole.is_complex():
+            size = first.shape[axis]
+            cuts[0][number] = whole.narrow(axis, 0, size)
+            cuts[1][number] = whole.narrow(axis, size, whole.shape[axis] - size)
 
-    def of(part: int) -> Any:
-        numbers = numbered()
-        return map_leaves(lambda leaf: cut.get(next(numbers), (leaf, leaf))[part], parts[part + 1])
+    def replaced(tree: Any, cut: dict[int, torch.Tensor]) -> Any:
+        numbers = count()
+        return map_leaves(lambda leaf: cut.get(next(numbers), leaf), tree)
 
-    return InParts(parts.whole, of(0), of(1))
+    return InParts(parts.whole, replaced(parts.first, cuts[0]), replaced(parts.second, cuts[1]))
 
 
-def apart(whole: torch.Tensor, other: torch.Tensor, least: float = 0.0) -> float | None:
+def apart(whole: torch.Tensor, other: torch.Tensor, least: float = 0.0, *, coarse: bool = False) -> float | None:
     """Return by how much of their size two tensors differ; None if it is rounding, or if one is not finite.
 
-    ``least`` is a size below which nothing counts as large.
+    ``least`` is a size below which nothing counts as large; ``coarse`` says whether 16 bits have been computed with.
     """
     if not whole.numel() or not (torch.isfinite(whole).all() and torch.isfinite(other).all()):
         return None
     size = max(float(whole.abs().max()), float(other.abs().max()), least)
     found = float((whole - other).abs().max()) / size if size else 0.0
-    return found if found > _APART.get(whole.dtype, 3e-2) else None
+    return found if found > (_COARSE if coarse else _APART.get(whole.dtype, _COARSE)) else None
 
 
 @dataclass
