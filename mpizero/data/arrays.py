@@ -36,7 +36,9 @@ class ArraySource(Source):
     Raises
     ------
     DataError
-        If there are no samples, the arrays have different numbers of samples, or elements are not numbers.
+        If there are no samples, the arrays have different numbers of samples, or elements are not numbers; and if
+        arrays that name their samples or axes, of pandas or xarray, do not have them in one order: samples are paired
+        by their place.
 
     Examples
     --------
@@ -54,6 +56,7 @@ class ArraySource(Source):
     """
 
     def __init__(self, x: Any, y: Any) -> None:
+        _check_labels(x, y)
         self.x, self.y = _taken(x, "x"), _taken(y, "y")
         if isinstance(self.x, np.ndarray) and isinstance(self.y, np.ndarray):
             check_lengths(self.x, "x", self.y, "y")
@@ -170,6 +173,31 @@ def _digits() -> tuple[Array, Array]:
 
     images, targets = load_digits(return_X_y=True)
     return images, targets
+
+
+def _check_labels(x: Any, y: Any) -> None:
+    """Raise DataError if arrays that name their axes or label their samples have others, or another order, than others.
+
+    Those of pandas have an ``index``, those of xarray ``dims`` and ``indexes``.
+    """
+    known: list[tuple[str, tuple[str, ...], Any]] = []
+    for path, leaf in paths_of(x=x, y=y):
+        axes = tuple(map(str, leaf.dims)) if isinstance(getattr(leaf, "dims", None), tuple) else ()
+        labels: Any = leaf.indexes.get(leaf.dims[0]) if axes else leaf.index if hasattr(leaf, "iloc") else None
+        for other, other_axes, other_labels in known:
+            for one, two, ours, theirs in ((path, other, axes, other_axes), (other, path, other_axes, axes)):
+                if ours and ours[0] in theirs[1:]:
+                    raise DataError(
+                        f"{one} has samples along {ours[0]!r}, which is axis {theirs.index(ours[0])} of {two}: samples "
+                        f"are on the first axis: {two}.transpose({ours[0]!r}, ...)"
+                    )
+            comparable = labels is not None and other_labels is not None and axes[:1] == other_axes[:1]
+            if comparable and len(labels) == len(other_labels) and not labels.equals(other_labels):
+                raise DataError(
+                    f"{path} labels its samples otherwise than {other}, and samples are paired by their place: bring "
+                    "them into one order (reindex, align), or give the numbers alone (.to_numpy())"
+                )
+        known.append((path, axes, labels))
 
 
 def _taken(values: Any, name: str) -> Any:

@@ -617,3 +617,74 @@ def test_a_source_that_gives_other_samples_than_asked_is_named(found, told):
         for source in (Short(), Short().split(0.1)[0]):
             with pytest.raises(DataError, match=rf"Short.read .*{told}"):
                 next(data.batches(source, config, 8))
+
+
+# ---------------------------------------------------------------------------------------------- labels of samples
+
+
+class Index(list):
+    """Labels as those of pandas."""
+
+    def equals(self, other):
+        return self == other
+
+
+class Frame:
+    """An array with labels, as pandas has them."""
+
+    iloc = None
+
+    def __init__(self, values, index):
+        self.values, self.index = np.asarray(values), Index(index)
+
+    def __array__(self, dtype=None, copy=None):
+        return self.values
+
+
+class Field(Frame):
+    """An array with names of axes and labels, as xarray has them."""
+
+    def __init__(self, values, dims, **coordinates):
+        super().__init__(values, [])
+        self.dims, self.indexes = dims, {name: Index(labels) for name, labels in coordinates.items()}
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "told"),
+    [
+        (
+            Frame(np.eye(3), "abc"),
+            Frame(range(3), "acb"),
+            "y labels its samples otherwise than x, and .* by their place",
+        ),
+        ({"a": Frame(np.eye(3), "abc")}, Frame(range(3), "acb"), r"y labels its samples otherwise than x\['a'\]"),
+        (
+            Field(np.eye(3), ("place", "day")),
+            Field(range(3), ("day",)),
+            "y has samples along 'day', which is axis 1 of x",
+        ),
+        (
+            Field(range(3), ("day",)),
+            Field(np.eye(3), ("place", "day")),
+            "x has samples along 'day', which is axis 1 of y",
+        ),
+        (Field(range(3), ("day",), day="abc"), Field(range(3), ("day",), day="bcd"), "y labels its samples otherwise"),
+    ],
+)
+def test_arrays_whose_labels_have_another_order_are_not_paired_by_place(x, y, told):
+    with pytest.raises(DataError, match=told):
+        data.ArraySource(x, y)
+
+
+@pytest.mark.parametrize(
+    ("x", "y"),
+    [
+        (Frame(np.eye(3), "abc"), Frame(range(3), "abc")),
+        (Frame(np.eye(3), "abc"), np.arange(3)),
+        (Field(np.eye(3), ("day", "place"), day="abc"), Field(range(3), ("day",), day="abc")),
+        (Field(np.eye(3), ("day", "place"), day="abc"), Field(range(3), ("number",), number="bcd")),
+        (Field(np.eye(3), ("day", "place"), day="abc"), Frame(range(3), "bcd")),
+    ],
+)
+def test_arrays_with_the_same_or_no_comparable_labels_are_taken(x, y):
+    assert data.ArraySource(x, y).samples([2, 0])[1].tolist() == [2, 0]

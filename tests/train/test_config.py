@@ -465,3 +465,8 @@ def test_a_configuration_without_end_is_none(tmp_path):
     (tmp_path / "config.toml").symlink_to("/dev/zero")
     with pytest.raises(ConfigError, match="more than 1048576 bytes"):
         read_config(str(tmp_path / "config.toml"))
+
+
+def test_a_mark_of_byte_order_is_no_part_of_the_text(tmp_path):
+    (tmp_path / "config.toml").write_bytes(b"\xef\xbb\xbf[model]\n")
+    assert read_config(str(tmp_path / "config.toml")) == "[model]\n"

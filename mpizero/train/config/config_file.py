@@ -106,7 +106,7 @@ def read_config(name: str) -> str:
     if len(data) > _CONFIG_LIMIT:
         raise ConfigError(f"{name}: more than {_CONFIG_LIMIT} bytes: not a configuration")
     try:
-        return data.decode()
+        return data.decode("utf-8-sig")  # some editors write a mark of byte order
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name}: not valid TOML: not UTF-8 at byte {error.start}") from None
 
