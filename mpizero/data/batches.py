@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -25,6 +26,8 @@ from mpizero.validation import seed as whole_seed
 
 #: Reads of each block in an epoch from which on :func:`batches` says that they are many.
 COSTLY_READS = 4
+#: Samples that :func:`whole_batch` reads twice before it reads all.
+PROVED = 64
 
 
 class GrainSizes(Protocol):
@@ -141,11 +144,10 @@ class Batches:
                 return self._samples_with_run(order, start, own.start)
             return self._source.samples(order)
 
-        found = read()
-        if self._unproved and order.size:
-            before = _bytes_of(found)
-            _check_again(self._unproved, self._source.origin(order), before, _bytes_of(found := read()))
-            self._unproved = ""
+        if not (self._unproved and order.size):
+            return read()
+        found = _read_twice(self._unproved, self._source.origin(order), read)
+        self._unproved = ""
         return found
 
     def _own(self) -> slice:
@@ -308,11 +310,13 @@ def _bytes_of(found: tuple[Any, Any]) -> dict[str, list[bytes]]:
     return {path: [row.tobytes() for row in leaf] for path, leaf in named if isinstance(leaf, np.ndarray)}
 
 
-def _check_again(changer: str, numbers: Indices, before: dict[str, list[bytes]], after: dict[str, list[bytes]]) -> None:
-    """Raise DataError if the samples ``numbers`` have other bytes when they are read a second time.
+def _read_twice(changer: str, numbers: Indices, read: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Return what ``read`` gives, the samples ``numbers``; raise DataError if it gives other bytes in a second call.
 
     Then they depend on what was read before, and with it on the rank.
     """
+    before = _bytes_of(read())
+    after = _bytes_of(found := read())
     for path, rows in before.items():
         if differing := [n for n, one, two in zip(numbers.tolist(), rows, after[path], strict=True) if one != two]:
             raise DataError(
@@ -320,6 +324,7 @@ def _check_again(changer: str, numbers: Indices, before: dict[str, list[bytes]],
                 "same arguments, so results would depend on the ranks: let it depend on these alone, and draw by what "
                 "they tell (run.seed, run.epoch and the index in read; random in the function of a TransformedSource)"
             )
+    return found
 
 
 @lru_cache(maxsize=64)
@@ -336,8 +341,11 @@ def whole_batch(
     """
     comm, group = ranks_of(config, group)
     own = Grains(len(source), config.grain_size(len(source))).samples_of(group.rank, group.size)
+    mine = np.arange(own.start, own.stop)
     with all_ranks(comm):
-        x, y = source.samples(np.arange(own.start, own.stop))
+        if changer := _changer(source):
+            _read_twice(changer, source.origin(mine[:PROVED]), lambda: source.samples(mine[:PROVED]))
+        x, y = source.samples(mine)
     return x, y
 
 
