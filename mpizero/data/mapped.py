@@ -125,26 +125,31 @@ def check_named_once(paths: Iterable[str]) -> None:
 def check_unchanged(path: str, before: FileState | None) -> None:
     """Raise DataError if a file that is opened again is not as it was ``before``."""
     now = FileState.of(path)
-    if None not in (before, now) and now != before:
-        raise DataError(
-            f"{path}: it has changed since the source was made, from {before} to {now}: leave files alone while they "
-            "are read, or write new ones under other names, and make the source again"
-        )
+    if before is not None and now is not None and now != before:
+        raise _changed(path, before, now)
+
+
+def _changed(path: str, before: FileState, now: FileState) -> DataError:
+    return DataError(
+        f"{path}: it has changed since the source was made, from {before} to {now}: leave files alone while they "
+        "are read, or write new ones under other names, and make the source again"
+    )
 
 
 class MappedFile:
     """Map a file into memory, read-only, once for all arrays in it.
 
     [Note: bus errors] A page that is gone when it is read, of a file that was made shorter, ends the process by SIGBUS.
-    So the size is compared before every access. Python reports the process that is still killed in between: its report
-    lists the names of code, and one of them is the file's.
+    So size and time of change are compared before every access. Python reports the process that is still killed in
+    between: its report lists the names of code, and one of them is the file's.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._file = with_more_files(path, lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         weakref.finalize(self, os.close, self._file)
-        self.size = os.fstat(self._file).st_size
+        found = os.fstat(self._file)
+        self.size, self._state = found.st_size, FileState(found.st_size, found.st_mtime_ns)
         self.memory = with_more_files(path, lambda: mmap.mmap(self._file, self.size, access=mmap.ACCESS_READ))
         self.bytes: Array = np.frombuffer(self.memory, np.uint8)
         named: dict[str, Any] = {}
@@ -156,18 +161,26 @@ class MappedFile:
                 faulthandler.enable(sys.__stderr__)
 
     def read(self, array: Array, where: Any) -> Array:
-        """Return a copy of some elements of an array in the file; raise DataError if the file has become shorter."""
-        if os.fstat(self._file).st_size < self.size:
-            raise self._shorter()
+        """Return a copy of some elements of an array in the file; raise DataError if the file has changed."""
+        self.check()
         return self._rows(array, where) if isinstance(where, np.ndarray) else self._block(array, where)
 
     def read_into(self, memory: Array, offset: int) -> None:
         """Fill ``memory``, an array of bytes, from byte ``offset`` of the file on, by calls of the system."""
         done = 0
+        self.check()
         while done < memory.size:
             if not (read := os.preadv(self._file, [memory[done:].data], offset + done)):
                 raise self._shorter()
             done += read
+
+    def check(self) -> None:
+        """Raise DataError if the file is not as it was when it was mapped: it may be what another run writes."""
+        found = os.fstat(self._file)
+        if found.st_size < self.size:
+            raise self._shorter()
+        if (now := FileState(found.st_size, found.st_mtime_ns)) != self._state:
+            raise _changed(self.path, self._state, now)
 
     def _shorter(self) -> DataError:
         return DataError(
