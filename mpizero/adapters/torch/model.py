@@ -157,9 +157,7 @@ class TorchModel:
             name: self._call(number, inner, describer.describe(name, inner))
             for number, (name, inner) in enumerate(chosen.items())
         }
-        #: Times the first passes.
-        self.times = PassTimes()
-        self._counter = WorkCounter(tuple(self._calls.values()), self.dtype)
+        self.times, self._counter = PassTimes(), WorkCounter(tuple(self._calls.values()), self.dtype)
         describer.forget_values()
         if besides:
             self._be_function(ModuleAndLoss(self._module, TorchLoss(loss, self._settings, self._originals), besides))
