@@ -11,10 +11,8 @@ has.
 from __future__ import annotations
 
 import re
-import tracemalloc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -25,9 +23,10 @@ from mpizero.comm.group.tree_form import ArrayShape, TreeForm
 from mpizero.errors import ConfigError
 from mpizero.layout.flat import nested, united, views
 from mpizero.nn.integers import fresh_integers
-from mpizero.planning.byte_counts import GroupCall, RecordingGroup
+from mpizero.planning.byte_counts import GroupCall
 from mpizero.planning.fake_array import FakeArray
-from mpizero.sampletree import leaves_of, map_leaves
+from mpizero.planning.traced_memory import held, leaf_places, places, watched
+from mpizero.sampletree import map_leaves
 from mpizero.types import Array, Layer, Loss, Run
 
 #: Number of samples in the smaller of the two trials.
@@ -109,6 +108,10 @@ class BlockTrial(NamedTuple):
         return max(self.peaks.input, self.kept.deferred - self.kept.own + ends + self.peaks.weights)
 
 
+#: Trials by the name of the block, which may be "" for a module that is one block; that of the loss under None.
+Trials = dict[str | None, BlockTrial]
+
+
 @dataclass(frozen=True)
 class TrialSample:
     """Hold one sample of the data, and the ``Run`` that blocks are given with it.
@@ -153,10 +156,10 @@ class BlockTrials:
         self.blocks, self.loss, self.sample, self.calls, self.dtype = dict(blocks), loss, sample, calls, np.dtype(dtype)
         self._tried: dict[tuple[str, TreeForm], BlockTrial] = {}
         self._warmed: set[str] = set()
-        self._found: dict[int, dict[str, BlockTrial]] = {}
+        self._found: dict[int, Trials] = {}
 
-    def of(self, samples: int) -> dict[str, BlockTrial]:
-        """Return the trial of each block by name, and of the loss under the name "", for ``samples`` samples.
+    def of(self, samples: int) -> Trials:
+        """Return the trial of each block by name, and of the loss under None, for ``samples`` samples.
 
         For more than three samples, bytes and messages are extrapolated from trials on two and three samples. If a
         block makes other group calls in the one than in the other, all blocks are run on ``samples`` samples instead.
@@ -178,21 +181,21 @@ class BlockTrials:
         parameters = [tuple(spec.shape for spec in layer.specs()) for layer in self.blocks.values()]
         return self.sample.x.shape, self.sample.y.shape, parameters
 
-    def _run(self, samples: int) -> dict[str, BlockTrial]:
+    def _run(self, samples: int) -> Trials:
         """Run one block of each kind on ``samples`` samples, on zeros of the shape that the block before returned.
 
-        Returns the trials by block name, with the loss under the name "". The first block runs on the sample itself.
+        Returns the trials by block name, with the loss under None. The first block runs on the sample itself.
         """
         x, y = self.sample.batch(samples)
         value: Any = x
         form = TreeForm.of(x, "x")
-        found: dict[str, BlockTrial] = {}
+        found: Trials = {}
         for name, layer in self.blocks.items():
             key = (_kind(layer), form)
             if key not in self._tried:
                 start = _zeros(form) if value is None else value
                 try:
-                    self._warm(key[0], partial(self._block, layer, map_leaves(lambda array: array[:1], start)))
+                    self._warm(layer, key[0], partial(self._block, layer), start)
                     self._tried[key] = self._block(layer, start)
                 except Exception as error:
                     raise ConfigError(
@@ -201,56 +204,61 @@ class BlockTrials:
             found[name] = self._tried[key]
             form, value = found[name].output, None
         prediction = _zeros(form)
-        self._warm("", partial(self._loss, map_leaves(lambda array: array[:1], prediction), y[:1]))
-        found[""] = self._loss(prediction, y)
+        self._warm(self.loss, "", lambda given: self._loss(*given), (prediction, y))
+        found[None] = self._loss(prediction, y)
         return found
 
-    def _warm(self, kind: str, attempt: Callable[[], Any]) -> None:
-        """Call ``attempt`` before the first trial of blocks of this kind, without measuring it.
+    def _warm(self, computing: Any, kind: str, attempt: Callable[[Any], Any], given: Any) -> None:
+        """Call ``attempt`` before the first trial of blocks of this kind, with one sample, without measuring it.
 
-        In a first call, imports and compilation allocate memory that stays.
+        In a first call, imports and compilation allocate memory that stays. A block that counts another library's
+        memory is called with all samples, before each trial: it computes the first on each shape several times.
         """
-        if kind not in self._warmed:
+        if hasattr(computing, "allocations"):
+            attempt(given)
+        elif kind not in self._warmed:
             self._warmed.add(kind)
-            attempt()
+            attempt(map_leaves(lambda array: array[:1], given))
 
     def _block(self, layer: Layer, x: Any) -> BlockTrial:
         params, grads = self._parameters(layer)
         self.calls.clear()
-        with _watched() as watch, np.errstate(all="ignore"):
+        with watched(layer) as watch, np.errstate(all="ignore"):
             y, cache = layer.forward(params, x, self.sample.run)
             forward = watch.peak()
-            outer = _owners((params, x, y))
-            own, kept = _held(cache, outer), _owners(cache)
-            form, into, out = TreeForm.of(y, "the output"), _leaf_owners(x), _leaf_owners(y)
+            into, out, given = leaf_places(x), leaf_places(y), places((params, x))
+            own, kept = held(cache, given | {*out}) + watch.foreign(out), places(cache)
+            form = TreeForm.of(y, "the output")
+            del y
+            kept |= {place for place in out if watch.size_at(place)}  # a graph of another library keeps them
+            results = kept & {*out}
             watch.begin()
             dy = _zeros(form, gradient=True)
-            del y
             dx, pending = layer.backward_input(params, cache, dy)
             half = watch.peak()
-            deferred = _held((cache, pending), outer | _owners(dx))
+            deferred = held((cache, pending), given | results | places(dx)) + watch.foreign(results | places(dx))
             gradient = None if dx is None else TreeForm.of(dx, "the gradient of the input")
             del dx, dy
             watch.begin()
             layer.backward_weights(params, cache, pending, grads)
             peaks = PassPeaks(forward, half, watch.peak())
-        held = KeptMemory(own, deferred, *(tuple(id(one) in kept for one in side) for side in (into, out)))
-        sources = {id(one): place for place, one in enumerate(into)}
-        passes = tuple(sources.get(id(one)) for one in out)
-        return BlockTrial(form, gradient, passes, held, peaks, tuple(self.calls))
+        memory = KeptMemory(own, deferred, *(tuple(one in kept for one in side) for side in (into, out)))
+        sources = {one: place for place, one in enumerate(into)}
+        passes = tuple(sources.get(one) for one in out)
+        return BlockTrial(form, gradient, passes, memory, peaks, tuple(self.calls))
 
     def _loss(self, prediction: Any, y: Array) -> BlockTrial:
         self.calls.clear()
-        with _watched() as watch, np.errstate(all="ignore"):
+        with watched(self.loss) as watch, np.errstate(all="ignore"):
             _, _, cache = self.loss.forward(prediction, y)
             forward = watch.peak()
-            own, kept = _held(cache, _owners((prediction, y))), _owners(cache)
+            own, kept = held(cache, places((prediction, y))) + watch.foreign(()), places(cache)
             watch.begin()
             gradient = TreeForm.of(self.loss.backward(cache), "the gradient of the prediction")
             peaks = PassPeaks(forward, watch.peak(), 0)
-        held = KeptMemory(own, 0, tuple(id(one) in kept for one in _leaf_owners(prediction)), (False,))
+        memory = KeptMemory(own, 0, tuple(one in kept for one in leaf_places(prediction)), (False,))
         number = TreeForm.of(np.float64(), "the loss")
-        return BlockTrial(number, gradient, (None,), held, peaks, tuple(self.calls))
+        return BlockTrial(number, gradient, (None,), memory, peaks, tuple(self.calls))
 
     def _parameters(self, layer: Layer) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return a layer's parameters and gradients, nested by name.
@@ -301,11 +309,6 @@ def _zeros(form: TreeForm, *, gradient: bool = False) -> Any:
     return form.build([np.zeros(*shape) if keep else None for keep, shape in zip(kept, form.shapes, strict=True)])
 
 
-def _leaf_owners(tree: Any) -> list[Array]:
-    """Return, for each array of a tree, the array that owns its memory; held, so that no other gets its ``id``."""
-    return [_owner(array) for array in leaves_of(tree)]
-
-
 def _calls(few: Sequence[GroupCall], more: Sequence[GroupCall], samples: int) -> tuple[GroupCall, ...] | None:
     if [(c.axis, c.kind, c.sizes, c.itemsize) for c in few] != [(c.axis, c.kind, c.sizes, c.itemsize) for c in more]:
         return None
@@ -313,74 +316,3 @@ def _calls(few: Sequence[GroupCall], more: Sequence[GroupCall], samples: int) ->
         b._replace(unit=_line(a.unit, b.unit, samples), outer=_line(a.outer, b.outer, samples))
         for a, b in zip(few, more, strict=True)
     )
-
-
-class _PeakMemory:
-    """Measure by how many bytes, at most, the memory that Python and NumPy have allocated grows from a moment on."""
-
-    def __init__(self) -> None:
-        self.begin()
-
-    def begin(self) -> None:
-        """Start a new measurement. Not collective."""
-        tracemalloc.reset_peak()
-        self._start = tracemalloc.get_traced_memory()[0]
-
-    def peak(self) -> int:
-        """Return the largest growth in bytes since the start of the measurement. Not collective."""
-        return tracemalloc.get_traced_memory()[1] - self._start
-
-
-@contextmanager
-def _watched() -> Iterator[_PeakMemory]:
-    already = tracemalloc.is_tracing()
-    if not already:
-        tracemalloc.start()
-    try:
-        yield _PeakMemory()
-    finally:
-        if not already:
-            tracemalloc.stop()
-
-
-def _owner(array: Array) -> Array:
-    """Return the array that owns the memory of ``array``, which may be a view."""
-    while isinstance(array.base, np.ndarray):
-        array = array.base
-    return array
-
-
-def _held(tree: Any, others: frozenset[int]) -> int:
-    """Return the bytes of the arrays in ``tree``, without memory that belongs to arrays with an id in ``others``."""
-    return sum(owner.nbytes for owner in map(_owner, _arrays(tree)) if id(owner) not in others)
-
-
-def _owners(tree: Any) -> frozenset[int]:
-    return frozenset(id(_owner(array)) for array in _arrays(tree))
-
-
-def _arrays(value: Any) -> list[Array]:
-    """List the arrays in nested containers; of several views of the same memory only one."""
-    found: dict[int, Array] = {}
-    seen: set[int] = set()
-    left = [value]
-    while left:
-        item = left.pop()
-        if isinstance(item, np.ndarray):
-            found.setdefault(id(_owner(item)), item)
-        elif id(item) not in seen:
-            seen.add(id(item))
-            left += _inside(item)
-    return list(found.values())
-
-
-def _inside(item: Any) -> list[Any]:
-    if isinstance(item, Mapping):
-        return list(item.values())
-    if isinstance(item, list | tuple | set | frozenset):
-        return list(item)
-    if is_dataclass(item) and not isinstance(item, type):
-        return [getattr(item, field.name) for field in fields(item)]
-    if isinstance(item, RecordingGroup | type) or callable(item):
-        return []
-    return list(getattr(item, "__dict__", {}).values())

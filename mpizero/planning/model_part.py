@@ -107,6 +107,14 @@ class ModelPart:
         return self.partitioned.cuts[chunk]
 
     @property
+    def unseen(self) -> str:
+        """The memory that another library takes for the blocks and that the trials do not see, in words; "" if none."""
+        counters = (
+            getattr(layer, "allocations", None) for layer in getattr(self.partitioned.split, "blocks", {}).values()
+        )
+        return next((counter.unseen for counter in counters if counter is not None), "")
+
+    @property
     def last_chunk(self) -> int:
         """The number of the chunk that has the model's last block."""
         return len(self.partitioned.cuts) - 1
@@ -122,7 +130,7 @@ class ModelPart:
         ``samples`` is the number of samples of the micro-batch.
         """
         found = self._trials.of(samples)
-        names = [*self.blocks(chunk), *([""] if chunk == self.last_chunk else [])]
+        names = [*self.blocks(chunk), *([None] if chunk == self.last_chunk else [])]
         return [found[name] for name in names]
 
     def calls(self, chunk: int, samples: int) -> list[GroupCall]:

@@ -255,6 +255,11 @@ class TrainingPlan:
         """Why activations, working arrays and operations are not known; "" if they are."""
         return self.traffic(0).part.untried
 
+    @cached_property
+    def unseen(self) -> str:
+        """The memory that known activations and working arrays lack, in words; "" if none."""
+        return self.traffic(0).part.unseen
+
     def _plan(self, rank: int) -> RankPlan:
         traffic = self.traffic(rank)
         holdings, part = RankMemory(traffic, self._flow(traffic)), traffic.part

@@ -206,8 +206,8 @@ class PlannedRun:
 
     def _warnings(self) -> Iterator[str]:
         training = self.training
-        if training.not_counted and self.request.memory_per_node is not None:
-            yield f"what is not counted must fit --memory-per-node, too: {training.not_counted}"
+        if (lacking := training.not_counted or training.unseen) and self.request.memory_per_node is not None:
+            yield f"what is not counted must fit --memory-per-node, too: {lacking}"
         if isinstance(self.config.optimizer, VectorMethodSection):
             yield f"the small messages of {self.config.optimizer.name}'s dot products are not counted: they vary"
         axes, grains = training.axes, training.grains

@@ -104,6 +104,7 @@ def _memory(plan: PlannedRun) -> str:
     text = _table(plan, "memory of the fullest rank", rows, PARTS)
     nodes, windows, untried = plan.training.node_bytes, plan.training.node_windows, plan.training.not_counted
     node = max(nodes, key=lambda n: nodes[n])
+    beside = f"{unseen}, " if (unseen := plan.training.unseen) else ""
     tried = "activations and working arrays were found by trying one block of each kind"
     if plan.config.train.device != "cpu":
         text += "\n" + _table(plan, "on the GPU of the fullest rank", _rows(plan, lambda r: r.device_memory), PARTS)
@@ -115,7 +116,7 @@ def _memory(plan: PlannedRun) -> str:
         f"{text}\nfullest node ({node}): {amount(nodes[node])}B, of it {amount(windows[node])}B in shared windows "
         "(/dev/shm)\n"
         + (f"not counted: arrays of the model's own passes ({untried}); Python and its libraries" if untried else "")
-        + ("" if untried else f"not counted: Python and its libraries; {tried}")
+        + ("" if untried else f"not counted: {beside}Python and its libraries; {tried}")
     )
 
 
@@ -221,6 +222,7 @@ def _figures(plan: PlannedRun) -> Iterator[tuple[str, Any]]:
     nodes, windows = training.node_bytes, training.node_windows
     yield "nodes", [{"node": n, "bytes": nodes[n], "window_bytes": windows[n]} for n in sorted(nodes)]
     yield "not_counted", training.not_counted or None
+    yield "unseen", training.unseen or None
     yield "pipeline", _pipeline(plan)
     yield "expected", _expected(plan)
     yield "idle_ranks", list(training.idle)

@@ -13,6 +13,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from mpizero.adapters.pass_times import PassTimes
+from mpizero.adapters.torch.allocations import Allocations
 from mpizero.adapters.torch.arrays import as_array, as_tensor, gradient_leaves, put
 from mpizero.adapters.torch.backward import (
     Gradients,
@@ -109,8 +110,8 @@ class TorchBlock(Layer):
     recomputed: bool = False
     times: PassTimes = field(default_factory=PassTimes)
     _halves: _Halves = field(default_factory=_Halves)
-    #: Whose memory the arrays of a pass are in, which the planner cannot count.
-    memory_of: ClassVar[str] = "PyTorch"
+    #: Counts the arrays of a pass for the planner.
+    allocations: ClassVar[Any] = Allocations
 
     @property
     def fingerprint(self) -> Any:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from mpizero.adapters.torch.allocations import Allocations
 from mpizero.adapters.torch.arrays import as_array, as_tensor, gradient_leaves
 from mpizero.adapters.torch.backward import gradients_of
 from mpizero.adapters.torch.calling import UNDIFFERENTIATED
@@ -34,6 +35,8 @@ class TorchLoss:
     originals: Originals
     trial: Trial | None = None
     _first: FirstLoss = field(init=False)
+    #: Counts the arrays of a pass for the planner.
+    allocations: ClassVar[Any] = Allocations
 
     def __post_init__(self) -> None:
         if isinstance(self.function, type):

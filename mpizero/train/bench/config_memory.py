@@ -110,6 +110,7 @@ class _ConfigRun:
         planned = plan(config, PlanRequest(self.comm.size, ranks_per_node(figures)))
         count, dtype = figures[0]["parameters"], np.dtype(planned.training.model.dtype).name
         grains = planned.training.grains.described(config.train.accumulate)
+        training = planned.training
         return LayoutTable(
             memory=self.memory,
             strategy=config.parallel.strategy,
@@ -119,6 +120,6 @@ class _ConfigRun:
                 f"{config.model.described} with {count:,} {dtype} parameters, {config.optimizer.name}, "
                 f"{config.train.global_batch} samples a step in {grains}"
             ),
-            not_counted=planned.training.not_counted,
+            not_counted=training.not_counted or ("another library keeps them" if training.unseen else ""),
             rows=table_rows(figures, planned.training),
         )

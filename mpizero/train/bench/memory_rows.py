@@ -109,10 +109,11 @@ def ranks_per_node(figures: Sequence[dict[str, Any]]) -> int | None:
 def table_rows(figures: Sequence[dict[str, Any]], plan: TrainingPlan) -> tuple[RankRow, ...]:
     """Return measured and planned figures of every rank side by side. Not collective.
 
-    ``figures`` has what :func:`measure_steps` returned on every rank. Activations are left out if the plan lacks them.
+    ``figures`` has what :func:`measure_steps` returned on every rank. Activations are left out if the plan
+    lacks them, or if another library has them, which :class:`CacheMeter` does not see.
     """
     rows = tuple(_row(figure, planned) for figure, planned in zip(figures, plan.by_rank, strict=True))
-    for row in rows if plan.not_counted else ():
+    for row in rows if plan.not_counted or plan.unseen else ():
         for held in (row.held, row.planned):
             del held["activations"]
     return rows
