@@ -8,6 +8,8 @@ docs/measurements.md has the measurements behind the constants, which are times 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from math import ceil
 from typing import NamedTuple
 
@@ -18,8 +20,9 @@ _GRAIN, _CALL, _CONVOLUTION, _PARAMETER = 300_000, 15_000, 130_000, 3.6
 _OPERATION, _BYTE = 0.01, 1 / 12
 #: The work of a grain's samples over its fixed cost from which on the latter is small.
 _ENOUGH = 20
-#: Numbers of samples with which a model is run to count its work: batch norms need more than one.
-COUNTED_SAMPLES = (2, 4)
+#: Numbers of samples with which a model is run to count its work; the second where it takes no single sample, as one
+#: with batch norms.
+COUNTED_SAMPLES = ((1, 2), (2, 4))
 
 
 class PassWork(NamedTuple):
@@ -45,23 +48,32 @@ class PassWork(NamedTuple):
         return PassWork(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-def efficient_samples(two: PassWork, four: PassWork, parameters: int) -> int | None:
+def efficient_samples(work: Callable[[int], PassWork], parameters: int) -> int | None:
     """Return with how many samples a grain's fixed cost is at most a twentieth of its work: a power of two.
 
     Kernels are slower for other numbers: of XLA a convolution of 7 samples takes longer than one of 8.
 
     Parameters
     ----------
-    two, four : PassWork
-        The work of a pass of two and of four samples.
+    work : callable
+        Takes a number of samples, and returns the work of a pass of so many.
     parameters : int
         Number of parameters.
 
     Returns
     -------
     int or None
-        None if samples take no work.
+        None if samples take no work, or if it cannot be counted.
     """
-    sample = ((four.operations - two.operations) * _OPERATION + (four.bytes - two.bytes) * _BYTE) / 2
-    fixed = _GRAIN + two.calls * _CALL + two.convolutions * _CONVOLUTION + parameters * _PARAMETER
+    counted: list[PassWork] = []
+    for few, more in COUNTED_SAMPLES:
+        with suppress(Exception):  # code of the user's own, given zeros: what is wrong with it, its first pass tells
+            counted, added = [work(few), work(more)], more - few
+            break
+    if not counted:
+        return None
+    first, second = counted
+    operations, moved = second.operations - first.operations, second.bytes - first.bytes
+    sample = (operations * _OPERATION + moved * _BYTE) / added
+    fixed = _GRAIN + first.calls * _CALL + first.convolutions * _CONVOLUTION + parameters * _PARAMETER
     return 1 << (ceil(_ENOUGH * fixed / sample) - 1).bit_length() if sample > 0 else None

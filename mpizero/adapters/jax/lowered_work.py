@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 from mpizero.adapters.jax.compiled_loss import CompiledLoss
 from mpizero.adapters.jax.jax_block import JaxBlock
 from mpizero.adapters.jax.parameter_tree import samples
-from mpizero.adapters.pass_work import COUNTED_SAMPLES, PassWork, efficient_samples
+from mpizero.adapters.pass_work import PassWork, efficient_samples
 from mpizero.types import Array
 
 #: Work of a forward and backward pass over that of the forward pass.
@@ -27,7 +27,7 @@ def enough_samples_of_loss(loss: CompiledLoss, parameters: Mapping[str, Array], 
     def work(count: int) -> PassWork:
         return _work(loss.lowered(parameters, *_zeros((x, y), count)))
 
-    return _enough(work, sum(array.size for array in parameters.values()))
+    return efficient_samples(work, sum(array.size for array in parameters.values()))
 
 
 def enough_samples_of_blocks(blocks: Mapping[str, JaxBlock], dtype: np.dtype[Any], x: Any) -> int | None:
@@ -43,15 +43,7 @@ def enough_samples_of_blocks(blocks: Mapping[str, JaxBlock], dtype: np.dtype[Any
             given = jax.tree_util.tree_map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), lowered.out_info)
         return found
 
-    return _enough(work, sum(int(spec.size) for block in blocks.values() for spec in block.parameters))
-
-
-def _enough(work: Callable[[int], PassWork], parameters: int) -> int | None:
-    try:
-        two, four = map(work, COUNTED_SAMPLES)
-    except Exception:  # code of the user's own: what is wrong with it, the first pass tells
-        return None
-    return efficient_samples(two, four, parameters)
+    return efficient_samples(work, sum(int(spec.size) for block in blocks.values() for spec in block.parameters))
 
 
 def _zeros(tree: Any, count: int) -> Any:

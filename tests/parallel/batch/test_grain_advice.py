@@ -24,13 +24,19 @@ def test_a_coarse_rule_makes_at_least_four_grains_of_a_batch_that_has_so_many_sa
 
 
 def test_a_grain_has_more_samples_where_its_fixed_cost_is_more_of_its_work() -> None:
-    def work(samples: int, each: int) -> PassWork:
-        return PassWork(calls=100, operations=each * samples)
+    def enough(each: int, parameters: int = 1000, least: int = 1) -> int | None:
+        def work(samples: int) -> PassWork:
+            if samples < least:
+                raise ValueError("batch norms need more samples")
+            return PassWork(calls=100, operations=each * samples)
 
-    found = [efficient_samples(work(2, each), work(4, each), 1000) for each in (10**5, 10**7, 10**9)]
-    assert found == [65536, 512, 4]
-    assert efficient_samples(work(2, 0), work(4, 0), 1000) is None
-    more = efficient_samples(work(2, 10**7), work(4, 10**7), 10**7)
+        return efficient_samples(work, parameters)
+
+    found = [enough(each) for each in (10**5, 10**7, 10**9)]
+    assert found == [65536, 512, 4] == [enough(each, least=2) for each in (10**5, 10**7, 10**9)]
+    assert enough(0) is None
+    assert enough(1, least=3) is None
+    more = enough(10**7, 10**7)
     assert more is not None
     assert found[1] is not None
     assert more > found[1]
