@@ -9,7 +9,6 @@ docs/measurements.md has the measurements behind the constants, which are times 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from math import ceil
 from typing import NamedTuple
 
@@ -20,9 +19,9 @@ _GRAIN, _CALL, _CONVOLUTION, _PARAMETER = 300_000, 15_000, 130_000, 3.6
 _OPERATION, _BYTE = 0.01, 1 / 12
 #: The work of a grain's samples over its fixed cost from which on the latter is small.
 _ENOUGH = 20
-#: Numbers of samples with which a model is run to count its work; the second where it takes no single sample, as one
-#: with batch norms.
-COUNTED_SAMPLES = ((1, 2), (2, 4))
+#: Numbers of samples with which a model is run to count its work. Batch norms refuse a single one, and kernels leave
+#: copies out that they make of more.
+_FEW, _MORE = 2, 3
 
 
 class PassWork(NamedTuple):
@@ -65,15 +64,11 @@ def efficient_samples(work: Callable[[int], PassWork], parameters: int) -> int |
     int or None
         None if samples take no work, or if it cannot be counted.
     """
-    counted: list[PassWork] = []
-    for few, more in COUNTED_SAMPLES:
-        with suppress(Exception):  # code of the user's own, given zeros: what is wrong with it, its first pass tells
-            counted, added = [work(few), work(more)], more - few
-            break
-    if not counted:
+    try:
+        few, more = work(_FEW), work(_MORE)
+    except Exception:  # code of the user's own, given zeros: what is wrong with it, its first pass tells
         return None
-    first, second = counted
-    operations, moved = second.operations - first.operations, second.bytes - first.bytes
-    sample = (operations * _OPERATION + moved * _BYTE) / added
-    fixed = _GRAIN + first.calls * _CALL + first.convolutions * _CONVOLUTION + parameters * _PARAMETER
+    operations, moved = more.operations - few.operations, more.bytes - few.bytes
+    sample = (operations * _OPERATION + moved * _BYTE) / (_MORE - _FEW)
+    fixed = _GRAIN + few.calls * _CALL + few.convolutions * _CONVOLUTION + parameters * _PARAMETER
     return 1 << (ceil(_ENOUGH * fixed / sample) - 1).bit_length() if sample > 0 else None

@@ -35,7 +35,7 @@ def test_a_grain_has_more_samples_where_its_fixed_cost_is_more_of_its_work() -> 
     found = [enough(each) for each in (10**5, 10**7, 10**9)]
     assert found == [65536, 512, 4] == [enough(each, least=2) for each in (10**5, 10**7, 10**9)]
     assert enough(0) is None
-    assert enough(1, least=3) is None
+    assert enough(1, least=4) is None
     more = enough(10**7, 10**7)
     assert more is not None
     assert found[1] is not None
