@@ -1,0 +1,49 @@
+"""A first pass refuses no sum over samples for its rounding: with small errors, in 16 bits, with noise of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+import mpizero as mz  # noqa: E402
+from mpizero.adapters.torch import TorchModel  # noqa: E402
+
+X = np.random.default_rng(0).normal(size=(12, 24)).astype(np.float32)
+SQUARES = nn.MSELoss(reduction="sum")
+
+
+def steps(model: Any, x: Any, y: Any, micro_batch: int) -> None:
+    """Train for a step, and evaluate."""
+    config = mz.ShardingConfig(comm="self", micro_batch=micro_batch)
+    with config, mz.distribute(model, mz.SGD(1e-3), strategy="zero2", config=config) as placed:
+        placed.train(x, y)
+        placed.evaluate(x, y)
+
+
+def convolutions() -> Any:
+    parts = nn.Conv1d(4, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv1d(8, 4, 3, padding=1), nn.Flatten()
+    return nn.Sequential(nn.Unflatten(1, (4, 6)), *parts)
+
+
+def linear() -> Any:
+    return nn.Sequential(nn.Linear(24, 64), nn.Tanh(), nn.Linear(64, 24))
+
+
+@pytest.mark.parametrize("make", [convolutions, linear])
+@pytest.mark.parametrize("micro_batch", [1, 5])
+@pytest.mark.parametrize("error", [1.0, 1e-6])
+def test_an_error_near_the_rounding_of_the_prediction_is_no_difference(
+    make: Any, micro_batch: int, error: float
+) -> None:
+    torch.manual_seed(0)
+    net = make()
+    near = net(torch.from_numpy(X)).detach().numpy()
+    target = (near + error * np.random.default_rng(1).normal(size=near.shape)).astype(np.float32)
+    for blocks in (None, list(net)):
+        steps(TorchModel(net, SQUARES, blocks=blocks), X, target, micro_batch)
