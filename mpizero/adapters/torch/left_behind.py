@@ -14,10 +14,11 @@ from mpizero.text import notice
 
 
 class LeftBehind:
-    """Say once, at the first call of a module that was trained as a copy, that it is not the trained one.
+    """Say once, at the first use of a module that was trained as a copy, that it is not the trained one.
 
-    It is a hook of the module. Copies of the module, pickled ones too, have one that says nothing, and so has a module
-    whose parameters were changed since, for example by ``load_state_dict``.
+    It is a hook of the module and of its submodules, which are called, and whose ``state_dict()`` is taken. Copies of
+    the module, pickled ones too, have one that says nothing, and so has a module whose parameters were changed since,
+    for example by ``load_state_dict``.
 
     Parameters
     ----------
@@ -28,9 +29,12 @@ class LeftBehind:
     """
 
     def __init__(self, module: torch.nn.Module | None = None, originals: Originals | None = None) -> None:
-        self._originals, self._versions = originals, _versions(module)
-        if module is not None:
-            module.register_forward_pre_hook(self)
+        self._originals = originals
+        inside = [] if module is None else list(module.modules())
+        self._versions = {id(inner): _versions(inner) for inner in inside}
+        for inner in inside:
+            inner.register_forward_pre_hook(self)
+            inner.register_state_dict_pre_hook(self.before_state_dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a hook that says nothing."""
@@ -41,19 +45,26 @@ class LeftBehind:
         return type(self), ()
 
     def __call__(self, module: torch.nn.Module, given: Any) -> None:
-        """Look at one call of the module."""
+        """Look at one call of the module, or of a submodule."""
+        self._used(module, "is called")
+
+    def before_state_dict(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Look at one call of ``state_dict()`` of the module, or of a submodule."""
+        self._used(module, "is asked for its state_dict")
+
+    def _used(self, module: torch.nn.Module, how: str) -> None:
         if self._originals is None or not self._originals.trained:
             return
-        frame, line = sys._getframe(1), None
+        frame, line = sys._getframe(2), None
         while frame is not None:
             if frame.f_globals.get("__name__", "").startswith("mpizero.adapters"):
                 return  # compares it with its blocks
             line = line or _users(frame)
             frame = frame.f_back  # type: ignore[assignment]
-        if _versions(module) == self._versions:
+        if _versions(module) == self._versions.get(id(module)):
             at = "" if line is None else f" ({line})"
             notice(
-                f"{type(module).__name__} is called{at}, but mpizero trains a copy of it, and it still has its start "
+                f"{type(module).__name__} {how}{at}, but mpizero trains a copy of it, and it still has its start "
                 "values: TorchModel.fill(model.named_parameters()) gives it the trained ones; model.predict has them"
             )
         self._originals = None
@@ -64,5 +75,5 @@ def _users(frame: FrameType) -> Line | None:
     return Line(code.co_filename, frame.f_lineno, code.co_name) if is_users(code.co_filename) else None
 
 
-def _versions(module: torch.nn.Module | None) -> list[int]:
-    return [] if module is None else [parameter._version for parameter in module.parameters()]
+def _versions(module: torch.nn.Module) -> list[int]:
+    return [parameter._version for parameter in module.parameters()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from typing import Any
 
@@ -49,6 +50,28 @@ def test_its_first_call_says_so_with_the_line(blocks: Any, capfd: Any) -> None:
     np.testing.assert_allclose(net.eval()(x).detach(), expected, rtol=1e-5)
 
 
+USES = {
+    "its state_dict": (lambda net: net.state_dict(), "Sequential is asked for its state_dict"),
+    "a submodule's state_dict": (lambda net: net[0].state_dict(), "Linear is asked for its state_dict"),
+    "a call of a submodule": (lambda net: net[2](torch.from_numpy(X)), "Linear is called"),
+    "a file of its weights": (lambda net: torch.save(net.state_dict(), io.BytesIO()), "asked for its state_dict"),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_so_says_every_other_use_of_its_values(use: str, capfd: Any) -> None:
+    net, (taken, told) = module(), USES[use]
+    with mz.distribute(TorchModel(net, LOSS), mz.SGD(0.1), comm="self") as placed:
+        taken(net)  # not trained yet
+        placed.train(X, X)
+        assert "start values" not in capfd.readouterr().err
+        for _ in range(2):
+            taken(net)
+    said = capfd.readouterr().err
+    assert said.count("start values") == 1
+    assert f"{told} (test_left_behind.py:" in said
+
+
 def test_a_filled_module_says_nothing(capfd: Any) -> None:
     net, x = module(), torch.from_numpy(X)
     model = TorchModel(net, LOSS)
@@ -56,6 +79,8 @@ def test_a_filled_module_says_nothing(capfd: Any) -> None:
         placed.train(X, X)
         net.load_state_dict(model.state_dict(placed.named_parameters()))
     net(x)
+    net[0](x)
+    net.state_dict()
     assert "start values" not in capfd.readouterr().err
 
 
