@@ -269,6 +269,30 @@ def unknown_names(module: str, known: Sequence[str]) -> Callable[[str], Any]:
     return missing
 
 
+#: What PyTorch's modules and optimizers have, and sharded ones have not, with what takes its place.
+INSTEAD: Mapping[str, str] = {
+    "zero_grad": "leave it out: gradients of different calls are never added",
+    "backward": "model.train(x, y) computes gradients and makes the step; model.compute_gradients(x, y) leaves it out",
+    "eval": "leave it out: evaluate and predict are in evaluation mode, train is in training mode",
+    "forward": "model.predict(x), or model.evaluate(x, y)",
+    "parameters": "model.named_parameters(), arrays by name",
+    "state_dict": "model.named_parameters(), or model.save_model(path)",
+    "load_state_dict": "model.load_named(arrays), or model.load_model(path)",
+    "to": 'the device is a setting, ShardingConfig(device="cuda")',
+    "cuda": 'the device is a setting, ShardingConfig(device="cuda")',
+    "param_groups": "a learning rate that changes is a function of the step, lr=lambda step: ...; groups= has others",
+    "add_param_group": "give the optimizer groups=",
+}
+#: Settings of optimizers, which programs for PyTorch change between steps.
+SETTINGS = frozenset({"lr", "learning_rate", "momentum", "weight_decay", "betas", "eps", "param_groups"})
+
+
+def not_here(owner: object, name: str) -> UnknownNameError:
+    """Return the error of an attribute that an object does not have, with what PyTorch's of this name is here."""
+    hint = f": {INSTEAD[name]}" if name in INSTEAD else ""
+    return UnknownNameError(f"{type(owner).__name__!r} object has no attribute {name!r}{hint}")
+
+
 def fits(name: str, pattern: str) -> bool:
     """Tell whether a name matches a shell pattern, or equals the pattern.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from mpizero.comm.startup.same_software import agree_to_start
 from mpizero.errors import ArgumentError, CheckpointError, SharedMemoryError, StateError
 from mpizero.layout import Span
 from mpizero.layout.flat import FlatLayout, joined
-from mpizero.names import check_names, explains
+from mpizero.names import check_names, explains, not_here
 from mpizero.parallel.batch.step_scalars import Totals
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.engine import Engine
@@ -40,12 +40,14 @@ class Pending(NamedTuple):
     """Hold a computed gradient that has not been applied to the parameters yet.
 
     ``totals`` are loss and weight of the global batch. ``reduced`` is the averaged gradient; None if it is not yet
-    summed over the ranks. ``sent`` is the counter of sent bytes before the gradient was computed.
+    summed over the ranks. ``sent`` is the counter of sent bytes before the gradient was computed. ``calls`` counts the
+    gradients computed since the last step.
     """
 
     totals: Totals
     reduced: Array | None
     sent: int
+    calls: int = 1
 
 
 @explains
@@ -92,6 +94,12 @@ class ShardedCore(ABC):
         self._skipped = SkippedSteps(config.bad_steps)
         self._on_before_initialize_sharding()
         self._initialize_sharding()
+
+    if not TYPE_CHECKING:  # where it would hide what is misspelt
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise :class:`AttributeError` for what is not there."""
+            raise not_here(self, name)
 
     # ------------------------------------------------------------------ hooks
 

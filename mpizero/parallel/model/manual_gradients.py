@@ -25,6 +25,7 @@ from mpizero.parallel.model.local_training import LocalTraining
 from mpizero.parallel.model.saving import Saving
 from mpizero.parallel.parameters.shards import Share
 from mpizero.records import dataclass
+from mpizero.text import notice
 from mpizero.types import Array
 from mpizero.validation import number, require
 
@@ -88,6 +89,8 @@ class Gradients:
 class ManualGradients(Inspection, LocalTraining, Saving):
     """Compute gradients, sum them over the ranks, and apply them in separate calls, instead of one ``train``."""
 
+    _told_replaced = False
+
     @recorded
     def compute_gradients(self, x: Any, y: Any, loss: Any = None, *, epoch: int = 0, gather: bool = False) -> Gradients:
         """Compute the gradient of the mean loss over the global batch; parameters stay unchanged.
@@ -124,7 +127,7 @@ class ManualGradients(Inspection, LocalTraining, Saving):
                 synced = self._config.auto_sync_gradients
                 return engine.gradients(x, y) if synced else (engine.local_gradients(x, y), None)
 
-        totals, reduced, _ = self._pend(compute)
+        totals, reduced, *_ = self._pend(compute)
         if reduced is not None:
             return self._gradients(totals, reduced, gather=gather)
         engine = self.engine
@@ -243,7 +246,15 @@ class ManualGradients(Inspection, LocalTraining, Saving):
         NonFiniteError
             After too many skipped steps in a row, as in ``train``.
         """
-        engine, (totals, _, sent) = self.engine, self._waiting("step")
+        engine, pending = self.engine, self._waiting("step")
+        totals, sent = pending.totals, pending.sent
+        if pending.calls > 1 and not self._told_replaced:
+            self._told_replaced = True
+            if engine.prints_notices:
+                notice(
+                    f"the step takes the gradient of the last of {pending.calls} calls of compute_gradients: those of "
+                    "several calls are not added; ShardingConfig(accumulate=...) adds those of parts of a batch"
+                )
 
         def reduced() -> Array:
             found = self._reduced_pending("step")[1]
@@ -265,8 +276,9 @@ class ManualGradients(Inspection, LocalTraining, Saving):
             sent = engine.grid.bytes_sent
             return Pending(*compute(engine), sent)
 
+        before = 0 if self._pending is None else self._pending.calls
         self._pending = None
-        self._pending = self._with_room(computed)
+        self._pending = self._with_room(computed)._replace(calls=before + 1)
         return self._pending
 
     def _waiting(self, name: str) -> Pending:

@@ -14,8 +14,8 @@ from mpizero import checkpoint, optim
 from mpizero.comm import Communicator
 from mpizero.comm.calls import agree_on_call, check_call, collective, recorded
 from mpizero.comm.equality import agree_arrays, agree_equal
-from mpizero.errors import ArgumentError, ConfigError, StateError
-from mpizero.names import explains
+from mpizero.errors import ArgumentError, ConfigError, StateError, UnknownNameError
+from mpizero.names import SETTINGS, explains, not_here
 from mpizero.optim.adapted import adapt
 from mpizero.optim.averaging import plain
 from mpizero.optim.tensor_optimizer import tensor_slots
@@ -84,6 +84,21 @@ class ShardedOptimizer:
         self._stalled = False
         if config is not None:
             config.unbound.add(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, but for settings of the wrapped optimizer, which nothing would read here."""
+        if name in SETTINGS:
+            raise UnknownNameError(
+                f"{name} cannot be set: the wrapped optimizer keeps it; a learning rate that changes is a function of "
+                f"the step, {type(self.wrapped_optimizer).__name__}(lr=lambda step: ...)"
+            )
+        super().__setattr__(name, value)
+
+    if not TYPE_CHECKING:  # where it would hide what is misspelt
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise :class:`AttributeError` for what is not there."""
+            raise not_here(self, name)
 
     # ------------------------------------------------------------------ binding and stepping
 
