@@ -109,6 +109,7 @@ def without_values(module: torch.nn.Module) -> torch.nn.Module:
     for inner in twin.modules():
         if isinstance(inner, torch.nn.Embedding | torch.nn.EmbeddingBag):
             inner.sparse = False  # their gradients would be of a kind that is not added up here
+    begin_training(twin)
     return twin
 
 
@@ -154,12 +155,36 @@ def dtype_of(module: torch.nn.Module) -> np.dtype[Any]:
         first.setdefault(parameter.dtype, name)
     if not first:
         raise ConfigError(f"TorchModel: the module {type(module).__name__} has no parameters, so nothing is trained")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ConfigError(
+            f"TorchModel: {type(module).__name__} is compiled by torch.jit, and holds its parameters where nothing "
+            "else can be put: give the module that it was made of"
+        )
+    if numbers := next((name for dtype, name in first.items() if dtype.is_complex), None):
+        raise ConfigError(
+            f"TorchModel: parameter {numbers!r} is complex: register its parts as one real parameter, "
+            "nn.Parameter(torch.view_as_real(value)), and compute with torch.view_as_complex of it, which has the same "
+            "gradient"
+        )
     if len(first) > 1 or next(iter(first)) not in DTYPES:
         told = ", ".join(f"{name!r} is {str(dtype).removeprefix('torch.')}" for dtype, name in first.items())
         raise ConfigError(
             f"TorchModel: all parameters must be float32, or all float64; {told}: convert them, module.float()"
         )
     return DTYPES[next(iter(first))]
+
+
+def begin_training(module: torch.nn.Module) -> None:
+    """Call each ``train()`` of the user's own, which may keep submodules in evaluation mode. Not collective.
+
+    What is in evaluation mode already stays so.
+    """
+    modes = [(inner, inner.training) for inner in module.modules()]
+    for inner, was in modes:
+        if was and type(inner).train is not torch.nn.Module.train:
+            inner.train()
+    for inner, was in modes:
+        inner.training &= was
 
 
 def running_statistics(module: torch.nn.Module) -> set[int]:

@@ -44,7 +44,7 @@ class Describer:
         self._frozen = {id(held[name]) for name in chosen_names(parameters, "frozen", frozen)}
         self._unused = {id(held[name]) for name in chosen_names(parameters, "unused", unused)}
         self._averaged = chosen_names(buffers, "averaged", averaged, "buffer")
-        self._dtype, self._saved = dtype, frozenset(module.state_dict())
+        self._dtype, self._order = dtype, tuple(module.state_dict())
         self._running = bound.running_statistics(module)
         self._homes: dict[int, str] = {}
         self._stored: list[bound.Held] = []
@@ -61,7 +61,7 @@ class Describer:
         integers, numbers, kept = [], [], []
         for identity, one in bound.held_buffers(module).items():
             whole, dtype = joined(block, one.name), str(one.now.dtype).removeprefix("torch.")
-            averaged, saved = identity in self._running or whole in self._averaged, whole in self._saved
+            averaged, saved = identity in self._running or whole in self._averaged, whole in self._order
             if refusal := self._refusal(averaged, saved, dtype, self._homes.setdefault(identity, block), block):
                 raise ConfigError(f"TorchModel: buffer {whole!r} {refusal}")
             if saved and dtype in INTEGER_DTYPES:
@@ -73,6 +73,9 @@ class Describer:
                 self._stored.append(one)
             else:
                 kept.append(one)
+        place = {name: number for number, name in enumerate(self._order)}
+        order = sorted(range(len(stored)), key=lambda n: place.get(joined(block, stored[n].name), len(place)))
+        stored, specs = [stored[n] for n in order], [specs[n] for n in order]
         names = frozenset(one.name for one in parameters.values())
         unused = frozenset(one.name for identity, one in parameters.items() if identity in self._unused)
         return BlockTensors(tuple(stored), tuple(specs), tuple(integers), tuple(numbers), tuple(kept), names, unused)

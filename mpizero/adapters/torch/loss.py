@@ -10,6 +10,7 @@ import torch
 
 from mpizero.adapters.torch.arrays import as_array, as_tensor, gradient_leaves
 from mpizero.adapters.torch.backward import gradients_of
+from mpizero.adapters.torch.calling import UNDIFFERENTIATED
 from mpizero.adapters.torch.first.first_loss import FirstLoss
 from mpizero.adapters.torch.first.originals import Originals
 from mpizero.adapters.torch.first.parts import Trial, parts_of
@@ -19,9 +20,6 @@ from mpizero.frames import users_line
 from mpizero.sampletree import leaves_of, map_leaves
 from mpizero.signatures import named
 from mpizero.types import Array
-
-#: What PyTorch says where a derivative is asked for without a graph.
-_UNDIFFERENTIATED = ("does not require grad", "not have been used in the graph")
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +36,11 @@ class TorchLoss:
     _first: FirstLoss = field(init=False)
 
     def __post_init__(self) -> None:
+        if isinstance(self.function, type):
+            raise ConfigError(
+                f"TorchModel: loss is the class {self.function.__name__}: make one of it, "
+                f"{self.function.__name__}(reduction='sum')"
+            )
         if not callable(self.function):
             raise ConfigError(f"TorchModel: loss is a function of prediction and target, got {self.function!r:.80}")
         if isinstance(self.function, torch.nn.Module) and any(True for _ in self.function.parameters()):
@@ -61,11 +64,11 @@ class TorchLoss:
             kind = self._first.new_kind((given, wanted))
             if kind is not None:
                 self._first.check(given, wanted)
-                if not self._first.added and self._adds_up(prediction, given, wanted):
-                    self._first.added = True
-                    if self.trial is not None:
-                        self.trial.done = True
                 self._first.seen.add(kind)
+            if self._first.is_wanted(new=kind is not None) and self._adds_up(prediction, given, wanted):
+                self._first.added += 1
+                if self.trial is not None:
+                    self.trial.done = True
             leaves = gradient_leaves(given)
             for leaf in leaves:
                 leaf.requires_grad_()
@@ -101,7 +104,7 @@ class TorchLoss:
         try:
             result = self.function(prediction, target, **given)
         except RuntimeError as error:
-            if not given and any(words in str(error) for words in _UNDIFFERENTIATED):
+            if not given and any(words in str(error) for words in UNDIFFERENTIATED):
                 line = users_line(error.__traceback__)
                 at = "" if line is None else f" ({line})"
                 raise LayoutError(

@@ -27,7 +27,7 @@ from mpizero.adapters.torch.left_behind import LeftBehind
 from mpizero.adapters.torch.loss import TorchLoss
 from mpizero.adapters.torch.module_call import ModuleCall
 from mpizero.adapters.torch.module_work import WorkCounter
-from mpizero.adapters.torch.process import TorchSettings, check_rounding, torch_pass, use_gpu
+from mpizero.adapters.torch.process import TorchSettings, check_contexts, check_rounding, torch_pass, use_gpu
 from mpizero.errors import ConfigError, LayoutError
 from mpizero.layout.flat import joined
 from mpizero.names import explains
@@ -127,6 +127,7 @@ class TorchModel:
         if kernels not in ("torch", "mpizero"):
             raise ConfigError(f"TorchModel: kernels is 'torch' or 'mpizero', got {kernels!r}")
         self._settings = TorchSettings(own_kernels=kernels == "mpizero")
+        check_contexts()
         check_rounding()
         self._source = module
         given = self._made()

@@ -16,7 +16,7 @@ from mpizero.adapters.torch.bound import BlockTensors, Held, bring, in_places
 from mpizero.adapters.torch.calling import called
 from mpizero.adapters.torch.first.copies import Copies, seeded
 from mpizero.adapters.torch.first.first_pass import FirstPass
-from mpizero.adapters.torch.process import TorchSettings, torch_pass
+from mpizero.adapters.torch.process import TorchSettings, check_contexts, torch_pass
 from mpizero.errors import DataError, LayoutError
 from mpizero.sampletree import leaves_of, map_leaves
 from mpizero.types import Array, Params, Run
@@ -130,6 +130,7 @@ class ModuleCall:
     @contextmanager
     def prepared(self, run: Run) -> Iterator[None]:
         """Prepare the process and the module for a forward pass."""
+        check_contexts()
         with torch_pass(self.settings, derived_seed(run, self.number)):
             for module, was in self.training:
                 module.training = was and run.training

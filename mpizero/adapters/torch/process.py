@@ -106,6 +106,21 @@ def drawn_since(state: list[torch.Tensor]) -> bool:
     return not all(torch.equal(before, now) for before, now in zip(state, random_state(), strict=False))
 
 
+def check_contexts() -> None:
+    """Raise :class:`ConfigError` where the program has put a context of PyTorch around a pass that would change it."""
+    if torch.is_inference_mode_enabled():
+        raise ConfigError(
+            "TorchModel is used inside of torch.inference_mode(), in which nothing can be trained: leave it out; "
+            "evaluate and predict compute no gradients by themselves"
+        )
+    if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+        raise ConfigError(
+            "TorchModel is used inside of torch.autocast(...), where parameters, loss and gradients are not what they "
+            "are elsewhere: put it into the module's forward, around what is to be computed in 16 bits, and let that "
+            "end with .float()"
+        )
+
+
 def use_gpu() -> None:
     """Let PyTorch use GPUs in this process, so that their generators are seeded from the first pass on. Not collective.
 

@@ -47,3 +47,35 @@ def test_an_error_near_the_rounding_of_the_prediction_is_no_difference(
     target = (near + error * np.random.default_rng(1).normal(size=near.shape)).astype(np.float32)
     for blocks in (None, list(net)):
         steps(TorchModel(net, SQUARES, blocks=blocks), X, target, micro_batch)
+
+
+class Coarse(nn.Module):
+    """Compute in 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = linear()
+
+    def forward(self, x: Any) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.net(x)
+        return y.float()
+
+
+class Noisy(nn.Module):
+    """Draw the hidden state of a variational autoencoder, in evaluation mode, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(24, 8), nn.Linear(4, 24)
+
+    def forward(self, x: Any) -> Any:
+        mean, spread = self.encoder(x).chunk(2, 1)
+        return self.decoder(mean + spread.exp() * torch.randn_like(mean))
+
+
+@pytest.mark.parametrize("make", [Coarse, Noisy])
+@pytest.mark.parametrize("micro_batch", [1, 5])
+def test_rounding_to_16_bits_and_noise_in_evaluation_are_no_difference(make: Any, micro_batch: int) -> None:
+    torch.manual_seed(0)
+    steps(TorchModel(make(), SQUARES), X, X, micro_batch)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from mpizero.adapters.torch.arrays import gradient_leaves
 from mpizero.adapters.torch.backward import gradients_of
@@ -28,12 +29,28 @@ class Outcome(NamedTuple):
 
 
 class CopyGraph(NamedTuple):
-    """Hold a forward pass with its graph: the output, and the tensors whose gradients are wanted by name."""
+    """Hold a forward pass with its graph: the output, and the tensors whose gradients are wanted by name.
+
+    ``coarse`` says whether a function of PyTorch has returned numbers of 16 bits in it.
+    """
 
     output: Any
     ends: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     changes_input: bool
+    coarse: bool
+
+
+class _Kinds(TorchFunctionMode):  # type: ignore[misc]
+    """Note whether a function returns numbers of 16 bits."""
+
+    coarse = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call one function."""
+        found = func(*args, **(kwargs or {}))
+        self.coarse |= isinstance(found, torch.Tensor) and found.dtype in (torch.bfloat16, torch.float16)
+        return found
 
 
 @dataclass(eq=False)
@@ -63,12 +80,14 @@ class ModuleCopy:
         x = map_leaves(torch.clone, x)  # which may be changed in place, as a leaf of the graph may not
         versions = [leaf._version for leaf in leaves_of(x)]
         held = (*own.stored, *own.integers)
-        with in_places(held, [*given, *numbers]), self.settings.functions(), torch.set_grad_enabled(gradients):
-            output = called(self.module, x)
+        with in_places(held, [*given, *numbers]), _Kinds() as kinds, self.settings.functions():
+            with torch.set_grad_enabled(gradients):
+                output = called(self.module, x)
             now = {one.name: one.now.detach() for one in held}
         names = {s.name for s in own.specs if s.averaged} | {one.name for one in own.integers}
         changed = [leaf._version for leaf in leaves_of(x)] != versions
-        return CopyGraph(output, ends, {name: value for name, value in now.items() if name in names}, changed)
+        buffers = {name: value for name, value in now.items() if name in names}
+        return CopyGraph(output, ends, buffers, changed, kinds.coarse)
 
     def outcome(self, x: Any, **modes: bool) -> Outcome:
         """Run the module forward and, if there are ``gradients``, backward."""

@@ -24,6 +24,12 @@ from mpizero.signatures import named
 
 #: How far the losses of parts may be from that of the whole, relative to their size: in double and in own precision.
 _WIDE, _OWN = 1e-5, 1e-3
+#: How often losses of parts must add up: those of one grain may do so by chance, as where all its masks are full.
+MOST_ADDED = 4
+_SEE = (
+    "; samples that are meant to see each other, as in a contrastive loss, do so in the module, which returns a loss "
+    "for each sample (compare_forward=False)"
+)
 
 
 class _Found(NamedTuple):
@@ -46,8 +52,10 @@ class FirstLoss:
         Calls it, and returns the sum of losses as a tensor, and the weight.
     originals : Originals
         The tensors of the module that was given, which the loss must not read.
-    added : bool
-        Whether losses of parts have added up to that of the whole.
+    added : int
+        How often losses of parts have added up to that of the whole.
+    by_rows : bool
+        Whether the prediction has its samples on the first axis, so that it can be cut where no block has followed.
     seen : set
         The kinds of samples that have been looked at.
     """
@@ -55,7 +63,8 @@ class FirstLoss:
     function: Callable[..., Any]
     value: Callable[[Any, Any], tuple[torch.Tensor, float]]
     originals: Originals
-    added: bool = False
+    added: int = 0
+    by_rows: bool = False
     seen: set[Any] = field(default_factory=set)
 
     @property
@@ -67,6 +76,10 @@ class FirstLoss:
         """Return what :attr:`seen` is to have when samples like these have been looked at; None if they need not be."""
         kind = tuple((leaf.shape, leaf.dtype) for leaf in leaves_of(trees))
         return None if kind in self.seen or len(self.seen) >= MOST_SHAPES else kind
+
+    def is_wanted(self, *, new: bool) -> bool:
+        """Tell whether losses of parts of the samples, which may be of a ``new`` kind, are to be added up."""
+        return new if not self.added else self.by_rows and self.added < MOST_ADDED
 
     def check(self, prediction: Any, target: Any) -> None:
         """Raise :class:`LayoutError` where a second call does something else than the first. Not collective."""
@@ -133,8 +146,9 @@ class FirstLoss:
                 raise LayoutError(
                     f"{self.shown} is no sum over samples: its gradient for {max(count, 2)} samples differs from that "
                     f"for two parts of them by {by:.2g} of its size: a term is added once a call, such as a penalty, "
-                    "or samples see each other; add a term for each sample, or return the sum and a weight"
+                    f"or samples see each other; add a term for each sample, or return the sum and a weight{_SEE}"
                 )
+        self.by_rows = all(axis == 0 for _, axis, _ in aligned(prediction))
         return True
 
     def _in_parts(self, prediction: InParts, target: InParts) -> tuple[list[_Found], float]:
@@ -160,7 +174,7 @@ class FirstLoss:
         return (
             f"{self.shown} {called} is {total:.6g} for {max(count, 2)} samples, {sums[0]:.6g} and {sums[1]:.6g} for "
             f"their {halves} (prediction {told[0]}, target {told[1]}{hint}); use reduction='sum', or return the "
-            "sum and a weight"
+            f"sum and a weight{_SEE}"
         )
 
     def _found(self, prediction: Any, target: Any) -> _Found:

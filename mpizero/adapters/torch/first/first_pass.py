@@ -155,28 +155,30 @@ class FirstPass:
         ways = [_wide(one)] if self.sums and _is_narrow(one) else []
         with seeded() as again:
             graphs = next(filter(None, (_in_parts(way, parts, again, modes) for way in (*ways, (one, _same)))), None)
-            if graphs is None:  # a last grain may be as small as a part, but need not
+            if graphs is None:  # a last grain may be as small as a part, but need not; noise is another in each part
                 self.trial.output(self.number, None)
                 return
             outputs = InParts(*(graph.output for graph in graphs))
             found = aligned(outputs)
-            self._check_rows(found, count)
+            coarse = any(graph.coarse for graph in graphs)
+            self._check_rows(found, count, coarse=coarse)
             if self.sums:
                 self._check_sums(outputs, count)
             if modes["gradients"]:
                 columns = (
                     [tree[:1] for tree in outputs] if self.sums else zip(*(each for *_, each in found), strict=True)
                 )
-                self._check_gradients(one, list(zip(graphs, columns, strict=False)), count)
+                self._check_gradients(one, list(zip(graphs, columns, strict=False)), count, coarse=coarse)
         self.trial.done |= self.sums
         detached = (map_leaves(lambda t: t.detach() if isinstance(t, torch.Tensor) else t, o) for o in outputs)
         self.trial.output(self.number, InParts(*detached))
 
-    def _check_rows(self, found: Any, count: int) -> None:
+    def _check_rows(self, found: Any, count: int, *, coarse: bool) -> None:
         for _, axis, (whole, *parts) in found:
             if whole.dtype == torch.bool or not (whole.is_floating_point() or whole.is_complex()):
                 continue
-            if (by := apart(whole.detach(), torch.cat([part.detach() for part in parts], axis))) is not None:
+            rows = torch.cat([part.detach() for part in parts], axis)
+            if (by := apart(whole.detach(), rows, coarse=coarse)) is not None:
                 raise LayoutError(
                     f"{self.shown}: its output for a sample depends on the other samples of a grain: for "
                     f"{max(count, 2)} samples together (shape {tuple(whole.shape)}) and in two parts it differs by "
@@ -195,7 +197,9 @@ class FirstPass:
                     f"{first:.6g} and {second:.6g} for two parts of them: {_ONCE}"
                 )
 
-    def _check_gradients(self, one: ModuleCopy, passes: Sequence[tuple[CopyGraph, Any]], count: int) -> None:
+    def _check_gradients(
+        self, one: ModuleCopy, passes: Sequence[tuple[CopyGraph, Any]], count: int, *, coarse: bool
+    ) -> None:
         if not passes:
             return
         whole, first, second = (
@@ -206,7 +210,7 @@ class FirstPass:
         for name, (total, a, b) in sums.items():
             if total is None or a is None or b is None:
                 continue
-            if (by := apart(total, a + b, 1e-2 * largest)) is not None:
+            if (by := apart(total, a + b, (1.0 if coarse else 1e-2) * largest, coarse=coarse)) is not None:
                 raise LayoutError(
                     f"{self.shown}: the gradient of {name!r} for {max(count, 2)} samples is not the sum of those for "
                     f"two parts of them (they differ by {by:.2g} of its size): " + (_ONCE if self.sums else _GRAIN)
@@ -230,13 +234,16 @@ def _same(tree: Any) -> Any:
 def _in_parts(
     way: tuple[ModuleCopy, Callable[[Any], Any]], parts: InParts, again: Callable[[], None], modes: Mapping[str, bool]
 ) -> list[CopyGraph] | None:
-    """Run passes for all samples and for both parts; None where the module raises an error."""
+    """Run passes for all samples and for both parts; None where the module raises an error, or draws noise."""
     one, converted = way
     graphs = []
     try:
         for tree in parts:
             again()
+            before = random_state()
             graphs.append(one.run(converted(tree), **modes))
+            if drawn_since(before):
+                return None
     except Exception:
         return None
     return graphs

@@ -11,6 +11,7 @@ import torch
 
 from mpizero.adapters.derived_seed import derived_seed
 from mpizero.adapters.torch.arrays import as_tensor
+from mpizero.adapters.torch.bound import begin_training
 from mpizero.adapters.torch.calling import arguments_of, called
 from mpizero.adapters.torch.process import TorchSettings, torch_pass
 from mpizero.errors import LayoutError, MpizeroError
@@ -75,9 +76,11 @@ class OwnForward:
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         hooks = trace.hooks()
         try:
-            for inner, was in modes:
-                inner.training = was and training
-            return trace.end(called(module, given))
+            begin_training(module)
+            for inner, _ in modes:
+                inner.training &= training
+            with torch.set_grad_enabled(training):
+                return trace.end(called(module, given))
         except MpizeroError:
             raise
         except Exception as error:

@@ -15,6 +15,8 @@ from mpizero.sampletree import combine_leaves, leaves_of, map_leaves
 
 #: How far results may be apart that differ by rounding alone, relative to their size, by the type of the elements.
 _APART = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-3, torch.complex64: 1e-3}
+#: The same, of what was computed in 16 bits.
+_COARSE = 3e-2
 
 
 class InParts(NamedTuple):
@@ -92,16 +94,16 @@ def cut_from_whole(parts: InParts) -> InParts:
     return InParts(parts.whole, of(0), of(1))
 
 
-def apart(whole: torch.Tensor, other: torch.Tensor, least: float = 0.0) -> float | None:
+def apart(whole: torch.Tensor, other: torch.Tensor, least: float = 0.0, *, coarse: bool = False) -> float | None:
     """Return by how much of their size two tensors differ; None if it is rounding, or if one is not finite.
 
-    ``least`` is a size below which nothing counts as large.
+    ``least`` is a size below which nothing counts as large; ``coarse`` says whether 16 bits have been computed with.
     """
     if not whole.numel() or not (torch.isfinite(whole).all() and torch.isfinite(other).all()):
         return None
     size = max(float(whole.abs().max()), float(other.abs().max()), least)
     found = float((whole - other).abs().max()) / size if size else 0.0
-    return found if found > _APART.get(whole.dtype, 3e-2) else None
+    return found if found > (_COARSE if coarse else _APART.get(whole.dtype, _COARSE)) else None
 
 
 @dataclass
