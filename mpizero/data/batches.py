@@ -352,7 +352,10 @@ def whole_batch(
 def _check(source: Source | OnlineSource, comm: Communicator, settings: dict[str, Any]) -> None:
     """Raise an error if the arguments of :func:`batches` cannot be used. Not collective."""
     if not isinstance(source, Source | OnlineSource):
-        raise DataError(f"expected a source of samples such as TextSource, got {type(source).__name__}")
+        hint = ""
+        if hasattr(source, "__getitem__") or hasattr(source, "__iter__"):
+            hint = "; of arrays or tensors make mz.data.ArraySource(x, y), of samples that are read one by one a Source"
+        raise DataError(f"expected a source of samples such as TextSource, got {type(source).__name__}{hint}")
     checks = {
         "global_batch": whole(1),
         "seed": whole_seed,

@@ -232,7 +232,8 @@ class ModuleCall:
         if one.name in self.tensors.parameters:
             what, advice = "parameter", "compute with a changed copy"
         else:
-            what, advice = "buffer", "name it in averaged= if it is a statistic of the samples"
+            what = "buffer"
+            advice = "name it in averaged= if it is a statistic of the samples, or of weights, as in spectral_norm"
         return LayoutError(f"{self.shown} changes its {what} {one.name!r} in its forward pass: {advice}")
 
     def _note_input(self, changed: bool) -> None:

@@ -50,3 +50,8 @@ def test_a_step_after_several_gradients_says_that_it_takes_the_last(capfd):
         model.compute_gradients(X, Y)
         model.optimizer.step()
         assert "compute_gradients" not in capfd.readouterr().err
+
+
+def test_a_dataset_of_other_libraries_says_what_a_source_is():
+    with mz.ShardingConfig(comm="self") as config, pytest.raises(mz.errors.DataError, match=r"ArraySource\(x, y\)"):
+        next(iter(mz.data.batches([(X[0], 0), (X[1], 1)], config, global_batch=2)))

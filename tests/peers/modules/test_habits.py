@@ -163,3 +163,15 @@ def test_a_first_grain_that_adds_up_by_chance_does_not_hide_the_next() -> None:
     model, config = TorchModel(net, masked), mz.ShardingConfig(comm="self", micro_batch=2)
     with config, mz.distribute(model, mz.SGD(0.1), config=config) as placed, pytest.raises(LayoutError, match="no sum"):
         placed.train(X, {"y": X, "m": known})
+
+
+def test_spectral_norm_says_how_to_name_its_estimates_and_trains_then() -> None:
+    def make() -> Any:
+        return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), nn.Linear(3, 3))
+
+    told = pytest.raises(LayoutError, match=r"averaged= if it is .* as in spectral_norm")
+    with mz.distribute(TorchModel(make, LOSS), mz.SGD(0.1), comm="self") as placed, told:
+        placed.train(X, X)
+    model = TorchModel(make, LOSS, averaged=["*._u", "*._v"])
+    with mz.distribute(model, mz.SGD(0.1), comm="self") as placed:
+        assert placed.train(X, X) > 0
