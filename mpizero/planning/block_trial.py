@@ -212,10 +212,11 @@ class BlockTrials:
         """Call ``attempt`` before the first trial of blocks of this kind, with one sample, without measuring it.
 
         In a first call, imports and compilation allocate memory that stays. A block that counts another library's
-        memory is called with all samples, before each trial: it computes the first on each shape several times.
+        memory is called with all samples, before each trial, until it is not looked at any more.
         """
         if hasattr(computing, "allocations"):
-            attempt(given)
+            for _ in range(computing.allocations.looks):
+                attempt(given)
         elif kind not in self._warmed:
             self._warmed.add(kind)
             attempt(map_leaves(lambda array: array[:1], given))

@@ -103,7 +103,7 @@ def test_activations_and_working_arrays_are_what_a_step_allocates(name: str) -> 
     with mz.distribute(
         model, mz.SGD(1e-6), strategy="ddp", config=mz.ShardingConfig(comm="self", micro_batch=GRAIN)
     ) as placed:
-        for _ in range(2):  # the first steps look at the module
+        for _ in range(4):  # the first steps look at the module, and time it
             placed.train(x, x)
         with Allocations() as counted:
             placed.train(x, x)

@@ -10,6 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mpizero.adapters.torch.first.first_loss import MOST_ADDED
+
 
 class Allocations(TorchDispatchMode):  # type: ignore[misc]
     """Count, in a ``with`` block, the bytes of the tensors that operations of PyTorch make and that are still used.
@@ -22,9 +24,12 @@ class Allocations(TorchDispatchMode):  # type: ignore[misc]
         Bytes in use, and the most bytes in use since :meth:`begin`.
     unseen : str
         What is not counted, for people.
+    looks : int
+        The most passes on samples of one shape in which a module and a loss may also be looked at, which takes memory.
     """
 
     unseen: ClassVar[str] = "what an operation of PyTorch takes while it runs (convolutions do)"
+    looks: ClassVar[int] = MOST_ADDED + 1
 
     def __init__(self) -> None:
         super().__init__()
