@@ -70,6 +70,13 @@ DOORS = {
     "jax": {"adapters"},
     "greenlet": {"nn"},
 }
+#: Packages with those that they import nothing of, although their floors would let them, and why.
+CLOSED = {
+    "mpizero.parallel.execution": (("mpizero.optim", "mpizero.parallel.optimizer"), "a pass ends with gradients"),
+    "mpizero.train.run": (("mpizero.train.bench",), "training measures nothing that it does not record"),
+    "mpizero.train.record": (("mpizero.train.bench",), "training measures nothing that it does not record"),
+    "mpizero.parallel.device": (("mpizero.optim", "mpizero.parallel.optimizer"), "passes run on it"),
+}
 #: Modules that may read the process's environment.
 ENVIRONMENT = {
     "mpizero.frames",
@@ -95,6 +102,8 @@ TYPING_CYCLES: dict[frozenset[str], str] = {
         "users get the optimizer from the model and the model from the optimizer, both with their types"
     )
 }
+#: What a module imports late, of modules that import it, and why that is right.
+LATE = {("mpizero.nn.layer", "mpizero.nn.split.split_forms"): "any layer can be split, and the split forms are layers"}
 #: Public classes of one name, and why that is right.
 TWO_CLASSES = {
     "Layer": "the protocol in types.py and the base class of the layers that follow it",
@@ -238,9 +247,21 @@ def test_a_library_is_imported_only_behind_its_door(module):
     assert not wrong, "\n".join(wrong)
 
 
+@in_every(modules())
+def test_a_package_imports_nothing_of_those_that_are_closed_to_it(module):
+    wrong = [
+        f"line {line}: {name}, but {why}"
+        for package, (closed, why) in CLOSED.items()
+        for name, line in imported(module)
+        if f"{module}.".startswith(f"{package}.") and f"{name}.".startswith(tuple(f"{other}." for other in closed))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def _graph(typing: bool) -> dict[str, set[str]]:
-    """Every module with the modules of the package that it imports; maybe also those for annotations."""
-    return {m: {name for name, _ in imported(m, typing) if name in modules()} - {m} for m in modules()}
+    """Every module with the modules of the package that it imports but late; maybe also those for annotations."""
+    late = {m: {m} | {name for module, name in LATE if module == m} for m in modules()}
+    return {m: {name for name, _ in imported(m, typing) if name in modules()} - late[m] for m in modules()}
 
 
 def test_imports_have_no_cycle():
@@ -256,6 +277,17 @@ def test_imports_have_no_cycle():
 
     for module in graph:
         visit(module, ())
+
+
+def test_no_module_patches_another_when_it_is_imported():
+    """Who imports only one of the two would get something else: a name is bound by the module that has it."""
+    found = []
+    for module, path in modules().items():
+        for node in tree(path).body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            if any(isinstance(target, ast.Attribute | ast.Subscript) for target in targets):
+                found.append(f"{module}, line {node.lineno}: {ast.unparse(node)}")
+    assert not found, "\n".join(found)
 
 
 def _reached(graph: dict[str, set[str]], module: str) -> set[str]:
@@ -444,6 +476,8 @@ def test_allow_lists_name_only_what_exists():
     assert set(LONG) <= present
     assert set(TWINS) <= set(_folders(PACKAGE))
     assert set(modules()) >= ENVIRONMENT
+    assert {(module, name) for module in modules() for name, _ in imported(module)} >= set(LATE)
+    assert set(modules()) >= {name for package, (closed, _) in CLOSED.items() for name in (package, *closed)}
 
 
 def test_importing_the_package_loads_no_heavy_library():
@@ -459,3 +493,28 @@ def test_planning_starts_no_mpi():
     code = "import mpizero.train.plan, mpizero.planning, sys; print('mpi4py.MPI' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert found.stdout.split() == ["False"]
+
+
+def test_the_trainer_loads_neither_planner_nor_bench():
+    code = "import mpizero, sys; mpizero.Trainer; print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    loaded = found.stdout.split()
+    assert "mpizero.train.run.trainer" in loaded
+    assert [name for name in loaded if name.startswith(("mpizero.planning", "mpizero.train.bench"))] == []
+
+
+def test_a_checkpoint_is_loaded_without_methods_of_whole_vectors(tmp_path):
+    """Only what they have saved, or a model that they train, needs their modules."""
+    code = """
+import sys
+import numpy as np
+import mpizero as mz
+with mz.distribute(mz.nn.MLP(3, [4], 2), mz.optim.AdamW(), strategy="zero1") as model:
+    model.train(np.ones((4, 3), np.float32), np.ones(4, np.int64))
+    model.save_model(sys.argv[1])
+    model.load_model(sys.argv[1])
+    model.optimizer.load_state_dict(model.optimizer.state_dict())
+print(*[name for name in sys.modules if name.startswith("mpizero.optim.vectors")])
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "saved")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.split() == []
