@@ -70,6 +70,11 @@ DOORS = {
     "jax": {"adapters"},
     "greenlet": {"nn"},
 }
+#: Packages with those that they import nothing of, although their floors would let them, and why.
+CLOSED = {
+    "mpizero.parallel.execution": (("mpizero.optim", "mpizero.parallel.optimizer"), "a pass ends with gradients"),
+    "mpizero.parallel.device": (("mpizero.optim", "mpizero.parallel.optimizer"), "passes run on it"),
+}
 #: Modules that may read the process's environment.
 ENVIRONMENT = {
     "mpizero.frames",
@@ -234,6 +239,17 @@ def test_a_library_is_imported_only_behind_its_door(module):
         f"line {line}: {name} belongs behind {sorted(DOORS[name.partition('.')[0]])}"
         for name, line in imported(module)
         if section(module) not in DOORS.get(name.partition(".")[0], {section(module)})
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@in_every(modules())
+def test_a_package_imports_nothing_of_those_that_are_closed_to_it(module):
+    wrong = [
+        f"line {line}: {name}, but {why}"
+        for package, (closed, why) in CLOSED.items()
+        for name, line in imported(module)
+        if f"{module}.".startswith(f"{package}.") and f"{name}.".startswith(tuple(f"{other}." for other in closed))
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -444,6 +460,7 @@ def test_allow_lists_name_only_what_exists():
     assert set(LONG) <= present
     assert set(TWINS) <= set(_folders(PACKAGE))
     assert set(modules()) >= ENVIRONMENT
+    assert set(modules()) >= {name for package, (closed, _) in CLOSED.items() for name in (package, *closed)}
 
 
 def test_importing_the_package_loads_no_heavy_library():

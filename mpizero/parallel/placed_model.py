@@ -263,9 +263,30 @@ class PlacedModel:
                 from mpizero.parallel.optimizer.vector_update import check_vector_method
 
                 check_vector_method(optimizer, self.config, self.model, scaled=loss_scale is not None)
-            self.updater = self.compute_device.updater(kept, self.store, scope)
+            self.updater = self._make_updater(kept, scope)
         self.integrity.watch(self.updater)
         self.grain_rule = self.config.grain_rule(self.model)
+
+    def _make_updater(self, optimizer: Any, scope: UpdateScope) -> Updater:
+        """Return an updater for the ranges of the parameters that this rank updates, on the host or on its GPU.
+
+        Raises
+        ------
+        ConfigError
+            If the setting ``optimizer_device`` asks for the GPU, but the optimizer is not one of the library's.
+        """
+        if self.config.device != "cpu":
+            from mpizero.parallel.optimizer.device_update import DeviceUpdater, StagedUpdater, updates_on_device
+
+            if updates_on_device(self.config, optimizer):
+                kind = DeviceUpdater if self.compute_device.keeps_gradients else StagedUpdater
+                on_device: Any = self.compute_device.parameter_provider(self.store)
+                return kind(optimizer, self.store, scope, on_device)
+        if not optimizer.needs_vectors:
+            return Updater(optimizer, self.store, scope)
+        from mpizero.parallel.optimizer.vector_update import VectorUpdater
+
+        return VectorUpdater(optimizer, self.store, scope)
 
     def current_loss_scale(self) -> float:
         """Return the factor by which losses are multiplied before the backward pass, 1.0 by default. Not collective."""

@@ -23,11 +23,10 @@ from typing import NamedTuple
 from mpizero.kernels.device import STAGING
 from mpizero.optim.averaging import EMA
 from mpizero.optim.state_arrays import tensor_state_size
-from mpizero.parallel.device.cuda_compute_device import updates_on_device
 from mpizero.parallel.device.device_parameters import gradient_places
-from mpizero.parallel.device.device_update import buffer_sizes
 from mpizero.parallel.gradients.exchange import residual_sizes
 from mpizero.parallel.gradients.gradient_views import largest_block
+from mpizero.parallel.optimizer.device_update import buffer_sizes, updates_on_device
 from mpizero.parallel.parameters.allocator import paged
 from mpizero.parallel.parameters.store import SLOTS
 from mpizero.parallel.step_rules import keeps_gradients_on_device, wave_slots

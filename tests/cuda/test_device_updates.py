@@ -21,9 +21,8 @@ from mpizero.kernels import device as devices
 from mpizero.kernels.reference import reduction
 from mpizero.layout.parts import tile_rows
 from mpizero.layout.tree import cover
-from mpizero.parallel.device import device_update
-from mpizero.parallel.device.device_update import DeviceUpdater
-from mpizero.parallel.optimizer import tensor_tree
+from mpizero.parallel.optimizer import device_update, tensor_tree
+from mpizero.parallel.optimizer.device_update import DeviceUpdater
 from mpizero.parallel.placement import placement
 from mpizero.planning import TrainingPlan
 from mpizero.testing import run_in_threads

@@ -3,7 +3,7 @@
 [Note: a GPU's step] Parameters and gradient sums stay on the host, in the same memory and with the same code as without
 a GPU. A unit's parameters are copied to the GPU and its blocks run there. The gradient of each micro-batch is copied
 back to the host as soon as its backward pass ends. The summed gradients are copied to the GPU again, which updates this
-rank's ranges ([Note: an update on a GPU] in ``parallel/device/device_update.py``). If a rank is alone in its data
+rank's ranges ([Note: an update on a GPU] in ``parallel/optimizer/device_update.py``). If a rank is alone in its data
 group, gradients stay on its GPU, which adds them in the order of the same tree and updates the parameters; these are
 copied to the host only when something needs them there, such as a checkpoint. So strategies, layouts and checkpoints
 are the same with and without a GPU. Results have the same bits on any number of ranks, provided that the GPU's matrix
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from mpizero.comm import Communicator
 from mpizero.layout.unit import Unit
 from mpizero.parallel.gradients.reducer import Job
-from mpizero.parallel.optimizer.sharded_update import Updater, UpdateScope
 from mpizero.parallel.parameters.allocator import Allocator, Memory
 from mpizero.parallel.parameters.store import ParameterProvider, ParameterStore
 from mpizero.types import Group
@@ -55,14 +54,6 @@ class ComputeDevice:
     def parameter_provider(self, store: ParameterStore) -> ParameterProvider:
         """Return the object that provides the parameters of ``store`` on the device where layers compute."""
         return store
-
-    def updater(self, optimizer: Any, store: ParameterStore, scope: UpdateScope) -> Updater:
-        """Return an updater for the ranges of ``store`` that this rank updates; see :class:`Updater`."""
-        if not optimizer.needs_vectors:
-            return Updater(optimizer, store, scope)
-        from mpizero.parallel.optimizer.vector_update import VectorUpdater
-
-        return VectorUpdater(optimizer, store, scope)
 
     def held(self) -> dict[str, int]:
         """Return the bytes of model state that this rank keeps on a GPU, by kind; empty on the host. Not collective."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpizero import optim
 from mpizero.comm import Communicator
 from mpizero.comm.group.device_p2p import GpuAwareLayerGroup, GpuAwareP2P, HostStagedGroup, HostStagedP2P
 from mpizero.comm.group.gpu_aware import prove
@@ -13,14 +12,10 @@ from mpizero.comm.group.pipeline_p2p import PipelineP2P
 from mpizero.errors import ConfigError
 from mpizero.kernels.device import Device, found, open_device
 from mpizero.layout.unit import Unit
-from mpizero.optim.adapted import optimizer_name
-from mpizero.optim.averaging import plain
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.device.compute_device import ComputeDevice
 from mpizero.parallel.device.device_parameters import DeviceAllocator, DeviceParameters, UnitGradients
-from mpizero.parallel.device.device_update import DeviceUpdater, StagedUpdater
 from mpizero.parallel.gradients.reducer import Job
-from mpizero.parallel.optimizer.sharded_update import Updater, UpdateScope
 from mpizero.parallel.parameters.allocator import Allocator, Memory
 from mpizero.parallel.parameters.store import ParameterProvider, ParameterStore
 from mpizero.parallel.step_rules import keeps_gradients_on_device
@@ -66,19 +61,6 @@ class CudaComputeDevice(ComputeDevice):
         if self._parameters is None or self._parameters.store is not store:
             self._parameters = DeviceParameters(store, self.device, self.sixteen, fetches=not self.keeps_gradients)
         return self._parameters
-
-    def updater(self, optimizer: Any, store: ParameterStore, scope: UpdateScope) -> Updater:
-        """Return an updater that runs on the GPU, or on the host if :func:`updates_on_device` is False. Not collective.
-
-        Raises
-        ------
-        ConfigError
-            If the setting ``optimizer_device`` asks for the GPU, but the optimizer is not one of the library's.
-        """
-        if not updates_on_device(self.config, optimizer):
-            return super().updater(optimizer, store, scope)
-        kind = DeviceUpdater if self.keeps_gradients else StagedUpdater
-        return kind(optimizer, store, scope, self._parameters_of(store))
 
     def held(self) -> dict[str, int]:
         """Return the bytes of model state on the GPU, by kind. Not collective."""
@@ -162,29 +144,6 @@ class CudaComputeDevice(ComputeDevice):
     def _fetched(self) -> UnitGradients | None:
         assert self._parameters is not None
         return self._parameters.gradients
-
-
-def updates_on_device(config: ShardingConfig, optimizer: Any) -> bool:
-    """Tell whether an optimizer, as ``averaging`` returns it, runs and keeps its state on a GPU. Not collective.
-
-    It does if layers compute on a GPU, the optimizer is one of the library's that updates no whole tensors, and
-    ``optimizer_device`` is not "cpu".
-
-    Raises
-    ------
-    ConfigError
-        If the setting ``optimizer_device`` asks for the GPU, but the optimizer is not one of the library's.
-    """
-    if config.device == "cpu" or config.optimizer_device == "cpu":
-        return False
-    own = isinstance(plain(optimizer), optim.FlatOptimizer) and not optimizer.needs_whole_tensors
-    if not own and config.optimizer_device is not None:
-        raise ConfigError(
-            f"optimizer_device={config.optimizer_device!r}: {optimizer_name(optimizer)}.update works on "
-            "arrays of the host, only the library's optimizers that update no whole tensors run on a GPU: leave "
-            "optimizer_device out"
-        )
-    return own
 
 
 def open_gpu(config: ShardingConfig, block_model: bool, device: int | None = None) -> CudaComputeDevice:

@@ -21,11 +21,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpizero import kernels
-from mpizero.errors import UnsupportedError
+from mpizero import kernels, optim
+from mpizero.errors import ConfigError, UnsupportedError
 from mpizero.kernels import pool
 from mpizero.kernels.device import STAGING, Fill, Upload, copied
+from mpizero.optim.adapted import optimizer_name
+from mpizero.optim.averaging import plain
 from mpizero.parallel.batch.step_scalars import Divisors
+from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.device.device_parameters import DeviceParameters
 from mpizero.parallel.optimizer.sharded_update import Updater, UpdateScope
 from mpizero.parallel.optimizer.tied_parameters import home_of
@@ -271,6 +274,29 @@ class StagedUpdater(DeviceUpdater):
         yield [source[start : start + cut.size] for start, cut in zip(starts, cuts, strict=True)]
         if changed:
             self.device.read(source, sorted(zip(starts, host, strict=True), key=lambda target: target[0]))
+
+
+def updates_on_device(config: ShardingConfig, optimizer: Any) -> bool:
+    """Tell whether an optimizer, as ``averaging`` returns it, runs and keeps its state on a GPU. Not collective.
+
+    It does if layers compute on a GPU, the optimizer is one of the library's that updates no whole tensors, and
+    ``optimizer_device`` is not "cpu".
+
+    Raises
+    ------
+    ConfigError
+        If the setting ``optimizer_device`` asks for the GPU, but the optimizer is not one of the library's.
+    """
+    if config.device == "cpu" or config.optimizer_device == "cpu":
+        return False
+    own = isinstance(plain(optimizer), optim.FlatOptimizer) and not optimizer.needs_whole_tensors
+    if not own and config.optimizer_device is not None:
+        raise ConfigError(
+            f"optimizer_device={config.optimizer_device!r}: {optimizer_name(optimizer)}.update works on "
+            "arrays of the host, only the library's optimizers that update no whole tensors run on a GPU: leave "
+            "optimizer_device out"
+        )
+    return own
 
 
 def buffer_sizes(size: int, itemsize: int, *, norms: bool, whole: bool) -> tuple[int, int]:
