@@ -73,6 +73,8 @@ DOORS = {
 #: Packages with those that they import nothing of, although their floors would let them, and why.
 CLOSED = {
     "mpizero.parallel.execution": (("mpizero.optim", "mpizero.parallel.optimizer"), "a pass ends with gradients"),
+    "mpizero.train.run": (("mpizero.train.bench",), "training measures nothing that it does not record"),
+    "mpizero.train.record": (("mpizero.train.bench",), "training measures nothing that it does not record"),
     "mpizero.parallel.device": (("mpizero.optim", "mpizero.parallel.optimizer"), "passes run on it"),
 }
 #: Modules that may read the process's environment.
@@ -476,3 +478,11 @@ def test_planning_starts_no_mpi():
     code = "import mpizero.train.plan, mpizero.planning, sys; print('mpi4py.MPI' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert found.stdout.split() == ["False"]
+
+
+def test_the_trainer_loads_neither_planner_nor_bench():
+    code = "import mpizero, sys; mpizero.Trainer; print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    loaded = found.stdout.split()
+    assert "mpizero.train.run.trainer" in loaded
+    assert [name for name in loaded if name.startswith(("mpizero.planning", "mpizero.train.bench"))] == []

@@ -204,6 +204,16 @@ class ProcessGrid(NodeOrder):
             self.close()
 
 
+def group_buffers(grid: ProcessGrid) -> dict[str, int]:
+    """Return ``{"group buffers": bytes}``: message buffers of the tensor or context group on this rank.
+
+    Of a window that the group shares, an equal part counts on every rank. Not collective.
+    """
+    split = [name for name in ("tensor", "context") if getattr(grid, name).size > 1]
+    groups = [getattr(grid, f"{name}_group") for name in split]
+    return {"group buffers": sum(group.private_bytes + group.shared_bytes // group.size for group in groups)}
+
+
 def _hosts(world: Communicator, host: Communicator) -> tuple[int, ...]:
     """Return, for every rank of ``world``, the lowest rank on its node. Collective over ``world``.
 

@@ -10,25 +10,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from mpizero.parallel.diagnostics.phase_times import PHASES
 from mpizero.planning import TrainingPlan
 from mpizero.planning.byte_counts import ExchangeCost, Sent
 from mpizero.planning.machine_file import Machine
 from mpizero.planning.memory_passes import PassBytes, StepPasses, tensor_work
 from mpizero.planning.traffic import RankTraffic
 
-#: The phases of a step that `bench step` measures. "local sums" are checks and sums of gradients inside a rank.
-#: "agreement" redistributes samples and agrees on losses and norms. "waiting" is waiting for other ranks in any phase.
-PHASES = (
-    "forward",
-    "backward",
-    "layers' messages",
-    "local sums",
-    "reduction",
-    "optimizer",
-    "publication",
-    "agreement",
-    "waiting",
-)
 #: For each purpose of messages, the measured operation whose times are used; "gather" for the others.
 _OPERATIONS = {
     "whole tensors": "one to one",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpizero.comm import Communicator, ProcessGrid
+from mpizero.comm.grid import group_buffers
 from mpizero.parallel import ShardedModelBase
 from mpizero.planning import RankPlan, TrainingPlan
 from mpizero.train.bench.activation_meter import CacheMeter, watch
@@ -144,13 +145,3 @@ def _shown(held: dict[str, int]) -> dict[str, int]:
 def _sent(grid: ProcessGrid) -> tuple[int, int]:
     counters = [communicator.counters for communicator in (grid.world, *grid.communicators)]
     return sum(c.bytes_sent for c in counters), sum(c.messages for c in counters)
-
-
-def group_buffers(grid: ProcessGrid) -> dict[str, int]:
-    """Return ``{"group buffers": bytes}``: message buffers of the tensor or context group on this rank.
-
-    Of a window that the group shares, an equal part counts on every rank. Not collective.
-    """
-    split = [name for name in ("tensor", "context") if getattr(grid, name).size > 1]
-    groups = [getattr(grid, f"{name}_group") for name in split]
-    return {"group buffers": sum(group.private_bytes + group.shared_bytes // group.size for group in groups)}

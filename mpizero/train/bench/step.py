@@ -17,9 +17,17 @@ from mpizero.comm.recording.timeline import TimeSpan
 from mpizero.data import batches
 from mpizero.errors import ConfigError
 from mpizero.measurement import Measurement
+from mpizero.parallel.diagnostics.phase_times import (
+    ALL_PHASES,
+    StepSpans,
+    clock_offset,
+    leaders,
+    phases_of,
+    spans_of,
+    waits,
+)
 from mpizero.parallel.diagnostics.tracing import traced
 from mpizero.planning.machine_file import Machine
-from mpizero.train.bench.phase_times import ALL_PHASES, StepSpans, clock_offset, leaders, phases_of, spans_of, waits
 from mpizero.train.bench.trace_events import write_trace
 from mpizero.train.config.builder import TrainingJob, build
 from mpizero.train.config.sections import Config

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mpizero.comm.recording.timeline import MESSAGE
-from mpizero.train.bench.phase_times import PhaseSpan, StepSpans, waited, waits
+from mpizero.parallel.diagnostics.phase_times import PhaseSpan, StepSpans, waited, waits
 
 _MICROSECONDS = 1e6
 

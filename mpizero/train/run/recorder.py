@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
+from mpizero.comm.grid import group_buffers
 from mpizero.layout import AXES, Grains
 from mpizero.parallel import StepReport
-from mpizero.train.bench.memory_rows import group_buffers
 from mpizero.train.process_memory import peak_resident
 from mpizero.train.record.environment import library_versions, machine
 from mpizero.train.record.events import (
@@ -29,12 +29,14 @@ from mpizero.train.record.events import (
     VisitStart,
 )
 from mpizero.train.record.step_tracer import StepTracer, TracedStep
-from mpizero.train.record.visit_plan import VisitPlan
 from mpizero.train.run.metrics import finite
 from mpizero.train.run.result import TrainingResult
 from mpizero.train.run.run_folder import RunFolder, RunFolderError
 from mpizero.train.run.saver import SavedCheckpoint
 from mpizero.train.run.setup import RunSetup
+
+if TYPE_CHECKING:
+    from mpizero.train.record.visit_plan import VisitPlan
 
 #: The step of a visit that is traced first: by then kernels are compiled, and memory has been touched.
 FIRST_TRACED = 4
@@ -72,6 +74,8 @@ class RunRecorder:
 
         ``superseded`` is the number of lines of metrics that this start has moved aside; only rank 0's counts.
         """
+        from mpizero.train.record.visit_plan import VisitPlan  # a run without a folder records no plan
+
         setup, comm, engine = self._setup, self._comm, self._setup.model.engine
         self._first = step
         hosts = comm.allgather_object(socket.gethostname(), "record")

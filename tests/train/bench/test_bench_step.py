@@ -11,12 +11,20 @@ import pytest
 import mpizero as mz
 from mpizero.comm.recording.timeline import MESSAGE, CommunicatorCall, Timeline, TimeSpan
 from mpizero.errors import ConfigError
+from mpizero.parallel.diagnostics.phase_times import (
+    ALL_PHASES,
+    PHASES,
+    StepSpans,
+    clock_offset,
+    phases_of,
+    spans_of,
+    waited,
+    waits,
+)
 from mpizero.parallel.diagnostics.tracing import traced
 from mpizero.planning.machine_file import write_machine
-from mpizero.planning.time_floors import PHASES
 from mpizero.testing import run_in_threads
 from mpizero.train.bench import step as bench
-from mpizero.train.bench.phase_times import ALL_PHASES, StepSpans, clock_offset, phases_of, spans_of, waited, waits
 from mpizero.train.bench.trace_events import write_trace
 from mpizero.train.config.config_file import ConfigDocument, parse_config
 
@@ -212,7 +220,7 @@ def test_ranks_of_one_host_have_one_clock():
 
 def test_a_clock_that_is_ahead_is_put_back(monkeypatch):
     """Ranks that seem to be on different hosts ask rank 0 for its time."""
-    from mpizero.train.bench import phase_times
+    from mpizero.parallel.diagnostics import phase_times
 
     hosts = iter(["a", "b"])
     monkeypatch.setattr(phase_times, "_host", lambda: next(hosts))

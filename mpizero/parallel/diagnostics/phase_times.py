@@ -1,4 +1,4 @@
-"""Turn the traced spans of all ranks into seconds of each phase; waiting for other ranks is a phase of its own.
+"""Compute the seconds of each phase from the traced spans of all ranks; waiting for other ranks is a phase of its own.
 
 [Note: waiting] A rank in a collective waits until the last rank has entered it. The rest of the call is the collective
 itself, and counts for the phase that made the call. A non-blocking collective is entered when it is started; of the
@@ -18,14 +18,26 @@ import numpy as np
 
 from mpizero.comm import Communicator
 from mpizero.comm.recording.timeline import MESSAGE, CommunicatorCall, TimeSpan
-from mpizero.planning.time_floors import PHASES
 
+#: The phases of a step that `bench step` measures. "local sums" are checks and sums of gradients inside a rank.
+#: "agreement" redistributes samples and agrees on losses and norms. "waiting" is waiting for other ranks in any phase.
+PHASES = (
+    "forward",
+    "backward",
+    "layers' messages",
+    "local sums",
+    "reduction",
+    "optimizer",
+    "publication",
+    "agreement",
+    "waiting",
+)
 #: Time in no traced phase: Python between phases, checks of memory, schedules.
 OTHER = "other"
 ALL_PHASES = (*PHASES, OTHER)
 _LAYERS, _WAITING = "layers' messages", "waiting"
 #: Round trips of a message between two hosts; the shortest tells the difference of their clocks best.
-_TURNS = 20
+_ROUND_TRIPS = 20
 
 #: What identifies a collective on all its ranks: name and first world rank of the communicator, number of the call.
 Call = tuple[str, int, int]
@@ -96,7 +108,7 @@ def _compared(comm: Communicator, rank: int) -> float:
     Both ranks call it. ``rank`` asks rank 0 for its time repeatedly, and takes the result of the fastest round trip.
     """
     box, found = np.zeros(1), []
-    for _ in range(_TURNS):
+    for _ in range(_ROUND_TRIPS):
         if comm.rank == 0:
             comm.recv(box, rank)
             box[0] = time.monotonic()
@@ -119,7 +131,7 @@ def leaders(communicators: Iterable[Communicator], world: Communicator) -> dict[
 
 
 def spans_of(spans: Sequence[TimeSpan], offset: float, first: Mapping[str, int]) -> tuple[PhaseSpan, ...]:
-    """Turn the traced spans of a rank into :class:`PhaseSpan`, sorted by start, outer spans first. Not collective.
+    """Return the traced spans of a rank as :class:`PhaseSpan`, sorted by start, outer spans first. Not collective.
 
     ``offset`` is added to all times, and ``first`` is the result of :func:`leaders`. A communicator's call inside
     another call is left out.
