@@ -486,3 +486,20 @@ def test_the_trainer_loads_neither_planner_nor_bench():
     loaded = found.stdout.split()
     assert "mpizero.train.run.trainer" in loaded
     assert [name for name in loaded if name.startswith(("mpizero.planning", "mpizero.train.bench"))] == []
+
+
+def test_a_checkpoint_is_loaded_without_methods_of_whole_vectors(tmp_path):
+    """Only what they have saved, or a model that they train, needs their modules."""
+    code = """
+import sys
+import numpy as np
+import mpizero as mz
+with mz.distribute(mz.nn.MLP(3, [4], 2), mz.optim.AdamW(), strategy="zero1") as model:
+    model.train(np.ones((4, 3), np.float32), np.ones(4, np.int64))
+    model.save_model(sys.argv[1])
+    model.load_model(sys.argv[1])
+    model.optimizer.load_state_dict(model.optimizer.state_dict())
+print(*[name for name in sys.modules if name.startswith("mpizero.optim.vectors")])
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "saved")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.split() == []

@@ -51,17 +51,21 @@ def _layout_text(layout: Mapping[str, Any] | None) -> str:
 
 
 def _is_optimizer(value: object) -> bool:
-    from mpizero.optim.vectors.method import is_progress
-
     return value is None or (
         isinstance(value, dict)
         and {"name", "slots", "step_count"} <= value.keys() <= {"name", "slots", "step_count", "progress"}
-        and ("progress" not in value or is_progress(value["progress"]))
+        and ("progress" not in value or _is_progress(value["progress"]))
         and isinstance(value["name"], str)
         and isinstance(value["slots"], list)
         and all(isinstance(slot, str) for slot in value["slots"])
         and is_count(value["step_count"])
     )
+
+
+def _is_progress(value: object) -> bool:
+    from mpizero.optim.vectors.method import is_progress  # only what such a method has saved has progress
+
+    return is_progress(value)
 
 
 def _is_scale(value: object) -> bool:

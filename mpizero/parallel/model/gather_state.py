@@ -122,14 +122,17 @@ def _gathered(engine: Engine, full: Array) -> Array:
 
 def checked_state(engine: Engine, updater: Updater, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a ``state_dict()`` by what they are; LayoutError if the optimizer has others."""
-    from mpizero.optim.vectors.method import is_progress  # most optimizers have none
-
     if absent := {"step_count", "state"}.difference(state):
         raise LayoutError(f"state has no {sorted(absent)}; pass what state_dict() has returned")
     slots, progress, method = state["state"], state.get("progress"), updater.method
     if set(slots) != set(updater.state):
         raise LayoutError(f"state has slots {sorted(slots)}, the optimizer's are {sorted(updater.state)}")
-    if not (progress is None if method is None else is_progress(progress)):
+    sound = progress is None
+    if method is not None:  # most optimizers have none
+        from mpizero.optim.vectors.method import is_progress
+
+        sound = is_progress(progress)
+    if not sound:
         raise LayoutError(f"progress is {progress!r:.60}, expected {method and 'that of state_dict()'}")
     found = {"the step count": int(state["step_count"]), "the progress": progress}
     for slot, arrays in sorted(slots.items()):
