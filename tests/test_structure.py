@@ -102,6 +102,8 @@ TYPING_CYCLES: dict[frozenset[str], str] = {
         "users get the optimizer from the model and the model from the optimizer, both with their types"
     )
 }
+#: What a module imports late, of modules that import it, and why that is right.
+LATE = {("mpizero.nn.layer", "mpizero.nn.split.split_forms"): "any layer can be split, and the split forms are layers"}
 #: Public classes of one name, and why that is right.
 TWO_CLASSES = {
     "Layer": "the protocol in types.py and the base class of the layers that follow it",
@@ -257,8 +259,9 @@ def test_a_package_imports_nothing_of_those_that_are_closed_to_it(module):
 
 
 def _graph(typing: bool) -> dict[str, set[str]]:
-    """Every module with the modules of the package that it imports; maybe also those for annotations."""
-    return {m: {name for name, _ in imported(m, typing) if name in modules()} - {m} for m in modules()}
+    """Every module with the modules of the package that it imports but late; maybe also those for annotations."""
+    late = {m: {m} | {name for module, name in LATE if module == m} for m in modules()}
+    return {m: {name for name, _ in imported(m, typing) if name in modules()} - late[m] for m in modules()}
 
 
 def test_imports_have_no_cycle():
@@ -274,6 +277,17 @@ def test_imports_have_no_cycle():
 
     for module in graph:
         visit(module, ())
+
+
+def test_no_module_patches_another_when_it_is_imported():
+    """Who imports only one of the two would get something else: a name is bound by the module that has it."""
+    found = []
+    for module, path in modules().items():
+        for node in tree(path).body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            if any(isinstance(target, ast.Attribute | ast.Subscript) for target in targets):
+                found.append(f"{module}, line {node.lineno}: {ast.unparse(node)}")
+    assert not found, "\n".join(found)
 
 
 def _reached(graph: dict[str, set[str]], module: str) -> set[str]:
@@ -462,6 +476,7 @@ def test_allow_lists_name_only_what_exists():
     assert set(LONG) <= present
     assert set(TWINS) <= set(_folders(PACKAGE))
     assert set(modules()) >= ENVIRONMENT
+    assert {(module, name) for module in modules() for name, _ in imported(module)} >= set(LATE)
     assert set(modules()) >= {name for package, (closed, _) in CLOSED.items() for name in (package, *closed)}
 
 

@@ -1,9 +1,8 @@
 """Provide layers with hand-written backward passes, losses, and models of them; this package never imports MPI."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpizero.lazy_names import lazy_names
-from mpizero.nn import layer
 
 if TYPE_CHECKING:
     from mpizero.nn.context.context_forms import context_model as context_model
@@ -60,12 +59,3 @@ if TYPE_CHECKING:
     from mpizero.nn.split.model import whole_prediction as whole_prediction
 else:  # a checker of types would take any name for known
     __getattr__, __dir__, __all__ = lazy_names(__name__)
-
-
-def _split_forms() -> dict[type, Any]:
-    from mpizero.nn.split.split_forms import SPLIT_FORMS
-
-    return SPLIT_FORMS
-
-
-layer.split_forms = _split_forms

@@ -8,6 +8,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -139,7 +140,11 @@ class Layer(ABC):
             The layer's class is a subclass of one in the table, and does not define ``split`` itself. The form in the
             table might compute something else than the subclass.
         """
-        forms = {} if group.size == 1 else split_forms()
+        if group.size == 1:
+            return self
+        # The forms are made of layers, so their module is imported when the first layer is split.
+        forms: Mapping[type, Callable[[Any, Group], Layer]]
+        forms = import_module("mpizero.nn.split.split_forms").SPLIT_FORMS
         kind = next((kind for kind in type(self).__mro__ if kind in forms), None)
         if kind is None:
             return self
@@ -195,11 +200,6 @@ def poll(params: Params) -> None:
     found = getattr(params, "poll", None)
     if found is not None:
         found()
-
-
-#: Returns the function that splits a layer over a group, by the layer's class. ``mpizero/nn/__init__.py`` sets it: the
-#: forms are made of layers, so this module cannot import them, and most models need none.
-split_forms: Callable[[], Mapping[type, Callable[[Any, Group], Layer]]] = dict
 
 
 class _Counted:
