@@ -1,9 +1,12 @@
-"""Escape control characters, so that any text can be printed safely on a terminal or in a log."""
+"""Print on terminals and in logs: escape control characters, so that any text can be printed safely."""
 
 from __future__ import annotations
 
+import io
 import re
 import sys
+from collections.abc import Mapping
+from typing import TextIO
 from unicodedata import category
 
 #: Unicode categories that are escaped: control characters (escape sequences begin with one), invisible formatting marks
@@ -41,3 +44,26 @@ def _escaped(character: str) -> str:
 def notice(text: str) -> None:
     """Write one line to standard error: "mpizero: " and ``text`` with its control characters escaped."""
     print(f"mpizero: {printable(text)}", file=sys.stderr, flush=True)
+
+
+def show(text: str, file: TextIO | None = None) -> None:
+    """Print a report or a line to standard output, or to ``file``, with control characters escaped."""
+    print(printable(text, keep="\n"), file=file, flush=True)
+
+
+def accept_all_characters() -> None:
+    """Make standard output and error escape the characters that their encoding lacks, instead of raising an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def wants_colour(stream: TextIO, environment: Mapping[str, str]) -> bool:
+    """Tell whether to write colours to a stream: to terminals, unless the environment says otherwise.
+
+    ``NO_COLOR`` forbids them and ``FORCE_COLOR`` asks for them anywhere, where not empty; ``TERM=dumb`` is a terminal
+    that has none. Ranks of Open MPI write to a terminal of its own, wherever the output goes.
+    """
+    if environment.get("NO_COLOR") or environment.get("FORCE_COLOR"):
+        return not environment.get("NO_COLOR")
+    return environment.get("TERM") != "dumb" and "OMPI_COMM_WORLD_RANK" not in environment and stream.isatty()

@@ -77,6 +77,7 @@ CLOSED = {
     "mpizero.parallel.execution": (("mpizero.optim", "mpizero.parallel.optimizer"), "a pass ends with gradients"),
     "mpizero.train.run": (("mpizero.train.bench",), "training measures nothing that it does not record"),
     "mpizero.train.record": (("mpizero.train.bench",), "training measures nothing that it does not record"),
+    "mpizero.comm.supervision": (("mpizero.comm.transport",), "what watches messages knows none"),
     "mpizero.parallel.device": (("mpizero.optim", "mpizero.parallel.optimizer"), "passes run on it"),
 }
 #: Modules that may read the process's environment.

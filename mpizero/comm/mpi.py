@@ -15,11 +15,11 @@ from mpizero.comm.checks import TAG_LIMIT
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.recording.call_trace import Signature
 from mpizero.comm.recording.mismatch import first_mismatch
-from mpizero.comm.requests import OPERATIONS, TYPES, MpiReceive, MpiRequest, Waiting, spec
+from mpizero.comm.requests import OPERATIONS, TYPES, MpiReceive, MpiRequest, VerifiedRequest, Waiting, spec
 from mpizero.comm.shared import MpiSharedMemory, free_space
 from mpizero.comm.supervision import guard
 from mpizero.comm.supervision.arrival import PATIENCE, range_of
-from mpizero.comm.supervision.verification import CallVerifier, VerifiedRequest
+from mpizero.comm.supervision.verification import CallVerifier
 from mpizero.comm.transport import Request, SharedMemory
 from mpizero.errors import ArgumentError, CollectiveError, CollectiveMismatch, ExitStatus, MpizeroError, PeerFailure
 from mpizero.layout import Span

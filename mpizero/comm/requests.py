@@ -18,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 from mpi4py import MPI
 
+from mpizero.comm.supervision.verification import PendingComparison
 from mpizero.comm.transport import Request, Transport
 from mpizero.types import Array
 
@@ -177,3 +178,28 @@ class MpiReceive(MpiRequest):
         if (arrived := sum(s.Get_elements(MPI.BYTE) for s in statuses)) != buffer.nbytes:
             reason = f"expected {buffer.nbytes} bytes, the message has {arrived}"
             raise self._communicator.error(self._operation, self._tag, reason, buffer)
+
+
+class VerifiedRequest(Request):
+    """Wait for the comparison of a non-blocking collective, then for the collective itself."""
+
+    def __init__(self, communicator: Transport, verification: PendingComparison, request: Request) -> None:
+        trace = communicator.trace
+        self._communicator, self._request = communicator, request
+        self._verification: PendingComparison | None = verification
+        self._call = (trace.operation, trace.tag, trace.sequence)
+
+    def wait(self) -> None:
+        """Return when the operation has ended on this rank. Not collective; a second call returns at once."""
+        if self._verification is not None:
+            self._communicator._run(*self._call, self._verification.wait)
+            self._verification = None
+        self._request.wait()
+
+    def test(self) -> bool:
+        """Make progress and tell whether the operation has ended. Not collective."""
+        if self._verification is not None:
+            if not self._verification.test():
+                return False
+            self._verification = None
+        return self._request.test()

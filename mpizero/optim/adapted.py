@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ from mpizero import kernels
 from mpizero.errors import ArgumentError
 from mpizero.names import check_slots
 from mpizero.optim.flat_optimizer import FlatOptimizer, RowSum, rate_at
-from mpizero.optim.tensor_optimizer import tensor_slots
 from mpizero.types import Array, Dtype, ParameterSpec
 
 _PROBE = 48
@@ -198,3 +198,15 @@ def learning_rate(optimizer: Any, step: int) -> float:
 def optimizer_name(optimizer: Any) -> str:
     """Return the optimizer's name for checkpoints: its attribute ``name``, or its class name if it has none."""
     return str(getattr(optimizer, "name", type(optimizer).__name__))
+
+
+def takes_whole(optimizer: Any, spec: ParameterSpec) -> bool:
+    """Tell whether an adapted optimizer updates a parameter as a whole tensor; False for one that is not trained."""
+    if not optimizer.needs_whole_tensors or not spec.optimized:
+        return False
+    return bool(optimizer.takes(replace(spec, name=spec.guest or spec.name)))
+
+
+def tensor_slots(optimizer: Any) -> tuple[str, ...]:
+    """Return the names of the state arrays that whole tensors have; of other adapted optimizers ()."""
+    return tuple(optimizer.tensor_slots) if optimizer.needs_whole_tensors else ()

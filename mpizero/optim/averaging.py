@@ -8,9 +8,8 @@ from typing import Any
 from mpizero import kernels
 from mpizero.errors import ConfigError
 from mpizero.kernels import pool
-from mpizero.optim.adapted import adapt, optimizer_name
+from mpizero.optim.adapted import adapt, optimizer_name, tensor_slots
 from mpizero.optim.flat_optimizer import RowSum
-from mpizero.optim.tensor_optimizer import tensor_slots
 from mpizero.types import Array
 
 #: Name of the state array that holds the average.

@@ -6,9 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from mpizero.errors import ConfigError
-from mpizero.optim.adapted import optimizer_name
+from mpizero.optim.adapted import optimizer_name, takes_whole
 from mpizero.optim.averaging import EMA
-from mpizero.optim.tensor_optimizer import takes_whole
 from mpizero.types import ParameterSpec
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -157,15 +156,3 @@ class TensorOptimizer(AdamW):
         """Return the numbers of :meth:`hyper`, for a group of whole tensors, by their names."""
         step, lr, decay = hyper.tolist()
         return TensorStep(int(step), lr, decay)
-
-
-def takes_whole(optimizer: Any, spec: ParameterSpec) -> bool:
-    """Tell whether an adapted optimizer updates a parameter as a whole tensor; False for one that is not trained."""
-    if not optimizer.needs_whole_tensors or not spec.optimized:
-        return False
-    return bool(optimizer.takes(replace(spec, name=spec.guest or spec.name)))
-
-
-def tensor_slots(optimizer: Any) -> tuple[str, ...]:
-    """Return the names of the state arrays that whole tensors have; of other adapted optimizers ()."""
-    return tuple(optimizer.tensor_slots) if optimizer.needs_whole_tensors else ()

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from mpizero.parallel.model.strategies import ZeRO3Optimizer as ZeRO3Optimizer
     from mpizero.parallel.model.strategies import distribute as distribute
     from mpizero.parallel.partition.block_timing import measured_costs as measured_costs
-    from mpizero.parallel.skipped_steps import BadSteps as BadSteps
+    from mpizero.parallel.step_report import BadSteps as BadSteps
     from mpizero.parallel.step_report import NonFinite as NonFinite
     from mpizero.parallel.step_report import StepReport as StepReport
 else:  # a checker of types would take any name for known

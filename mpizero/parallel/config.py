@@ -19,7 +19,7 @@ from mpizero.names import explains
 from mpizero.nn.models.efficient_batch import efficient_samples
 from mpizero.optim import DynamicLossScale
 from mpizero.parallel.partition.parallel_layout import Tiles, check_tiles
-from mpizero.parallel.skipped_steps import BadSteps
+from mpizero.parallel.step_report import BadSteps
 from mpizero.validation import flag, number, positive, require, whole
 
 #: When grains are assigned to ranks: before a step, or while they compute.

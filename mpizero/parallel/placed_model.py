@@ -32,13 +32,13 @@ from mpizero.parallel.gradients.reducer import GradientReducer
 from mpizero.parallel.gradients.row_buffer import RowBuffer
 from mpizero.parallel.integrity import Integrity
 from mpizero.parallel.memory_check import fits_shared_memory, tell_private
-from mpizero.parallel.message_progress import MessageProgress
 from mpizero.parallel.optimizer.global_norm import GlobalSums
 from mpizero.parallel.optimizer.sharded_update import Updater, UpdateScope
 from mpizero.parallel.optimizer.tied_parameters import TieExchange
 from mpizero.parallel.parameters.allocator import Memory
 from mpizero.parallel.parameters.global_view import GlobalView
 from mpizero.parallel.parameters.integer_state import IntegerState
+from mpizero.parallel.parameters.message_progress import MessageProgress
 from mpizero.parallel.parameters.shards import UpdatePiece
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.parallel.partition.blocks import blocks_of

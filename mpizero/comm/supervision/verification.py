@@ -13,7 +13,6 @@ from mpi4py import MPI
 
 from mpizero.comm.recording.call_trace import CallTrace
 from mpizero.comm.recording.mismatch import mismatch
-from mpizero.comm.transport import Request, Transport
 from mpizero.errors import CollectiveError
 from mpizero.types import Array
 
@@ -95,28 +94,3 @@ class PendingComparison:
     def _compare(self) -> None:
         if (self._everyone != self._mine).any():
             raise self._verifier.error()
-
-
-class VerifiedRequest(Request):
-    """Wait for the comparison of a non-blocking collective, then for the collective itself."""
-
-    def __init__(self, communicator: Transport, verification: PendingComparison, request: Request) -> None:
-        trace = communicator.trace
-        self._communicator, self._request = communicator, request
-        self._verification: PendingComparison | None = verification
-        self._call = (trace.operation, trace.tag, trace.sequence)
-
-    def wait(self) -> None:
-        """Return when the operation has ended on this rank. Not collective; a second call returns at once."""
-        if self._verification is not None:
-            self._communicator._run(*self._call, self._verification.wait)
-            self._verification = None
-        self._request.wait()
-
-    def test(self) -> bool:
-        """Make progress and tell whether the operation has ended. Not collective."""
-        if self._verification is not None:
-            if not self._verification.test():
-                return False
-            self._verification = None
-        return self._request.test()

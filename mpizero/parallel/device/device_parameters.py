@@ -14,7 +14,7 @@ from mpizero.kernels.device import Device
 from mpizero.layout.flat import united, views
 from mpizero.layout.unit import Unit
 from mpizero.parallel.gradients.unwritten_gradients import GradientDict
-from mpizero.parallel.message_progress import MessageProgress
+from mpizero.parallel.parameters.message_progress import MessageProgress
 from mpizero.parallel.parameters.store import ParameterStore, flat_names
 from mpizero.types import Array
 

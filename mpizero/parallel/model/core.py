@@ -26,8 +26,7 @@ from mpizero.parallel.partition.model_checks import check_model, check_own_modul
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.parallel.partition.tiles import misfits
 from mpizero.parallel.placement import Placement, placement
-from mpizero.parallel.skipped_steps import BadSteps, SkippedSteps
-from mpizero.parallel.step_report import StepReport
+from mpizero.parallel.step_report import BadSteps, SkippedSteps, StepReport
 from mpizero.sampletree import SampleTree
 from mpizero.text import notice
 from mpizero.types import Array

@@ -16,9 +16,8 @@ from mpizero.comm.calls import agree_on_call, check_call, collective, recorded
 from mpizero.comm.equality import agree_arrays, agree_equal
 from mpizero.errors import ArgumentError, ConfigError, StateError, UnknownNameError
 from mpizero.names import SETTINGS, explains, not_here
-from mpizero.optim.adapted import adapt
+from mpizero.optim.adapted import adapt, tensor_slots
 from mpizero.optim.averaging import plain
-from mpizero.optim.tensor_optimizer import tensor_slots
 from mpizero.parallel import checkpointing
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.model.core import ShardedCore

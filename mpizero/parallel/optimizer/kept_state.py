@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from mpizero.optim.adapted import tensor_slots
 from mpizero.optim.averaging import EMA
-from mpizero.optim.tensor_optimizer import tensor_slots
 from mpizero.parallel.optimizer.whole_tensors import WholeTensors
 from mpizero.parallel.parameters.shards import StatePiece, UpdatePiece, UpdateRun
 

@@ -11,8 +11,7 @@ from mpizero.layout import Span
 from mpizero.layout.flat import FlatLayout
 from mpizero.layout.partition import owners_by_cost
 from mpizero.layout.unit import ParameterUse
-from mpizero.optim.adapted import optimizer_name
-from mpizero.optim.tensor_optimizer import takes_whole
+from mpizero.optim.adapted import optimizer_name, takes_whole
 from mpizero.parallel.optimizer.tied_parameters import home_of
 from mpizero.parallel.parameters.shards import Share
 from mpizero.records import dataclass

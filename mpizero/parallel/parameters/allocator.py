@@ -13,7 +13,7 @@ import numpy as np
 from mpizero.comm import Communicator, Request, SharedMemory
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import CollectiveError, OutOfMemoryError, PeerFailure, SharedMemoryError
-from mpizero.parallel.message_progress import MessageProgress
+from mpizero.parallel.parameters.message_progress import MessageProgress
 from mpizero.types import Array
 
 #: Bytes of a memory page. Arrays that different ranks write begin on pages of their own.

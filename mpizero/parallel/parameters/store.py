@@ -16,10 +16,10 @@ from mpizero.comm.reduce.exact import Gathering, begin_gather
 from mpizero.layout import Span
 from mpizero.layout.flat import FlatLayout, united, views
 from mpizero.layout.unit import Unit
-from mpizero.parallel.message_progress import MessageProgress
 from mpizero.parallel.parameters import publication
 from mpizero.parallel.parameters.allocator import STATE_ADVICE, Memory, needing, on_all_ranks
 from mpizero.parallel.parameters.integer_state import IntegerState
+from mpizero.parallel.parameters.message_progress import MessageProgress
 from mpizero.parallel.parameters.publication import Publication, let_arrive
 from mpizero.parallel.parameters.shards import Share
 from mpizero.types import Array, ParameterSpec

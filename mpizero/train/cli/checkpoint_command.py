@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError, ExitStatus
+from mpizero.text import show
 from mpizero.train.cli.options import add_json
-from mpizero.train.cli.output import show
 
 if TYPE_CHECKING:
     from mpizero.checkpoint.tools import ListedCheckpoint

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 from mpizero.errors import ConfigError, ExitStatus, MpizeroError
 from mpizero.installed import own_version
 from mpizero.launched import BY_ANY, is_first, unclear
+from mpizero.text import accept_all_characters, show, wants_colour
 from mpizero.train.cli import (
     bench_command,
     checkpoint_command,
@@ -28,7 +29,6 @@ from mpizero.train.cli import (
     watch_command,
 )
 from mpizero.train.cli.options import layout_of, named_as_options
-from mpizero.train.cli.output import accept_all_characters, show, wants_colour
 from mpizero.train.cli.verify_options import add_verify
 from mpizero.train.stopping.signals import StopSignals
 

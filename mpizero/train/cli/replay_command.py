@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from mpizero.errors import ExitStatus
+from mpizero.text import show
 from mpizero.train.cli.options import add_json
-from mpizero.train.cli.output import show
 
 
 def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:

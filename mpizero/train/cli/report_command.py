@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpizero.errors import ExitStatus
-from mpizero.train.cli.output import show
+from mpizero.text import show
 
 
 def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:

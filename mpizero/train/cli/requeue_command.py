@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mpizero.errors import ConfigError, ExitStatus
+from mpizero.text import show
 from mpizero.train.cli.options import add_training, whole_number
-from mpizero.train.cli.output import show
 
 
 def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:

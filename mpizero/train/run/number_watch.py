@@ -14,7 +14,7 @@ from typing import Any
 from mpizero.errors import DataError, RemoteError
 from mpizero.layout import Grains
 from mpizero.parallel import BadSteps, StepReport, dump_bad_step
-from mpizero.parallel.skipped_steps import SkippedSteps
+from mpizero.parallel.step_report import SkippedSteps
 from mpizero.train.run.progress import Progress
 from mpizero.train.run.run_folder import RunFolder
 from mpizero.train.run.setup import RunSetup
