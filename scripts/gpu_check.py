@@ -20,6 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from gpu_checking.__main__ import simulate_if_asked
 from gpu_checking.page import write_page
 from gpu_checking.parts import PARTS, REHEARSED, Part
 from gpu_checking.running import GOOD, ROOT, Results, read, run_part, table
@@ -67,6 +68,7 @@ def chosen(names: str, results: Results) -> list[Part]:
 def reason_without_gpu() -> str:
     """Return why this machine has no GPU to train on, or "" if it has one or simulates one."""
     try:
+        simulate_if_asked()
         from mpizero.kernels.device import found
     except ImportError as error:
         return f"mpizero cannot be imported: {error}"

@@ -16,6 +16,8 @@ from tests import vocabulary
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "mpizero"
+#: The kernels in plain NumPy.
+REFERENCE = ROOT / "tests" / "support" / "reference"
 
 #: A module imports lower floors or its own package.
 FLOORS = {
@@ -105,7 +107,6 @@ TWINS = {
     "kernels/cpu": "each kernel has a twin of its name in every folder",
     "kernels/cuda": "each kernel has a twin of its name in every folder",
     "kernels/formulas": "the scalar functions of the kernels of its name",
-    "kernels/reference": "each kernel has a twin of its name in every folder",
     "nn/split": "split forms of the layers in the module of the same name",
 }
 #: First words of docstrings that do not tell what a thing does.
@@ -431,10 +432,8 @@ def test_public_names_have_a_docstring(module):
 
 def test_twin_kernels_have_the_same_names():
     alone = {"launch.py"}  # what a CUDA kernel needs to be started
-    names = {
-        twin: {path.name for path in (PACKAGE / "kernels" / twin).glob("[!_]*.py")} - alone
-        for twin in ("cpu", "cuda", "reference")
-    }
+    folders = {"cpu": PACKAGE / "kernels/cpu", "cuda": PACKAGE / "kernels/cuda", "reference": REFERENCE}
+    names = {twin: {path.name for path in folder.glob("[!_]*.py")} - alone for twin, folder in folders.items()}
     assert names["cpu"] == names["cuda"]
     assert names["cpu"] == names["reference"]
 

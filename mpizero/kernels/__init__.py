@@ -59,7 +59,7 @@ def all_finite(array: Any) -> bool:
 
 
 def namespace(array: Any) -> Any:
-    """Return the library of an array, a module with NumPy's functions: NumPy, CuPy or its simulation.
+    """Return the library of an array, a module with NumPy's functions: NumPy or CuPy.
 
     Examples
     --------
@@ -71,7 +71,9 @@ def namespace(array: Any) -> Any:
     if isinstance(array, np.ndarray):
         return np
     package = type(array).__module__.partition(".")[0]
-    return array.__array_namespace__() if package == __package__.partition(".")[0] else sys.modules[package]
+    if package == "cupy" or not hasattr(array, "__array_namespace__"):  # CuPy's arrays have it from CuPy 14 on
+        return sys.modules[package]
+    return array.__array_namespace__()
 
 
 def to_host(array: Any) -> Any:

@@ -1,7 +1,11 @@
 """Find and open a rank's GPU, copy data between host and GPU, and call cuBLAS.
 
-Arrays on the GPU are CuPy's; under ``NUMBA_ENABLE_CUDASIM=1`` they are simulated. Parameters, gradients and optimizer
-state are copied in pieces through one pinned buffer on the host, because such copies use the full rate of the bus.
+Arrays on the GPU are CuPy's. Parameters, gradients and optimizer state are copied in pieces through one pinned buffer
+on the host, because such copies use the full rate of the bus.
+
+[Note: simulated GPUs] The tests run on machines without a GPU. All that this library asks of GPUs goes through the
+object that :func:`gpus` returns: a :class:`Gpus`, or what a process has put in its place by :func:`use_gpus`. The tests
+put a simulator there, whose arrays have ``__cuda_array_interface__`` and ``__array_namespace__``.
 """
 
 from __future__ import annotations
@@ -11,20 +15,18 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
 from mpizero.errors import ConfigError, DataError
-from mpizero.kernels.device_products import PRODUCT_DTYPE, SIXTEEN_BITS, Batches, HalfPrecisionArray, widened
+from mpizero.kernels.device_products import PRODUCT_DTYPE, SIXTEEN_BITS, Batches, HalfPrecisionArray
 from mpizero.types import Array
 
 #: Size of the pinned buffer in bytes: large enough for fast transfers, and small compared with a node's memory.
 STAGING = 1 << 24
 #: If the gap between two parts of a GPU array is at most this (elements), both are read at once, with the gap.
 _NEAR = 1 << 12
-#: Number of GPUs that the simulator has: more than one, so that tests also see ranks on different GPUs.
-SIMULATED_DEVICES = 2
 INSTALL = "install them by pip install 'mpizero[cuda12]' (or cuda13)"
 #: cuBLAS's constants for the type float32, for computing in float32, and for its default algorithm.
 _FLOAT32, _COMPUTE_FLOAT32, _DEFAULT_ALGORITHM = 0, 68, -1
@@ -289,44 +291,6 @@ class CupyDevice(Device):
             )  # fmt: skip
 
 
-class SimulatedDevice(Device):
-    """Represent a GPU of Numba's simulator, which is slow and meant for tests."""
-
-    def __init__(self, number: int) -> None:
-        self.number, self.name = number, "simulated"
-        super().__init__()
-
-    def _pinned(self, nbytes: int) -> Array:
-        return np.empty(nbytes, np.uint8)
-
-    def _copy_pinned(self, target: Any, staged: Array) -> None:
-        target.set(staged)
-
-    def _await_pinned(self) -> None:
-        pass
-
-    def empty(self, size: int, dtype: Any) -> Array:
-        """Allocate a 1-D array on the simulated GPU, filled with NaN to show any use before it is written."""
-        from mpizero.kernels.simulated import NAMESPACE
-
-        array: Array = NAMESPACE.full(size, np.nan, dtype)
-        return array
-
-    def synchronize(self) -> None:
-        """Do nothing, because the simulator finishes all work at once."""
-
-    def _array(self, values: Array) -> Array:
-        from mpizero.kernels.simulated import SimulatedArray
-
-        return cast("Array", SimulatedArray(values.copy()))
-
-    def multiply(self, a: HalfPrecisionArray, b: HalfPrecisionArray, out: Array, batches: Batches) -> None:
-        """Write the products of two batches of matrices, ``a @ b``, to ``out``, after converting both to float32."""
-        from mpizero.kernels import namespace
-
-        namespace(out).matmul(widened(a), widened(b), out=out)
-
-
 def of_tensor(tensor: Any) -> Array:
     """Return an array of CuPy that shares the memory of a tensor of another library on a GPU. Not collective."""
     import cupy
@@ -335,27 +299,64 @@ def of_tensor(tensor: Any) -> Array:
     return array
 
 
-def simulated() -> bool:
-    """Tell whether Numba simulates GPUs (``NUMBA_ENABLE_CUDASIM=1``)."""
-    from numba.core import config
+class KernelLaunch(Protocol):
+    """Define the interface of a kernel for GPUs; :class:`mpizero.kernels.cuda.launch.CudaKernel` has it."""
 
-    return bool(config.ENABLE_CUDASIM)
+    def launch(self, args: tuple[Any, ...]) -> None:
+        """Launch the kernel on the current stream of this thread's GPU."""
+
+
+class Gpus:
+    """Find, open and use the GPUs of this process, by CuPy and numba-cuda; see [Note: simulated GPUs].
+
+    Attributes
+    ----------
+    in_host_memory : bool
+        Whether arrays of these GPUs lie in the host's memory, so that every MPI library takes them.
+    """
+
+    in_host_memory = False
+
+    def found(self) -> tuple[int, str]:
+        """Return the number of GPUs that this process can train on, and the reason if there are none (otherwise "")."""
+        missing = [name for name in ("cupy", "numba_cuda") if importlib.util.find_spec(name) is None]
+        if missing:
+            return 0, f"no package {' and no '.join(missing)}; {INSTALL}"
+        try:
+            import cupy
+
+            count = int(cupy.cuda.runtime.getDeviceCount())
+        except (
+            Exception
+        ) as error:  # a package for another CUDA, a driver that is none: whatever it is, it is the reason
+            return 0, f"CuPy finds none: {' '.join(str(error).split())}; see nvidia-smi"
+        return count, "" if count else "the driver shows none; see nvidia-smi and CUDA_VISIBLE_DEVICES"
+
+    def opened(self, number: int) -> Device:
+        """Open the GPU with this number on the node."""
+        return CupyDevice(number)
+
+    def launch(self, kernel: KernelLaunch, args: tuple[Any, ...]) -> None:
+        """Launch a kernel, whose number of arguments and their axes are right."""
+        kernel.launch(args)
+
+
+_GPUS = [Gpus()]
+
+
+def gpus() -> Gpus:
+    """Return the GPUs that this process uses."""
+    return _GPUS[0]
+
+
+def use_gpus(replacement: Gpus) -> None:
+    """Use other GPUs in this process from now on; see [Note: simulated GPUs]."""
+    _GPUS[0] = replacement
 
 
 def found() -> tuple[int, str]:
     """Return the number of GPUs that this process can train on, and the reason if there are none (otherwise "")."""
-    if simulated():
-        return SIMULATED_DEVICES, ""
-    missing = [name for name in ("cupy", "numba_cuda") if importlib.util.find_spec(name) is None]
-    if missing:
-        return 0, f"no package {' and no '.join(missing)}; {INSTALL}"
-    try:
-        import cupy
-
-        count = int(cupy.cuda.runtime.getDeviceCount())
-    except Exception as error:  # a package for another CUDA, a driver that is none: whatever it is, it is the reason
-        return 0, f"CuPy finds none: {' '.join(str(error).split())}; see nvidia-smi"
-    return count, "" if count else "the driver shows none; see nvidia-smi and CUDA_VISIBLE_DEVICES"
+    return gpus().found()
 
 
 def open_device(place: int) -> Device:
@@ -369,4 +370,4 @@ def open_device(place: int) -> Device:
     count, reason = found()
     if not count:
         raise ConfigError(f'device = "cuda": {reason}, or train with device = "cpu"')
-    return SimulatedDevice(place % count) if simulated() else CupyDevice(place % count)
+    return gpus().opened(place % count)

@@ -195,7 +195,7 @@ def _halved(x: Array, device: Multiplier, dtype: str) -> HalfPrecisionArray:
 
 
 def _library(array: Any) -> Any:
-    """Return the array library of a GPU array: CuPy or its simulation."""
+    """Return the array library of a GPU array."""
     from mpizero.kernels import namespace  # which imports this module
 
     return namespace(array)

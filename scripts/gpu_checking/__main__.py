@@ -16,6 +16,14 @@ from gpu_checking.report import Report, Skipped, is_out_of_memory
 SKIPPED, NO_MEMORY = os.EX_UNAVAILABLE, os.EX_OSERR
 
 
+def simulate_if_asked() -> None:
+    """Have this process use simulated GPUs where the environment asks for Numba's simulator, as in a rehearsal."""
+    from tests.support.simulated import ASKED, simulate_gpus  # the path may have no tests where only a page is written
+
+    if ASKED:
+        simulate_gpus()
+
+
 def main() -> int:
     """Run the part, and return the exit status."""
     place, findings, *options = sys.argv[1:]
@@ -23,6 +31,7 @@ def main() -> int:
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # what a part that hangs is asked for
     report = Report(Path(findings))
     try:
+        simulate_if_asked()
         getattr(importlib.import_module(f"gpu_checking.{module}"), function)(report, "--small" in options)
     except Skipped as reason:
         report.figure("skipped", reason)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gpu_checking.__main__ import simulate_if_asked
 from gpu_checking.report import Report, Skipped, timed
 from gpu_checking.trainings import gpt, text
 
@@ -86,6 +87,7 @@ def job() -> None:
     """Run as a rank: train the rows of this number of ranks; rank 0 writes their hashes to the file that is named."""
     from mpi4py import MPI
 
+    simulate_if_asked()
     small, path = sys.argv[1] == "--small", Path(sys.argv[2])
     if MPI.COMM_WORLD.size != int(sys.argv[3]):  # the launcher is another MPI's
         sys.exit(f"started {sys.argv[3]} ranks, {MPI.get_vendor()[0]} sees {MPI.COMM_WORLD.size}")

@@ -14,7 +14,7 @@ from typing import Any
 
 from gpu_checking.bits import mpiexec
 from gpu_checking.report import Report, Skipped
-from gpu_checking.running import ROOT
+from gpu_checking.running import ROOT, command_line
 
 PACKAGES = (
     "numpy", "numba", "numba-cuda", "cupy-cuda13x", "cupy-cuda12x", "mpi4py", "mpich", "h5py", "isal", "greenlet",
@@ -56,7 +56,7 @@ def facts(report: Report, small: bool) -> None:
     report.figure("/dev/shm", f"{free / 2**30:.1f} GiB free")
     report.figure("MPI", re.sub(r"\s+", " ", _said(mpiexec(), "--version"))[:100])
     report.figure("nvcc", _said("nvcc", "--version").splitlines()[-1])
-    for line in _said(sys.executable, "-m", "mpizero", "doctor").splitlines():
+    for line in _said(*command_line(small), "doctor").splitlines():
         report.figure("doctor", line.strip())
     with report.attempt("the library's GPU"):
         from mpizero.kernels.device import found, open_device

@@ -24,7 +24,7 @@ class Case:
     Attributes
     ----------
     kernel : str
-        Module and name of the function, in the packages ``mpizero.kernels.cuda`` and ``reference``.
+        Module and name of the function, in the packages ``mpizero.kernels.cuda`` and ``tests.support.reference``.
     args : tuple
         Its arguments, on the host.
     wide : bool
@@ -213,7 +213,7 @@ def _copies(d: Draw) -> Iterator[Case]:
 
 
 def _compression(d: Draw) -> Iterator[Case]:
-    from mpizero.kernels.reference import compression
+    from tests.support.reference import compression
 
     n = d.flat
     x, residual, blocks = d.normal(n), d.normal(n), -(-n // compression.BLOCK)

@@ -12,15 +12,20 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_context
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 from cuda_kernels import dtypes
 from cuda_kernels import kernels as cuda_kernels
 
+from gpu_checking.__main__ import simulate_if_asked
 from gpu_checking.kernel_cases import Case, Draw, Host, cases
 from gpu_checking.report import Report, Skipped, timed
+from mpizero.kernels import cuda
 from mpizero.kernels import device as devices
+from tests.support import reference
+from tests.support.simulated import ASKED
 
 #: For each size: flat elements, rows, columns, and the length of what the NumPy form does element by element. The last
 #: one has more elements and more rows than a launch has threads and blocks.
@@ -154,9 +159,9 @@ def _watched(launched: set[str]) -> Iterator[None]:
         CudaKernel.__call__ = call  # type: ignore[method-assign]
 
 
-def _called(package: str, name: str, args: list[Any]) -> Any:
+def _called(package: ModuleType, name: str, args: list[Any]) -> Any:
     module, function = name.split(".")
-    return getattr(importlib.import_module(f"mpizero.kernels.{package}.{module}"), function)(*args)
+    return getattr(importlib.import_module(f"{package.__name__}.{module}"), function)(*args)
 
 
 def _on_device(device: devices.Device, case: Case) -> tuple[Any, list[Any]]:
@@ -168,7 +173,7 @@ def _on_device(device: devices.Device, case: Case) -> tuple[Any, list[Any]]:
         device.put(own) if isinstance(own, np.ndarray) and not isinstance(value, Host) else own
         for own, value in zip(args, case.args, strict=True)
     ]
-    result = _called("cuda", case.kernel, placed)
+    result = _called(cuda, case.kernel, placed)
     return result, [to_host(value) for value in placed]
 
 
@@ -182,7 +187,7 @@ def _error(device: devices.Device, case: Case) -> tuple[float, str]:
         return own.astype(np.float64) if case.wide and own.dtype == np.float32 else own.copy()
 
     wanted = [widened(value) for value in case.args]
-    expected = _called("reference", case.kernel, wanted)
+    expected = _called(reference, case.kernel, wanted)
     result, got = _on_device(device, case)
     pairs = [(have, want) for have, want in zip(got, wanted, strict=True) if isinstance(have, np.ndarray)]
     if expected is not None:
@@ -256,11 +261,12 @@ def sanitizer(report: Report, small: bool) -> None:
 
 def every_kernel() -> None:
     """Run every kernel in float32 at small sizes, each array in memory of its own, so that the end of each is seen."""
+    simulate_if_asked()
     device = devices.open_device(0)
-    if not devices.simulated():
+    if not ASKED:
         import cupy
 
         cupy.cuda.set_allocator(None)  # a pool would hide what is read beyond an array
-    for case in cases(Draw(np.float32, *(SMALL[0] if devices.simulated() else (333, 11, 67, 10)))):
+    for case in cases(Draw(np.float32, *(SMALL[0] if ASKED else (333, 11, 67, 10)))):
         _on_device(device, case)
     device.synchronize()

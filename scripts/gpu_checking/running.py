@@ -117,6 +117,11 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def command_line(small: bool) -> list[str]:
+    """Return how to run the command line of mpizero; if ``small``, on simulated GPUs."""
+    return [sys.executable, "-m", "tests.support.simulated" if small else "mpizero"]
+
+
 def judged(status: int | None, findings: Sequence[dict[str, Any]], limit: float) -> tuple[str, str]:
     """Return the verdict on a part, and its figure in a line.
 

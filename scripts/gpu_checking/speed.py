@@ -22,6 +22,7 @@ import numpy as np
 
 import mpizero as mz
 from gpu_checking.report import Report, timed
+from gpu_checking.running import command_line
 from mpizero.kernels import cuda
 from mpizero.kernels import device as devices
 from mpizero.measurement import Measurement
@@ -253,7 +254,7 @@ def _phases(report: Report, shape: dict[str, int], batch: int, small: bool) -> N
             encoding="utf-8",
         )
         steps = ["--steps", "1" if small else "4", "--warm-up", "1"]
-        command = [sys.executable, "-m", "mpizero", "bench", "step", f"{folder}/config.toml", "--json", *steps]
+        command = [*command_line(small), "bench", "step", f"{folder}/config.toml", "--json", *steps]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         print(done.stdout, done.stderr, sep="\n")
         if done.returncode:

@@ -2,6 +2,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.simulated import ASKED, simulate_gpus
+
+if ASKED:
+    simulate_gpus()
+
 
 @pytest.fixture
 def in_turn(monkeypatch):

@@ -14,6 +14,7 @@ from mpizero.comm import as_communicator
 from mpizero.comm.group import device_p2p, gpu_aware
 from mpizero.kernels import device as devices
 from tests.cuda.in_turn import simulate_in_turn
+from tests.support.simulated import simulate_gpus
 
 LAYOUTS = {
     "pipeline": {"pipeline_parallel_size": 2},
@@ -44,20 +45,21 @@ def trained(comm, layout, *, directly):
 def proven(comm):
     """Return what a probe says as things are, when a pattern arrives wrong on rank 1, and when MPI claims nothing."""
     found = [gpu_aware.prove(comm, lambda: devices.open_device(comm.rank))]
-    pattern, simulated = gpu_aware._pattern, gpu_aware.simulated
+    pattern = gpu_aware._pattern
     if comm.rank == 1:
         gpu_aware._pattern = lambda rank, size: pattern(rank, size) ^ (size == gpu_aware.PATTERNS[1])
     found.append(gpu_aware.prove(comm, lambda: devices.open_device(comm.rank)))
     gpu_aware._pattern = pattern
-    gpu_aware.simulated = lambda: False
+    devices.gpus().in_host_memory = False
     found.append(gpu_aware.prove(comm, lambda: sys.exit("a GPU was opened")))
-    gpu_aware.simulated = simulated
+    devices.gpus().in_host_memory = True
     assert comm.wait_for_device is None
     return found
 
 
 if __name__ == "__main__":
     world = as_communicator(MPI.COMM_WORLD)
+    simulate_gpus()
     simulate_in_turn()
     said = {
         layout: [trained(MPI.COMM_WORLD, layout, directly=directly) for directly in (True, False)] for layout in LAYOUTS

@@ -7,7 +7,8 @@ import pytest
 
 from mpizero.kernels import device as devices
 from mpizero.kernels import device_products
-from mpizero.kernels.simulated import NAMESPACE, SimulatedArray
+from tests.support.simulated import ASKED
+from tests.support.simulated.arrays import NAMESPACE, SimulatedArray
 
 
 def lying(values, offset, *, transposed=False):
@@ -55,7 +56,7 @@ def test_a_product_of_arrays_anywhere_is_one_of_aligned_arrays(library, places, 
     assert np.allclose(out.get(), a @ b)
 
 
-@pytest.mark.skipif(not devices.simulated(), reason="opens a simulated GPU: NUMBA_ENABLE_CUDASIM=1")
+@pytest.mark.skipif(not ASKED, reason="opens a simulated GPU: NUMBA_ENABLE_CUDASIM=1")
 @pytest.mark.parametrize("place", [0, 4])
 def test_so_is_a_product_in_sixteen_bits(library, place):
     rng = np.random.default_rng(0)

@@ -20,11 +20,11 @@ from mpizero.errors import IntegrityError
 from mpizero.kernels import pool
 from mpizero.kernels.cuda.launch import CudaKernel
 from mpizero.kernels.device import Device
-from mpizero.kernels.simulated import SimulatedArray
 from mpizero.parallel.placement import placement
 from mpizero.planning import TrainingPlan
 from mpizero.testing import run_in_threads
 from tests.parallel.parallel_layouts import Blocks
+from tests.support.simulated.arrays import SimulatedArray
 
 pytestmark = pytest.mark.usefixtures("in_turn")
 

@@ -18,7 +18,6 @@ if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
 import mpizero as mz
 from mpizero.errors import ConfigError, IntegrityError
 from mpizero.kernels import device as devices
-from mpizero.kernels.reference import reduction
 from mpizero.layout.parts import tile_rows
 from mpizero.layout.tree import cover
 from mpizero.parallel.device import device_update
@@ -28,6 +27,7 @@ from mpizero.parallel.placement import placement
 from mpizero.planning import TrainingPlan
 from mpizero.testing import run_in_threads
 from mpizero.types import ParameterSpec, Part
+from tests.support.reference import reduction
 
 pytestmark = pytest.mark.usefixtures("in_turn")
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mpizero.kernels.cuda import launch
+from mpizero.kernels.device import Gpus
 
 
 class Memory:
@@ -45,7 +46,7 @@ def launches(monkeypatch):
 
     stream = SimpleNamespace(get_current_stream=lambda: current)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(asarray=Memory, cuda=stream))
-    monkeypatch.setattr(launch, "simulated", lambda: False)
+    monkeypatch.setattr(launch, "gpus", Gpus)
     monkeypatch.setattr(doubled, "_compiled", None)
     monkeypatch.setattr(doubled, "dispatcher", lambda: Dispatcher(doubled))
     monkeypatch.setattr(launch, "load_or_compile", lambda *args: None)

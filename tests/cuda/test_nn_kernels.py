@@ -11,14 +11,15 @@ if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
     pytest.skip("CUDA kernels run under NUMBA_ENABLE_CUDASIM=1", allow_module_level=True)
 
 DTYPES = (np.float32, np.float64)
+PACKAGES = ("mpizero.kernels.cuda", "tests.support.reference")
 
 
 def both(topic, name, *arrays, scalars=(), rtol=1e-5):
     """Run a CUDA kernel and its oracle on equal arrays; every array must end up equal."""
     results = []
-    for package in ("cuda", "reference"):
+    for package in PACKAGES:
         copies = [array.copy() for array in arrays]
-        getattr(import_module(f"mpizero.kernels.{package}.{topic}"), name)(*copies, *scalars)
+        getattr(import_module(f"{package}.{topic}"), name)(*copies, *scalars)
         results.append(copies)
     tight = not any(array.dtype == np.float32 for array in arrays)
     for got, want in zip(*results, strict=True):
@@ -139,9 +140,9 @@ def test_random_fills_agree_with_the_oracle(start, dtype):
         out, one = np.zeros(size, dtype), np.ones(1, dtype)
         for topic, values in (("fill_uniform", (-one, one)), ("fill_normal", (one,))):
             results = []
-            for package in ("cuda", "reference"):
+            for package in PACKAGES:
                 filled = out.copy()
-                kernels = import_module(f"mpizero.kernels.{package}.random")
+                kernels = import_module(f"{package}.random")
                 getattr(kernels, topic)(1, 2**31, 3, start, filled, *values)
                 results.append(filled)
             np.testing.assert_allclose(*results, rtol=0, atol=2e-6 if dtype is np.float32 else 1e-14)
@@ -176,9 +177,9 @@ def test_transposed_heads_are_those_of_the_oracle(dtype, rng):
 def test_split_heads_are_those_of_the_oracle(biased, dtype, rng):
     x = rng.normal(size=(2 * 3, 2 * 4 * 5)).astype(dtype)
     bias = rng.normal(size=x.shape[1] if biased else 0).astype(dtype)
-    for package in ("cuda", "reference"):
+    for package in PACKAGES:
         out = np.full((2, 4, 3, 3, 5), 7, dtype)
-        import_module(f"mpizero.kernels.{package}.attention").split_heads(x, bias, 1, 2, out)
+        import_module(f"{package}.attention").split_heads(x, bias, 1, 2, out)
         whole = (x + bias if biased else x).reshape(2, 3, 2, 4, 5).transpose(2, 0, 3, 1, 4)
         np.testing.assert_array_equal(out[:, 2:], whole[:, :, 1:])
         assert (out[:, :2] == 7).all()

@@ -14,7 +14,7 @@ if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
 @pytest.mark.parametrize("shape", [(0, 1, 2, 2, 0), (1, 2, 3, 3, 0), (2, 1, 2, 4, 9), (1, 1, 3, 4, -2)])
 def test_tiles_agree_with_the_oracle(shape, dtype):
     from mpizero.kernels.cuda import ring
-    from mpizero.kernels.reference import ring as reference
+    from tests.support.reference import ring as reference
 
     samples, heads, queries, keys, offset = shape
     rng = np.random.default_rng(keys)

@@ -7,8 +7,8 @@ import operator
 import numpy as np
 import pytest
 
-from mpizero.kernels import simulated
-from mpizero.kernels.simulated import NAMESPACE, SimulatedArray
+from tests.support.simulated import arrays
+from tests.support.simulated.arrays import NAMESPACE, SimulatedArray
 
 
 @pytest.fixture
@@ -20,11 +20,11 @@ def test_what_numpy_has_and_cupy_has_not_is_what_simulated_arrays_refuse():
     cupy = pytest.importorskip("cupy", exc_type=ImportError)
     functions = [name for name in dir(np) if name[0] != "_" and callable(getattr(np, name))]
     functions = {name for name in functions if not isinstance(getattr(np, name), type) and not hasattr(cupy, name)}
-    assert functions <= simulated.ABSENT_FUNCTIONS
-    assert not {name for name in simulated.ABSENT_FUNCTIONS if hasattr(cupy, name)}
+    assert functions <= arrays.ABSENT_FUNCTIONS
+    assert not {name for name in arrays.ABSENT_FUNCTIONS if hasattr(cupy, name)}
     attributes = {name for name in dir(np.ndarray) if name[0] != "_" and not hasattr(cupy.ndarray, name)}
-    assert attributes <= simulated.ABSENT_ATTRIBUTES
-    assert not {name for name in simulated.ABSENT_ATTRIBUTES if hasattr(cupy.ndarray, name)}
+    assert attributes <= arrays.ABSENT_ATTRIBUTES
+    assert not {name for name in arrays.ABSENT_ATTRIBUTES if hasattr(cupy.ndarray, name)}
 
 
 @pytest.mark.parametrize("name", ["vecdot", "insert", "spacing"])

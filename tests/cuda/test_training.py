@@ -28,10 +28,10 @@ from mpizero.kernels import device as devices
 from mpizero.kernels import device_products
 from mpizero.kernels.cuda.launch import CudaKernel
 from mpizero.kernels.device_products import HalfPrecisionArray, MatrixBatch
-from mpizero.kernels.reference import copy as reference
 from mpizero.parallel.placement import placement
 from mpizero.planning import TrainingPlan
 from mpizero.testing import run_in_threads
+from tests.support.reference import copy as reference
 
 pytestmark = pytest.mark.usefixtures("in_turn")
 
@@ -179,7 +179,7 @@ def test_a_rank_without_a_gpu_stops_all_of_them_with_the_reason(monkeypatch):
 
 
 def test_what_is_missing_is_told_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(devices, "simulated", lambda: False)
+    monkeypatch.setattr(devices, "gpus", devices.Gpus)
     count, reason = devices.found()
     assert count == 0
     assert reason
@@ -493,7 +493,7 @@ def test_a_run_of_the_command_line_begins_on_a_gpu_and_resumes_on_the_host(tmp_p
     told = []
     for options in ([], ["--resume", "--set", "train.steps=3", "--set", "train.device=cpu"]):
         done = subprocess.run(
-            [sys.executable, "-m", "mpizero", "train", "c.toml", *options],
+            [sys.executable, "-m", "tests.support.simulated", "train", "c.toml", *options],
             cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
         )  # fmt: skip

@@ -7,8 +7,8 @@ import pytest
 
 from mpizero import data
 from mpizero.errors import ConfigError, DataError
-from mpizero.kernels.reference import random as reference
 from mpizero.testing import run_in_threads
+from tests.support.reference import random as reference
 
 
 def noisy(x, y, random):

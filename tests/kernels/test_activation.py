@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpizero.kernels.cpu import activation
-from mpizero.kernels.reference import activation as reference
+from tests.support.reference import activation as reference
 
 NAMES = ("gelu", "silu", "relu", "tanh")
 DTYPES = (np.float32, np.float64)

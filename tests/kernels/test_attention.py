@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpizero.kernels.cpu import attention
-from mpizero.kernels.reference import attention as reference
+from tests.support.reference import attention as reference
 
 DTYPES = (np.float32, np.float64)
 SHAPES = [(0, 4, 4), (1, 1, 1), (2, 5, 5), (3, 17, 17), (2, 64, 64), (2, 3, 9), (2, 1, 130), (1, 6, 4), (1, 2, 4100)]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpizero.kernels.cpu import compression
-from mpizero.kernels.reference import compression as reference
+from tests.support.reference import compression as reference
 
 SIZES = (0, 1, 255, 256, 257, 5000)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpizero.kernels.cpu import copy
-from mpizero.kernels.reference import copy as reference
+from tests.support.reference import copy as reference
 
 ALL_HALVES = np.arange(2**16, dtype=np.uint16)
 

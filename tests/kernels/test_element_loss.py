@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpizero.kernels.cpu import element_loss
-from mpizero.kernels.reference import element_loss as reference
+from tests.support.reference import element_loss as reference
 
 DTYPES = (np.float32, np.float64)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpizero.kernels.cpu import embedding
-from mpizero.kernels.reference import embedding as reference
+from tests.support.reference import embedding as reference
 
 DTYPES = (np.float32, np.float64)
 

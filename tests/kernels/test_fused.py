@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpizero.kernels.cpu import fused, optimizer
-from mpizero.kernels.reference import fused as reference
 from tests.kernels.update_rules import IN_ONE_PASS, UPDATES
+from tests.support.reference import fused as reference
 
 DTYPES = (np.float32, np.float64)
 SIZES = (0, 1, 7, 1023, 5000)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpizero.kernels.cpu import loss
-from mpizero.kernels.reference import loss as reference
+from tests.support.reference import loss as reference
 
 DTYPES = (np.float32, np.float64)
 SHAPES = [(0, 4), (1, 1), (3, 2), (5, 10), (7, 256), (4, 301), (2, 5001)]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpizero.kernels.cpu import norm
-from mpizero.kernels.reference import norm as reference
+from tests.support.reference import norm as reference
 
 DTYPES = (np.float32, np.float64)
 SHAPES = [(0, 8), (1, 1), (3, 7), (5, 64), (4, 100), (9, 257), (2, 5000)]

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from mpizero.kernels.cpu import optimizer
-from mpizero.kernels.reference import optimizer as reference
 from tests.kernels.update_rules import UPDATES
+from tests.support.reference import optimizer as reference
 
 DTYPES = (np.float32, np.float64)
 SIZES = (0, 1, 7, 1023, 5000)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpizero.kernels.cpu import random
-from mpizero.kernels.reference import random as reference
+from tests.support.reference import random as reference
 
 DTYPES = (np.float32, np.float64)
 ONES = 0xFFFFFFFF

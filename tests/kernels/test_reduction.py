@@ -6,8 +6,8 @@ from numpy.testing import assert_array_equal
 
 from mpizero.kernels.cpu import reduction
 from mpizero.kernels.fold import fold, sums_of_parts
-from mpizero.kernels.reference import reduction as reference
 from mpizero.layout.tree import cover, merge
+from tests.support.reference import reduction as reference
 
 DTYPES = (np.float32, np.float64)
 SIZES = (0, 1, 2, 3, 7, 1023, 1024, 1025, 2049, 5000, 7169)

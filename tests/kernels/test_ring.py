@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpizero.kernels.cpu import attention, ring
-from mpizero.kernels.reference import ring as reference
+from tests.support.reference import ring as reference
 
 DTYPES = (np.float32, np.float64)
 #: Samples, heads, queries, keys of a tile, and the place of its first query after its first key.

@@ -9,20 +9,22 @@ from pathlib import Path
 import pytest
 
 from mpizero import kernels
+from mpizero.kernels import cpu, cuda
 from mpizero.kernels.compile import Kernel
 from mpizero.kernels.cuda.launch import CudaKernel
+from tests.support import reference
 
-PACKAGE = Path(kernels.__file__).parent
-FOLDERS = ("cpu", "cuda", "reference")
+PACKAGES = {"cpu": cpu.__name__, "cuda": cuda.__name__, "reference": reference.__name__}
 
 
 def files(folder):
-    return {path.stem: path for path in (PACKAGE / folder).glob("*.py") if not path.stem.startswith("_")}
+    package = import_module(PACKAGES[folder])
+    return {path.stem: path for path in Path(package.__file__).parent.glob("*.py") if not path.stem.startswith("_")}
 
 
 def functions(path):
     """Public functions of a file -> names of their parameters, without scratch memory, which callers do not pass."""
-    module = import_module(f"{kernels.__name__}.{path.parent.name}.{path.stem}")
+    module = import_module(f"{PACKAGES[path.parent.name]}.{path.stem}")
     found = {name: value for name, value in vars(module).items() if not name.startswith("_") and callable(value)}
     own = {name: value for name, value in found.items() if getattr(value, "__module__", "") == module.__name__}
     return {name: list(signature(value).parameters) for name, value in own.items()}
@@ -30,7 +32,7 @@ def functions(path):
 
 def declared(path):
     """Public kernels of a file -> the types of their parameters, without scratch memory."""
-    module = import_module(f"{kernels.__name__}.{path.parent.name}.{path.stem}")
+    module = import_module(f"{PACKAGES[path.parent.name]}.{path.stem}")
     made = [k for k in vars(module).values() if isinstance(k, Kernel | CudaKernel) and k.__module__ == module.__name__]
     types = {k.name: k.signature.parameters[: len(signature(k).parameters)] for k in made}
     return {name: parameters for name, parameters in types.items() if not name.startswith("_")}
@@ -46,7 +48,7 @@ def test_the_folders_have_the_same_files():
 
 @pytest.mark.parametrize("topic", TOPICS)
 def test_twins_have_the_same_names_and_parameters(topic):
-    cpu, cuda, reference = (files(folder)[topic] for folder in FOLDERS)
+    cpu, cuda, reference = (files(folder)[topic] for folder in PACKAGES)
     expected = {name: functions(cpu)[name] for name in declared(cpu)}
     for twin in (cuda, reference):
         assert {name: functions(twin).get(name) for name in expected} == expected

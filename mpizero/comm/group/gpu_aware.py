@@ -19,7 +19,7 @@ from mpizero.comm.communicator import Communicator
 from mpizero.comm.transport import Request
 from mpizero.errors import ConfigError, MpizeroError
 from mpizero.kernels import to_host
-from mpizero.kernels.device import simulated
+from mpizero.kernels.device import gpus
 from mpizero.types import Array
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ def unclaimed(comm: Communicator) -> str:
         return "these ranks are threads of one process"
     if comm.size == 1:
         return "there is one rank"
-    if simulated():
-        return ""  # their memory is the host's
+    if gpus().in_host_memory:
+        return ""
     return "" if _claims() else "this MPI does not say that it takes memory of CUDA devices"
 
 

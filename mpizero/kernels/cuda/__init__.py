@@ -1,6 +1,6 @@
 """Compute on GPU arrays by CUDA kernels; the modules of this package are imported on first use.
 
-Arrays are CuPy's. Under ``NUMBA_ENABLE_CUDASIM=1`` they are NumPy's or simulated ones.
+Arrays are CuPy's.
 """
 
 from mpizero.lazy_names import lazy_modules

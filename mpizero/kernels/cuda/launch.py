@@ -14,16 +14,11 @@
 Every loop over elements or rows strides over the grid of threads, so results are right with any number of threads.
 Kernels return nothing; where the CPU kernel returns a result, a plain function launches kernels and reads their output.
 
-Arrays are CuPy's. Small host arrays (scalars of a step, tree programs, sums) may be
-passed too: they are copied to the device, and copied back afterwards if they are not declared ``const``. Under
-``NUMBA_ENABLE_CUDASIM=1`` arrays are NumPy's or those of :mod:`mpizero.kernels.simulated`. The simulator runs every
-thread of a kernel in Python, so these arrays should be small.
+Arrays are CuPy's. Small host arrays (scalars of a step, tree programs, sums) may be passed too: they are copied to the
+device, and copied back afterwards if they are not declared ``const``.
 
 On a GPU a kernel is compiled at its first call with a dtype by one process of the node, and kept as machine code in the
 folder of :mod:`mpizero.kernels.cache`, from which the other processes and later ones load it.
-
-The simulator is part of numba (0.68 has it) and of the package numba-cuda, which GPUs need. If both are installed,
-numba-cuda provides ``numba.cuda``.
 """
 
 from __future__ import annotations
@@ -31,10 +26,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -42,10 +34,8 @@ from numba import cuda as _cuda
 
 from mpizero.kernels.compile import DTYPES, PACKAGE, numba_type, with_compiled_helpers
 from mpizero.kernels.cuda._compiling import compiled_on_call, load_or_compile
-from mpizero.kernels.device import simulated
+from mpizero.kernels.device import gpus
 from mpizero.kernels.signature import Signature
-from mpizero.kernels.simulated import SimulatedArray
-from mpizero.types import Array
 
 cuda: Any = _cuda  # numba publishes types without the names that kernels use
 
@@ -55,8 +45,6 @@ THREADS = 128
 LEAST_BLOCKS, BLOCKS = 128, 1024
 #: CUDA's number for the default stream on which CuPy computes: numba's own 0 may mean one stream for each thread.
 _LEGACY_STREAM = 1
-SIMULATED_THREADS = 3  # not a power of two: strides over the grid leave a remainder
-_SIMULATOR = threading.Lock()  # it runs one kernel at a time; ranks that are threads wait for each other
 
 
 class CudaKernel:
@@ -87,20 +75,9 @@ class CudaKernel:
         for name, value, parameter in zip(names, args, self.signature.parameters, strict=True):
             if parameter.ndim and getattr(value, "ndim", None) != parameter.ndim:
                 raise TypeError(f"kernel {self.name}: {name} must have {parameter.ndim} dimension(s)")
-        (self._simulate if simulated() else self._launch)(args)
+        gpus().launch(self, args)
 
-    def _simulate(self, args: tuple[Any, ...]) -> None:
-        passed = []
-        for value, parameter in zip(args, self.signature.parameters, strict=True):
-            copied = isinstance(value, np.ndarray) and parameter.readonly  # the simulator would write it back
-            own = value.values if isinstance(value, SimulatedArray) else value
-            passed.append(own.copy() if copied else own)
-        with _simulating():
-            if self._compiled is None:  # not while the simulator runs another: it sets names in the module meanwhile
-                self._compiled = self.dispatcher()
-            self._compiled[1, SIMULATED_THREADS](*passed)
-
-    def _launch(self, args: tuple[Any, ...]) -> None:
+    def launch(self, args: tuple[Any, ...]) -> None:
         """Launch the kernel on CuPy's current stream, so that it runs after all that was started there before.
 
         Host arrays are copied by CuPy, too: on the same stream, and in memory of the pool that all arrays come from.
@@ -125,8 +102,6 @@ class CudaKernel:
 
     def dispatcher(self) -> Any:
         """Return numba's dispatcher of this kernel, which has compiled nothing yet."""
-        if simulated():
-            return cuda.jit(_for_simulator(self.python))
         return compiled_on_call(with_compiled_helpers(self.python, _device_function))
 
     def _dtype(self, args: tuple[Any, ...]) -> str:
@@ -173,58 +148,6 @@ def kernel(signature: str) -> Callable[[Callable[..., None]], CudaKernel]:
     """
     parsed = Signature.parse(signature)
     return lambda python: CudaKernel(python, parsed)
-
-
-@contextmanager
-def _simulating() -> Iterator[None]:
-    """Let no other thread use the simulator while the context is active, and let Python switch threads more often.
-
-    The simulator polls its threads, so each barrier lasts as long as Python lets one thread run: 5 ms by default.
-    """
-    with _SIMULATOR:
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(1e-5)
-        try:
-            yield
-        finally:
-            sys.setswitchinterval(interval)
-
-
-def _for_simulator(python: Callable[..., Any]) -> Any:
-    """Return a copy of a kernel, or of a helper, in which an object of :class:`_Running` replaces ``numba.cuda``."""
-    copy = with_compiled_helpers(python, _for_simulator)
-    copy.__globals__.update({name: _Running() for name, value in copy.__globals__.items() if value is cuda})
-    return copy
-
-
-class _Running:
-    """Stand for ``numba.cuda`` in simulated kernels and their helpers: attributes are those of the running kernel.
-
-    The simulator itself has two defects. It sets the name ``cuda`` in a module for all threads together, and resets it
-    when the first of them returns. And threads that ask for a shared array at the same time get one array each. Both
-    lead to wrong sums, the more often the more often Python switches threads.
-    """
-
-    @property
-    def shared(self) -> _Running:
-        """The object whose method ``array`` makes shared arrays: this object itself."""
-        return self
-
-    def array(self, shape: int, dtype: Any) -> Array:
-        """Return the shared array for the calling line of the kernel: the same array in all threads of the block."""
-        asking = sys._getframe(1)
-        made = vars(self._kernel()).setdefault("arrays of mpizero", {})
-        array: Array = made.setdefault((asking.f_code, asking.f_lineno), np.empty(shape, dtype))
-        return array
-
-    @staticmethod
-    def _kernel() -> Any:
-        from numba.cuda.simulator.kernel import _get_kernel_context
-
-        return _get_kernel_context()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._kernel(), name)
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """Simulate GPU arrays: a simulated array holds a NumPy array, but behaves like an array of CuPy.
 
-Under ``NUMBA_ENABLE_CUDASIM=1`` simulated arrays replace CuPy's. As with CuPy, a function cannot take arrays of the
+As with CuPy, a function cannot take arrays of the
 host and of the GPU together, a GPU array is never converted to a NumPy array implicitly, and a sum over all elements is
 an array without axes. So if code forgets a copy between host and GPU, it fails with simulated arrays too. Functions,
 arguments and attributes that NumPy has and CuPy 14 has not are missing here as well.

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from inspect import Parameter, Signature, signature
 from typing import Any
 
-from mpizero.kernels.reference import optimizer
 from mpizero.types import Array
+from tests.support.reference import optimizer
 
 
 def tree_sum(
