@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import UserDict, namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpizero.errors import DataError
-from mpizero.records import dataclass
 from mpizero.types import Array
 from mpizero.validation import native, unmasked_samples
 

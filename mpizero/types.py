@@ -6,14 +6,12 @@ This module imports nothing of mpizero, so every module can import it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
-
-from mpizero.records import dataclass
 
 Array = NDArray[Any]
 #: Nested dictionaries of arrays: ``params["attention"]["qkv"]["weight"]``.

@@ -21,7 +21,6 @@ REFERENCE = ROOT / "tests" / "support" / "reference"
 
 #: A module imports lower floors or its own package.
 FLOORS = {
-    "records": -3,
     "text": -2,  # errors quote files of others
     "frames": -2,  # ... and name the user's own lines
     "errors": -1,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 from mpizero.comm.communicator import Communicator
@@ -11,7 +11,6 @@ from mpizero.comm.inmemory import InMemoryCommunicator
 from mpizero.errors import GridError
 from mpizero.layout.axes import Axes, Coordinates
 from mpizero.layout.nodes import GROUPS, SHARING, NodeOrder, by_node, inside_nodes, node_major, uneven_counts
-from mpizero.records import dataclass
 from mpizero.text import notice
 
 if TYPE_CHECKING:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-
-from mpizero.records import dataclass
 
 _PARAMETER = re.compile(r"\s*(const\s+)?(T|[iuf][1248])(\[\s*(?::\s*,\s*)*:(?::1)?\s*\])?\s*")
 _SIGNATURE = re.compile(r"\s*(void|bool|i8|f8)\s*\((.*)\)\s*", re.DOTALL)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
 from typing import NamedTuple
 
 from mpizero.errors import GridError
-from mpizero.records import dataclass
 from mpizero.validation import is_whole
 
 #: The four axes, slowest first: the default order of ranks.

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from mpizero.errors import LayoutError
 from mpizero.layout.partition import Partition
 from mpizero.layout.unit import ParameterUse, Span, Unit
-from mpizero.records import dataclass
 from mpizero.types import Array, ParameterSpec
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from mpizero.errors import ConfigError
 from mpizero.layout.partition import Partition
-from mpizero.records import dataclass
 
 #: A global batch is cut into about this many grains, or into more, when the user does not choose their size.
 DEFAULT_GRAINS = 16

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heapreplace
 
 from mpizero.errors import LayoutError
-from mpizero.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ sends messages without blocking. Before it runs an instruction, it waits for the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from mpizero.layout.instructions import BACKWARD, BACKWARD_INPUT, FORWARD, Instruction
-from mpizero.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ below, and ``v <= -2`` adds row ``-2 - v`` to the top.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from mpizero.records import dataclass
 from mpizero.types import Array
 
 Program = tuple[int, ...]

@@ -8,10 +8,10 @@ use of an earlier parameter. A range of the unit's own parameters has therefore 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from mpizero.records import dataclass
 from mpizero.types import ParameterSpec
 
 

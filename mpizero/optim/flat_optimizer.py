@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,7 +14,6 @@ from mpizero import kernels
 from mpizero.errors import ConfigError
 from mpizero.kernels import pool
 from mpizero.names import explains, nearest
-from mpizero.records import dataclass
 from mpizero.types import Array, Dtype, LearningRate, ParameterSpec
 from mpizero.validation import number, require
 

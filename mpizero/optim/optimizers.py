@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,7 +13,6 @@ from mpizero import kernels
 from mpizero.errors import ArgumentError, ConfigError
 from mpizero.names import explains
 from mpizero.optim.flat_optimizer import FlatOptimizer, RowSum
-from mpizero.records import dataclass
 from mpizero.types import Array, LearningRate
 from mpizero.validation import flag, fraction, positive, require
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mpizero.errors import ConfigError, NonFiniteError
 from mpizero.names import explains
-from mpizero.records import dataclass
 from mpizero.validation import number, positive, require, whole
 
 

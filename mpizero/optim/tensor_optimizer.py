@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -10,7 +11,6 @@ import numpy as np
 from mpizero.errors import ConfigError
 from mpizero.names import as_patterns, explains, fits, selected
 from mpizero.optim.optimizers import AdamW
-from mpizero.records import dataclass
 from mpizero.types import Array, Dtype, ParameterSpec
 from mpizero.validation import number, require
 

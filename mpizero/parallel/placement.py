@@ -10,11 +10,10 @@ the copies and sends once a step.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mpizero.errors import ConfigError
 from mpizero.names import nearest
-from mpizero.records import dataclass
 
 
 @dataclass(frozen=True)

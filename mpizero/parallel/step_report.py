@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from mpizero.errors import ConfigError, NonFiniteError
-from mpizero.records import dataclass
 from mpizero.text import notice
 from mpizero.validation import flag, is_whole, require
 

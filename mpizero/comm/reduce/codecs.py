@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -18,7 +19,6 @@ import numpy as np
 from mpizero import kernels
 from mpizero.errors import ConfigError
 from mpizero.kernels.formulas.compression import BLOCK
-from mpizero.records import dataclass
 from mpizero.types import Array
 
 #: Bytes of one value of a top-k message with its index, and the share of values from which on top-k saves no bytes.

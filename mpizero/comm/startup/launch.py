@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 from mpizero.comm.communicator import Communicator
@@ -13,7 +14,6 @@ from mpizero.comm.supervision import guard
 from mpizero.errors import ConfigError
 from mpizero.frames import stacklevel
 from mpizero.launched import Launch, is_rank, is_several, place_of, standing, unclear
-from mpizero.records import dataclass
 
 #: What to do where a command is to work alone.
 ALONE = "a program that is to work alone is started without the variables PMI*, OMPI* and SLURM*"

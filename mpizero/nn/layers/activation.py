@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mpizero import kernels
@@ -9,7 +10,6 @@ from mpizero.errors import ConfigError
 from mpizero.names import explains, nearest
 from mpizero.nn.arrays import namespace, require_floats
 from mpizero.nn.layer import Layer
-from mpizero.records import dataclass
 from mpizero.types import EVALUATE, Array, Params, Run
 
 

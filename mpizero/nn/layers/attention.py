@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +23,6 @@ from mpizero.nn.layers.linear import Linear
 from mpizero.nn.layers.sequence_layer import SequenceLayer
 from mpizero.nn.operations import Operations
 from mpizero.nn.settings import require_positive
-from mpizero.records import dataclass
 from mpizero.types import EVALUATE, Array, Init, Params, Run
 
 

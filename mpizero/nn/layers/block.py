@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +21,6 @@ from mpizero.nn.layers.norm import LayerNorm
 from mpizero.nn.layers.sequence_layer import SequenceLayer
 from mpizero.nn.operations import Operations
 from mpizero.nn.settings import require_positive
-from mpizero.records import dataclass
 from mpizero.types import EVALUATE, Array, Init, Params, Run
 
 

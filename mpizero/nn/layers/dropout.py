@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from mpizero import kernels
@@ -11,7 +12,6 @@ from mpizero.nn.graph import Graph, NodeOutput
 from mpizero.nn.layer import Layer
 from mpizero.nn.sample_part import SamplePart
 from mpizero.nn.settings import require_rate
-from mpizero.records import dataclass
 from mpizero.types import EVALUATE, Array, Params, Pieces, Run
 from mpizero.validation import require, whole
 

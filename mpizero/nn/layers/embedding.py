@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +18,6 @@ from mpizero.nn.layers.dropout import Dropout
 from mpizero.nn.layers.sequence_layer import SequenceLayer
 from mpizero.nn.operations import Operations
 from mpizero.nn.settings import require_positive
-from mpizero.records import dataclass
 from mpizero.types import EVALUATE, Array, Init, ParameterSpec, Params, Pieces, Run
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +14,6 @@ from mpizero.nn.layer import Layer, poll
 from mpizero.nn.layers.linear import Projection
 from mpizero.nn.layers.norm import LayerNorm
 from mpizero.nn.operations import Operations
-from mpizero.records import dataclass
 from mpizero.types import EVALUATE, Array, Params, Run
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -11,7 +12,6 @@ from mpizero.nn.layer import Layer
 from mpizero.nn.layers.affine import Affine
 from mpizero.nn.operations import Operations, linear_operations
 from mpizero.nn.settings import require_init, require_positive
-from mpizero.records import dataclass
 from mpizero.types import EVALUATE, Array, Init, ParameterSpec, Params, Run
 
 

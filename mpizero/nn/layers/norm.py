@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from mpizero import kernels
@@ -9,7 +10,6 @@ from mpizero.names import explains
 from mpizero.nn.arrays import as_rows, namespace, vector
 from mpizero.nn.layer import Layer
 from mpizero.nn.settings import require_positive
-from mpizero.records import dataclass
 from mpizero.types import EVALUATE, Array, Init, ParameterSpec, Params, Run
 from mpizero.validation import positive, require
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,6 @@ from mpizero.errors import DataError
 from mpizero.names import explains
 from mpizero.nn.arrays import namespace, require_floats, vector
 from mpizero.nn.losses.weighted_target import WeightedTarget, times
-from mpizero.records import dataclass
 from mpizero.types import Array
 
 

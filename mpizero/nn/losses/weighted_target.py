@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,6 @@ import numpy as np
 from mpizero.errors import DataError
 from mpizero.names import nearest
 from mpizero.nn.arrays import namespace, require_array, require_numbers
-from mpizero.records import dataclass
 from mpizero.types import Array
 
 _KEYS = ("target", "weight", "mask")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -17,7 +18,6 @@ from mpizero.nn.layers.language_head import LanguageHead
 from mpizero.nn.losses.cross_entropy import CrossEntropy
 from mpizero.nn.models.block_model import export_computation_graph, model_dtype
 from mpizero.nn.settings import require_positive, require_rate
-from mpizero.records import dataclass
 from mpizero.types import Array, BlockModel, Group, Params
 from mpizero.validation import require, seed
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, NamedTuple, NoReturn
@@ -21,7 +21,6 @@ from mpizero.layout import Grains
 from mpizero.layout.nodes import GROUPS
 from mpizero.parallel.batch.grain_owners import grain_part_number
 from mpizero.parallel.batch.node_claims import NodeClaims
-from mpizero.records import dataclass
 from mpizero.sampletree import SampleTree
 from mpizero.text import notice
 from mpizero.types import Array

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from mpizero.errors import ConfigError, DataError, NonFiniteError
 from mpizero.layout import Grains
 from mpizero.names import explains
 from mpizero.parallel.model.best_parameters import BestParameters
-from mpizero.records import dataclass
 from mpizero.sampletree import SampleTree
 from mpizero.text import notice
 from mpizero.types import Array

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,6 @@ from mpizero.parallel.model.inspection import Inspection
 from mpizero.parallel.model.local_training import LocalTraining
 from mpizero.parallel.model.saving import Saving
 from mpizero.parallel.parameters.shards import Share
-from mpizero.records import dataclass
 from mpizero.text import notice
 from mpizero.types import Array
 from mpizero.validation import number, require

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -14,7 +15,6 @@ from mpizero.layout.unit import ParameterUse
 from mpizero.optim.adapted import optimizer_name, takes_whole
 from mpizero.parallel.optimizer.tied_parameters import home_of
 from mpizero.parallel.parameters.shards import Share
-from mpizero.records import dataclass
 from mpizero.types import ParameterSpec
 from mpizero.validation import require, whole
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from mpizero.layout import Span
 from mpizero.layout.flat import FlatLayout
 from mpizero.layout.unit import ParameterUse
-from mpizero.records import dataclass
 from mpizero.types import ParameterSpec
 
 

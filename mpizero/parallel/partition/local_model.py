@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -16,7 +16,6 @@ from mpizero.layout.flat import FlatLayout, joined
 from mpizero.nn.models.block_model import run_on
 from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
-from mpizero.records import dataclass
 from mpizero.sampletree import leaves_of
 from mpizero.types import Array, BlockModel, Group, Layer, Loss, ParameterSpec, Run
 

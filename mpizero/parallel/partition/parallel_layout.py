@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -12,7 +13,6 @@ from mpizero.errors import ConfigError
 from mpizero.layout import Axes, balanced_chunks, chunk_stages
 from mpizero.layout.stages import explicit_cuts
 from mpizero.nn.error_location import call_located
-from mpizero.records import dataclass
 from mpizero.types import ParameterSpec
 from mpizero.validation import Unexpected, is_whole
 

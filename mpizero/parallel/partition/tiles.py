@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from mpizero import nn
 from mpizero.errors import ConfigError
 from mpizero.parallel.partition.local_model import averaged_names
 from mpizero.parallel.partition.parallel_layout import TILED_AXES, ParallelLayout, Tiles, fits_tiles
-from mpizero.records import dataclass
 from mpizero.types import BlockModel, Group
 
 #: What results of most layouts are equal to.
