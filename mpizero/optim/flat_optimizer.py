@@ -110,7 +110,12 @@ def rate_at(owner: str, lr: LearningRate, step: int) -> float:
     ConfigError
         If the schedule returned a value that is no finite number >= 0. The message names the step.
     """
-    return require(f"{owner}: lr({step})", lr(step), number()) if callable(lr) else float(lr)
+    if not callable(lr):
+        return float(lr)
+    value: Any = lr(step)
+    if getattr(value, "shape", None) == ():  # an array of another library, such as those of optax's schedules
+        value = value.item()
+    return require(f"{owner}: lr({step})", value, number())
 
 
 @explains

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mpizero import optim
 from mpizero.errors import ConfigError
+from mpizero.optim.flat_optimizer import rate_at
 
 
 def test_warm_up_rises_in_equal_steps_to_the_rate_then_constant_stays():
@@ -57,3 +59,11 @@ def test_a_schedule_is_a_value():
 def test_a_setting_that_cannot_be_used_is_named(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+def test_a_schedule_may_return_an_array_without_axes_as_those_of_other_libraries_do():
+    array = np.array(0.25, np.float32)
+    assert rate_at("SGD", lambda step: array, 3) == 0.25
+    assert isinstance(rate_at("SGD", lambda step: array, 3), float)
+    with pytest.raises(ConfigError, match=r"SGD: lr\(3\)"):
+        rate_at("SGD", lambda step: array[None], 3)

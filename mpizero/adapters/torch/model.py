@@ -19,6 +19,7 @@ from mpizero.adapters.torch.blocks import TorchBlock
 from mpizero.adapters.torch.bound import BlockTensors
 from mpizero.adapters.torch.describer import Describer, chosen_names
 from mpizero.adapters.torch.first.first_pass import FirstPass
+from mpizero.adapters.torch.first.loss_reads import check_loss
 from mpizero.adapters.torch.first.originals import Originals, check_functions, check_parameters, mentions_data
 from mpizero.adapters.torch.first.own_forward import OwnForward
 from mpizero.adapters.torch.first.parts import Trial
@@ -134,6 +135,7 @@ class TorchModel:
         self.dtype = bound.dtype_of(given)
         check_parameters(given)
         check_functions(given)
+        check_loss(loss, given)
         self._originals = Originals(given)
         self._module = bound.without_values(given)
         if given is module:

@@ -91,9 +91,8 @@ class BlackBoxEvaluator:
             return None
         predict = getattr(self.model, "predict", None)
         if predict is None:
-            raise UnsupportedError(
-                f"{type(self.model).__name__} has no predict function: give one, FunctionModel(..., predict=...)"
-            )
+            kind = type(self.model).__name__
+            raise UnsupportedError(f"{kind} has no predict function: give one, {kind}(..., predict=...)")
         with _explained("predict"):
             result = predict(params, _read_only(x))
         return map_leaves(self._own, result)

@@ -62,14 +62,18 @@ def check_functions(module: torch.nn.Module) -> None:
 
 
 def _referred(function: Any) -> list[Any]:
-    """Return the modules that a function refers to by closure, default values and global names."""
+    """Return the modules that a function refers to."""
+    return [value for value in values_of(function) if isinstance(value, torch.nn.Module)]
+
+
+def values_of(function: Any) -> list[Any]:
+    """Return what a function refers to by closure, default values and global names. Not collective."""
     if not isinstance(function, FunctionType):
         return []
     cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
     values = [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     names = {one.argval for one in get_instructions(function) if one.opname == "LOAD_GLOBAL"}
-    values += [function.__globals__.get(name) for name in names]
-    return [value for value in values if isinstance(value, torch.nn.Module)]
+    return values + [function.__globals__.get(name) for name in names]
 
 
 def mentions_data(module: torch.nn.Module) -> bool:
