@@ -179,6 +179,11 @@ def _adapted(optimizer: Any) -> Any:
         return optimizer
     if isinstance(optimizer, type):
         raise ArgumentError(f"expected an optimizer, got the class {optimizer.__name__}: call it to make one")
+    if isinstance(optimizer, tuple) and hasattr(optimizer, "init"):
+        raise ArgumentError(
+            f"{type(optimizer).__name__} is a transformation of trees of gradients, as optax has them, which cannot be "
+            "sharded: take mz.SGD, mz.Adam, mz.AdamW or another of mpizero, whose lr may be a schedule of optax"
+        )
     if not callable(getattr(optimizer, "update", None)):
         raise ArgumentError(
             f"{type(optimizer).__name__} is not a gradient-based optimizer: it has no method "

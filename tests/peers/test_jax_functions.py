@@ -275,3 +275,37 @@ def test_complex_parameters_descend_by_the_conjugate_of_the_gradient_of_jax():
                 sharded.train(waves, target)
             found = list(sharded.named_parameters().values())
             np.testing.assert_allclose(found[0] * found[1], [1, 1j, 2 - 1j], atol=1e-6)
+
+
+def masked(parameters, x, y):
+    """A mean over what is known, times the number of samples: right only where all know equally much."""
+    known = jnp.where(jnp.isnan(y), 0.0, 1.0)
+    error = (outputs(parameters, x) - jnp.nan_to_num(y)) ** 2 * known
+    return jnp.sum(error) / jnp.sum(known) * len(x)
+
+
+def test_a_first_grain_that_adds_up_by_chance_does_not_hide_the_next():
+    x, y = np.random.default_rng(0).normal(size=(4, 3)), np.ones((4, 2))
+    y[3, 1] = np.nan
+    model = JaxModel(perceptron(), masked)
+    config = mz.ShardingConfig(comm="self", micro_batch=2)
+    told = pytest.raises(LayoutError, match=r"masked at test_jax_functions.py:\d+\): the loss of")
+    with config, mz.distribute(model, mz.SGD(0.1), config=config) as placed, told:
+        placed.train(x, y)
+
+
+def test_rounding_to_16_bits_is_no_difference():
+    def coarse(parameters, x, y):
+        narrow = jax.tree_util.tree_map(lambda leaf: leaf.astype(jnp.bfloat16), parameters)
+        return jnp.sum((outputs(narrow, x.astype(jnp.bfloat16)).astype(jnp.float32) - y) ** 2)
+
+    trained(JaxModel(perceptron("float32"), coarse), micro_batch=4)
+    mean = JaxModel(perceptron("float32"), lambda p, x, y: coarse(p, x, y) / len(x))
+    with pytest.raises(LayoutError, match="a mean over the samples"):
+        trained(mean, micro_batch=4)
+
+
+def test_an_optimizer_of_optax_says_what_to_take():
+    optax = pytest.importorskip("optax")
+    with pytest.raises(TypeError, match=r"cannot be sharded: take mz.SGD, mz.Adam"):
+        mz.distribute(JaxModel(perceptron(), squares), optax.adam(1e-2), comm="self")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,8 @@ from mpizero.errors import LayoutError, UnsupportedError
 _APART = {16: 3e-2, 32: 1e-3, 64: 1e-8}
 #: The same for parameters of 32 bits that were converted to 64, of which a function may convert some back.
 _DOUBLED = 1e-6
+#: How many grains are looked at: a loss of one may add up by chance, as where all its masks are full.
+_MOST_GRAINS = 4
 _TERM = (
     "a term that does not depend on the samples, such as a penalty on the parameters: multiply it by len(x); or "
     "samples that see each other, as in batch normalization"
@@ -58,17 +61,32 @@ def _no_number(value: Any, kinds: str) -> str | None:
     return None if dtype.kind in kinds or dtype == jnp.bfloat16 else f"a number of type {dtype}"
 
 
-def check_first_grain(
+@dataclass
+class Looked:
+    """Hold how many grains of a loss have been looked at, and whether it computes in 16 bits."""
+
+    grains: int = 0
+    coarse: bool = False
+
+    @property
+    def enough(self) -> bool:
+        """Tell whether no further grain is to be looked at."""
+        return self.grains >= _MOST_GRAINS
+
+
+def check_grain(
+    looked: Looked,
     loss: TracedFunction,
     value: Callable[..., tuple[Any, Any]],
+    computed: Callable[..., Any],
     parameters: tuple[Any, ...],
     batch: tuple[Any, Any],
     key: tuple[Any, ...] = (),
-) -> bool:
-    """Check a loss on its first samples, together and in two parts; return whether it was possible.
+) -> None:
+    """Check a loss on one of its first grains, together and in two parts, and count it where that was possible.
 
     ``value`` is the function that is compiled. It takes ``parameters``, the trees of samples of ``batch``, and what
-    makes a key, if there is one. Its gradient is that of the first of these trees.
+    makes a key, if there is one; ``computed`` returns also its gradient, that of the first of these trees.
 
     Raises
     ------
@@ -77,27 +95,29 @@ def check_first_grain(
     LayoutError
         If loss, weight or gradient are not the sums over the samples.
     """
-    check_traces(loss, value, (*parameters, *batch, *key))
+    if not looked.grains:
+        looked.coarse = check_traces(loss, value, (*parameters, *batch, *key))
     samples = count(*batch)
     if any(jnp.shape(leaf)[:1] != (samples,) for leaf in jax.tree_util.tree_leaves(batch)):
-        return False
+        return
+    looked.grains += 1
     trees = parts_of(batch, samples)
     bits = jnp.finfo(jax.tree_util.tree_leaves((parameters, batch))[0].dtype).bits
     try:  # in double precision, a small term is no rounding
         with jax.enable_x64(True):
-            found = _found(value, _doubled(parameters), map(_doubled, trees), key)
+            found = _found(computed, _doubled(parameters), map(_doubled, trees), key)
         within = _APART[64] if bits == 64 else _DOUBLED
     except Exception:
         try:
-            found, within = _found(value, parameters, trees, key), _APART[bits]
+            found, within = _found(computed, parameters, trees, key), _APART[bits]
         except Exception:
             if loss.takes_key:
-                return True  # it needs its key, and draws other numbers for other samples
+                return  # it needs its key, and draws other numbers for other samples
             raise
+    within = _APART[16] if looked.coarse else within
     numbers = [np.array([one.loss, one.weight]) for one in found]
     _check_sums(loss, numbers[0], numbers[1:], samples, within)
     _check_gradients(loss, found, samples, within, add=bool(parameters))
-    return True
 
 
 def parts_of(tree: Any, samples: int) -> list[Any]:
@@ -118,8 +138,7 @@ class _Found(NamedTuple):
     gradient: list[np.ndarray[Any, Any]]
 
 
-def _found(value: Any, parameters: tuple[Any, ...], trees: Iterable[Any], key: tuple[Any, ...]) -> list[_Found]:
-    computed = jax.jit(jax.value_and_grad(value, has_aux=True, allow_int=True))
+def _found(computed: Any, parameters: tuple[Any, ...], trees: Iterable[Any], key: tuple[Any, ...]) -> list[_Found]:
     found = []
     for tree in trees:
         (loss, weight), gradient = computed(*parameters, *tree, *[None for _ in key])
@@ -151,6 +170,7 @@ def check_rows(apply: TracedFunction, computed: Callable[[Any], Any], x: Any) ->
     try:
         with apply.traced(without_key=True):
             whole, *parts = map(computed, trees)
+            coarse = _is_coarse(jax.make_jaxpr(computed)(x))
     except Exception:
         if apply.takes_key:
             return True  # it needs its key
@@ -166,7 +186,7 @@ def check_rows(apply: TracedFunction, computed: Callable[[Any], Any], x: Any) ->
         if a.dtype.kind != "f" or not (np.isfinite(a).all() and np.isfinite(b).all()):
             continue
         apart, size = float(np.max(np.abs(a - b), initial=0)), float(np.max(np.abs(a), initial=0))
-        if apart > _APART[jnp.finfo(a.dtype).bits] * size:
+        if apart > _APART[16 if coarse else jnp.finfo(a.dtype).bits] * size:
             raise LayoutError(
                 f"{apply.shown}: rows of its output depend on other samples: for the first {samples} samples together "
                 f"and in two parts they differ by {apart:.3g}; compute each sample by itself: grains have another "
@@ -214,8 +234,11 @@ def _check_gradients(loss: TracedFunction, found: list[_Found], samples: int, wi
             )
 
 
-def check_traces(function: TracedFunction, value: Callable[..., Any], given: tuple[Any, ...]) -> None:
-    """Raise ``UnsupportedError`` if two traces of ``value``, which calls ``function``, differ. Not collective."""
+def check_traces(function: TracedFunction, value: Callable[..., Any], given: tuple[Any, ...]) -> bool:
+    """Raise ``UnsupportedError`` if two traces of ``value``, which calls ``function``, differ. Not collective.
+
+    Returns whether it computes in 16 bits.
+    """
 
     def traced() -> Any:
         return jax.make_jaxpr(lambda *arguments: value(*arguments))(*given)
@@ -233,6 +256,12 @@ def check_traces(function: TracedFunction, value: Callable[..., Any], given: tup
             "numpy.random or random, or uses a variable that changes, and JAX would keep what it was at first: "
             "compute from the arguments, and random numbers from an argument key"
         )
+    return _is_coarse(first)
+
+
+def _is_coarse(jaxpr: Any) -> bool:
+    """Tell whether numbers of 16 bits are among what is computed."""
+    return any(f":{kind}[" in str(jaxpr) for kind in ("bf16", "f16"))
 
 
 def _same(a: Any, b: Any) -> bool:
