@@ -284,9 +284,10 @@ def masked(parameters, x, y):
     return jnp.sum(error) / jnp.sum(known) * len(x)
 
 
-def test_a_first_grain_that_adds_up_by_chance_does_not_hide_the_next():
+@pytest.mark.parametrize("first", [1.0, np.nan])
+def test_a_first_grain_that_adds_up_by_chance_or_is_no_number_does_not_hide_the_next(first):
     x, y = np.random.default_rng(0).normal(size=(4, 3)), np.ones((4, 2))
-    y[3, 1] = np.nan
+    y[0], y[3, 1] = first, np.nan
     model = JaxModel(perceptron(), masked)
     config = mz.ShardingConfig(comm="self", micro_batch=2)
     told = pytest.raises(LayoutError, match=r"masked at test_jax_functions.py:\d+\): the loss of")

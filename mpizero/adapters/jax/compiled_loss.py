@@ -59,8 +59,8 @@ class CompiledLoss:
             key = key_data(run, 0)
         with self.loss.traced(without_key=key is None):
             if not self._looked.enough:
-                given = (trained, fixed), (x, y), (key,)
-                check_grain(self._looked, self.loss, self._value, self._alone, *given)
+                given: dict[str, Any] = {"parameters": (trained, fixed), "batch": (x, y), "key": (key,)}
+                check_grain(self._looked, self.loss, self._value, self._alone, **given)
             (loss, weight), gradients = self._gradient(trained, fixed, x, y, key)
         found = {name: host_view(gradients[name]) for name in self._trained}
         total, seconds = float(loss), perf_counter() - start

@@ -119,7 +119,8 @@ class JaxLoss:
         y = samples(target, self.dtype, "y")
         with self._traced.traced():
             if not self._looked.enough:
-                check_grain(self._looked, self._traced, self._value, self._gradient, (), (prediction, y))
+                given: dict[str, Any] = {"parameters": (), "batch": (prediction, y)}
+                check_grain(self._looked, self._traced, self._value, self._gradient, **given)
             (loss, weight), gradient = self._gradient(prediction, y)
         return float(loss), float(count(y) if weight is None else weight), gradient
 

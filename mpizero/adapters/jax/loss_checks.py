@@ -79,6 +79,7 @@ def check_grain(
     loss: TracedFunction,
     value: Callable[..., tuple[Any, Any]],
     computed: Callable[..., Any],
+    *,
     parameters: tuple[Any, ...],
     batch: tuple[Any, Any],
     key: tuple[Any, ...] = (),

@@ -69,7 +69,7 @@ class TorchLoss:
                 self._first.check(given, wanted)
                 self._first.seen.add(kind)
             if self._first.is_wanted(new=kind is not None) and self._adds_up(prediction, given, wanted):
-                self._first.added += 1
+                self._first.added = True
                 if self.trial is not None:
                     self.trial.done = True
             leaves = gradient_leaves(given)

@@ -157,9 +157,10 @@ def masked(prediction: Any, target: Any) -> Any:
     return (((prediction - target["y"]) ** 2 * target["m"]).sum() / target["m"].sum()) * len(prediction)
 
 
-def test_a_first_grain_that_adds_up_by_chance_does_not_hide_the_next() -> None:
+@pytest.mark.parametrize("first", [1.0, 0.0])
+def test_a_first_grain_that_adds_up_by_chance_or_is_no_number_does_not_hide_the_next(first: float) -> None:
     known = np.ones_like(X)
-    known[3, 1:] = 0
+    known[0], known[3, 1:] = first, 0
     model, config = TorchModel(net, masked), mz.ShardingConfig(comm="self", micro_batch=2)
     with config, mz.distribute(model, mz.SGD(0.1), config=config) as placed, pytest.raises(LayoutError, match="no sum"):
         placed.train(X, {"y": X, "m": known})

@@ -24,7 +24,7 @@ from mpizero.signatures import named
 
 #: How far the losses of parts may be from that of the whole, relative to their size: in double and in own precision.
 _WIDE, _OWN = 1e-5, 1e-3
-#: How often losses of parts must add up: those of one grain may do so by chance, as where all its masks are full.
+#: How many grains are cut: losses of one may add up by chance, as where all its masks are full, or be no numbers.
 MOST_ADDED = 4
 _SEE = (
     "; samples that are meant to see each other, as in a contrastive loss, do so in the module, which returns a loss "
@@ -52,8 +52,10 @@ class FirstLoss:
         Calls it, and returns the sum of losses as a tensor, and the weight.
     originals : Originals
         The tensors of the module that was given, which the loss must not read.
-    added : int
-        How often losses of parts have added up to that of the whole.
+    added : bool
+        Whether losses of parts have added up to that of the whole.
+    looked : int
+        How often they have been computed.
     by_rows : bool
         Whether the prediction has its samples on the first axis, so that it can be cut where no block has followed.
     seen : set
@@ -63,7 +65,8 @@ class FirstLoss:
     function: Callable[..., Any]
     value: Callable[[Any, Any], tuple[torch.Tensor, float]]
     originals: Originals
-    added: int = 0
+    added: bool = False
+    looked: int = 0
     by_rows: bool = False
     seen: set[Any] = field(default_factory=set)
 
@@ -79,7 +82,7 @@ class FirstLoss:
 
     def is_wanted(self, *, new: bool) -> bool:
         """Tell whether losses of parts of the samples, which may be of a ``new`` kind, are to be added up."""
-        return new if not self.added else self.by_rows and self.added < MOST_ADDED
+        return (new and not self.added) or (self.by_rows and self.looked < MOST_ADDED)
 
     def check(self, prediction: Any, target: Any) -> None:
         """Raise :class:`LayoutError` where a second call does something else than the first. Not collective."""
@@ -131,6 +134,8 @@ class FirstLoss:
 
     def adds_up(self, prediction: InParts, target: InParts, count: int) -> bool:
         """Raise :class:`LayoutError` if the losses of the parts do not add up; tell whether it could be computed."""
+        self.looked += 1
+        self.by_rows = all(axis == 0 for _, axis, _ in aligned(prediction))
         found, within = self._in_parts(prediction, target)
         if not found:
             return False
@@ -147,7 +152,6 @@ class FirstLoss:
                     f"for two parts of them by {by:.2g} of its size: a term is added once a call, such as a penalty, "
                     f"or samples see each other; add a term for each sample, or return the sum and a weight{_SEE}"
                 )
-        self.by_rows = all(axis == 0 for _, axis, _ in aligned(prediction))
         return True
 
     def _in_parts(self, prediction: InParts, target: InParts) -> tuple[list[_Found], float]:
