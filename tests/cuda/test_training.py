@@ -32,6 +32,7 @@ from mpizero.parallel.placement import placement
 from mpizero.planning import TrainingPlan
 from mpizero.testing import run_in_threads
 from tests.support.reference import copy as reference
+from tests.support.simulated.gpus import SimulatedDevice
 
 pytestmark = pytest.mark.usefixtures("in_turn")
 
@@ -248,8 +249,8 @@ def test_the_pinned_buffer_is_not_written_to_before_its_last_copy_has_ended(monk
             array.set(staged)
 
     monkeypatch.setattr(devices, "STAGING", 64)
-    monkeypatch.setattr(devices.SimulatedDevice, "_copy_pinned", lambda device, *copy: started.append(copy))
-    monkeypatch.setattr(devices.SimulatedDevice, "_await_pinned", wait)
+    monkeypatch.setattr(SimulatedDevice, "_copy_pinned", lambda device, *copy: started.append(copy))
+    monkeypatch.setattr(SimulatedDevice, "_await_pinned", wait)
     device = devices.open_device(0)
     values = np.arange(100, dtype=np.float32)
     there, back = device.empty(100, np.float32), np.empty(100, np.float32)
