@@ -28,6 +28,8 @@ _STILL = 0.5
 _LOOK = 1.0
 #: Most ranges of ranks that a slot lists for a communicator that is being made; if there are more, it lists none.
 _RANGES = 200
+#: Most characters of a tag that a slot has.
+_SHOWN = 80
 
 _LIBRARY_CALL = re.compile(
     r"([A-Za-z_][\w.]*)\.((?:Neighbor_|neighbor_)?(?:[Aa]ll)?"
@@ -62,13 +64,18 @@ def calls_in_progress(register: CommunicatorRegistry, since: Callable[[float], f
     """Return the communicator calls in progress, each as [key, communicator, sequence, operation, tag, seconds].
 
     ``key`` identifies the communicator, ``communicator`` is its name, ``sequence`` the number of the collective in it,
-    and ``seconds`` how long the call has lasted. ``since(t)`` returns the seconds since the ``time.monotonic()`` t.
+    and ``seconds`` how long the call has lasted. ``since(t)`` returns the seconds since the ``time.monotonic()`` t. Of
+    a long tag, such as a path, the end stays, which names the file.
     """
     return [
-        [e.key, e.trace.name, e.trace.sequence, e.trace.operation, e.trace.tag[:80], since(entered)]
+        [e.key, e.trace.name, e.trace.sequence, e.trace.operation, _end_of(e.trace.tag), since(entered)]
         for e in tuple(register.live)
         if (entered := e.trace.entered)
     ]
+
+
+def _end_of(tag: str) -> str:
+    return tag if len(tag) <= _SHOWN else f"...{tag[3 - _SHOWN :]}"
 
 
 def transfers_in_progress(traces: Iterable[CallTrace], since: Callable[[float], float]) -> list[list[Any]]:

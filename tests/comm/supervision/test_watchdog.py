@@ -12,6 +12,7 @@ import pytest
 
 from mpizero.comm.recording.call_trace import CallTrace
 from mpizero.comm.recording.registry import CommunicatorRegistry
+from mpizero.comm.supervision.heartbeat import calls_in_progress
 from mpizero.comm.supervision.mismatch_watch import MismatchWatch
 from mpizero.comm.supervision.supervisor import HEARTBEAT, Supervisor
 from mpizero.comm.supervision.wait_report import is_silent
@@ -49,6 +50,14 @@ def test_threads_that_wait_too_long_are_told_which_call_and_who_is_where():
     assert text.startswith("[rank 0] allreduce #2 'gradients' of ")
     assert "rank 0 at test_watchdog.py:" in text
     assert "rank 1 at " in text
+
+
+def test_of_a_long_path_in_a_report_the_name_of_the_file_stays():
+    path = f"/scratch/{'long/' * 20}run/.tmp-step_00000002/state.h5"
+    trace = SimpleNamespace(name="world", sequence=2, operation="hdf5 close", tag=path, entered=1.0)
+    ((*_, shown, _),) = calls_in_progress(SimpleNamespace(live=[SimpleNamespace(key=0, trace=trace)]), lambda then: 0.0)
+    assert len(shown) == 80
+    assert shown.endswith("run/.tmp-step_00000002/state.h5")
 
 
 def test_slow_ranks_are_left_alone():
