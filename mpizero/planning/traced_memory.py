@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mpizero.comm.group.model_group import CommunicatorGroup
 from mpizero.planning.byte_counts import RecordingGroup
 from mpizero.sampletree import leaves_of
 from mpizero.types import Array
@@ -71,12 +72,12 @@ def _owner(array: Array) -> Array:
 
 def held(tree: Any, others: frozenset[int]) -> int:
     """Return the bytes of the arrays in ``tree``, without memory that has its address in ``others``."""
-    return sum(owner.nbytes for owner in map(_owner, _arrays(tree)) if _place(owner) not in others)
+    return sum(owner.nbytes for owner in buffers(tree) if _place(owner) not in others)
 
 
 def places(tree: Any) -> frozenset[int]:
     """Return the addresses of the memory of all arrays in ``tree``."""
-    return frozenset(_place(array) for array in _arrays(tree))
+    return frozenset(_place(array) for array in buffers(tree))
 
 
 def _place(array: Array) -> int:
@@ -84,15 +85,19 @@ def _place(array: Array) -> int:
     return int(_owner(array).ctypes.data)
 
 
-def _arrays(value: Any) -> list[Array]:
-    """List the arrays in nested containers; of several views of the same memory only one."""
+def buffers(value: object) -> list[Array]:
+    """Return the arrays in nested containers and objects that own their memory, each once; for a view, its owner.
+
+    A cache may refer to a group of ranks, which is not searched.
+    """
     found: dict[int, Array] = {}
     seen: set[int] = set()
     left = [value]
     while left:
         item = left.pop()
         if isinstance(item, np.ndarray):
-            found.setdefault(id(_owner(item)), item)
+            owner = _owner(item)
+            found[id(owner)] = owner
         elif id(item) not in seen:
             seen.add(id(item))
             left += _inside(item)
@@ -106,7 +111,7 @@ def _inside(item: Any) -> list[Any]:
         return list(item)
     if is_dataclass(item) and not isinstance(item, type):
         return [getattr(item, field.name) for field in fields(item)]
-    if isinstance(item, RecordingGroup | type) or callable(item):
+    if isinstance(item, RecordingGroup | CommunicatorGroup | type) or callable(item):
         return []
     return list(getattr(item, "__dict__", {}).values())
 

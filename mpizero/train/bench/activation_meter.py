@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from mpizero.comm.group.model_group import CommunicatorGroup
 from mpizero.parallel.engine import Engine
 from mpizero.parallel.execution.pipeline import PipelineRunner
+from mpizero.planning.traced_memory import buffers
 from mpizero.types import Array
 
 
@@ -120,43 +117,3 @@ def watch(engine: Engine) -> CacheMeter:
         blocks[name] = _MeteredLayer(layer, meter, skip_input=name == first)
     holder.criterion = _MeteredLoss(holder.criterion, meter)
     return meter
-
-
-def buffers(value: object) -> list[Array]:
-    """Find all NumPy arrays inside nested containers and objects, and return the arrays that own their memory.
-
-    Each array is returned once; for a view, the array that owns the view's memory. A cache may refer to a
-    :class:`CommunicatorGroup`, which is not searched.
-    """
-    found: dict[int, Array] = {}
-    seen: set[int] = set()
-    left = [value]
-    while left:
-        item = left.pop()
-        if isinstance(item, np.ndarray):
-            owner = _owner(item)
-            found[id(owner)] = owner
-        elif id(item) not in seen:
-            seen.add(id(item))
-            left += _inside(item)
-    return list(found.values())
-
-
-def _owner(array: Array) -> Array:
-    while isinstance(array.base, np.ndarray):
-        array = array.base
-    return array
-
-
-def _inside(item: Any) -> list[Any]:
-    if isinstance(item, str | bytes | int | float | complex | type | None) or callable(item):
-        return []
-    if isinstance(item, CommunicatorGroup):
-        return []
-    if isinstance(item, Mapping):
-        return list(item.values())
-    if isinstance(item, list | tuple | set | frozenset):
-        return list(item)
-    if is_dataclass(item):
-        return [getattr(item, field.name) for field in fields(item)]
-    return list(getattr(item, "__dict__", {}).values())

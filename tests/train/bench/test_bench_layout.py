@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from mpizero.errors import ConfigError, ExitStatus
+from mpizero.planning.traced_memory import buffers
 from mpizero.testing import run_in_threads
-from mpizero.train.bench.activation_meter import CacheMeter, buffers
+from mpizero.train.bench.activation_meter import CacheMeter
 from mpizero.train.bench.layout_memory import LayoutRequest, measure_layout, report
 from mpizero.train.bench.strategy_memory import MemoryRequest
 from mpizero.train.config.parallel_section import ParallelSection
