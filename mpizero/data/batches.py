@@ -279,17 +279,17 @@ def _agreed_batches(
     if isinstance(source, OnlineSource):
         return OnlineBatches(source, config, settings["global_batch"], settings["steps"], settings["consumed"], group)
     with all_ranks(comm):
-        count_work(config, source)
+        choose_grains(config, source, settings["global_batch"])
     return Batches(source, config, **settings, group=group).tell_cost(comm)
 
 
-def count_work(config: Any, source: Source) -> None:
+def choose_grains(config: Any, source: Source, global_batch: int) -> None:
     """Let a sharded model of PyTorch or JAX choose its default grains for the samples of a source; others need none.
 
     Not collective; every rank calls it.
     """
     if hasattr(getattr(config, "wrapped_model", None), "efficient_samples"):
-        config.count_work(*source.samples(np.zeros(1, np.int64)))
+        config.grain_size(global_batch, source.samples(np.zeros(1, np.int64)))
 
 
 def _changer(source: Source) -> str:

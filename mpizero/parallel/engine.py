@@ -18,10 +18,12 @@ from typing import Any
 import numpy as np
 
 from mpizero import kernels, optim
+from mpizero.comm.equality import agree_equal
 from mpizero.comm.supervision.guard import set_context
 from mpizero.errors import CollectiveError, DataError, PeerFailure, RemoteError, StateError
+from mpizero.layout.grains import GrainRule
 from mpizero.optim.scaling import clip_factor
-from mpizero.parallel.batch.grain_advice import MOST_TIMED, described_grains, faster_grain
+from mpizero.parallel.batch.grain_advice import GrainNotices
 from mpizero.parallel.batch.node_claims import NodeClaims
 from mpizero.parallel.batch.redistribute import NOTHING_MORE, GlobalBatch, in_contexts, redistribute
 from mpizero.parallel.batch.step_scalars import Divisors, Totals, check_weight
@@ -51,7 +53,8 @@ class Engine(PlacedModel):
         self.tuner = make_tuner(self.exchange, everyone, self.reducer.largest, self.config.bucket_mb, itemsize)
         self.step_number, self.asked = 0, NOTHING_MORE
         self._uses_average = self._told_average = self._begun = False
-        self._grain_notes = 2  # lines about default grains that may have to be printed
+        self._agreed_rule: GrainRule | None = None
+        self._grain_notices = GrainNotices(self.grid.axes.data)
 
     # ------------------------------------------------------------------ one step
 
@@ -69,28 +72,9 @@ class Engine(PlacedModel):
         if report.skipped is None and (tried := self.tuner.end(batch.samples)):
             sent = self.grid.bytes_sent - sent  # what the choice took is of this step, too
             report = replace(report, bucket_mb=self.exchange.bucket_mb, buckets_tried=tried, bytes_sent=sent)
-        if self._grain_notes:
-            self._tell_grains(batch.samples)
+        if self.prints_notices:
+            self._grain_notices.after_step(self.grain_rule, batch.samples, self.model)
         return report
-
-    def _tell_grains(self, samples: int) -> None:
-        """Say in the first step what the grains mean for a model of PyTorch or JAX, and later if others are faster.
-
-        The latter when passes were timed, if the default determines the grains. Not collective.
-        """
-        rule, ranks = self.grain_rule, self.grid.axes.data
-        if not self.prints_notices:
-            self._grain_notes = 0
-        elif self._grain_notes == 2:
-            self._grain_notes = int(rule.coarse)
-            if rule.coarse:
-                notice(described_grains(rule, samples, type(self.model).__name__))
-            if hasattr(self.model, "warn_of_few") and (told := self.model.warn_of_few(rule.micro_size(samples))):
-                notice(told)
-        elif (seconds := self.model.times.seconds) is not None or self.step_number > MOST_TIMED:
-            self._grain_notes = 0
-            if seconds is not None and (told := faster_grain(rule, samples, ranks, *seconds)):
-                notice(told)
 
     def _compute(self, x: Any, y: Any, reducer: GradientReducer, *, summed: bool) -> tuple[GlobalBatch, Totals]:
         """Redistribute samples, compute gradients into ``reducer``, and agree on losses and weights.
@@ -134,8 +118,15 @@ class Engine(PlacedModel):
         return batch
 
     def _grain_size(self, samples: int, tree: SampleTree) -> int:
-        """Return the number of samples in a grain of a global batch of ``samples`` samples like those of ``tree``."""
-        self.count_work(*tree.cut(slice(0, 0)))
+        """Return the number of samples in a grain of a global batch of ``samples`` samples like those of ``tree``.
+
+        Collective over all ranks where the rule is new and depends on counted work: they must have counted the same.
+        """
+        self.complete_grain_rule(*tree.cut(slice(0, 0)))
+        if self.grain_rule.coarse and self.grain_rule is not self._agreed_rule:
+            found = {"the samples of a default grain (micro_batch sets it)": self.grain_rule.efficient}
+            agree_equal(self.grid.world, lambda: found, "agree grains")
+            self._agreed_rule = self.grain_rule
         return self.grain_rule.grain_size(samples)
 
     def _run(self, first_sample: int, count: int) -> Run:

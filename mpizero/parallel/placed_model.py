@@ -300,10 +300,10 @@ class PlacedModel:
         )
         self.runner = self._make_runner()
 
-    def count_work(self, x: Any, y: Any) -> None:
-        """Let a model that counts its work on samples like these determine the default size of grains. Not collective.
+    def complete_grain_rule(self, x: Any, y: Any) -> None:
+        """Complete the rule of default grains, where a model of PyTorch or JAX counts its work on samples like these.
 
-        Every rank calls it with samples of the same shapes and types, whose number and values do not count.
+        Not collective; every rank calls it. Of the samples only shapes and types count.
         """
         if self.grain_rule.coarse and self.grain_rule.efficient is None:
             self.grain_rule = replace(self.grain_rule, efficient=self.model.efficient_samples(x, y))

@@ -9,11 +9,11 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from mpizero.adapters.jax.loss_checks import Looked, check_grain, sum_and_weight
+from mpizero.adapters.grain_cost import PassTimes
+from mpizero.adapters.jax.loss_checks import CheckedGrains, check_grain, sum_and_weight
 from mpizero.adapters.jax.parameter_tree import ParameterTree, count, descending, host_view, samples
 from mpizero.adapters.jax.random_key import key_data, make_key
 from mpizero.adapters.jax.traced_function import TracedFunction
-from mpizero.adapters.pass_times import PassTimes
 from mpizero.types import EVALUATE, Array, Run
 
 #: Most seconds of a first pass, which compiles, after which a pass of a single sample is compiled to be timed.
@@ -41,7 +41,7 @@ class CompiledLoss:
         self._fixed = [name for name in tree.names if name in frozen]
         self._gradient = jax.jit(self._with_gradient)
         self._forward = jax.jit(self._value)
-        self._looked = Looked()
+        self._checked = CheckedGrains()
         #: How often the loss with its gradient was traced and compiled.
         self.compilations = 0
         #: Times the first passes.
@@ -58,9 +58,9 @@ class CompiledLoss:
         if self.loss.takes_key and run.training:
             key = key_data(run, 0)
         with self.loss.traced(without_key=key is None):
-            if not self._looked.enough:
+            if not self._checked.enough:
                 given: dict[str, Any] = {"parameters": (trained, fixed), "batch": (x, y), "key": (key,)}
-                check_grain(self._looked, self.loss, self._value, self._alone, **given)
+                check_grain(self._checked, self.loss, self._value, self._alone, **given)
             (loss, weight), gradients = self._gradient(trained, fixed, x, y, key)
         found = {name: host_view(gradients[name]) for name in self._trained}
         total, seconds = float(loss), perf_counter() - start

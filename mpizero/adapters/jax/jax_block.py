@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from mpizero.adapters.jax.compiled_block import CompiledBlock, Kept
-from mpizero.adapters.jax.loss_checks import Looked, check_grain, sum_and_weight
+from mpizero.adapters.jax.loss_checks import CheckedGrains, check_grain, sum_and_weight
 from mpizero.adapters.jax.parameter_tree import count, host_view, samples
 from mpizero.adapters.jax.random_key import key_data
 from mpizero.adapters.jax.traced_function import TracedFunction
@@ -103,7 +103,7 @@ class JaxLoss:
     loss: Callable[..., Any]
     dtype: np.dtype[Any]
     _traced: TracedFunction = field(repr=False)
-    _looked: Looked = field(default_factory=Looked, init=False, repr=False)
+    _checked: CheckedGrains = field(default_factory=CheckedGrains, init=False, repr=False)
     _gradient: Callable[..., Any] = field(init=False, repr=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -118,9 +118,9 @@ class JaxLoss:
         """Return the sum of the losses, the weight, and the gradient of the sum."""
         y = samples(target, self.dtype, "y")
         with self._traced.traced():
-            if not self._looked.enough:
+            if not self._checked.enough:
                 given: dict[str, Any] = {"parameters": (), "batch": (prediction, y)}
-                check_grain(self._looked, self._traced, self._value, self._gradient, **given)
+                check_grain(self._checked, self._traced, self._value, self._gradient, **given)
             (loss, weight), gradient = self._gradient(prediction, y)
         return float(loss), float(count(y) if weight is None else weight), gradient
 

@@ -12,10 +12,10 @@ import jax
 import numpy as np
 
 from mpizero.adapters.function import FunctionModel
+from mpizero.adapters.grain_cost import EfficientSamples, PassTimes, PassWork
 from mpizero.adapters.jax.block_list import StartValues, make_layers, read_blocks
 from mpizero.adapters.jax.compiled_loss import CompiledLoss
-from mpizero.adapters.jax.jax_block import JaxLoss
-from mpizero.adapters.jax.lowered_work import enough_samples_of_blocks, enough_samples_of_loss
+from mpizero.adapters.jax.jax_block import JaxBlock, JaxLoss
 from mpizero.adapters.jax.parameter_tree import (
     ParameterTree,
     named_leaves,
@@ -26,7 +26,6 @@ from mpizero.adapters.jax.parameter_tree import (
 )
 from mpizero.adapters.jax.traced_function import TracedFunction
 from mpizero.adapters.jax.xla_threads import require_threads
-from mpizero.adapters.pass_times import PassTimes
 from mpizero.errors import ConfigError
 from mpizero.names import explains
 from mpizero.types import EVALUATE, Array, Run
@@ -105,7 +104,6 @@ class JaxModel:
         frozen: Collection[str] = (),
     ) -> None:
         self.seed = require("seed", seed, validation_seed)
-        self._efficient: dict[str, int | None] = {}
         #: Times the first passes; of a model of blocks none is timed.
         self.times = PassTimes()
         if isinstance(frozen, str):
@@ -127,7 +125,11 @@ class JaxModel:
         function = TracedFunction(loss, "loss", "parameters", "x", "y")
         dtype = real_type(next(iter(arrays.values())).dtype)
         self._compiled = CompiledLoss(function, tree, frozenset(frozen), dtype)
-        self.times, self._leaves = self._compiled.times, arrays
+        self.times = self._compiled.times
+        #: Finds from what JAX lowers with how many samples a grain's fixed cost is small.
+        self.efficient_samples = EfficientSamples(
+            lambda x, y: _work(self._compiled.lowered(arrays, x, y)), sum(array.size for array in arrays.values())
+        )
         made = FunctionModel(
             arrays,
             _Called(self._compiled.loss_and_grad, function),
@@ -145,30 +147,16 @@ class JaxModel:
         read = read_blocks(parameters, blocks)
         start = StartValues(read, self.seed)
         self.blocks, self.dtype = make_layers(read, start, frozenset(frozen))
+        self.efficient_samples = EfficientSamples(
+            lambda x, y: _work_of_blocks(self.blocks, self.dtype, x),
+            sum(int(spec.size) for block in self.blocks.values() for spec in block.parameters),
+        )
         require_precision(dict.fromkeys(start, self.dtype), "JaxModel: parameters")
         self.loss = loss
         if not callable(getattr(loss, "forward", None)):
             self.loss = JaxLoss(loss, self.dtype, TracedFunction(loss, "loss", "prediction", "y"))
         self.start_values = start
         self.random_by_grain = any(block.apply.takes_key for block in read.values())
-
-    def efficient_samples(self, x: Any, y: Any) -> int | None:
-        """Return with how many samples a grain's fixed cost is a twentieth of its work; None if it cannot be counted.
-
-        It is counted, not measured, so that all ranks of all jobs find the same. Not collective.
-
-        Parameters
-        ----------
-        x, y : array or tree of arrays
-            Samples and targets, of which only shapes and types count.
-        """
-        kind = str(jax.tree_util.tree_map(lambda leaf: (leaf.shape[1:], leaf.dtype), (x, y)))
-        if kind not in self._efficient:
-            if hasattr(self, "blocks"):
-                self._efficient[kind] = enough_samples_of_blocks(self.blocks, self.dtype, x)
-            else:
-                self._efficient[kind] = enough_samples_of_loss(self._compiled, self._leaves, x, y)
-        return self._efficient[kind]
 
     @property
     def compilations(self) -> int:
@@ -224,3 +212,21 @@ def _predictor(predict: Callable[..., Any], tree: ParameterTree, dtype: np.dtype
 
     compiled = jax.jit(lambda leaves, x: function(tree.build(leaves), x, key=None))
     return predicted
+
+
+def _work_of_blocks(blocks: Mapping[str, JaxBlock], dtype: np.dtype[Any], x: Any) -> PassWork:
+    """Return the work of a forward and backward pass of blocks, whose parameters have type ``dtype``."""
+    given, found = samples(x, dtype, "x"), PassWork()
+    kinds = (dtype, np.result_type(dtype, np.complex64))
+    for block in blocks.values():
+        shapes = [jax.ShapeDtypeStruct(spec.shape, kinds[spec.complex]) for spec in block.parameters]
+        lowered = block.compiled.lowered(shapes, given)
+        found = found.plus(PassWork(*(3 * number for number in _work(lowered))))  # backward twice as much
+        given = jax.tree_util.tree_map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), lowered.out_info)
+    return found
+
+
+def _work(lowered: Any) -> PassWork:
+    """Return the work of what JAX has lowered. The calls of its kernels take little: XLA joins them."""
+    found = lowered.cost_analysis()
+    return PassWork(operations=int(found.get("flops", 0)), bytes=int(found.get("bytes accessed", 0)))

@@ -62,20 +62,20 @@ def _no_number(value: Any, kinds: str) -> str | None:
 
 
 @dataclass
-class Looked:
-    """Hold how many grains of a loss have been looked at, and whether it computes in 16 bits."""
+class CheckedGrains:
+    """Hold how many grains of a loss have been checked, and whether it computes in 16 bits."""
 
     grains: int = 0
-    coarse: bool = False
+    half_precision: bool = False
 
     @property
     def enough(self) -> bool:
-        """Tell whether no further grain is to be looked at."""
+        """Tell whether no further grain is to be checked."""
         return self.grains >= _MOST_GRAINS
 
 
 def check_grain(
-    looked: Looked,
+    checked: CheckedGrains,
     loss: TracedFunction,
     value: Callable[..., tuple[Any, Any]],
     computed: Callable[..., Any],
@@ -96,12 +96,12 @@ def check_grain(
     LayoutError
         If loss, weight or gradient are not the sums over the samples.
     """
-    if not looked.grains:
-        looked.coarse = check_traces(loss, value, (*parameters, *batch, *key))
+    if not checked.grains:
+        checked.half_precision = check_traces(loss, value, (*parameters, *batch, *key))
     samples = count(*batch)
     if any(jnp.shape(leaf)[:1] != (samples,) for leaf in jax.tree_util.tree_leaves(batch)):
         return
-    looked.grains += 1
+    checked.grains += 1
     trees = parts_of(batch, samples)
     bits = jnp.finfo(jax.tree_util.tree_leaves((parameters, batch))[0].dtype).bits
     try:  # in double precision, a small term is no rounding
@@ -115,7 +115,7 @@ def check_grain(
             if loss.takes_key:
                 return  # it needs its key, and draws other numbers for other samples
             raise
-    within = _APART[16] if looked.coarse else within
+    within = _APART[16] if checked.half_precision else within
     numbers = [np.array([one.loss, one.weight]) for one in found]
     _check_sums(loss, numbers[0], numbers[1:], samples, within)
     _check_gradients(loss, found, samples, within, add=bool(parameters))
@@ -171,7 +171,7 @@ def check_rows(apply: TracedFunction, computed: Callable[[Any], Any], x: Any) ->
     try:
         with apply.traced(without_key=True):
             whole, *parts = map(computed, trees)
-            coarse = _is_coarse(jax.make_jaxpr(computed)(x))
+            half_precision = _uses_half_precision(jax.make_jaxpr(computed)(x))
     except Exception:
         if apply.takes_key:
             return True  # it needs its key
@@ -187,7 +187,7 @@ def check_rows(apply: TracedFunction, computed: Callable[[Any], Any], x: Any) ->
         if a.dtype.kind != "f" or not (np.isfinite(a).all() and np.isfinite(b).all()):
             continue
         apart, size = float(np.max(np.abs(a - b), initial=0)), float(np.max(np.abs(a), initial=0))
-        if apart > _APART[16 if coarse else jnp.finfo(a.dtype).bits] * size:
+        if apart > _APART[16 if half_precision else jnp.finfo(a.dtype).bits] * size:
             raise LayoutError(
                 f"{apply.shown}: rows of its output depend on other samples: for the first {samples} samples together "
                 f"and in two parts they differ by {apart:.3g}; compute each sample by itself: grains have another "
@@ -257,10 +257,10 @@ def check_traces(function: TracedFunction, value: Callable[..., Any], given: tup
             "numpy.random or random, or uses a variable that changes, and JAX would keep what it was at first: "
             "compute from the arguments, and random numbers from an argument key"
         )
-    return _is_coarse(first)
+    return _uses_half_precision(first)
 
 
-def _is_coarse(jaxpr: Any) -> bool:
+def _uses_half_precision(jaxpr: Any) -> bool:
     """Tell whether numbers of 16 bits are among what is computed."""
     return any(f":{kind}[" in str(jaxpr) for kind in ("bf16", "f16"))
 

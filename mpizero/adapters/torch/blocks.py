@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from mpizero.adapters.pass_times import PassTimes
-from mpizero.adapters.torch.allocations import Allocations
+from mpizero.adapters.grain_cost import PassTimes
 from mpizero.adapters.torch.arrays import as_array, as_tensor, gradient_leaves, put
 from mpizero.adapters.torch.backward import (
     Gradients,
@@ -26,6 +25,7 @@ from mpizero.adapters.torch.backward import (
     whole_backward,
 )
 from mpizero.adapters.torch.first.own_forward import OwnForward
+from mpizero.adapters.torch.kernels_of_pass import Allocations
 from mpizero.adapters.torch.module_call import ModuleCall, Passed, array_of
 from mpizero.adapters.torch.process import torch_pass
 from mpizero.adapters.torch.saved import SavedParameters

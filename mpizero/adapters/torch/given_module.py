@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from mpizero.adapters.pass_times import PassTimes
+from mpizero.adapters.grain_cost import PassTimes
 from mpizero.adapters.torch.arrays import as_array, as_tensor, gradient_leaves, put
 from mpizero.adapters.torch.calling import called
 from mpizero.adapters.torch.loss import TorchLoss
 from mpizero.adapters.torch.module_call import ModuleCall, Passed
-from mpizero.errors import LayoutError
+from mpizero.errors import ConfigError, LayoutError
 from mpizero.layout.flat import nested
 from mpizero.sampletree import map_leaves
 from mpizero.types import EVALUATE, Array, Run
@@ -38,6 +38,15 @@ def given_besides(loss: Callable[..., Any]) -> tuple[str, ...]:
         return ()
     kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(one.name for one in parameters[2:] if one.name in KEYWORDS and one.kind in kinds)
+
+
+def check_alone(besides: tuple[str, ...], blocks: Any, activation_checkpointing: Any) -> None:
+    """Raise :class:`ConfigError` if there are blocks, though the loss is given ``besides``. Not collective."""
+    if besides and (blocks is not None or activation_checkpointing):
+        raise ConfigError(
+            f"TorchModel: the loss has a parameter {besides[0]}, so module and loss run together: leave blocks and "
+            "activation_checkpointing out, or the parameter"
+        )
 
 
 class ModuleAndLoss(torch.nn.Module):  # type: ignore[misc]

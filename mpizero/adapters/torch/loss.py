@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from mpizero.adapters.torch.allocations import Allocations
 from mpizero.adapters.torch.arrays import as_array, as_tensor, gradient_leaves
 from mpizero.adapters.torch.backward import gradients_of
 from mpizero.adapters.torch.calling import UNDIFFERENTIATED
 from mpizero.adapters.torch.first.first_loss import FirstLoss
 from mpizero.adapters.torch.first.originals import Originals
 from mpizero.adapters.torch.first.parts import Trial, parts_of
+from mpizero.adapters.torch.kernels_of_pass import Allocations
 from mpizero.adapters.torch.process import TorchSettings, drawn_since, random_state, set_random_state, torch_pass
 from mpizero.errors import ConfigError, DataError, LayoutError
 from mpizero.frames import users_line

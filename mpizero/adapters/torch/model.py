@@ -13,7 +13,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mpizero import validation
-from mpizero.adapters.pass_times import PassTimes
+from mpizero.adapters.grain_cost import PassTimes
 from mpizero.adapters.torch import bound
 from mpizero.adapters.torch.blocks import TorchBlock
 from mpizero.adapters.torch.bound import BlockTensors
@@ -23,11 +23,11 @@ from mpizero.adapters.torch.first.loss_reads import check_loss
 from mpizero.adapters.torch.first.originals import Originals, check_functions, check_parameters, mentions_data
 from mpizero.adapters.torch.first.own_forward import OwnForward
 from mpizero.adapters.torch.first.parts import Trial
-from mpizero.adapters.torch.given_module import JointFunctions, ModuleAndLoss, given_besides
+from mpizero.adapters.torch.given_module import JointFunctions, ModuleAndLoss, check_alone, given_besides
+from mpizero.adapters.torch.kernels_of_pass import efficient_samples
 from mpizero.adapters.torch.left_behind import LeftBehind
 from mpizero.adapters.torch.loss import TorchLoss
 from mpizero.adapters.torch.module_call import ModuleCall
-from mpizero.adapters.torch.module_work import WorkCounter
 from mpizero.adapters.torch.process import TorchSettings, check_contexts, check_rounding, torch_pass, use_gpu
 from mpizero.errors import ConfigError, LayoutError
 from mpizero.layout.flat import joined
@@ -36,7 +36,7 @@ from mpizero.signatures import named
 from mpizero.types import Array
 
 #: Most samples of a micro-batch of which batch norms are said to be too few.
-FEW_FOR_NORMS = 2
+FEW_FOR_BATCH_NORM = 2
 
 
 @explains
@@ -143,11 +143,7 @@ class TorchModel:
         self._trial = Trial() if compare_forward else None
         chosen = {"": self._module}
         besides = given_besides(loss)
-        if besides and (blocks is not None or activation_checkpointing):
-            raise ConfigError(
-                f"TorchModel: the loss has a parameter {besides[0]}, so module and loss run together: leave blocks and "
-                "activation_checkpointing out, or the parameter"
-            )
+        check_alone(besides, blocks, activation_checkpointing)
         if blocks is not None:
             twins = _twins(given, self._module, blocks)
             chosen = bound.chosen_blocks(self._module, twins)
@@ -159,7 +155,10 @@ class TorchModel:
             name: self._call(number, inner, describer.describe(name, inner))
             for number, (name, inner) in enumerate(chosen.items())
         }
-        self.times, self._counter = PassTimes(), WorkCounter(tuple(self._calls.values()), self.dtype)
+        #: Times the first passes.
+        self.times = PassTimes()
+        #: Finds from counted work with how many samples a grain's fixed cost is small.
+        self.efficient_samples = efficient_samples(tuple(self._calls.values()), self.dtype)
         describer.forget_values()
         if besides:
             self._be_function(ModuleAndLoss(self._module, TorchLoss(loss, self._settings, self._originals), besides))
@@ -196,22 +195,10 @@ class TorchModel:
             return found
         return found | {"module": self._module, "loss": self._calls[""].module.function, "frozen": self.frozen}
 
-    def efficient_samples(self, x: Any, y: Any) -> int | None:
-        """Return with how many samples a grain's fixed cost is a twentieth of its work; None if it cannot be counted.
-
-        It is counted, not measured, so that all ranks of all jobs find the same. Not collective.
-
-        Parameters
-        ----------
-        x, y : array or tree of arrays
-            Samples and targets, of which only shapes and types count.
-        """
-        return self._counter.enough_samples(x)
-
-    def warn_of_few(self, samples: int) -> str:
+    def batch_norm_notice(self, samples: int) -> str:
         """Return a line about what so few samples a micro-batch do to batch norms; "" if nothing. Not collective."""
         norms = [name for name, one in self._module.named_modules() if isinstance(one, _BatchNorm) and one.training]
-        if not norms or samples > FEW_FOR_NORMS:
+        if not norms or samples > FEW_FOR_BATCH_NORM:
             return ""
         which = f"{norms[0]!r}" + (f" (of {len(norms)})" if len(norms) > 1 else "")
         return (

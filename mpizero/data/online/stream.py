@@ -277,9 +277,9 @@ class OnlineBatches:
         x, y = source.form.stack(samples if source.comm.rank == 0 else [], count)
         for part in (x, y):
             source.comm.broadcast(part, tag="online")
-        if hasattr(self._sizes, "count_work"):  # a sharded model, not a configuration
-            self._sizes.count_work(x, y)
-        own = Grains(count, self._sizes.grain_size(count)).samples_of(self._group.rank, self._group.size)
+        model = hasattr(self._sizes, "wrapped_model")  # not a configuration
+        size = self._sizes.grain_size(count, (x, y)) if model else self._sizes.grain_size(count)
+        own = Grains(count, size).samples_of(self._group.rank, self._group.size)
         self.consumed += count
         if self._left is not None:
             self._left -= 1

@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mpizero.layout.grains import GrainRule, Grains
+from mpizero.text import notice
 
 #: How much less than the time now another ``micro_batch`` must take for a line about it.
 _WORTH = 0.9
 #: Steps after which no advice comes any more.
-MOST_TIMED = 20
+_MOST_STEPS = 20
+
+
+class GrainNotices:
+    """Print, in the first steps of a model of PyTorch or JAX, what its grains are and what they mean.
+
+    ``ranks`` is the number of ranks that share a global batch.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks, self._steps, self._advised = ranks, 0, False
+
+    def after_step(self, rule: GrainRule, samples: int, model: Any) -> None:
+        """Print what there is to say after a step of a global batch of ``samples`` samples. Not collective."""
+        self._steps += 1
+        if self._steps == 1:
+            if rule.coarse:
+                notice(described_grains(rule, samples, type(model).__name__))
+            if hasattr(model, "batch_norm_notice") and (text := model.batch_norm_notice(rule.micro_size(samples))):
+                notice(text)
+            return
+        waits = rule.coarse and not self._advised and self._steps <= _MOST_STEPS
+        if waits and (seconds := model.times.seconds) is not None:
+            self._advised = True
+            if text := faster_grain(rule, samples, self._ranks, *seconds):
+                notice(text)
 
 
 def described_grains(rule: GrainRule, samples: int, model: str) -> str:

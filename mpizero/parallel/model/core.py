@@ -227,28 +227,37 @@ class ShardedCore(ABC):
         """
         return self._config.communicator if self._mean_every else self.engine.grid.batch
 
-    def grain_size(self, global_batch: int) -> int:
+    def grain_size(self, global_batch: int, samples: tuple[Any, Any] | None = None) -> int:
         """Return the number of samples of a full grain, for a global batch of ``global_batch`` samples.
 
         Not collective. Where ``config.micro_batch`` is None it depends on the model, and loading a checkpoint with
-        optimizer state may change it. For one of PyTorch or JAX it also depends on the shapes of samples, which are
-        known from the first batch on, or from :meth:`count_work`.
-        """
-        return self.loadable_engine.grain_rule.grain_size(global_batch)
-
-    def count_work(self, x: Any, y: Any) -> None:
-        """Let a model of PyTorch or JAX choose its default grains for samples like these, before the first batch.
-
-        Not collective; every rank calls it. Does nothing for other models, and where ``config.micro_batch`` is set.
+        optimizer state may change it. For a model of PyTorch or JAX it depends on the shapes of samples, too, which the
+        first batch tells, or ``samples``; other models ignore these.
 
         Parameters
         ----------
-        x, y : array or tree of arrays
-            Samples and targets, of which only shapes and types count; there may be none, as in ``x[:0]``.
+        global_batch : int
+            Number of samples.
+        samples : tuple or None
+            Samples and targets ``(x, y)`` such as every rank will train on, of which only shapes and types count; there
+            may be none, as in ``x[:0]``. Every rank gives them, or none does.
+
+        Raises
+        ------
+        ArgumentError
+            If ``samples`` is no pair.
+        DataError
+            If arrays in it have different numbers of samples.
         """
-        tree = SampleTree.of(x=x, y=y)
-        if not tree.uncut:
-            self.loadable_engine.count_work(*tree.cut(slice(0, 0)))
+        engine = self.loadable_engine
+        if samples is not None:
+            if not isinstance(samples, tuple) or len(samples) != 2:
+                raise ArgumentError(f"grain_size: samples is a tuple (x, y), got {type(samples).__name__}")
+            tree = SampleTree.of(x=samples[0], y=samples[1])
+            tree.count()
+            if not tree.uncut:
+                engine.complete_grain_rule(*tree.cut(slice(0, 0)))
+        return engine.grain_rule.grain_size(global_batch)
 
     @property
     def engine(self) -> Engine:

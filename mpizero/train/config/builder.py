@@ -11,7 +11,7 @@ from mpizero import optim
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.equality import agree_equal
-from mpizero.data.batches import count_work
+from mpizero.data.batches import choose_grains
 from mpizero.errors import ConfigError
 from mpizero.layout import Grains
 from mpizero.layout.flat import FlatLayout
@@ -123,7 +123,7 @@ def build(config: Config, comm: Communicator) -> Iterator[TrainingJob]:
         sharding = build_sharding(config, comm)
         with lay_out(wrapped, optimizer, config.parallel, sharding) as model:
             with all_ranks(comm):
-                count_work(model, source)
+                choose_grains(model, source, config.train.global_batch)
             model.reserve(config.train.global_batch)
             yield TrainingJob(
                 config=config,

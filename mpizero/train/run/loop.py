@@ -12,7 +12,7 @@ from mpizero.checkpoint import StepFolder
 from mpizero.checkpoint.best_link import BEST
 from mpizero.comm.agreement import all_ranks
 from mpizero.data import Source, batches
-from mpizero.data.batches import count_work
+from mpizero.data.batches import choose_grains
 from mpizero.errors import MpizeroError
 from mpizero.faults import inject
 from mpizero.parallel import StepReport
@@ -193,7 +193,7 @@ class TrainingLoop:
                 superseded = self.folder.continue_metrics(self.step)
         if isinstance(setup.source, Source):
             with all_ranks(self.control):
-                count_work(setup.model, setup.source)
+                choose_grains(setup.model, setup.source, setup.loop.global_batch)
         self.recorder.begin(self.step, superseded)
         self.method.begin()
         self.saver.start(self.step, None if self.improvement is None else self.improvement.step)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from mpizero.adapters.pass_times import PassTimes
-from mpizero.adapters.pass_work import PassWork, efficient_samples
+from mpizero.adapters.grain_cost import EfficientSamples, PassTimes, PassWork
 from mpizero.layout.grains import GrainRule
 from mpizero.parallel.batch.grain_advice import described_grains, faster_grain
 
@@ -25,12 +25,12 @@ def test_a_coarse_rule_makes_at_least_four_grains_of_a_batch_that_has_so_many_sa
 
 def test_a_grain_has_more_samples_where_its_fixed_cost_is_more_of_its_work() -> None:
     def enough(each: int, parameters: int = 1000, least: int = 1) -> int | None:
-        def work(samples: int) -> PassWork:
-            if samples < least:
+        def work(x: np.ndarray, y: np.ndarray) -> PassWork:
+            if len(x) < least:
                 raise ValueError("batch norms need more samples")
-            return PassWork(calls=100, operations=each * samples)
+            return PassWork(calls=100, operations=each * len(x))
 
-        return efficient_samples(work, parameters)
+        return EfficientSamples(work, parameters)(np.zeros((0, 3)), np.zeros(0))
 
     found = [enough(each) for each in (10**5, 10**7, 10**9)]
     assert found == [65536, 512, 4] == [enough(each, least=2) for each in (10**5, 10**7, 10**9)]

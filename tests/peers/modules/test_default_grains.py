@@ -33,7 +33,7 @@ def samples(count: int, *shape: int) -> Any:
 
 def sizes(model: Any, x: Any, y: Any, batch: int, **settings: Any) -> int:
     with mz.distribute(model, mz.SGD(0.1), config=mz.ShardingConfig(comm="self", **settings)) as placed:
-        placed.count_work(x, y)
+        assert placed.grain_size(batch, (x, y)) == placed.grain_size(batch)
         return int(placed.grain_size(batch))
 
 
@@ -195,3 +195,30 @@ def test_models_of_jax_have_such_grains_too(monkeypatch: pytest.MonkeyPatch) -> 
         ).sum(),
     )  # fmt: skip
     assert 1 <= sizes(deep, wide, wide, 256) < 64
+
+
+def test_ranks_that_know_other_samples_do_not_train_with_other_grains() -> None:
+    def body(comm: Any) -> str:
+        with mz.distribute(TorchModel(convolutions, TOTAL), mz.SGD(0.1), comm=comm) as placed:
+            if comm.rank == 1:
+                placed.grain_size(64, (samples(1, 3, 512, 512), samples(1, 3, 512, 512)))
+            x = samples(32, 3, 8, 8)
+            with pytest.raises(
+                mz.errors.ConfigError, match=r"the samples of a default grain.* on ranks 0, 2, 1 on rank 1"
+            ):
+                placed.train(x, x)
+            return "refused"
+
+    assert run_in_threads(3, body) == ["refused"] * 3
+
+
+def test_samples_that_are_no_pair_or_not_equally_many_are_refused() -> None:
+    with mz.distribute(TorchModel(mlp, TOTAL), mz.SGD(0.1), comm="self") as placed:
+        for given, message in (
+            (samples(4, 3), "tuple"),
+            ((samples(4, 3),), "tuple"),
+            ((samples(4, 3), samples(3, 2)), "4.*3"),
+        ):
+            with pytest.raises(mz.errors.MpizeroError, match=message):
+                placed.grain_size(32, given)
+        assert placed.grain_size(32) == 8

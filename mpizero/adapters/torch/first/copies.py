@@ -31,25 +31,25 @@ class Outcome(NamedTuple):
 class CopyGraph(NamedTuple):
     """Hold a forward pass with its graph: the output, and the tensors whose gradients are wanted by name.
 
-    ``coarse`` says whether a function of PyTorch has returned numbers of 16 bits in it.
+    ``half_precision`` says whether a function of PyTorch has returned numbers of 16 bits in it.
     """
 
     output: Any
     ends: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     changes_input: bool
-    coarse: bool
+    half_precision: bool
 
 
 class _Kinds(TorchFunctionMode):  # type: ignore[misc]
     """Note whether a function returns numbers of 16 bits."""
 
-    coarse = False
+    half_precision = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call one function."""
         found = func(*args, **(kwargs or {}))
-        self.coarse |= isinstance(found, torch.Tensor) and found.dtype in (torch.bfloat16, torch.float16)
+        self.half_precision |= isinstance(found, torch.Tensor) and found.dtype in (torch.bfloat16, torch.float16)
         return found
 
 
@@ -87,7 +87,7 @@ class ModuleCopy:
         names = {s.name for s in own.specs if s.averaged} | {one.name for one in own.integers}
         changed = [leaf._version for leaf in leaves_of(x)] != versions
         buffers = {name: value for name, value in now.items() if name in names}
-        return CopyGraph(output, ends, buffers, changed, kinds.coarse)
+        return CopyGraph(output, ends, buffers, changed, kinds.half_precision)
 
     def outcome(self, x: Any, **modes: bool) -> Outcome:
         """Run the module forward and, if there are ``gradients``, backward."""

@@ -54,7 +54,7 @@ class FirstLoss:
         The tensors of the module that was given, which the loss must not read.
     added : bool
         Whether losses of parts have added up to that of the whole.
-    looked : int
+    checked : int
         How often they have been computed.
     by_rows : bool
         Whether the prediction has its samples on the first axis, so that it can be cut where no block has followed.
@@ -66,7 +66,7 @@ class FirstLoss:
     value: Callable[[Any, Any], tuple[torch.Tensor, float]]
     originals: Originals
     added: bool = False
-    looked: int = 0
+    checked: int = 0
     by_rows: bool = False
     seen: set[Any] = field(default_factory=set)
 
@@ -82,7 +82,7 @@ class FirstLoss:
 
     def is_wanted(self, *, new: bool) -> bool:
         """Tell whether losses of parts of the samples, which may be of a ``new`` kind, are to be added up."""
-        return (new and not self.added) or (self.by_rows and self.looked < MOST_ADDED)
+        return (new and not self.added) or (self.by_rows and self.checked < MOST_ADDED)
 
     def check(self, prediction: Any, target: Any) -> None:
         """Raise :class:`LayoutError` where a second call does something else than the first. Not collective."""
@@ -134,7 +134,7 @@ class FirstLoss:
 
     def adds_up(self, prediction: InParts, target: InParts, count: int) -> bool:
         """Raise :class:`LayoutError` if the losses of the parts do not add up; tell whether it could be computed."""
-        self.looked += 1
+        self.checked += 1
         self.by_rows = all(axis == 0 for _, axis, _ in aligned(prediction))
         found, within = self._in_parts(prediction, target)
         if not found:

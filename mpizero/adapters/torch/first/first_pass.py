@@ -160,25 +160,27 @@ class FirstPass:
                 return
             outputs = InParts(*(graph.output for graph in graphs))
             found = aligned(outputs)
-            coarse = any(graph.coarse for graph in graphs)
-            self._check_rows(found, count, coarse=coarse)
+            half_precision = any(graph.half_precision for graph in graphs)
+            self._check_rows(found, count, half_precision=half_precision)
             if self.sums:
                 self._check_sums(outputs, count)
             if modes["gradients"]:
                 columns = (
                     [tree[:1] for tree in outputs] if self.sums else zip(*(each for *_, each in found), strict=True)
                 )
-                self._check_gradients(one, list(zip(graphs, columns, strict=False)), count, coarse=coarse)
+                self._check_gradients(
+                    one, list(zip(graphs, columns, strict=False)), count, half_precision=half_precision
+                )
         self.trial.done |= self.sums
         detached = (map_leaves(lambda t: t.detach() if isinstance(t, torch.Tensor) else t, o) for o in outputs)
         self.trial.output(self.number, of_whole(InParts(*detached)))
 
-    def _check_rows(self, found: Any, count: int, *, coarse: bool) -> None:
+    def _check_rows(self, found: Any, count: int, *, half_precision: bool) -> None:
         for _, axis, (whole, *parts) in found:
             if whole.dtype == torch.bool or not (whole.is_floating_point() or whole.is_complex()):
                 continue
             rows = torch.cat([part.detach() for part in parts], axis)
-            if (by := apart(whole.detach(), rows, coarse=coarse)) is not None:
+            if (by := apart(whole.detach(), rows, half_precision=half_precision)) is not None:
                 raise LayoutError(
                     f"{self.shown}: its output for a sample depends on the other samples of a grain: for "
                     f"{max(count, 2)} samples together (shape {tuple(whole.shape)}) and in two parts it differs by "
@@ -198,7 +200,7 @@ class FirstPass:
                 )
 
     def _check_gradients(
-        self, one: ModuleCopy, passes: Sequence[tuple[CopyGraph, Any]], count: int, *, coarse: bool
+        self, one: ModuleCopy, passes: Sequence[tuple[CopyGraph, Any]], count: int, *, half_precision: bool
     ) -> None:
         if not passes:
             return
@@ -210,7 +212,9 @@ class FirstPass:
         for name, (total, a, b) in sums.items():
             if total is None or a is None or b is None:
                 continue
-            if (by := apart(total, a + b, (1.0 if coarse else 1e-2) * largest, coarse=coarse)) is not None:
+            if (
+                by := apart(total, a + b, (1.0 if half_precision else 1e-2) * largest, half_precision=half_precision)
+            ) is not None:
                 raise LayoutError(
                     f"{self.shown}: the gradient of {name!r} for {max(count, 2)} samples is not the sum of those for "
                     f"two parts of them (they differ by {by:.2g} of its size): " + (_ONCE if self.sums else _GRAIN)

@@ -16,7 +16,7 @@ from mpizero.sampletree import combine_leaves, leaves_of, map_leaves
 #: How far results may be apart that differ by rounding alone, relative to their size, by the type of the elements.
 _APART = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-3, torch.complex64: 1e-3}
 #: The same, of what was computed in 16 bits.
-_COARSE = 3e-2
+_HALF = 3e-2
 
 
 class InParts(NamedTuple):
@@ -96,16 +96,18 @@ def of_whole(parts: InParts) -> InParts:
     return InParts(parts.whole, replaced(parts.first, cuts[0]), replaced(parts.second, cuts[1]))
 
 
-def apart(whole: torch.Tensor, other: torch.Tensor, least: float = 0.0, *, coarse: bool = False) -> float | None:
+def apart(
+    whole: torch.Tensor, other: torch.Tensor, least: float = 0.0, *, half_precision: bool = False
+) -> float | None:
     """Return by how much of their size two tensors differ; None if it is rounding, or if one is not finite.
 
-    ``least`` is a size below which nothing counts as large; ``coarse`` says whether 16 bits have been computed with.
+    ``least`` is a size below which nothing counts as large; ``half_precision`` says whether 16 bits were computed with.
     """
     if not whole.numel() or not (torch.isfinite(whole).all() and torch.isfinite(other).all()):
         return None
     size = max(float(whole.abs().max()), float(other.abs().max()), least)
     found = float((whole - other).abs().max()) / size if size else 0.0
-    return found if found > (_COARSE if coarse else _APART.get(whole.dtype, _COARSE)) else None
+    return found if found > (_HALF if half_precision else _APART.get(whole.dtype, _HALF)) else None
 
 
 @dataclass
