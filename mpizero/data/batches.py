@@ -27,7 +27,7 @@ from mpizero.validation import seed as whole_seed
 #: Reads of each block in an epoch from which on :func:`batches` says that they are many.
 COSTLY_READS = 4
 #: Samples that :func:`whole_batch` reads twice before it reads all.
-PROVED = 64
+READ_TWICE = 64
 
 
 class GrainSizes(Protocol):
@@ -98,7 +98,7 @@ class Batches:
         self._left = steps
         self._sizes, self._group = sizes, group
         self._prefetch = prefetch
-        self._unproved = _changer(source)
+        self._unchecked_reader = _user_reader(source)
         self._ahead: ReadAhead[tuple[Any, Any]] | None = None
 
     def __iter__(self) -> Self:
@@ -144,10 +144,10 @@ class Batches:
                 return self._samples_with_run(order, start, own.start)
             return self._source.samples(order)
 
-        if not (self._unproved and order.size):
+        if not (self._unchecked_reader and order.size):
             return read()
-        found = _read_twice(self._unproved, self._source.origin(order), read)
-        self._unproved = ""
+        found = _read_twice(self._unchecked_reader, self._source.origin(order), read)
+        self._unchecked_reader = ""
         return found
 
     def _own(self) -> slice:
@@ -292,7 +292,7 @@ def choose_grains(config: Any, source: Source, global_batch: int) -> None:
         config.grain_size(global_batch, source.samples(np.zeros(1, np.int64)))
 
 
-def _changer(source: Source) -> str:
+def _user_reader(source: Source) -> str:
     """Return what of the user's makes the samples of a source; "" if this library alone reads them."""
     inner: Any = source
     while isinstance(inner, Source):
@@ -310,7 +310,7 @@ def _bytes_of(found: tuple[Any, Any]) -> dict[str, list[bytes]]:
     return {path: [row.tobytes() for row in leaf] for path, leaf in named if isinstance(leaf, np.ndarray)}
 
 
-def _read_twice(changer: str, numbers: Indices, read: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+def _read_twice(reader: str, numbers: Indices, read: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
     """Return what ``read`` gives, the samples ``numbers``; raise DataError if it gives other bytes in a second call.
 
     Then they depend on what was read before, and with it on the rank.
@@ -320,7 +320,7 @@ def _read_twice(changer: str, numbers: Indices, read: Callable[[], tuple[Any, An
     for path, rows in before.items():
         if differing := [n for n, one, two in zip(numbers.tolist(), rows, after[path], strict=True) if one != two]:
             raise DataError(
-                f"{changer} gives other numbers in {path} of sample {differing[0]} when it is called again with the "
+                f"{reader} gives other numbers in {path} of sample {differing[0]} when it is called again with the "
                 "same arguments, so results would depend on the ranks: let it depend on these alone, and draw by what "
                 "they tell (run.seed, run.epoch and the index in read; random in the function of a TransformedSource)"
             )
@@ -343,8 +343,8 @@ def whole_batch(
     own = Grains(len(source), config.grain_size(len(source))).samples_of(group.rank, group.size)
     mine = np.arange(own.start, own.stop)
     with all_ranks(comm):
-        if changer := _changer(source):
-            _read_twice(changer, source.origin(mine[:PROVED]), lambda: source.samples(mine[:PROVED]))
+        if reader := _user_reader(source):
+            _read_twice(reader, source.origin(mine[:READ_TWICE]), lambda: source.samples(mine[:READ_TWICE]))
         x, y = source.samples(mine)
     return x, y
 
