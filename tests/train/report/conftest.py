@@ -101,7 +101,7 @@ def eventful(tmp_path_factory) -> Path:
     lines = [line(step) for step in range(1, 101)]
     lines[11] |= {"loss": None, "skipped": f"the gradient of '{EVIL}' is not finite on rank 1, samples 2 to 3"}
     lines[99] |= {"validation_loss": 0.5, EVIL: 0.25}
-    result = {"steps": 100, "loss": 0.01, "parameters_sha256": "cafe" * 16, "samples_per_second": 77.0}
+    result = {"steps": 100, "loss": 0.01, "parameters_sha256": "cafe" * 16, "samples_per_second": 7771.25}
     return write_run(
         tmp_path_factory.mktemp("runs") / "eventful", lines, [*first, *second], [line(s) for s in range(51, 61)], result
     )
