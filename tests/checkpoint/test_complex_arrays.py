@@ -5,8 +5,12 @@ import numpy as np
 import pytest
 
 from mpizero import checkpoint
-from mpizero.checkpoint import tools
 from mpizero.checkpoint.backends import mpio
+from mpizero.checkpoint.tools.difference import compare
+from mpizero.checkpoint.tools.export import export
+from mpizero.checkpoint.tools.importing import ImportRules, write_imported
+from mpizero.checkpoint.tools.statistics import statistics
+from mpizero.checkpoint.tools.tensorfile import TensorFile
 from mpizero.errors import CheckpointError, ConfigError
 from mpizero.testing import run_in_threads
 
@@ -66,27 +70,27 @@ def test_statistics_and_differences_count_parts(tmp_path):
         checkpoint.open_checkpoint(tmp_path / "a", "self") as a,
         checkpoint.open_checkpoint(tmp_path / "b", "self") as b,
     ):
-        figures = tools.statistics(a, "parameters/w")
+        figures = statistics(a, "parameters/w")
         assert (figures.minimum, figures.maximum, figures.not_finite) == (-196.0, 14.0, 0)
         assert figures.norm == pytest.approx(np.linalg.norm(VALUES["parameters/w"]))
-        (difference,) = tools.compare(a, b).arrays
+        (difference,) = compare(a, b).arrays
         assert (difference.first, difference.size, difference.differing) == ((1, 2, 1), 30, 1)
         assert difference.values == (-49.0, -44.0)
-        assert tools.compare(a, b, tolerance=0.2).equal
+        assert compare(a, b, tolerance=0.2).equal
 
 
 def test_other_formats(tmp_path):
     pytest.importorskip("safetensors")
     saved(tmp_path / "c")
     with checkpoint.open_checkpoint(tmp_path / "c", "self") as reader:
-        tools.export(reader, tmp_path / "a.npz", "npz")
+        export(reader, tmp_path / "a.npz", "npz")
         with np.load(tmp_path / "a.npz") as found:
             np.testing.assert_array_equal(found["w"], VALUES["parameters/w"])
         with pytest.raises(ConfigError, match="'parameters/w' is complex128, which safetensors files cannot hold"):
-            tools.export(reader, tmp_path / "a.safetensors", "safetensors")
+            export(reader, tmp_path / "a.safetensors", "safetensors")
         with pytest.raises(ConfigError, match="'float16': there are no complex numbers of it"):
-            tools.export(reader, tmp_path / "a.safetensors", "safetensors", dtype="float16")
-        tools.export(reader, tmp_path / "a.safetensors", "safetensors", dtype="float32")
+            export(reader, tmp_path / "a.safetensors", "safetensors", dtype="float16")
+        export(reader, tmp_path / "a.safetensors", "safetensors", dtype="float32")
     from safetensors.numpy import load_file, save_file
 
     found = load_file(tmp_path / "a.safetensors")
@@ -94,8 +98,8 @@ def test_other_formats(tmp_path):
     np.testing.assert_array_equal(found["w"], VALUES["parameters/w"].astype(np.complex64))
     save_file(found, tmp_path / "theirs", metadata={"mpizero": "{}"})
     assert (tmp_path / "theirs").read_bytes() == (tmp_path / "a.safetensors").read_bytes()
-    with tools.TensorFile(tmp_path / "theirs") as source:
-        tools.write_imported(source, tmp_path / "back", {}, tools.ImportRules(dtype="float64"))
+    with TensorFile(tmp_path / "theirs") as source:
+        write_imported(source, tmp_path / "back", {}, ImportRules(dtype="float64"))
     with checkpoint.open_checkpoint(tmp_path / "back", "self") as reader:
         np.testing.assert_array_equal(reader.read_whole("parameters/w"), VALUES["parameters/w"])
 

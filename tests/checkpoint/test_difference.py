@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from mpizero import checkpoint
-from mpizero.checkpoint import tools
 from mpizero.checkpoint.format.checksum import BLOCK
+from mpizero.checkpoint.tools.difference import compare
+from mpizero.checkpoint.tools.listing import listing
+from mpizero.checkpoint.tools.statistics import statistics
 from mpizero.errors import CheckpointError, ConfigError
 from tests.traced import traced_peak
 
@@ -24,14 +26,14 @@ def save(folder, arrays, attributes=None):
 def differ(tmp_path):
     """Compare two tables of arrays."""
 
-    def compare(a, b, tolerance=0.0, attributes=({}, {}), **settings):
+    def compared(a, b, tolerance=0.0, attributes=({}, {}), **settings):
         one, two = (
             save(tmp_path / name, arrays, own) for name, arrays, own in zip("ab", (a, b), attributes, strict=True)
         )
         with checkpoint.open_checkpoint(one) as x, checkpoint.open_checkpoint(two) as y:
-            return tools.compare(x, y, tolerance, **settings)
+            return compare(x, y, tolerance, **settings)
 
-    return compare
+    return compared
 
 
 def test_a_checkpoint_equals_itself_whoever_wrote_it(state, tmp_path):
@@ -40,7 +42,7 @@ def test_a_checkpoint_equals_itself_whoever_wrote_it(state, tmp_path):
     state.save(tmp_path / "one")
     run_in_threads(3, lambda comm: state.save(tmp_path / "three", comm))
     with checkpoint.open_checkpoint(tmp_path / "one") as a, checkpoint.open_checkpoint(tmp_path / "three") as b:
-        found = tools.compare(a, b)
+        found = compare(a, b)
     assert found.equal
     assert found.compared == len(state.arrays)
     assert found.nbytes == sum(a.nbytes for a in state.arrays.values())
@@ -123,8 +125,8 @@ def test_a_comparison_holds_blocks_and_no_arrays(state, tmp_path):
         checkpoint.open_checkpoint(save(tmp_path / "a", state.arrays)) as a,
         checkpoint.open_checkpoint(save(tmp_path / "b", other)) as b,
     ):
-        assert not tools.compare(a, b).equal
-        assert traced_peak(lambda: tools.compare(a, b)) < 3 * BLOCK
+        assert not compare(a, b).equal
+        assert traced_peak(lambda: compare(a, b)) < 3 * BLOCK
 
 
 def test_damage_is_found_while_comparing(small, tmp_path):
@@ -139,14 +141,14 @@ def test_damage_is_found_while_comparing(small, tmp_path):
         checkpoint.open_checkpoint(tmp_path / "b") as b,
         pytest.raises(CheckpointError, match="array 'parameters/b': checksum mismatch"),
     ):
-        tools.compare(a, b)
+        compare(a, b)
 
 
 def test_statistics_are_those_of_numpy(state, tmp_path):
     state.save(tmp_path / "c")
     with checkpoint.open_checkpoint(tmp_path / "c") as reader:
         for path, whole in state.arrays.items():
-            found, values = tools.statistics(reader, path), whole.astype(np.float64)
+            found, values = statistics(reader, path), whole.astype(np.float64)
             finite = values[np.isfinite(values)]
             assert found.not_finite == values.size - finite.size
             if not finite.size:
@@ -162,7 +164,7 @@ def test_a_listing_has_damaged_checkpoints_too_the_oldest_first(small, tmp_path)
         small.save(checkpoint.step_folder(tmp_path, step))
     (tmp_path / "step_00000020" / "manifest.json").unlink()
     (tmp_path / "notes").mkdir()
-    found = tools.listing(tmp_path)
+    found = listing(tmp_path)
     assert [one.step for one in found] == [3, 20, 100]
     assert [one.problem is None for one in found] == [True, False, True]
     assert "manifest.json is missing" in str(found[1].problem)

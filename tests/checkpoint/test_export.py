@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpizero import checkpoint
-from mpizero.checkpoint import tools
 from mpizero.checkpoint.format.checksum import BLOCK
-from mpizero.checkpoint.tools.elements import convert
+from mpizero.checkpoint.tools.elements import convert, element_types
+from mpizero.checkpoint.tools.export import FORMATS, export
+from mpizero.checkpoint.tools.tensorfile import TensorFile
 from mpizero.errors import CheckpointError, ConfigError
 from tests.traced import traced_peak
 
@@ -71,12 +72,12 @@ def half(tmp_path):
         yield reader, patterns
 
 
-@pytest.mark.parametrize("kind", tools.FORMATS)
+@pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("with_state", [False, True])
 def test_every_value_comes_out_bit_for_bit(state, opened, tmp_path, kind, with_state):
     if kind == "safetensors":
         pytest.importorskip("safetensors")
-    tools.export(opened, tmp_path / "out", kind, state=with_state)
+    export(opened, tmp_path / "out", kind, state=with_state)
     found = load(tmp_path / "out", kind)
     wanted = {path.removeprefix("parameters/"): a for path, a in state.arrays.items()}
     if not with_state:
@@ -89,7 +90,7 @@ def test_every_value_comes_out_bit_for_bit(state, opened, tmp_path, kind, with_s
 
 def test_a_safetensors_file_has_the_bytes_that_the_library_writes(small, opened_small, tmp_path):
     numpy = pytest.importorskip("safetensors.numpy")
-    tools.export(opened_small, tmp_path / "out", "safetensors", state=True)
+    export(opened_small, tmp_path / "out", "safetensors", state=True)
     arrays = {path.removeprefix("parameters/"): a for path, a in small.arrays.items()}
     metadata = {"mpizero": '{"layout":[1,2],"note":null,"step":7}'}
     numpy.save_file(arrays, tmp_path / "theirs", metadata=metadata)
@@ -99,46 +100,42 @@ def test_a_safetensors_file_has_the_bytes_that_the_library_writes(small, opened_
 @pytest.mark.parametrize("kind", ["npz", "hdf5"])
 def test_the_same_checkpoint_gives_the_same_bytes(opened_small, tmp_path, kind):
     for name in ("one", "two"):
-        tools.export(opened_small, tmp_path / name, kind, state=True)
+        export(opened_small, tmp_path / name, kind, state=True)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
 
 
-@pytest.mark.parametrize("kind", tools.FORMATS)
+@pytest.mark.parametrize("kind", FORMATS)
 def test_no_array_is_held_whole(state, opened, tmp_path, kind):
     """The largest array has more than two blocks."""
     if kind == "safetensors":
         pytest.importorskip("safetensors")
-    tools.export(opened, tmp_path / "warm", kind, pattern="*.scale")
+    export(opened, tmp_path / "warm", kind, pattern="*.scale")
     assert max(a.nbytes for a in state.arrays.values()) > 2 * BLOCK
-    assert traced_peak(lambda: tools.export(opened, tmp_path / "out", kind, replace=True)) < 1.2 * BLOCK
+    assert traced_peak(lambda: export(opened, tmp_path / "out", kind, replace=True)) < 1.2 * BLOCK
 
 
 def test_names_are_chosen_by_patterns_with_and_without_their_folder(opened, tmp_path):
     for pattern, count in (("blocks.*", 2), ("parameters/blocks.0.s*", 1), ("*", 4)):
-        assert len(tools.export(opened, tmp_path / "out", "npz", pattern=pattern, replace=True)) == count
-    items = tools.export(opened, tmp_path / "out", "npz", state=True, pattern="optimizer/exp_avg/*", replace=True)
+        assert len(export(opened, tmp_path / "out", "npz", pattern=pattern, replace=True)) == count
+    items = export(opened, tmp_path / "out", "npz", state=True, pattern="optimizer/exp_avg/*", replace=True)
     assert [item.name for item in items] == ["optimizer/exp_avg/embedding.weight"]
     with pytest.raises(ConfigError, match="none of its parameters fits the pattern 'exp_avg'"):
-        tools.export(opened, tmp_path / "none", "npz", pattern="exp_avg")
+        export(opened, tmp_path / "none", "npz", pattern="exp_avg")
     assert not (tmp_path / "none").exists()
 
 
 def test_bfloat16_keeps_its_bits_where_they_are_known_and_its_values_elsewhere(half, tmp_path):
     reader, patterns = half
-    assert tools.element_types(reader) == {
-        "parameters/f": "float32",
-        "parameters/i": "uint16",
-        "parameters/w": "bfloat16",
-    }
+    assert element_types(reader) == {"parameters/f": "float32", "parameters/i": "uint16", "parameters/w": "bfloat16"}
     wide = (patterns.astype(np.uint32) << 16).view(np.float32)
     for kind in ("npz", "hdf5"):
-        tools.export(reader, tmp_path / kind, kind)
+        export(reader, tmp_path / kind, kind)
         found = load(tmp_path / kind, kind)
         assert found["w"].tobytes() == wide.tobytes()
         assert found["i"].tobytes() == patterns.tobytes()
     pytest.importorskip("safetensors")
-    tools.export(reader, tmp_path / "safetensors", "safetensors")
-    with tools.TensorFile(tmp_path / "safetensors") as file:
+    export(reader, tmp_path / "safetensors", "safetensors")
+    with TensorFile(tmp_path / "safetensors") as file:
         assert file.tensors["w"].code == "BF16"
         assert file.tensors["i"].code == "U16"
         assert file.values("w").tobytes() == patterns.tobytes()
@@ -151,7 +148,7 @@ def test_a_strange_list_of_bfloat16_arrays_does_no_harm(tmp_path, tag):
         tmp_path / "c", [checkpoint.LocalArray("parameters/f", (1,), values.dtype, ((0, values),))], {"bfloat16": tag}
     )
     with checkpoint.open_checkpoint(tmp_path / "c") as reader:
-        assert tools.element_types(reader) == {"parameters/f": "float32"}
+        assert element_types(reader) == {"parameters/f": "float32"}
 
 
 @given(st.lists(st.floats(-3.3e38, 3.3e38), max_size=20))
@@ -178,7 +175,7 @@ def test_values_too_large_for_a_type_are_an_error_that_leaves_nothing(tmp_path, 
         checkpoint.open_checkpoint(tmp_path / "c") as reader,
         pytest.raises(ConfigError, match=f"array 'parameters/x': 1 values are too large for {dtype}"),
     ):
-        tools.export(reader, tmp_path / "out", "safetensors", dtype=dtype)
+        export(reader, tmp_path / "out", "safetensors", dtype=dtype)
     assert os.listdir(tmp_path) == ["c"]
 
 
@@ -192,10 +189,10 @@ def test_values_too_large_for_a_type_are_an_error_that_leaves_nothing(tmp_path, 
 )
 def test_what_cannot_be_exported_is_refused_with_what_is_allowed(opened_small, tmp_path, settings, message):
     with pytest.raises(ConfigError, match=message):
-        tools.export(opened_small, tmp_path / "out", **{"format": "npz", **settings})
+        export(opened_small, tmp_path / "out", **{"format": "npz", **settings})
 
 
-@pytest.mark.parametrize("kind", tools.FORMATS)
+@pytest.mark.parametrize("kind", FORMATS)
 def test_a_damaged_checkpoint_exports_nothing_and_leaves_the_old_file(small, opened_small, tmp_path, kind):
     if kind == "safetensors":
         pytest.importorskip("safetensors")
@@ -206,7 +203,7 @@ def test_a_damaged_checkpoint_exports_nothing_and_leaves_the_old_file(small, ope
         file.write(b"\xff")
     (tmp_path / "out").write_text("old")
     with pytest.raises(CheckpointError, match="array 'parameters/b': checksum mismatch"):
-        tools.export(opened_small, tmp_path / "out", kind, replace=True)
+        export(opened_small, tmp_path / "out", kind, replace=True)
     assert (tmp_path / "out").read_text() == "old"
     assert sorted(os.listdir(tmp_path)) == ["c", "out"]
 
@@ -214,15 +211,15 @@ def test_a_damaged_checkpoint_exports_nothing_and_leaves_the_old_file(small, ope
 def test_a_file_that_exists_is_replaced_only_on_demand(opened_small, tmp_path):
     (tmp_path / "out").write_text("old")
     with pytest.raises(ConfigError, match="exists; choose another name, or --force to replace it"):
-        tools.export(opened_small, tmp_path / "out", "npz")
+        export(opened_small, tmp_path / "out", "npz")
     assert (tmp_path / "out").read_text() == "old"
-    tools.export(opened_small, tmp_path / "out", "npz", replace=True)
+    export(opened_small, tmp_path / "out", "npz", replace=True)
     assert "a" in load(tmp_path / "out", "npz")
     with pytest.raises(ConfigError, match="is a folder"):
-        tools.export(opened_small, tmp_path / "c", "npz", replace=True)
+        export(opened_small, tmp_path / "c", "npz", replace=True)
 
 
-@pytest.mark.parametrize("kind", tools.FORMATS)
+@pytest.mark.parametrize("kind", FORMATS)
 def test_a_full_disk_is_an_error_and_leaves_nothing(opened_small, tmp_path, kind, monkeypatch):
     if kind == "safetensors":
         pytest.importorskip("safetensors")
@@ -231,7 +228,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(opened_small, tmp_path, kind
     monkeypatch.setattr("mpizero.checkpoint.tools.npz.as_bytes", _full)
     monkeypatch.setattr("mpizero.checkpoint.tools.tensorfile.as_bytes", _full)
     with pytest.raises(OSError, match="No space left on device"):
-        tools.export(opened_small, tmp_path / "out", kind)
+        export(opened_small, tmp_path / "out", kind)
     assert sorted(os.listdir(tmp_path)) == before
 
 
@@ -246,7 +243,7 @@ def test_attributes_travel_however_many_they_are(tmp_path):
         tmp_path / "c", [checkpoint.LocalArray("parameters/f", (1,), values.dtype, ((0, values),))], attributes
     )
     with checkpoint.open_checkpoint(tmp_path / "c") as reader:
-        tools.export(reader, tmp_path / "out.h5", "hdf5")
+        export(reader, tmp_path / "out.h5", "hdf5")
     with h5py.File(tmp_path / "out.h5") as file:
         assert json.loads(file.attrs["attributes"]) == attributes
 
@@ -254,11 +251,11 @@ def test_attributes_travel_however_many_they_are(tmp_path):
 def test_without_the_library_the_error_tells_how_to_get_it(opened_small, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ConfigError, match=r"pip install 'mpizero\[safetensors\]'"):
-        tools.export(opened_small, tmp_path / "out", "safetensors")
+        export(opened_small, tmp_path / "out", "safetensors")
     assert os.listdir(tmp_path) == ["c"]
 
 
-@pytest.mark.parametrize("format", tools.FORMATS)
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("name", ["file", "args", "allow_pickle", "x.npy", "__metadata__", "attributes"])
 def test_an_array_may_have_the_name_of_something_of_the_format(tmp_path, format, name):
     """Every name comes back; or the error says that the format has no room for it, and nothing is written."""
@@ -271,10 +268,10 @@ def test_an_array_may_have_the_name_of_something_of_the_format(tmp_path, format,
     with checkpoint.open_checkpoint(tmp_path / "c") as reader:
         if (format, name) == ("safetensors", "__metadata__"):
             with pytest.raises(ConfigError, match="'__metadata__': a safetensors file keeps its metadata under this"):
-                tools.export(reader, out, format)
+                export(reader, out, format)
             assert not out.exists()
             return
-        tools.export(reader, out, format)
+        export(reader, out, format)
     if format == "npz":
         with np.load(out) as found:
             assert {key: found[key].tolist() for key in found.files} == {"a": [0, 1, 2], name: [0, 1, 2]}
@@ -282,5 +279,5 @@ def test_an_array_may_have_the_name_of_something_of_the_format(tmp_path, format,
         with h5py.File(out) as found:
             assert sorted(found) == sorted(["a", name])
     else:
-        with tools.TensorFile(out) as found:
+        with TensorFile(out) as found:
             assert sorted(found.tensors) == sorted(["a", name])

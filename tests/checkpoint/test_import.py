@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 from mpizero import checkpoint
-from mpizero.checkpoint import tools
+from mpizero.checkpoint.tools.elements import element_types
+from mpizero.checkpoint.tools.export import export
+from mpizero.checkpoint.tools.importing import ImportRules, write_imported
+from mpizero.checkpoint.tools.tensorfile import TensorFile
 from mpizero.errors import CheckpointError, ConfigError
 
 numpy = pytest.importorskip("safetensors.numpy")
@@ -23,8 +26,8 @@ PLAIN = {"w": W, "layer.b": np.array([1, 2], np.float32)}
 def become(folder: Path, tensors=None, expected=None, attributes=None, **rules) -> Path:
     """Save tensors as another program would, and import them."""
     numpy.save_file(PLAIN if tensors is None else tensors, folder / "f.safetensors")
-    with tools.TensorFile(folder / "f.safetensors") as source:
-        tools.write_imported(source, folder / "c", attributes or {}, tools.ImportRules(**rules), expected=expected)
+    with TensorFile(folder / "f.safetensors") as source:
+        write_imported(source, folder / "c", attributes or {}, ImportRules(**rules), expected=expected)
     return folder / "c"
 
 
@@ -36,9 +39,9 @@ def arrays_of(path: Path) -> dict[str, np.ndarray]:
 def test_a_round_trip_changes_nothing(state, tmp_path):
     state.save(tmp_path / "c")
     with checkpoint.open_checkpoint(tmp_path / "c") as reader:
-        tools.export(reader, tmp_path / "f", "safetensors", state=True)
-    with tools.TensorFile(tmp_path / "f") as source:
-        tools.write_imported(source, tmp_path / "back", source.attributes, tools.ImportRules())
+        export(reader, tmp_path / "f", "safetensors", state=True)
+    with TensorFile(tmp_path / "f") as source:
+        write_imported(source, tmp_path / "back", source.attributes, ImportRules())
     for name in ("manifest.json", "state.h5"):
         assert (tmp_path / "c" / name).read_bytes() == (tmp_path / "back" / name).read_bytes()
 
@@ -46,14 +49,14 @@ def test_a_round_trip_changes_nothing(state, tmp_path):
 def test_a_round_trip_through_bfloat16_keeps_its_bits_and_its_type(small, tmp_path):
     small.save(tmp_path / "c")
     with checkpoint.open_checkpoint(tmp_path / "c") as reader:
-        tools.export(reader, tmp_path / "f", "safetensors", dtype="bfloat16")
-    with tools.TensorFile(tmp_path / "f") as source:
-        tools.write_imported(source, tmp_path / "half", source.attributes, tools.ImportRules())
-        tools.write_imported(source, tmp_path / "wide", source.attributes, tools.ImportRules(dtype="float32"))
+        export(reader, tmp_path / "f", "safetensors", dtype="bfloat16")
+    with TensorFile(tmp_path / "f") as source:
+        write_imported(source, tmp_path / "half", source.attributes, ImportRules())
+        write_imported(source, tmp_path / "wide", source.attributes, ImportRules(dtype="float32"))
     with checkpoint.open_checkpoint(tmp_path / "half") as reader:
-        assert set(tools.element_types(reader).values()) == {"bfloat16"}
-        tools.export(reader, tmp_path / "g", "safetensors")
-        assert tools.TensorFile(tmp_path / "g").values("a").tobytes() == reader.read_whole("parameters/a").tobytes()
+        assert set(element_types(reader).values()) == {"bfloat16"}
+        export(reader, tmp_path / "g", "safetensors")
+        assert TensorFile(tmp_path / "g").values("a").tobytes() == reader.read_whole("parameters/a").tobytes()
     found = arrays_of(tmp_path / "wide")
     assert found["parameters/a"].tolist() == small.arrays["parameters/a"].tolist()  # small numbers fit
 
@@ -181,7 +184,7 @@ def test_a_hostile_file_is_refused_before_anything_is_allocated(tmp_path, name):
     tracemalloc.start()
     try:
         with pytest.raises(CheckpointError, match="f.safetensors: "):
-            tools.TensorFile(path)
+            TensorFile(path)
         assert tracemalloc.get_traced_memory()[1] < 10_000_000
     finally:
         tracemalloc.stop()
@@ -193,7 +196,7 @@ def test_a_huge_header_is_not_even_read(tmp_path):
         file.write((50_000_000).to_bytes(8, "little"))
         file.truncate(60_000_000)
     with pytest.raises(CheckpointError, match="a header of 50000000 bytes, at most 16777216"):
-        tools.TensorFile(path)
+        TensorFile(path)
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "missing"])
@@ -204,7 +207,7 @@ def test_what_is_no_file_is_refused(tmp_path, kind):
     elif kind == "pipe":
         os.mkfifo(path)
     with pytest.raises(CheckpointError, match="not a regular file|no such file"):
-        tools.TensorFile(path)
+        TensorFile(path)
 
 
 @pytest.mark.parametrize("name", ["a//b", "/a", "a\nb", "x" * 600, "e\u0301"])
@@ -216,4 +219,4 @@ def test_names_that_a_checkpoint_cannot_have_are_refused(tmp_path, name):
 @pytest.mark.parametrize("text", ["", "[1]", "{", "[" * 100_000])
 def test_strange_metadata_are_ignored(tmp_path, text):
     numpy.save_file(PLAIN, tmp_path / "f", metadata={"mpizero": text})
-    assert tools.TensorFile(tmp_path / "f").attributes == {}
+    assert TensorFile(tmp_path / "f").attributes == {}

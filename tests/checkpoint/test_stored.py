@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from mpizero import checkpoint
-from mpizero.checkpoint import tools
+from mpizero.checkpoint.tools.difference import compare
+from mpizero.checkpoint.tools.export import export
 
 STORED = Path(__file__).parent / "stored"
 A = np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -54,7 +55,7 @@ def test_plain_h5py_reads_version_1(name):
 @pytest.mark.parametrize("name", FOLDERS)
 def test_version_1_exports(name, tmp_path):
     with checkpoint.open_checkpoint(STORED / name) as reader:
-        tools.export(reader, tmp_path / "out.npz", "npz", state=True)
+        export(reader, tmp_path / "out.npz", "npz", state=True)
     with np.load(tmp_path / "out.npz") as found:
         assert {key: found[key].tobytes() for key in found.files} == {
             key.removeprefix("parameters/"): value.tobytes() for key, value in VERSION_1.items()
@@ -64,4 +65,4 @@ def test_version_1_exports(name, tmp_path):
 def test_both_back_ends_have_stored_the_same():
     with ExitStack() as stack:
         a, b = (stack.enter_context(checkpoint.open_checkpoint(STORED / name)) for name in FOLDERS)
-        assert tools.compare(a, b).equal
+        assert compare(a, b).equal

@@ -18,7 +18,8 @@ from mpizero.errors import ArgumentError, ConfigError, StateError, UnknownNameEr
 from mpizero.names import SETTINGS, explains, not_here
 from mpizero.optim.adapted import adapt, tensor_slots
 from mpizero.optim.averaging import plain
-from mpizero.parallel import checkpointing
+from mpizero.parallel.checkpointing import model_state
+from mpizero.parallel.checkpointing.restore import opened_alike
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.model.core import ShardedCore
 from mpizero.parallel.model.fit import OptimizationOptions, OptimizationResult, run_loop
@@ -363,8 +364,8 @@ class ShardedOptimizer:
     @recorded
     def deserialize(self, data: bytes) -> None:
         """Restore the optimizer state from bytes of ``serialize``; every rank passes the same bytes. Collective."""
-        with checkpointing.restore.opened_alike(self.config.communicator, "deserialize", data) as reader:
-            checkpointing.model_state.restore_state(self.model.loadable_engine, reader)
+        with opened_alike(self.config.communicator, "deserialize", data) as reader:
+            model_state.restore_state(self.model.loadable_engine, reader)
 
     @collective
     def save(self, path: str | Path) -> None:
@@ -386,7 +387,7 @@ class ShardedOptimizer:
             If the checkpoint is damaged, or has the state of another optimizer.
         """
         with checkpoint.open_checkpoint(path, self.config.communicator) as reader:
-            checkpointing.model_state.restore_state(self.model.loadable_engine, reader)
+            model_state.restore_state(self.model.loadable_engine, reader)
 
 
 def _check_sharded(model: Any) -> None:

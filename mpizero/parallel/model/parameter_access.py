@@ -18,7 +18,7 @@ from mpizero.errors import LayoutError, SharedMemoryError
 from mpizero.layout.unit import ParameterUse
 from mpizero.names import nearest
 from mpizero.nn.integers import start_value
-from mpizero.parallel import checkpointing
+from mpizero.parallel.checkpointing import model_state
 from mpizero.parallel.model.core import ShardedCore
 from mpizero.parallel.model.private_fallback import in_private_memory
 from mpizero.parallel.parameters.integer_state import named_integers
@@ -212,7 +212,7 @@ class ParameterAccess(ShardedCore):
             copy.close()
             raise SharedMemoryError("deep_copy: the nodes have no shared memory for a second model; save and load it")
         copy.engine.store.copy_from(engine.store)
-        checkpointing.model_state.copy_state(engine, copy.engine)
+        model_state.copy_state(engine, copy.engine)
         if self._optimizer is not None:
             copy._optimizer = self._optimizer.for_copy(copy)
         return copy

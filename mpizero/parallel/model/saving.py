@@ -16,7 +16,8 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.comm.calls import collective, recorded
 from mpizero.comm.reduce.mean import mean_over_ranks
 from mpizero.crc import crc32
-from mpizero.parallel import checkpointing
+from mpizero.parallel.checkpointing import learning_rate, model_state
+from mpizero.parallel.checkpointing.restore import opened_alike
 from mpizero.parallel.model.core import ShardedCore
 from mpizero.text import notice
 
@@ -42,14 +43,14 @@ class Saving(ShardedCore):
         if self._mean_every:
             self._check_call("checkpoint_arrays")
         mean = mean_over_ranks(self._config.communicator, self.engine.store.values) if self._mean_every else None
-        return self._written(checkpointing.model_state.local_arrays(self.engine, values=mean))
+        return self._written(model_state.local_arrays(self.engine, values=mean))
 
     def optimizer_arrays(self) -> list[LocalArray]:
         """Return the ranges of the optimizer state that this rank saves: views, or copies from a GPU.
 
         Not collective.
         """
-        return self._written(checkpointing.model_state.local_arrays(self.engine, parameters=False))
+        return self._written(model_state.local_arrays(self.engine, parameters=False))
 
     def checkpoint_attributes(self) -> dict[str, Any]:
         """Return the values to save beside the arrays: step count, optimizer, layout, learning rate.
@@ -59,8 +60,8 @@ class Saving(ShardedCore):
         if self._mean_every:
             self._check_call("checkpoint_attributes")
         found = {
-            "mpizero": checkpointing.model_state.attributes(self.engine),
-            checkpointing.learning_rate.ATTRIBUTE: checkpointing.learning_rate.recorded(self.engine.updater),
+            "mpizero": model_state.attributes(self.engine),
+            learning_rate.ATTRIBUTE: learning_rate.recorded(self.engine.updater),
         }
         return self._config.communicator.broadcast_object(found) if self._mean_every else found
 
@@ -70,7 +71,7 @@ class Saving(ShardedCore):
     @collective
     def restore_arrays(self, reader: Any) -> None:
         """Restore parameters and optimizer state from an open checkpoint; errors are as for :meth:`load_model`."""
-        checkpointing.model_state.restore(self.loadable_engine, reader)
+        model_state.restore(self.loadable_engine, reader)
         self._pending = None
         self.invalidate_cache()
 
@@ -138,7 +139,7 @@ class Saving(ShardedCore):
                 lambda nbytes: memory.private("snapshot", nbytes, np.uint8),
                 lambda room: memory.release("snapshot", room),
             )
-        self._snapshot.reserve(self._written(checkpointing.model_state.local_arrays(self.engine, fetch=False)))
+        self._snapshot.reserve(self._written(model_state.local_arrays(self.engine, fetch=False)))
 
     @collective
     def finish_save(self) -> None:
@@ -185,7 +186,7 @@ class Saving(ShardedCore):
         """
         _tell_paths(self._config.communicator, "load_model", path)
         with checkpoint.open_checkpoint(path, self._config.communicator) as reader:
-            checkpointing.model_state.restore(engine := self.loadable_engine, reader, strict_layout=strict_layout)
+            model_state.restore(engine := self.loadable_engine, reader, strict_layout=strict_layout)
             left = engine.updater is None and reader.attributes.get("mpizero", {}).get("optimizer")
         self._unread = str(path) if left else ""
         self._pending = None
@@ -270,7 +271,7 @@ class Saving(ShardedCore):
     @recorded
     def deserialize(self, data: bytes) -> None:
         """Load the bytes that ``serialize`` returned, the same on every rank; errors are as for :meth:`load_model`."""
-        with checkpointing.restore.opened_alike(self._config.communicator, "deserialize", data) as reader:
+        with opened_alike(self._config.communicator, "deserialize", data) as reader:
             self.restore_arrays(reader)
 
     @collective
