@@ -21,11 +21,12 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, Protocol, Self, TextIO
 
-from mpizero.comm.communicator import Communicator
 from mpizero.comm.failure_report import write_stderr
+from mpizero.comm.recording.call_trace import CallTrace
 from mpizero.comm.recording.registry import CommunicatorRegistry
 from mpizero.comm.status.status_board import Slot
 from mpizero.comm.status.thread_stacks import all_stacks, describe_stack
@@ -39,6 +40,20 @@ from mpizero.launched import OPEN_MPI
 
 #: Seconds for silent ranks to write their stacks before the job ends.
 _STACKS = 0.5
+
+
+class WatchedCommunicator(Protocol):
+    """Describe what a watchdog asks of a communicator: its place in the job, its calls, and how to end it."""
+
+    rank: int
+    size: int
+    trace: CallTrace
+
+    def traces(self) -> Sequence[CallTrace]:
+        """Return the traces of the ranks that run in this process."""
+
+    def abort(self, error: BaseException | None = None) -> None:
+        """End every rank of the job, because of ``error``."""
 
 
 class Watchdog:
@@ -70,7 +85,12 @@ class Watchdog:
     """
 
     def __init__(
-        self, comm: Communicator, timeout: float, *, grace: float = 10.0, folder: str | os.PathLike[str] | None = None
+        self,
+        comm: WatchedCommunicator,
+        timeout: float,
+        *,
+        grace: float = 10.0,
+        folder: str | os.PathLike[str] | None = None,
     ) -> None:
         for name, value in (("timeout", timeout), ("grace", grace)):
             if not (math.isfinite(value) and value > 0):
