@@ -39,12 +39,12 @@ def _cpu_kernels() -> dict[str, Any]:
     """Return the CPU kernels by "module.name"."""
     import pkgutil
 
-    from mpizero.kernels import cpu, products
+    from mpizero import kernels
     from mpizero.kernels.compile import Kernel
 
     found = {}
-    for package in (cpu, products):
-        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+    for module in pkgutil.walk_packages(kernels.__path__, "mpizero.kernels."):
+        if not module.name.startswith("mpizero.kernels.cuda"):
             for value in vars(importlib.import_module(module.name)).values():
                 if isinstance(value, Kernel) and value.__module__ == module.name:
                     found[f"{module.name.removeprefix('mpizero.kernels.')}.{value.name}"] = value

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from mpizero import checkpoint
-from mpizero.checkpoint import CheckpointIOError, atomic_folder, tools
+from mpizero.checkpoint import CheckpointIOError, atomic_folder
+from mpizero.checkpoint.tools.export import export
 from mpizero.errors import CheckpointError, ExitStatus, PeerFailure
 from mpizero.testing import run_in_threads
 from tests.checkpoint.sealed import seal
@@ -485,7 +486,7 @@ def test_who_may_look_into_a_checkpoint_is_what_the_umask_says(small, tmp_path, 
         checkpoint.begin(tmp_path / "begun", small.pieces(0, 1), {}).commit()
         with checkpoint.open_checkpoint(tmp_path / "c") as reader:
             for name, kind in (("a.npz", "npz"), ("a.h5", "hdf5")):
-                tools.export(reader, tmp_path / name, kind)
+                export(reader, tmp_path / name, kind)
     finally:
         os.umask(before)
     for made in (tmp_path / "c", tmp_path / "begun"):

@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 
 import mpizero as mz
 from mpizero import checkpoint
-from mpizero.checkpoint import LocalArray, tools
+from mpizero.checkpoint import LocalArray
+from mpizero.checkpoint.tools.export import export
+from mpizero.checkpoint.tools.importing import ImportRules, write_imported
+from mpizero.checkpoint.tools.tensorfile import TensorFile
 from mpizero.errors import ConfigError, MpizeroError
 from mpizero.names import NAME_LIMIT, NAME_PARTS, SLOT_LIMIT, check_names, fault_of, nearest
 from mpizero.testing import run_in_threads
@@ -122,7 +125,7 @@ def test_exported_files_have_them_and_import_gives_them_back(saved, tmp_path, ki
     folder, expected = saved
     path = tmp_path / f"f.{kind}"
     with checkpoint.open_checkpoint(folder / "step2") as reader:
-        tools.export(reader, path, kind)
+        export(reader, path, kind)
     if kind == "npz":
         with np.load(path) as file:
             found = {name: file[name] for name in GOOD}
@@ -131,9 +134,9 @@ def test_exported_files_have_them_and_import_gives_them_back(saved, tmp_path, ki
             found = {name: file[name][()] for name in GOOD}
     else:
         found = pytest.importorskip("safetensors.numpy").load_file(path)
-        rules = tools.ImportRules(names=[("w[0]", "v[0]")], drop=["['a'][0]"], transpose=["重み"])
-        with tools.TensorFile(path) as source:
-            tools.write_imported(source, tmp_path / "back", source.attributes, rules)
+        rules = ImportRules(names=[("w[0]", "v[0]")], drop=["['a'][0]"], transpose=["重み"])
+        with TensorFile(path) as source:
+            write_imported(source, tmp_path / "back", source.attributes, rules)
         with checkpoint.open_checkpoint(tmp_path / "back") as reader:
             wanted = {*GOOD, "v[0]"} - {"w[0]", "['a'][0]"}
             assert set(reader.arrays) == {f"parameters/{name}" for name in wanted}
@@ -202,7 +205,7 @@ def test_what_is_not_refused_can_be_saved_read_and_verified(tmp_path_factory, na
     checkpoint.verify(folder)
     with checkpoint.open_checkpoint(folder) as reader:
         assert set(reader.arrays) == set(paths)
-        tools.export(reader, folder.parent / "f.npz", "npz")
+        export(reader, folder.parent / "f.npz", "npz")
     with np.load(folder.parent / "f.npz") as file:
         assert set(file.files) == set(names)
 
