@@ -143,8 +143,11 @@ def build_parser() -> argparse.ArgumentParser:
     parsers.add_plan(commands, _plan)
     add_verify(commands, _verify)
     parsers.add_doctor(commands, _doctor)
-    for one in (new_command, replay_command, ensemble_command, report_command, watch_command):
-        one.add_command(commands, partial(_on_first_rank, one.run))
+    new_command.add_command(commands, partial(_on_first_rank, new_command.run))
+    replay_command.add_command(commands, partial(_on_first_rank, replay_command.run))
+    ensemble_command.add_command(commands, partial(_on_first_rank, ensemble_command.run))
+    report_command.add_command(commands, partial(_on_first_rank, report_command.run))
+    watch_command.add_command(commands, partial(_on_first_rank, watch_command.run))
     requeue_command.add_command(
         commands, partial(_on_first_rank, lambda options: requeue_command.run(options, os.environ))
     )
