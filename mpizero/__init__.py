@@ -13,8 +13,8 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mpizero.launched import BY_MPI
-from mpizero.lazy_names import lazy_names
+from mpizero._util.launch import BY_MPI
+from mpizero._util.names import lazy_names
 
 if TYPE_CHECKING:
     __version__: str
@@ -96,7 +96,7 @@ _lazy, __dir__, __all__ = lazy_names(__name__)
 
 def __getattr__(name: str) -> Any:
     """Import and return a public name when it is first used; find the version, too, only then."""
-    return import_module("mpizero.installed").own_version() if name == "__version__" else _lazy(name)
+    return import_module("mpizero._util.text").own_version() if name == "__version__" else _lazy(name)
 
 
 if any(name in os.environ for name in BY_MPI):

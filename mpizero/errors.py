@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 
-from mpizero.frames import rendered
-from mpizero.text import printable
+from mpizero._util.text import printable, rendered
 
 
 class ExitStatus(IntEnum):
@@ -33,7 +32,7 @@ class MpizeroError(Exception):
 
     When such an error ends a job, the printed line also names the line of the user's code that led to the error. With
     ``MPIZERO_TRACEBACK=1`` the whole traceback is printed. The message is safe to print on a terminal: :meth:`__str__`
-    escapes control characters in the names, keys and values that the message quotes (:func:`mpizero.text.printable`),
+    escapes control characters in the names, keys and values that the message quotes (:func:`mpizero._util.text.printable`),
     so the code that raises an error need not do it.
 
     Examples

@@ -25,7 +25,7 @@ import pytest
 from tqdm import tqdm
 
 import mpizero as mz
-from mpizero.fingerprint import DEEPEST, LARGEST_ARRAY, Fingerprint, shown, words
+from mpizero._util.fingerprint import DEEPEST, LARGEST_ARRAY, Fingerprint, shown, words
 
 
 def digest(value: Any) -> bytes:

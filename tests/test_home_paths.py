@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import mpizero as mz
+from mpizero._util.checks import home_path
 from mpizero.errors import ConfigError
 from mpizero.train.cli.main import main
-from mpizero.validation import home_path
 
 PLACE = "~nobody-of-this-name/run"
 CONFIG = '[model]\nname = "mlp"\n[data]\narrays = "digits"\n[train]\nsteps = 1\n{}'

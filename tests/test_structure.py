@@ -81,9 +81,9 @@ CLOSED = {
 }
 #: Modules that may read the process's environment.
 ENVIRONMENT = {
-    "mpizero.frames",
+    "mpizero._util.text",
     "mpizero",
-    "mpizero.faults",
+    "mpizero._util.faults",
     "mpizero.train.cli.main",
     "mpizero.train.run.trainer",  # Slurm's variables
     "mpizero.comm.supervision.guard",

@@ -10,8 +10,8 @@ import pickle
 import pytest
 
 import mpizero as mz
+from mpizero._util.names import ELSEWHERE, explains, nearest
 from mpizero.errors import ArgumentError, ConfigError, MpizeroError, UnknownNameError
-from mpizero.names import ELSEWHERE, explains, nearest
 from mpizero.train.config.config_file import ConfigDocument, parse_config
 
 #: Public classes and functions with what they cannot do without, and a wrong keyword with what is suggested.

@@ -8,8 +8,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from mpizero._util.checks import require, unmasked, whole
 from mpizero.errors import ConfigError, LayoutError
-from mpizero.validation import require, unmasked, whole
 
 
 @pytest.mark.parametrize("value", [1, np.int32(7), 2**63 - 1])

@@ -3,9 +3,9 @@
 from importlib import import_module
 from types import ModuleType
 
+from mpizero._util.names import unknown_names
 from mpizero.adapters.function import FunctionModel
 from mpizero.errors import ConfigError
-from mpizero.names import unknown_names
 
 __all__ = ["FunctionModel"]
 _LIBRARIES = ("jax", "torch")

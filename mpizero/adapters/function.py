@@ -10,10 +10,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from mpizero import validation
+from mpizero._util import checks
+from mpizero._util.checks import loss_arguments, takes_run
+from mpizero._util.names import explains, nearest
 from mpizero.errors import ConfigError
-from mpizero.names import explains, nearest
-from mpizero.signatures import loss_arguments, takes_run
 from mpizero.types import Array
 
 #: By the type of a parameter's elements, the type of its real numbers.
@@ -128,7 +128,7 @@ class FunctionModel:
             raise ConfigError(
                 f"parameter {odd[0]!r}: its name is of type {type(odd[0]).__name__}; give it another, a string"
             )
-        arrays = {name: validation.number_array(value, f"parameter {name!r}") for name, value in parameters.items()}
+        arrays = {name: checks.number_array(value, f"parameter {name!r}") for name, value in parameters.items()}
         dtypes = {name: str(array.dtype) for name, array in arrays.items()}
         precisions = {_PRECISION.get(kind) for kind in dtypes.values()}
         if len(precisions) > 1 or None in precisions:
@@ -147,9 +147,9 @@ class FunctionModel:
         self.dtype = np.dtype(precisions.pop())
         self.frozen, self.averaged = frozenset(frozen), frozenset(averaged)
         self.integers = {name: _integers(name, value) for name, value in (integers or {}).items()}
-        self.in_place = validation.require("in_place", in_place, validation.flag)
+        self.in_place = checks.require("in_place", in_place, checks.flag)
         _check_arguments(loss_and_grad, in_place=self.in_place)
-        self.loss_and_grad, self.seed = loss_and_grad, validation.require("seed", seed, validation.seed)
+        self.loss_and_grad, self.seed = loss_and_grad, checks.require("seed", seed, checks.seed)
         if loss is not None:
             if not callable(loss):
                 raise ConfigError(f"loss must be a function, got {loss!r}")
@@ -172,7 +172,7 @@ class FunctionModel:
 
 
 def _integers(name: str, value: Any) -> Array:
-    return np.array(validation.unmasked(value, f"integer array {name!r}"))
+    return np.array(checks.unmasked(value, f"integer array {name!r}"))
 
 
 def _check_arguments(function: Callable[..., Any], *, in_place: bool) -> None:

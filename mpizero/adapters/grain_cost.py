@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpizero.sampletree import leaves_of, map_leaves
+from mpizero._util.pytree import leaves_of, map_leaves
 
 #: A grain's calls between engine and model; a kernel's call; what a convolution's call takes more, on few samples; a
 #: parameter that is read, and whose gradient is written and added.

@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.fingerprint.code import is_users as is_users_code
-from mpizero.fingerprint.code import variables
-from mpizero.frames import Line, is_users
+from mpizero._util.fingerprint import is_users as is_users_code
+from mpizero._util.fingerprint import variables
+from mpizero._util.text import Line, is_users
 
 #: Most levels of objects inside of objects, and most values, that are looked at; bytes of an array that are all read.
 _DEEPEST, _MOST, _WHOLE = 16, 20_000, 1 << 24

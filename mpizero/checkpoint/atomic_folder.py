@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
+from mpizero._util.faults import inject
 from mpizero.checkpoint.format.manifest import MANIFEST_NAME, STATE_NAME
 from mpizero.checkpoint.format.skeleton import Skeleton
 from mpizero.errors import CheckpointError, CheckpointIOError
-from mpizero.faults import inject
 
 #: Prefix of the folder of a save in progress, or of a killed save: ``.tmp-<name>.<host>.<pid>``.
 TEMPORARY = ".tmp-"

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from mpizero._util.faults import inject
+from mpizero._util.text import crc32
 from mpizero.checkpoint.backends.direct import as_bytes
 from mpizero.checkpoint.byte_source import ByteSource
 from mpizero.checkpoint.format.checksum import BLOCK, cut, in_cache, judge
 from mpizero.checkpoint.format.manifest import STATE_NAME, StoredArray
 from mpizero.checkpoint.format.table import LocalArray
-from mpizero.crc import crc32
 from mpizero.errors import CheckpointDamagedError
-from mpizero.faults import inject
 
 
 class BlockPart(NamedTuple):

@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from mpizero._util.text import crc32
 from mpizero.checkpoint.byte_source import FileByteSource
 from mpizero.checkpoint.format.checksum import BLOCK, cut
 from mpizero.checkpoint.format.manifest import STATE_NAME, Manifest, StoredArray
 from mpizero.checkpoint.format.skeleton import SeekableFile
 from mpizero.checkpoint.open_manifest import read_manifest
-from mpizero.crc import crc32
 from mpizero.errors import CheckpointDamagedError, CheckpointError
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mpizero._util.text import crc32
 from mpizero.checkpoint.backends.direct import as_bytes, checksums
 from mpizero.checkpoint.byte_source import MemoryByteSource
 from mpizero.checkpoint.failures import agreed, on_root
@@ -23,7 +24,6 @@ from mpizero.checkpoint.save_plan import agree_on_arrays
 from mpizero.comm import as_communicator
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.startup.convert import communicator_of
-from mpizero.crc import crc32
 from mpizero.errors import CheckpointError
 
 #: Last bytes of the byte string. The eight bytes before them are the manifest's length in bytes (little-endian).

@@ -7,11 +7,11 @@ import os
 import stat
 from glob import escape, glob
 
+from mpizero._util.text import crc32
 from mpizero.checkpoint.byte_source import ByteSource, FileByteSource
 from mpizero.checkpoint.format.checksum import cut
 from mpizero.checkpoint.format.manifest import MANIFEST_LIMIT, MANIFEST_NAME, STATE_NAME, Manifest, decode
 from mpizero.checkpoint.format.regular_files import open_regular
-from mpizero.crc import crc32
 from mpizero.errors import CheckpointDamagedError, CheckpointError, CheckpointMissingError
 
 

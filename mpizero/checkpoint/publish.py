@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
+from mpizero._util.text import crc32
 from mpizero.checkpoint.atomic_folder import LockedFolder, commit, create_locked_folder, discard, fill_file
 from mpizero.checkpoint.backends import direct
 from mpizero.checkpoint.backends.direct import PieceSums
@@ -17,7 +18,6 @@ from mpizero.checkpoint.full_check import verify_checksums
 from mpizero.checkpoint.open_manifest import read_manifest
 from mpizero.checkpoint.save_plan import SavePlan
 from mpizero.comm.communicator import Communicator
-from mpizero.crc import crc32
 from mpizero.errors import CheckpointDamagedError, CheckpointError
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from mpizero._util.text import crc32
 from mpizero.checkpoint.failures import CapturedError, agreed, on_root, raise_first
 from mpizero.checkpoint.format.alignment import ALIGNMENT, check_alignment
 from mpizero.checkpoint.format.manifest import canonical_json
@@ -20,7 +21,6 @@ from mpizero.checkpoint.format.regular_files import path_of
 from mpizero.checkpoint.format.skeleton import Skeleton, build
 from mpizero.checkpoint.format.table import Claim, LocalArray, Table, check_array, merge
 from mpizero.comm.communicator import Communicator
-from mpizero.crc import crc32
 from mpizero.errors import CheckpointError
 
 

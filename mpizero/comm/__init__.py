@@ -5,7 +5,7 @@ No other package of the library imports mpi4py, except :mod:`mpizero.testing`.
 
 from typing import TYPE_CHECKING
 
-from mpizero.lazy_names import lazy_names
+from mpizero._util.names import lazy_names
 
 if TYPE_CHECKING:
     from mpizero.comm.communicator import Communicator as Communicator

@@ -10,15 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from mpizero._util.checks import native, unmasked
+from mpizero._util.fingerprint import Fingerprint, Parts, shown, words
+from mpizero._util.text import crc32, notice
 from mpizero.comm.agreement import raise_on_all
 from mpizero.comm.calls import agree_on_call
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.failure_report import by_ranks
-from mpizero.crc import crc32
 from mpizero.errors import ConfigError
-from mpizero.fingerprint import Fingerprint, Parts, shown, words
-from mpizero.text import notice
-from mpizero.validation import native, unmasked
 
 #: Name of a value, and the steps (``.field``, ``[0]``) that lead from it to a part of it.
 _Place = tuple[str, tuple[str, ...]]

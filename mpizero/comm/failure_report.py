@@ -13,8 +13,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 
-from mpizero.frames import shows_all, users_line
-from mpizero.text import printable
+from mpizero._util.text import printable, shows_all, users_line
 
 # Most seconds to wait until the report is read from this rank's pipe, and for the launcher to print it.
 _DELIVERY, _FORWARDING = 1.0, 0.1

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
+from mpizero._util.text import notice
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.inmemory import InMemoryCommunicator
 from mpizero.errors import GridError
 from mpizero.layout.axes import Axes, Coordinates
 from mpizero.layout.nodes import GROUPS, SHARING, NodeOrder, by_node, inside_nodes, node_major, uneven_counts
-from mpizero.text import notice
 
 if TYPE_CHECKING:
     from mpizero.comm.group.model_group import CommunicatorGroup

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from mpizero._util.checks import require, whole
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.recording.call_trace import CallTrace
 from mpizero.comm.recording.mismatch import mismatch
@@ -23,7 +24,6 @@ from mpizero.comm.transport import Request, SharedMemory
 from mpizero.errors import CollectiveError, PeerFailure, SharedMemoryError
 from mpizero.layout import Span
 from mpizero.types import Array
-from mpizero.validation import require, whole
 
 ALIGNMENT = 64
 _ADD: dict[str, np.ufunc] = {"sum": np.add, "max": np.maximum, "min": np.minimum}

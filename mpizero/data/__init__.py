@@ -5,10 +5,11 @@ The samples of a global batch do not depend on the number of ranks.
 
 from typing import TYPE_CHECKING
 
+from mpizero._util.names import lazy_names
+
 # Not lazily: the module has the function's name, which would mean the module as soon as that is imported.
 from mpizero.data.batches import Batches as Batches
 from mpizero.data.batches import batches as batches
-from mpizero.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from mpizero.data.arrays import ArraySource as ArraySource

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from mpizero.crc import crc32
+from mpizero._util.checks import unmasked_samples
+from mpizero._util.names import explains
+from mpizero._util.pytree import SampleTree, leaves_of, map_arrays, map_leaves, paths_of
+from mpizero._util.text import crc32
 from mpizero.data.mapped import MappedArray, MappedFile, file_states
 from mpizero.data.source import Indices, Source, check_lengths, check_samples, check_shape, contiguous
 from mpizero.errors import DataError
-from mpizero.names import explains
-from mpizero.sampletree import SampleTree, leaves_of, map_arrays, map_leaves, paths_of
 from mpizero.types import Array
-from mpizero.validation import unmasked_samples
 
 #: Path of the file of digits inside the scikit-learn package.
 DIGITS = ("datasets", "data", "digits.csv.gz")

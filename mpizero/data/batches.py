@@ -8,6 +8,11 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 
+from mpizero._util.checks import require, whole
+from mpizero._util.checks import seed as whole_seed
+from mpizero._util.names import explains
+from mpizero._util.pytree import join, paths_of
+from mpizero._util.text import notice
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.equality import agree_equal
@@ -17,12 +22,7 @@ from mpizero.data.source import Indices, Source
 from mpizero.data.transforms import TransformedSource
 from mpizero.errors import ArgumentError, ConfigError, DataError
 from mpizero.layout.grains import Grains
-from mpizero.names import explains
-from mpizero.sampletree import join, paths_of
-from mpizero.text import notice
 from mpizero.types import Run
-from mpizero.validation import require, whole
-from mpizero.validation import seed as whole_seed
 
 #: Reads of each block in an epoch from which on :func:`batches` says that they are many.
 COSTLY_READS = 4

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from mpizero._util.checks import flag, require, whole
+from mpizero._util.pytree import leaves_of, map_leaves, paths_of
 from mpizero.data.mapped import (
     FileState,
     check_named_once,
@@ -24,9 +26,7 @@ from mpizero.data.source import Indices, Source, check_samples
 from mpizero.data.stored import FileArray, JoinedArray
 from mpizero.data.windows import Windows
 from mpizero.errors import ConfigError, DataError
-from mpizero.sampletree import leaves_of, map_leaves, paths_of
 from mpizero.types import Array
-from mpizero.validation import flag, require, whole
 
 #: Largest number of files that stay open at a time; the others are opened again when needed.
 OPEN_FILES = 64

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from mpizero._util.names import explains
+from mpizero._util.pytree import leaves_of
 from mpizero.data.conventions import FILLS, PACKED, UNSIGNED
 from mpizero.data.deflated import DeflatedArray
 from mpizero.data.files import FileSource
 from mpizero.data.mapped import MappedArray, MappedFile
 from mpizero.errors import DataError
-from mpizero.names import explains
-from mpizero.sampletree import leaves_of
 
 #: Bytes of neighbouring rows that HDF5 reads together from a contiguous dataset that is not mapped.
 RUN_BYTES = 64 << 10

@@ -10,6 +10,9 @@ from typing import Any, Self
 
 import numpy as np
 
+from mpizero._util.checks import require, whole
+from mpizero._util.names import explains
+from mpizero._util.pytree import SampleTree
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.equality import agree_equal
 from mpizero.data.batches import BatchConfig, BatchModel, ranks_of
@@ -17,10 +20,7 @@ from mpizero.data.source import Source
 from mpizero.errors import ConfigError, DataError
 from mpizero.layout.partition import Partition
 from mpizero.layout.tree import Program, TreeNode, merge
-from mpizero.names import explains
-from mpizero.sampletree import SampleTree
 from mpizero.types import Array
-from mpizero.validation import require, whole
 
 #: Number of samples of a leaf of the tree; part of the result's definition, never to be changed.
 LEAF = 64

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from mpizero._util.names import explains
+from mpizero._util.pytree import leaves_of
 from mpizero.data.conventions import decoded
 from mpizero.data.files import FileSource
 from mpizero.data.hdf5 import unlocked
 from mpizero.errors import DataError
-from mpizero.names import explains
-from mpizero.sampletree import leaves_of
 
 #: What the format's own library puts where nothing is written, by type; single bytes have no such value.
 DEFAULT_FILLS: Mapping[str, float] = {

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from mpizero._util.checks import has_plain_bytes, native, number, require, takes_run, unmasked_samples
+from mpizero._util.pytree import map_leaves, paths_of
 from mpizero.errors import DataError
 from mpizero.kernels import cpu
-from mpizero.sampletree import map_leaves, paths_of
-from mpizero.signatures import takes_run
 from mpizero.types import EVALUATE, Array, Run
-from mpizero.validation import has_plain_bytes, native, number, require, unmasked_samples
 
 #: Share of the samples that :meth:`Source.split` takes for validation by default.
 VALIDATION = 0.05

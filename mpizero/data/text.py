@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from mpizero._util.checks import require, whole
+from mpizero._util.names import explains
 from mpizero.data.mapped import MappedFile, check_named_once, file_states
 from mpizero.data.source import VALIDATION, Indices, Source
 from mpizero.errors import DataError
-from mpizero.names import explains
 from mpizero.types import Array
-from mpizero.validation import require, whole
 
 #: Largest number of files that stay mapped into memory at a time; the others are mapped again when needed.
 OPEN_FILES = 64

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
+from mpizero._util.checks import unmasked_samples
+from mpizero._util.fingerprint import Fingerprint
+from mpizero._util.names import explains
+from mpizero._util.pytree import join, map_leaves, paths_of
 from mpizero.data.source import Indices, Source
 from mpizero.errors import ConfigError, DataError
-from mpizero.fingerprint import Fingerprint
 from mpizero.kernels import cpu
-from mpizero.names import explains
-from mpizero.sampletree import join, map_leaves, paths_of
 from mpizero.types import EVALUATE, Array, Run
-from mpizero.validation import unmasked_samples
 
 #: Part of the key of the random numbers, so that they differ from all others of the same seed; never to be changed.
 _PURPOSE = 0x7A45

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Self
 
+from mpizero._util.checks import require, whole
 from mpizero.errors import ConfigError, DataError
-from mpizero.validation import require, whole
 
 
 @dataclass(frozen=True)

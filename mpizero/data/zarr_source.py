@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from mpizero._util.names import explains
+from mpizero._util.pytree import leaves_of
 from mpizero.data.conventions import decoded
 from mpizero.data.files import FileSource
 from mpizero.errors import DataError
-from mpizero.names import explains
-from mpizero.sampletree import leaves_of
 
 
 @explains

@@ -19,10 +19,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from mpizero._util.launch import launched_place
+from mpizero._util.text import notice
 from mpizero.errors import ConfigError
 from mpizero.kernels.private import UnsafeFolderError, foreign, make_folder, own_folder
-from mpizero.launched import launched_place
-from mpizero.text import notice
 
 _DIGEST = 32
 _OTHER_SETTINGS = ("NUMBA_CACHE_DIR", "NUMBA_ENABLE_CUDASIM", "NUMBA_NUM_THREADS")  # they change no machine code

@@ -39,9 +39,9 @@ from typing import Any
 
 import numpy as np
 
+from mpizero._util.text import notice
 from mpizero.kernels import cache, object_files, pool, processor
 from mpizero.kernels.signature import Parameter, Signature
-from mpizero.text import notice
 
 #: What the names of modules with kernels begin with.
 PACKAGE = "mpizero.kernels."

@@ -11,7 +11,7 @@ Examples
 
 from typing import TYPE_CHECKING
 
-from mpizero.lazy_names import lazy_names
+from mpizero._util.names import lazy_names
 
 if TYPE_CHECKING:
     from mpizero.layout.axes import AXES as AXES

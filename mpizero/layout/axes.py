@@ -9,8 +9,8 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
+from mpizero._util.checks import is_whole
 from mpizero.errors import GridError
-from mpizero.validation import is_whole
 
 #: The four axes, slowest first: the default order of ranks.
 AXES = ("pipeline", "tensor", "data", "context")

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, combinations, pairwise
 from math import comb, isfinite
 
+from mpizero._util.checks import is_whole
 from mpizero.errors import ConfigError
-from mpizero.validation import is_whole
 
 #: Up to this many ways to cut, :func:`balanced_chunks` compares all of them, which takes some hundredths of a second.
 EXHAUSTIVE = 10_000

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from mpizero.lazy_names import lazy_names
+from mpizero._util.names import lazy_names
 
 if TYPE_CHECKING:
     from mpizero.nn.context.context_forms import context_model as context_model

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from mpizero import kernels
+from mpizero._util.checks import unmasked
 from mpizero.errors import ConfigError, LayoutError
 from mpizero.layout.parts import part_rows, part_runs, take_rows
 from mpizero.nn.arrays import namespace, vector
 from mpizero.types import Array, ParameterSpec, Part, as_reals, complex_type
-from mpizero.validation import unmasked
 
 #: Number that keys the random numbers of start values. The parameter's name is already in the key, so all parameters
 #: use the same number.

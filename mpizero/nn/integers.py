@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from mpizero._util.checks import unmasked
 from mpizero.errors import ConfigError, LayoutError
 from mpizero.layout.flat import joined
 from mpizero.types import INTEGER_DTYPES, Array, BlockModel, IntegerSpec
-from mpizero.validation import unmasked
 
 Integers = Mapping[str, tuple[IntegerSpec, ...]]
 

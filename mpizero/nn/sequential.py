@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mpizero._util.names import explains
 from mpizero.errors import ConfigError
-from mpizero.names import explains
 from mpizero.nn.error_location import add_location
 from mpizero.nn.graph import Graph, NodeOutput
 from mpizero.nn.layer import Layer, poll

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from mpizero._util.checks import fraction, require, whole
 from mpizero.errors import ConfigError
 from mpizero.types import Init
-from mpizero.validation import fraction, require, whole
 
 
 def require_layer(where: str, layer: Any) -> None:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from mpizero.lazy_names import lazy_names
+from mpizero._util.names import lazy_names
 
 if TYPE_CHECKING:
     from mpizero.optim.flat_optimizer import FlatOptimizer as FlatOptimizer

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from mpizero import kernels
+from mpizero._util.names import check_slots
 from mpizero.errors import ArgumentError
-from mpizero.names import check_slots
 from mpizero.optim.flat_optimizer import FlatOptimizer, RowSum, rate_at
 from mpizero.types import Array, Dtype, ParameterSpec
 

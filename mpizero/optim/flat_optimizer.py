@@ -11,11 +11,11 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from mpizero import kernels
+from mpizero._util.checks import number, require
+from mpizero._util.names import explains, nearest
 from mpizero.errors import ConfigError
 from mpizero.kernels import pool
-from mpizero.names import explains, nearest
 from mpizero.types import Array, Dtype, LearningRate, ParameterSpec
-from mpizero.validation import number, require
 
 
 @explains

@@ -10,11 +10,11 @@ from typing import ClassVar
 import numpy as np
 
 from mpizero import kernels
+from mpizero._util.checks import flag, fraction, require, whole
+from mpizero._util.names import explains
 from mpizero.errors import ConfigError
-from mpizero.names import explains
 from mpizero.optim.tensor_optimizer import TensorOptimizer, TensorStep
 from mpizero.types import Array, LearningRate
-from mpizero.validation import flag, fraction, require, whole
 
 #: Factors of x, (x x^T) x and (x x^T)^2 x in a step of the iteration (Jordan et al. 2024).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

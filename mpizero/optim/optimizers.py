@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpizero import kernels
+from mpizero._util.checks import flag, fraction, positive, require
+from mpizero._util.names import explains
 from mpizero.errors import ArgumentError, ConfigError
-from mpizero.names import explains
 from mpizero.optim.flat_optimizer import FlatOptimizer, RowSum
 from mpizero.types import Array, LearningRate
-from mpizero.validation import flag, fraction, positive, require
 
 
 def _decay_rates(owner: str, betas: Any) -> tuple[float, float]:

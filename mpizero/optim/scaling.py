@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from mpizero._util.checks import number, positive, require, whole
+from mpizero._util.names import explains
 from mpizero.errors import ConfigError, NonFiniteError
-from mpizero.names import explains
-from mpizero.validation import number, positive, require, whole
 
 
 def clip_factor(norm: float, limit: float) -> float:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from mpizero._util.checks import number, require, whole
+from mpizero._util.names import explains
 from mpizero.errors import ConfigError
-from mpizero.names import explains
-from mpizero.validation import number, require, whole
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from mpizero.names import explains
+from mpizero._util.checks import require, whole
+from mpizero._util.names import explains
 from mpizero.optim.tensor_optimizer import TensorOptimizer, TensorStep
 from mpizero.types import Array, LearningRate
-from mpizero.validation import require, whole
 
 
 @explains

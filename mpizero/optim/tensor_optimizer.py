@@ -8,11 +8,11 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from mpizero._util.checks import number, require
+from mpizero._util.names import as_patterns, explains, fits, selected
 from mpizero.errors import ConfigError
-from mpizero.names import as_patterns, explains, fits, selected
 from mpizero.optim.optimizers import AdamW
 from mpizero.types import Array, Dtype, ParameterSpec
-from mpizero.validation import number, require
 
 
 class TensorStep(NamedTuple):

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
+from mpizero._util.text import notice
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.supervision.process_setting import ProcessSetting
 from mpizero.kernels.products.multiply import library
-from mpizero.text import notice
 
 
 class _BlasThreads:

@@ -7,6 +7,8 @@ from functools import cached_property
 from typing import Any, Self
 from weakref import WeakSet
 
+from mpizero._util.checks import flag, number, positive, require, whole
+from mpizero._util.names import explains
 from mpizero.comm import Communicator, ProcessGrid, as_communicator
 from mpizero.comm.calls import check_call
 from mpizero.comm.reduce.codecs import codec_of
@@ -15,12 +17,10 @@ from mpizero.comm.supervision.watchdog import Watchdog
 from mpizero.errors import ConfigError
 from mpizero.kernels.device_products import SIXTEEN_BITS
 from mpizero.layout import Axes, GrainRule
-from mpizero.names import explains
 from mpizero.nn.models.efficient_batch import efficient_samples
 from mpizero.optim import DynamicLossScale
 from mpizero.parallel.partition.parallel_layout import Tiles, check_tiles
 from mpizero.parallel.step_report import BadSteps
-from mpizero.validation import flag, number, positive, require, whole
 
 #: When grains are assigned to ranks: before a step, or while they compute.
 ASSIGNMENTS = ("static", "dynamic")

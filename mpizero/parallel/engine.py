@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 
 from mpizero import kernels, optim
+from mpizero._util.pytree import SampleTree
+from mpizero._util.text import notice
 from mpizero.comm.equality import agree_equal
 from mpizero.comm.supervision.guard import set_context
 from mpizero.errors import CollectiveError, DataError, PeerFailure, RemoteError, StateError
@@ -35,8 +37,6 @@ from mpizero.parallel.parameters.shards import UpdatePiece
 from mpizero.parallel.placed_model import PlacedModel
 from mpizero.parallel.step_report import Outcome, StepReport
 from mpizero.parallel.step_rules import fuses_update, needs_norm
-from mpizero.sampletree import SampleTree
-from mpizero.text import notice
 from mpizero.types import Array, Run
 
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpizero._util.text import crc32
 from mpizero.comm import ProcessGrid
-from mpizero.crc import crc32
 from mpizero.errors import IntegrityError
 from mpizero.kernels import to_host
 from mpizero.parallel.batch.step_scalars import everyone_of

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from mpizero._util.text import notice
 from mpizero.comm import Communicator, ProcessGrid
 from mpizero.comm.leftovers import SHARED_FOLDER, taken_by_leftovers
 from mpizero.comm.node_memory import available_memory
@@ -21,7 +22,6 @@ from mpizero.parallel.parameters.shards import Share
 from mpizero.parallel.parameters.store import SLOTS
 from mpizero.parallel.placement import Placement
 from mpizero.parallel.step_rules import claims_grains, gathers_units, wave_slots
-from mpizero.text import notice
 
 
 def fits_shared_memory(

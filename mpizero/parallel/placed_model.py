@@ -11,6 +11,7 @@ from weakref import finalize
 import numpy as np
 
 from mpizero import optim
+from mpizero._util.checks import writes_in_place
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.recording.timeline import Timeline
 from mpizero.errors import ConfigError, SharedMemoryError
@@ -47,7 +48,6 @@ from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.parallel.partition.tiles import SAME, exactness, in_tiles, within_rounding
 from mpizero.parallel.placement import Placement
 from mpizero.parallel.step_rules import assigned_in_advance, assigns_waves, claims_grains, scratch_use, sent_exactly
-from mpizero.signatures import writes_in_place
 from mpizero.types import BlockModel
 
 

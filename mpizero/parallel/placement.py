@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from mpizero._util.names import nearest
 from mpizero.errors import ConfigError
-from mpizero.names import nearest
 
 
 @dataclass(frozen=True)

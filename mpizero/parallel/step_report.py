@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mpizero._util.checks import flag, is_whole, require
+from mpizero._util.text import notice
 from mpizero.errors import ConfigError, NonFiniteError
-from mpizero.text import notice
-from mpizero.validation import flag, is_whole, require
 
 _ADVICE = (
     "lower the learning rate, set ShardingConfig(clip=...), or look at the data: "

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpizero._util.pytree import map_leaves
 from mpizero.comm.group.tree_form import ArrayShape, TreeForm
 from mpizero.errors import ConfigError
 from mpizero.layout.flat import nested, united, views
@@ -26,7 +27,6 @@ from mpizero.nn.integers import fresh_integers
 from mpizero.planning.byte_counts import GroupCall
 from mpizero.planning.fake_array import FakeArray
 from mpizero.planning.traced_memory import held, leaf_places, places, watched
-from mpizero.sampletree import map_leaves
 from mpizero.types import Array, Layer, Loss, Run
 
 #: Number of samples in the smaller of the two trials.

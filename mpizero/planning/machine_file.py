@@ -9,11 +9,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from mpizero._util.checks import Check, Unexpected, flag, positive, whole
+from mpizero._util.text import Measurement, printable
 from mpizero.checkpoint.format.strict_json import parse
 from mpizero.errors import DataError
-from mpizero.measurement import Measurement
-from mpizero.text import printable
-from mpizero.validation import Check, Unexpected, flag, positive, whole
 
 #: The name of the file format, and the only version of it so far.
 FORMAT, VERSION = "mpizero-machine", 1

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from mpizero import nn
+from mpizero._util.pytree import SampleTree
 from mpizero.comm.group.tree_form import TreeForm
 from mpizero.errors import ConfigError, DataError
 from mpizero.layout.flat import FlatLayout
@@ -21,7 +22,6 @@ from mpizero.planning.block_trial import FEW, BlockTrial, BlockTrials, TrialSamp
 from mpizero.planning.byte_counts import GroupCall
 from mpizero.planning.planned_grid import PlannedGrid
 from mpizero.planning.shard_sizes import ShardSizes
-from mpizero.sampletree import SampleTree
 from mpizero.types import BlockModel
 
 if TYPE_CHECKING:

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from mpizero._util.checks import writes_in_place
+from mpizero._util.pytree import SampleTree
 from mpizero.layout import Axes, Coordinates, Costs, Grains, Simulation, build_schedule, simulate
 from mpizero.optim.averaging import averaging
 from mpizero.parallel.config import ShardingConfig
@@ -26,8 +28,6 @@ from mpizero.planning.planned_training import PlannedTraining
 from mpizero.planning.rank_memory import MemoryBytes, RankMemory
 from mpizero.planning.step_batches import StepBatches
 from mpizero.planning.traffic import RankTraffic
-from mpizero.sampletree import SampleTree
-from mpizero.signatures import writes_in_place
 from mpizero.types import BlockModel, Run
 
 

@@ -8,7 +8,7 @@ The line ``pytest_plugins = ["mpizero.testing.plugin"]`` in a top-level ``confte
 
 from typing import TYPE_CHECKING
 
-from mpizero.lazy_names import lazy_names
+from mpizero._util.names import lazy_names
 
 if TYPE_CHECKING:
     from mpizero.comm.threads import run_in_threads as run_in_threads

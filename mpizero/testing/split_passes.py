@@ -10,14 +10,13 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from mpizero import nn
-from mpizero.frames import is_users
+from mpizero._util.pytree import leaves_of, map_leaves, paths_of
+from mpizero._util.text import Rounding, is_users, largest
 from mpizero.nn.integers import fresh_integers
 from mpizero.nn.models.block_model import nest, run_on
 from mpizero.nn.tiles.tiled_block import TiledBlock
 from mpizero.nn.tiles.tiled_model import tiled_model
-from mpizero.sampletree import leaves_of, map_leaves, paths_of
 from mpizero.testing.differences import first_difference
-from mpizero.train.rounding import Rounding, largest
 from mpizero.types import Array, BlockModel, Group, ParameterSpec, Run
 
 #: How many times further apart than the same sums in another order the numbers of two passes may be.

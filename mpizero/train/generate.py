@@ -13,19 +13,19 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpizero import checkpoint, nn
+from mpizero._util.checks import number, whole
+from mpizero._util.text import printable
 from mpizero.checkpoint.tools.lookup import find_checkpoint
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import CheckpointError
 from mpizero.parallel import HybridShardedModel, ShardingConfig
 from mpizero.parallel.checkpointing import model_state
-from mpizero.text import printable
 from mpizero.train.config.model_sections import GptSection
 from mpizero.train.config.parallel_section import ParallelSection
 from mpizero.train.config.setting_checks import SettingError, check_option
 from mpizero.train.run.resume import SavedRun
 from mpizero.types import Array
-from mpizero.validation import number, whole
 
 #: The prompt that is used when none is given: a new line.
 START = b"\n"

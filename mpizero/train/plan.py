@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from mpizero import nn
+from mpizero._util.checks import positive, whole
 from mpizero.errors import ConfigError
 from mpizero.layout import Simulation
 from mpizero.nn.models.frozen_model import unfrozen
@@ -24,7 +25,6 @@ from mpizero.train.config.model_and_data import model_and_sample
 from mpizero.train.config.sections import Config
 from mpizero.train.config.setting_checks import check_option, optional
 from mpizero.train.config.vector_sections import VectorMethodSection
-from mpizero.validation import positive, whole
 
 if TYPE_CHECKING:
     from mpizero.comm import Communicator

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpizero._util.text import PREFIXES, amount, columns
 from mpizero.layout.timetable import timetable
 from mpizero.parallel.partition.tiles import exactness
 from mpizero.planning import PARTS, PURPOSES, RankPlan
 from mpizero.planning.time_floors import TimeFloors
 from mpizero.train.doctor.check_result import counted
-from mpizero.train.number_format import PREFIXES, amount, columns
 from mpizero.train.plan import PlannedRun
 from mpizero.types import BlockModel
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from mpizero import checkpoint, nn
+from mpizero._util.text import joined
 from mpizero.checkpoint.format.strict_json import is_count
 from mpizero.checkpoint.format.table import ARRAY_LIMIT
 from mpizero.comm.node_memory import available_memory
@@ -28,7 +29,6 @@ from mpizero.train.config.model_and_data import build_model, make_model, user_fu
 from mpizero.train.config.model_sections import NamedModelSection
 from mpizero.train.config.sections import Config
 from mpizero.train.config.setting_checks import SettingError, shown
-from mpizero.train.number_format import joined
 from mpizero.train.run.metrics import finite
 from mpizero.train.run.resume import SavedRun
 

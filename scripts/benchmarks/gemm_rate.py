@@ -30,7 +30,7 @@ from comparing.ours import LinearProducts
 from harness import alternate, parser
 
 import mpizero as mz
-from mpizero.measurement import Measurement
+from mpizero._util.text import Measurement
 from mpizero.nn.layers.activation import Activation
 from mpizero.nn.layers.affine import Affine
 from mpizero.nn.layers.attention import CausalSelfAttention

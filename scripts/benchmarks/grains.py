@@ -27,9 +27,9 @@ import numpy as np
 from harness import alternate, parser, tell
 
 import mpizero as mz
+from mpizero._util.text import Measurement
 from mpizero.kernels.products.multiply import matmul
 from mpizero.layout import GrainRule
-from mpizero.measurement import Measurement
 from mpizero.parallel.placement import placement
 from mpizero.planning import TrainingPlan
 

@@ -31,8 +31,8 @@ from harness import alternate, parser
 from mpi4py import MPI
 
 import mpizero as mz
+from mpizero._util.text import Measurement
 from mpizero.comm.reduce import exact
-from mpizero.measurement import Measurement
 from mpizero.parallel.config import elements_of
 from mpizero.parallel.diagnostics.tracing import traced
 from mpizero.parallel.gradients import row_buffer

@@ -39,8 +39,8 @@ import numba
 import numpy as np
 from harness import alternate, parser, result_of
 
+from mpizero._util.text import Measurement
 from mpizero.layout.tree import fold_plan
-from mpizero.measurement import Measurement
 
 TREE = "tree"
 SPREADS = (0, 10, 20, 30)

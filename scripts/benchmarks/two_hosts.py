@@ -33,7 +33,7 @@ from harness import alternate, chosen, parser
 from mpi4py import MPI
 
 import mpizero as mz
-from mpizero.measurement import Measurement
+from mpizero._util.text import Measurement
 from mpizero.train.doctor.machine_facts import described
 
 WORLD = MPI.COMM_WORLD

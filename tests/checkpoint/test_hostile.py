@@ -23,9 +23,9 @@ import numpy as np
 import pytest
 
 from mpizero import checkpoint, errors
+from mpizero._util.text import crc32
 from mpizero.checkpoint.format.manifest import Manifest, StoredArray
 from mpizero.checkpoint.format.table import ARRAY_LIMIT
-from mpizero.crc import crc32
 from mpizero.errors import CheckpointError
 from tests.checkpoint.sealed import seal
 

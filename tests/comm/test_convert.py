@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 
+from mpizero._util.launch import RANK_PROCESS, is_several, mark, standing
 from mpizero.comm import InMemoryCommunicator, as_communicator
-from mpizero.launched import RANK_PROCESS, is_several, mark, standing
 
 
 def test_self_becomes_a_communicator_of_one_that_does_everything():

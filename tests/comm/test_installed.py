@@ -7,7 +7,7 @@ from importlib import metadata
 
 import pytest
 
-from mpizero.installed import installed_version
+from mpizero._util.text import installed_version
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import traceback
 import pytest
 
 import mpizero
+from mpizero._util.text import TRACEBACK
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.failure_report import describe_error, user_message
 from mpizero.errors import ConfigError, MpizeroError
-from mpizero.frames import TRACEBACK
 from mpizero.testing import run_in_threads
 
 LIBRARY = sysconfig.get_path("purelib")
@@ -117,7 +117,7 @@ def test_a_rank_without_files_left_to_open_still_describes_its_error(tmp_path):
     program.write_text(
         "import resource\n"
         "from mpizero.comm.failure_report import describe_error\n"
-        "from mpizero.frames import rendered\n"
+        "from mpizero._util.text import rendered\n"
         "try:\n"
         "    {}['shard']\n"
         "except KeyError as error:\n"

@@ -7,7 +7,7 @@ import pytest
 
 import mpizero as mz
 from mpizero import data
-from mpizero.sampletree import leaves_of
+from mpizero._util.pytree import leaves_of
 from mpizero.testing import run_in_threads
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpizero import checkpoint, faults
+from mpizero import checkpoint
+from mpizero._util import faults
+from mpizero._util.faults import ACTIONS, SITES, Fault, InjectedError
 from mpizero.checkpoint import LocalArray
-from mpizero.faults import ACTIONS, SITES, Fault, InjectedError
 
 ROOT = Path(faults.__file__).resolve().parents[1]
 

@@ -63,7 +63,7 @@ def test_modules_in_one_file_are_nothing_to_tell():
         ("self, held", "self, held, merge", {"changed": ["Layout.total"]}),  # which hides the function
         ("class Layout", "def merge(held):\n    pass\nclass Layout", {"colliding": ["merge"], "added": ["merge"]}),
         ("size = 3\n", "size = 3\n    total = 4\n", {"colliding": ["Layout.total"], "changed": ["Layout"]}),
-        ("class Layout", "from mpizero.text import merge\nclass Layout", {"colliding": ["merge"]}),
+        ("class Layout", "from mpizero._util.text import merge\nclass Layout", {"colliding": ["merge"]}),
         ("    size = 3\n", "    size = 3\n    def merge(held):\n        return [held, _MOST]\n", {"duplicated": ["1"]}),
     ],
 )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpizero.train.rounding import Rounding
+from mpizero._util.text import Rounding
 from mpizero.train.verify.diagnosis import GradientEvidence, of_gradient, of_norm
 from tests.testing import planted
 from tests.testing.planted import compared, finding, gpt, texts

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from mpizero._util.launch import Launch, ranks_of_node
 from mpizero.errors import ExitStatus
-from mpizero.launched import Launch, ranks_of_node
 from mpizero.testing import run_in_threads
 from mpizero.train.doctor import launch_checks, machine_facts
 from mpizero.train.doctor.examination import check_gpu

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from mpizero._util.names import nearest
 from mpizero.adapters.derived_seed import derived_seed
 from mpizero.adapters.jax.compiled_block import CompiledBlock
 from mpizero.adapters.jax.jax_block import JaxBlock
 from mpizero.adapters.jax.parameter_tree import ParameterTree, named_leaves, real_type
 from mpizero.adapters.jax.traced_function import TracedFunction
 from mpizero.errors import ConfigError
-from mpizero.names import nearest
 from mpizero.types import Array, ParameterSpec, Run
 
 _PAIRS = "pairs (init, apply) or (parameters, apply), in a list or by name"

@@ -11,6 +11,9 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from mpizero._util.checks import require
+from mpizero._util.checks import seed as validation_seed
+from mpizero._util.names import explains
 from mpizero.adapters.function import FunctionModel
 from mpizero.adapters.grain_cost import EfficientSamples, PassTimes, PassWork
 from mpizero.adapters.jax.block_list import StartValues, make_layers, read_blocks
@@ -27,10 +30,7 @@ from mpizero.adapters.jax.parameter_tree import (
 from mpizero.adapters.jax.traced_function import TracedFunction
 from mpizero.adapters.jax.xla_threads import require_threads
 from mpizero.errors import ConfigError
-from mpizero.names import explains
 from mpizero.types import EVALUATE, Array, Run
-from mpizero.validation import require
-from mpizero.validation import seed as validation_seed
 
 
 @explains

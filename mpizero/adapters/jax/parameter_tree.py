@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from mpizero._util.names import shown
 from mpizero.errors import ConfigError, DataError
-from mpizero.names import shown
 from mpizero.types import Array
 
 #: Name of the parameter where the tree is a single array.

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
+from mpizero._util.text import users_line
 from mpizero.errors import ConfigError, UnsupportedError
-from mpizero.frames import users_line
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 #: What to write in place of Python's own constructs, by the errors of JAX that these raise.

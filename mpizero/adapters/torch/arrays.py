@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpizero._util.pytree import leaves_of
 from mpizero.errors import DataError, LayoutError
-from mpizero.sampletree import leaves_of
 from mpizero.types import Array
 
 with warnings.catch_warnings():  # PyTorch warns once in a process of read-only arrays: parameters and samples are

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from mpizero._util.pytree import map_leaves, paths_of
+from mpizero._util.text import notice
 from mpizero.adapters.grain_cost import PassTimes
 from mpizero.adapters.torch.arrays import as_array, as_tensor, gradient_leaves, put
 from mpizero.adapters.torch.backward import (
@@ -31,8 +33,6 @@ from mpizero.adapters.torch.process import torch_pass
 from mpizero.adapters.torch.saved import SavedParameters
 from mpizero.errors import LayoutError
 from mpizero.nn.layer import Layer
-from mpizero.sampletree import map_leaves, paths_of
-from mpizero.text import notice
 from mpizero.types import EVALUATE, IntegerSpec, ParameterSpec, Params, Run
 
 #: Largest time of both halves of a backward pass over that of the whole of which nothing is said, the seconds by which

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpizero._util.names import nearest
 from mpizero.errors import ConfigError
 from mpizero.layout.flat import joined
-from mpizero.names import nearest
 from mpizero.types import IntegerSpec, ParameterSpec
 
 #: The dtypes that parameters may have.

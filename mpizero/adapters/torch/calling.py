@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from mpizero._util.pytree import leaves_of
+from mpizero._util.text import users_line
 from mpizero.errors import DataError
-from mpizero.frames import users_line
-from mpizero.sampletree import leaves_of
 
 #: What PyTorch says where a derivative is asked for without a graph.
 UNDIFFERENTIATED = ("does not require grad", "not have been used in the graph")

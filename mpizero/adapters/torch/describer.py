@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from mpizero._util.names import as_patterns, selected
 from mpizero.adapters.torch import bound
 from mpizero.adapters.torch.bound import BlockTensors
 from mpizero.errors import ConfigError
 from mpizero.layout.flat import joined
-from mpizero.names import as_patterns, selected
 from mpizero.types import INTEGER_DTYPES, IntegerSpec, ParameterSpec
 
 

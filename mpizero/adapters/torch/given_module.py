@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from mpizero._util.pytree import map_leaves
 from mpizero.adapters.grain_cost import PassTimes
 from mpizero.adapters.torch.arrays import as_array, as_tensor, gradient_leaves, put
 from mpizero.adapters.torch.calling import called
@@ -23,7 +24,6 @@ from mpizero.adapters.torch.loss import TorchLoss
 from mpizero.adapters.torch.module_call import ModuleCall, Passed
 from mpizero.errors import ConfigError, LayoutError
 from mpizero.layout.flat import nested
-from mpizero.sampletree import map_leaves
 from mpizero.types import EVALUATE, Array, Run
 
 #: The keywords by which a loss is given more than prediction and target.

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from mpizero._util.pytree import map_leaves
 from mpizero.adapters.grain_cost import EfficientSamples, PassWork
 from mpizero.adapters.torch.arrays import as_tensor
 from mpizero.adapters.torch.first.first_loss import MOST_ADDED
 from mpizero.adapters.torch.module_call import ModuleCall
-from mpizero.sampletree import map_leaves
 
 #: Kernel calls, and work, of a forward and backward pass over those of the forward pass.
 _BOTH = 3

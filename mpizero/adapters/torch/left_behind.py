@@ -8,9 +8,8 @@ from typing import Any, Self
 
 import torch
 
+from mpizero._util.text import Line, is_users, notice
 from mpizero.adapters.torch.first.originals import Originals
-from mpizero.frames import Line, is_users
-from mpizero.text import notice
 
 
 class LeftBehind:

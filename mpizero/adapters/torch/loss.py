@@ -8,6 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from mpizero._util.checks import named
+from mpizero._util.pytree import leaves_of, map_leaves
+from mpizero._util.text import users_line
 from mpizero.adapters.torch.arrays import as_array, as_tensor, gradient_leaves
 from mpizero.adapters.torch.backward import gradients_of
 from mpizero.adapters.torch.calling import UNDIFFERENTIATED
@@ -17,9 +20,6 @@ from mpizero.adapters.torch.first.parts import Trial, parts_of
 from mpizero.adapters.torch.kernels_of_pass import Allocations
 from mpizero.adapters.torch.process import TorchSettings, drawn_since, random_state, set_random_state, torch_pass
 from mpizero.errors import ConfigError, DataError, LayoutError
-from mpizero.frames import users_line
-from mpizero.sampletree import leaves_of, map_leaves
-from mpizero.signatures import named
 from mpizero.types import Array
 
 

@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mpizero import validation
+from mpizero._util import checks
+from mpizero._util.checks import named
+from mpizero._util.names import explains
 from mpizero.adapters.grain_cost import PassTimes
 from mpizero.adapters.torch import bound
 from mpizero.adapters.torch.blocks import TorchBlock
@@ -31,8 +33,6 @@ from mpizero.adapters.torch.module_call import ModuleCall
 from mpizero.adapters.torch.process import TorchSettings, check_contexts, check_rounding, torch_pass, use_gpu
 from mpizero.errors import ConfigError, LayoutError
 from mpizero.layout.flat import joined
-from mpizero.names import explains
-from mpizero.signatures import named
 from mpizero.types import Array
 
 #: Most samples of a micro-batch of which batch norms are said to be too few.
@@ -124,7 +124,7 @@ class TorchModel:
         activation_checkpointing: Collection[str] = (),
         kernels: str = "torch",
     ) -> None:
-        self.seed = validation.require("seed", seed, validation.seed)
+        self.seed = checks.require("seed", seed, checks.seed)
         if kernels not in ("torch", "mpizero"):
             raise ConfigError(f"TorchModel: kernels is 'torch' or 'mpizero', got {kernels!r}")
         self._settings = TorchSettings(own_kernels=kernels == "mpizero")

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from mpizero._util.pytree import leaves_of, map_leaves
 from mpizero.adapters.derived_seed import derived_seed
 from mpizero.adapters.torch.arrays import Placed, as_tensor
 from mpizero.adapters.torch.bound import BlockTensors, Held, bring, in_places
@@ -18,7 +19,6 @@ from mpizero.adapters.torch.first.copies import Copies, seeded
 from mpizero.adapters.torch.first.first_pass import FirstPass
 from mpizero.adapters.torch.process import TorchSettings, check_contexts, torch_pass
 from mpizero.errors import DataError, LayoutError
-from mpizero.sampletree import leaves_of, map_leaves
 from mpizero.types import Array, Params, Run
 
 

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpizero._util.faults import inject
+from mpizero._util.text import crc32
 from mpizero.checkpoint.atomic_folder import sync_range, write_at
 from mpizero.checkpoint.failures import agreed
 from mpizero.checkpoint.format.checksum import BLOCK, block_count, crc32_shifted, cut
 from mpizero.checkpoint.format.table import LocalArray, Table
 from mpizero.comm.communicator import Communicator
-from mpizero.crc import crc32
-from mpizero.faults import inject
 from mpizero.types import Array
 
 

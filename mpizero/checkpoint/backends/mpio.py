@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from mpizero._util.faults import inject
+from mpizero._util.text import crc32
 from mpizero.checkpoint.atomic_folder import sync_range, write_at
 from mpizero.checkpoint.backends.direct import PieceSums, as_bytes, checksums
 from mpizero.checkpoint.failures import agreed
 from mpizero.checkpoint.format.checksum import cut
 from mpizero.checkpoint.format.table import LocalArray
 from mpizero.comm.communicator import Communicator
-from mpizero.crc import crc32
 from mpizero.errors import CheckpointError, ConfigError
-from mpizero.faults import inject
 from mpizero.layout.hyperslab import hyperslabs
 from mpizero.types import Array
 

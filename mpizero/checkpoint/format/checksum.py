@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from mpizero.crc import crc32_combine
+from mpizero._util.text import crc32_combine
 
 #: Bytes of one checksummed block of an array; a multiple of every element size.
 BLOCK = 4 * 1024 * 1024

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from mpizero._util.checks import is_whole
+from mpizero._util.names import PATH_LIMIT, PATH_PARTS, fault_of, nested_in, shown
 from mpizero.errors import CheckpointError
-from mpizero.names import PATH_LIMIT, PATH_PARTS, fault_of, nested_in, shown
 from mpizero.types import Array
-from mpizero.validation import is_whole
 
 #: Element types a checkpoint may hold, little-endian; bfloat16 is stored as its bits, in ``<u2``. HDF5 has no complex
 #: numbers: they are compounds of the numbers ``r`` and ``i``, as h5py writes and reads them.

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from mpizero._util.names import fits
 from mpizero.checkpoint.format.checksum import BLOCK
 from mpizero.checkpoint.format.table import LocalArray
 from mpizero.checkpoint.reader import Reader
 from mpizero.errors import ConfigError
-from mpizero.names import fits
 from mpizero.types import Array, as_reals
 
 #: Name of the type, and of the checkpoint attribute that lists the bfloat16 arrays, which are stored as ``<u2``.

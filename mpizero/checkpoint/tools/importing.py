@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from mpizero._util.names import fits
 from mpizero.checkpoint.format.table import LocalArray, check_path
 from mpizero.checkpoint.tools.elements import (
     BFLOAT16,
@@ -29,7 +30,6 @@ from mpizero.checkpoint.tools.output import check_free
 from mpizero.checkpoint.tools.tensorfile import Tensor, TensorFile
 from mpizero.checkpoint.writer import write
 from mpizero.errors import CheckpointError, ConfigError
-from mpizero.names import fits
 from mpizero.types import Array
 
 #: Type of the expected arrays: shape and element type by path.

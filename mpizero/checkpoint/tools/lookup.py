@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mpizero._util.text import notice
 from mpizero.checkpoint.folders import newest, step_folders, step_of
 from mpizero.errors import CheckpointError
-from mpizero.text import notice
 
 
 def is_checkpoint(path: Path) -> bool:

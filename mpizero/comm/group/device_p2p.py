@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from mpizero._util.pytree import map_leaves
 from mpizero.comm import Communicator
 from mpizero.comm.group.model_group import CommunicatorGroup, GpuAwareGroup
 from mpizero.comm.group.pipeline_p2p import PipelineP2P, Route
 from mpizero.kernels import to_host
 from mpizero.kernels.device import Device
-from mpizero.sampletree import map_leaves
 from mpizero.types import Array, Group, ShiftRequest
 
 

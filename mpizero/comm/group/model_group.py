@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpizero._util.checks import native
 from mpizero.comm.checks import MOVABLE
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.group.messages import GroupTransport, MessageGroup
@@ -17,7 +18,6 @@ from mpizero.comm.group.window import WindowGroup
 from mpizero.comm.transport import Request
 from mpizero.kernels import namespace
 from mpizero.types import Array
-from mpizero.validation import native
 
 if TYPE_CHECKING:
     from mpizero.kernels.device import Device

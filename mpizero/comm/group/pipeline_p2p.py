@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpizero._util.pytree import leaves_of
 from mpizero.comm import Communicator, Request
 from mpizero.comm.group.model_group import contiguous
 from mpizero.comm.group.tree_form import ArrayShape, TreeForm, packable
 from mpizero.errors import LayoutError
-from mpizero.sampletree import leaves_of
 from mpizero.types import Array
 
 #: Most axes of an array that is sent.

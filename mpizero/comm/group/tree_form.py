@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from mpizero._util.checks import native
+from mpizero._util.pytree import leaves_of, map_leaves, outline, paths_of
 from mpizero.comm.communicator import Communicator
 from mpizero.errors import LayoutError
-from mpizero.sampletree import leaves_of, map_leaves, outline, paths_of
 from mpizero.types import Array
-from mpizero.validation import native
 
 
 class ArrayShape(NamedTuple):

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpizero._util.text import notice
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.group.messages import MessageGroup
 from mpizero.comm.recording.call_trace import describe_call
@@ -27,7 +28,6 @@ from mpizero.comm.transport import SharedMemory
 from mpizero.errors import SharedMemoryError
 from mpizero.kernels.fold import fold
 from mpizero.layout import Partition
-from mpizero.text import notice
 from mpizero.types import Array
 
 #: Bytes of a cache line, on which every array starts.

@@ -8,12 +8,12 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+from mpizero._util.launch import Launch, is_rank, is_several, place_of, standing, unclear
+from mpizero._util.text import stacklevel
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.inmemory import InMemoryCommunicator
 from mpizero.comm.supervision import guard
 from mpizero.errors import ConfigError
-from mpizero.frames import stacklevel
-from mpizero.launched import Launch, is_rank, is_several, place_of, standing, unclear
 
 #: What to do where a command is to work alone.
 ALONE = "a program that is to work alone is started without the variables PMI*, OMPI* and SLURM*"

@@ -9,10 +9,10 @@ from functools import lru_cache
 from threading import Lock
 from typing import Any
 
+from mpizero._util.text import installed_version
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.equality import agree_equal
 from mpizero.comm.startup.launch import mpi_facts
-from mpizero.installed import installed_version
 
 #: Packages whose versions are compared. HDF5 is part of the h5py package.
 _PACKAGES = ("mpizero", "numpy", "mpi4py", "numba", "h5py", "threadpoolctl")

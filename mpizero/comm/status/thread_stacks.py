@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from mpizero._util.text import Line, is_users
 from mpizero.comm.status.scratch_files import anonymous_file
-from mpizero.frames import Line, is_users
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+) .*:")
 _LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')

@@ -20,6 +20,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from mpizero._util.launch import RANK_PROCESS, Launch, is_rank, is_several, job_name, launched_rank, mark, ranks_of_node
+from mpizero._util.names import nearest
 from mpizero.comm.recording.call_trace import CallTrace
 from mpizero.comm.status.scratch_files import scratch_folders
 from mpizero.comm.status.startup_board import open_startup_board
@@ -32,8 +34,6 @@ from mpizero.comm.supervision.mismatch_watch import MismatchWatch
 from mpizero.comm.supervision.python_hooks import PythonHooks
 from mpizero.comm.supervision.stack_signal import stop_showing
 from mpizero.errors import ConfigError, ExitStatus
-from mpizero.launched import RANK_PROCESS, Launch, is_rank, is_several, job_name, launched_rank, mark, ranks_of_node
-from mpizero.names import nearest
 
 #: Environment variable and its values: "collectives" compares every collective before it starts; "gradients" checks in
 #: every step that layers have written all gradients.

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self, TextIO
 
+from mpizero._util.launch import OPEN_MPI
 from mpizero.comm.failure_report import write_stderr
 from mpizero.comm.recording.call_trace import CallTrace
 from mpizero.comm.recording.registry import CommunicatorRegistry
@@ -36,7 +37,6 @@ from mpizero.comm.supervision.lock_timer import LockTimer
 from mpizero.comm.supervision.stack_signal import ask, show_stacks_when_asked
 from mpizero.comm.supervision.supervisor import HEARTBEAT, TICK
 from mpizero.errors import CollectiveError, ConfigError, ExitStatus
-from mpizero.launched import OPEN_MPI
 
 #: Seconds for silent ranks to write their stacks before the job ends.
 _STACKS = 0.5

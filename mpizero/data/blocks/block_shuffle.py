@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from mpizero._util.checks import require, whole
+from mpizero._util.names import explains
+from mpizero._util.pytree import SampleTree
 from mpizero.data.source import Indices, Source
 from mpizero.errors import ConfigError, DataError
 from mpizero.kernels import cpu
-from mpizero.names import explains
-from mpizero.sampletree import SampleTree
 from mpizero.types import Array
-from mpizero.validation import require, whole
 
 #: Part of the key of the random numbers, so that they differ from all others of the same seed; never to be changed.
 _PURPOSE = 0xB10C

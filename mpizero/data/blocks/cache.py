@@ -7,6 +7,10 @@ from typing import Any, Self
 
 import numpy as np
 
+from mpizero._util.checks import require, whole
+from mpizero._util.names import explains
+from mpizero._util.pytree import SampleTree
+from mpizero._util.text import notice
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.equality import agree_equal
@@ -15,11 +19,7 @@ from mpizero.data.batches import BatchConfig, BatchModel, ranks_of
 from mpizero.data.mapped import room_in_memory
 from mpizero.data.source import Indices, Source
 from mpizero.errors import ConfigError, DataError, StateError
-from mpizero.names import explains
-from mpizero.sampletree import SampleTree
-from mpizero.text import notice
 from mpizero.types import Array
-from mpizero.validation import require, whole
 
 #: Bytes of samples that are read at once, at least; files are read much faster so than sample by sample.
 BLOCK_BYTES = 4 << 20

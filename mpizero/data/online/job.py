@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Self
 
+from mpizero._util.checks import require, whole
+from mpizero._util.names import explains
 from mpizero.comm import Communicator, as_communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.equality import agree_equal
@@ -12,8 +14,6 @@ from mpizero.data.online.producer import OnlineProducer
 from mpizero.data.online.sample import SampleForm
 from mpizero.data.online.stream import OnlineSource
 from mpizero.errors import ConfigError, StateError
-from mpizero.names import explains
-from mpizero.validation import require, whole
 
 
 @explains

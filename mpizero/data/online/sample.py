@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from mpizero._util.checks import native, unmasked_samples
 from mpizero.data.source import check_samples
 from mpizero.errors import ArgumentError, DataError
 from mpizero.types import Array
-from mpizero.validation import native, unmasked_samples
 
 
 @dataclass(frozen=True)

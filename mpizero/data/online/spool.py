@@ -18,6 +18,8 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
+from mpizero._util.checks import require, whole
+from mpizero._util.names import explains
 from mpizero.checkpoint.format.regular_files import read_regular
 from mpizero.checkpoint.tools.npz import read_arrays
 from mpizero.comm import Communicator
@@ -27,8 +29,6 @@ from mpizero.data.online.receiver import Receiver
 from mpizero.data.online.sample import Sample, SampleForm
 from mpizero.data.online.stream import OnlineSource
 from mpizero.errors import CheckpointError, ConfigError, DataError, StateError
-from mpizero.names import explains
-from mpizero.validation import require, whole
 
 _FILE = re.compile(r"(?P<name>[A-Za-z0-9_]+)-(?P<number>\d{20})\.npz")
 _STOPPED = "TRAINING_HAS_ENDED"

@@ -13,6 +13,7 @@ from typing import Any, Literal, Self, TypeVar, cast
 
 import numpy as np
 
+from mpizero._util.checks import number, require
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.data.online.producer import PAUSE
@@ -20,7 +21,6 @@ from mpizero.data.online.receiver import Receiver
 from mpizero.data.online.sample import Sample, SampleForm
 from mpizero.errors import ArgumentError, ConfigError, DataError
 from mpizero.layout.grains import Grains
-from mpizero.validation import number, require
 
 T = TypeVar("T")
 

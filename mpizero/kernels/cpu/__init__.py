@@ -3,6 +3,6 @@
 The last parameter of some kernels (``scratch``, ``block`` or ``chunk``) is temporary memory, which callers do not pass.
 """
 
-from mpizero.lazy_names import lazy_modules
+from mpizero._util.names import lazy_modules
 
 __getattr__ = lazy_modules(__name__)

@@ -3,6 +3,6 @@
 Arrays are CuPy's.
 """
 
-from mpizero.lazy_names import lazy_modules
+from mpizero._util.names import lazy_modules
 
 __getattr__ = lazy_modules(__name__)

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from mpizero._util.text import installed_version
 from mpizero.errors import ConfigError
-from mpizero.installed import installed_version
 from mpizero.types import Array
 
 VARIABLE = "MPIZERO_BLAS"

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mpizero._util.pytree import leaves_of, map_leaves
 from mpizero.errors import ConfigError, DataError
 from mpizero.nn.arrays import namespace
 from mpizero.nn.context.context_layers import (
@@ -41,7 +42,6 @@ from mpizero.nn.split.embedding import SplitEmbedding, SplitTokenEmbedding
 from mpizero.nn.split.head import SplitCrossEntropy, SplitHead
 from mpizero.nn.split.linear import ColumnLinear, RowLinear, SplitLinear, SplitProjection
 from mpizero.nn.split.model import JoinedLoss, SplitModel, split_model, whole_prediction
-from mpizero.sampletree import leaves_of, map_leaves
 from mpizero.types import Array, BlockModel, Group, Loss, Run
 
 

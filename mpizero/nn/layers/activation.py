@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mpizero import kernels
+from mpizero._util.names import explains, nearest
 from mpizero.errors import ConfigError
-from mpizero.names import explains, nearest
 from mpizero.nn.arrays import namespace, require_floats
 from mpizero.nn.layer import Layer
 from mpizero.types import EVALUATE, Array, Params, Run

@@ -9,9 +9,9 @@ from functools import cached_property
 from typing import Any
 
 from mpizero import kernels
+from mpizero._util.names import explains
 from mpizero.errors import ConfigError, DataError
 from mpizero.kernels.products.multiply import by_kernels
-from mpizero.names import explains
 from mpizero.nn.arrays import known, namespace, require_sequences
 from mpizero.nn.attention import by_kernel
 from mpizero.nn.attention.batched import BatchedHeads, blocks

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from mpizero import kernels
-from mpizero.names import explains
+from mpizero._util.names import explains
 from mpizero.nn.arrays import known, namespace, require_numbers, require_sequences
 from mpizero.nn.graph import Graph, NodeOutput
 from mpizero.nn.layer import Layer, poll

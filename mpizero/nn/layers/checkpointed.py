@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mpizero.names import explains
+from mpizero._util.names import explains
 from mpizero.nn.layers.wrapper import Wrapper
 from mpizero.nn.operations import Operations
 from mpizero.types import EVALUATE, Array, Params, Run

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpizero import kernels
-from mpizero.names import explains
+from mpizero._util.checks import require, whole
+from mpizero._util.names import explains
 from mpizero.nn.arrays import namespace, require_floats, vector
 from mpizero.nn.graph import Graph, NodeOutput
 from mpizero.nn.layer import Layer
 from mpizero.nn.sample_part import SamplePart
 from mpizero.nn.settings import require_rate
 from mpizero.types import EVALUATE, Array, Params, Pieces, Run
-from mpizero.validation import require, whole
 
 
 @explains

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from mpizero import kernels
+from mpizero._util.names import explains
 from mpizero.errors import DataError
-from mpizero.names import explains
 from mpizero.nn.arrays import as_ids, namespace, require_array, require_numbers
 from mpizero.nn.graph import Graph, NodeOutput
 from mpizero.nn.layer import Layer

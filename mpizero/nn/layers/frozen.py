@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mpizero.names import explains
+from mpizero._util.names import explains
 from mpizero.nn.arrays import namespace
 from mpizero.nn.layers.wrapper import Wrapper
 from mpizero.nn.operations import Operations

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from mpizero.names import explains
+from mpizero._util.names import explains
 from mpizero.nn.arrays import known
 from mpizero.nn.graph import Graph, NodeOutput
 from mpizero.nn.layer import Layer, poll

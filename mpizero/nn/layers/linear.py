@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from mpizero.names import explains
+from mpizero._util.names import explains
 from mpizero.nn.arrays import as_rows, matmul, sum_rows
 from mpizero.nn.layer import Layer
 from mpizero.nn.layers.affine import Affine

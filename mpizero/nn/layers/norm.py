@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpizero import kernels
-from mpizero.names import explains
+from mpizero._util.checks import positive, require
+from mpizero._util.names import explains
 from mpizero.nn.arrays import as_rows, namespace, vector
 from mpizero.nn.layer import Layer
 from mpizero.nn.settings import require_positive
 from mpizero.types import EVALUATE, Array, Init, ParameterSpec, Params, Run
-from mpizero.validation import positive, require
 
 
 def _require(where: str, features: int, eps: float) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from mpizero import kernels
+from mpizero._util.names import explains
 from mpizero.errors import DataError
-from mpizero.names import explains
 from mpizero.nn.arrays import namespace, require_floats, vector
 from mpizero.nn.losses.weighted_target import WeightedTarget, times
 from mpizero.types import Array

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from mpizero import kernels
+from mpizero._util.checks import positive, require
+from mpizero._util.names import explains
 from mpizero.errors import DataError
-from mpizero.names import explains
 from mpizero.nn.arrays import namespace, require_floats, require_numbers, vector
 from mpizero.nn.losses.weighted_target import WeightedTarget, times
 from mpizero.types import Array
-from mpizero.validation import positive, require
 
 
 def require_shape(where: str, given: tuple[int, ...], shape: tuple[int, ...]) -> None:

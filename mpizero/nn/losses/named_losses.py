@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mpizero._util.names import nearest
 from mpizero.errors import ConfigError
-from mpizero.names import nearest
 from mpizero.nn.losses.cross_entropy import CrossEntropy
 from mpizero.nn.losses.element_losses import BCEWithLogitsLoss, GaussianNLLLoss, HuberLoss, L1Loss, MeanSquaredError
 from mpizero.nn.losses.relative_error import RelativeL2Loss

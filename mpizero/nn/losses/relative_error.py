@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from mpizero import kernels
+from mpizero._util.checks import number, require
+from mpizero._util.names import explains
 from mpizero.errors import DataError
-from mpizero.names import explains
 from mpizero.nn.arrays import namespace, require_floats, require_numbers
 from mpizero.nn.losses.element_losses import require_shape
 from mpizero.nn.losses.weighted_target import WeightedTarget, times
 from mpizero.types import Array
-from mpizero.validation import number, require
 
 
 @explains

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from mpizero._util.names import nearest
 from mpizero.errors import DataError
-from mpizero.names import nearest
 from mpizero.nn.arrays import namespace, require_array, require_numbers
 from mpizero.types import Array
 

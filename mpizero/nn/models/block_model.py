@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from mpizero._util.checks import unmasked, unmasked_samples
+from mpizero._util.pytree import paths_of
 from mpizero.errors import ConfigError, LayoutError, UnsupportedError
 from mpizero.layout.flat import joined, nested
 from mpizero.nn.arrays import namespace
@@ -18,9 +20,7 @@ from mpizero.nn.initialize import start_values_of
 from mpizero.nn.integers import fresh_integers, layer_integers, start_integers
 from mpizero.nn.layer import Layer
 from mpizero.nn.operations import Operations
-from mpizero.sampletree import paths_of
 from mpizero.types import EVALUATE, Array, BlockModel, ParameterSpec, Params, Run
-from mpizero.validation import unmasked, unmasked_samples
 
 
 def model_specs(model: BlockModel) -> tuple[ParameterSpec, ...]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from mpizero._util.names import as_patterns, selected
 from mpizero.errors import ConfigError
 from mpizero.layout.flat import joined
-from mpizero.names import as_patterns, selected
 from mpizero.nn.layer import Layer
 from mpizero.nn.layers.frozen import Frozen, PartlyFrozen, completed, frozen_specs
 from mpizero.nn.models.block_model import model_specs

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from mpizero._util.checks import require, seed
+from mpizero._util.names import explains
 from mpizero.errors import UnsupportedError
-from mpizero.names import explains
 from mpizero.nn.layer import Layer
 from mpizero.nn.layers.block import TransformerBlock
 from mpizero.nn.layers.embedding import TokenEmbedding
@@ -19,7 +20,6 @@ from mpizero.nn.losses.cross_entropy import CrossEntropy
 from mpizero.nn.models.block_model import export_computation_graph, model_dtype
 from mpizero.nn.settings import require_positive, require_rate
 from mpizero.types import Array, BlockModel, Group, Params
-from mpizero.validation import require, seed
 
 _TOKEN_TABLE = "embedding.token.weight"
 #: Each dropout has a number, its site, that keys its random mask: 0 is the embedding's, then each block has three.

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from mpizero._util.checks import require, seed
+from mpizero._util.names import explains
 from mpizero.errors import ConfigError, DataError
-from mpizero.names import explains
 from mpizero.nn.arrays import namespace, require_numbers
 from mpizero.nn.layer import Layer
 from mpizero.nn.layers.activation import named_activation
@@ -21,7 +22,6 @@ from mpizero.nn.models.predictor import compile_mlp
 from mpizero.nn.sequential import Sequential
 from mpizero.nn.settings import require_positive
 from mpizero.types import EVALUATE, Array, BlockModel, Group, Init, Loss, Params, Run
-from mpizero.validation import require, seed
 
 
 @explains

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from greenlet import getcurrent, greenlet
 
+from mpizero._util.text import Line, is_users
 from mpizero.errors import CollectiveError
-from mpizero.frames import Line, is_users
 
 R = TypeVar("R")
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpizero._util.pytree import combine_leaves, map_leaves
 from mpizero.kernels.fold import fold
 from mpizero.layout import Partition
 from mpizero.nn.arrays import namespace
@@ -20,7 +21,6 @@ from mpizero.nn.layer import Layer
 from mpizero.nn.operations import Operations
 from mpizero.nn.tiles.coroutines import run_in_turns
 from mpizero.nn.tiles.tile_parameters import TileParameters, copied, require_equal_integers
-from mpizero.sampletree import combine_leaves, map_leaves
 from mpizero.types import EVALUATE, Array, IntegerSpec, ParameterSpec, Params, Run
 
 

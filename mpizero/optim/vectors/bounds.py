@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from mpizero._util.checks import unmasked
+from mpizero._util.names import fits, selected
 from mpizero.errors import ConfigError
-from mpizero.names import fits, selected
 from mpizero.types import Array, ParameterSpec
-from mpizero.validation import unmasked
 
 #: A bound is one number for all elements of a parameter, or an array of its shape; None is no bound.
 Limit = float | Array | None

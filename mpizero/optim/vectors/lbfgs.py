@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from mpizero._util.checks import require, whole
 from mpizero.errors import ConfigError
 from mpizero.optim.vectors.bounds import Bounds
 from mpizero.optim.vectors.diagonal import Diagonal
 from mpizero.optim.vectors.method import DIRECTION, GRADIENT, POINT, MethodProgress
 from mpizero.optim.vectors.searching import SearchingMethod
 from mpizero.optim.vectors.space import TRIAL, VectorSpace
-from mpizero.validation import require, whole
 
 #: State array of the diagonal from which the approximation of the Hessian begins.
 DIAGONAL = "diagonal"

@@ -10,13 +10,13 @@ from typing import Any, ClassVar, Literal, Self, get_args
 
 import numpy as np
 
+from mpizero._util.checks import number, require
 from mpizero.optim.vectors.bounds import Bounds
 from mpizero.optim.vectors.diagonal import Diagonal
 from mpizero.optim.vectors.line_search import LineSearch
 from mpizero.optim.vectors.regularization import Regularization
 from mpizero.optim.vectors.space import TRIAL, VectorSpace
 from mpizero.types import Array, Dtype, ParameterSpec
-from mpizero.validation import number, require
 
 #: State arrays of every method: the parameters of the last iterate, their gradient, and the direction of the search.
 POINT, GRADIENT, DIRECTION = "point", "gradient", "direction"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from mpizero._util.checks import flag, positive, require
 from mpizero.optim.vectors.method import DIRECTION, GRADIENT, POINT, MethodProgress, VectorMethod
 from mpizero.optim.vectors.space import TRIAL, VectorSpace
-from mpizero.validation import flag, positive, require
 
 #: The state arrays of the inner conjugate gradients: the model's gradient at ``DIRECTION``, and their own direction.
 RESIDUAL, CONJUGATE = "residual", "conjugate"

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from mpizero._util.checks import number, positive, require, unmasked
+from mpizero._util.names import explains, fits, selected
 from mpizero.errors import ConfigError
-from mpizero.names import explains, fits, selected
 from mpizero.types import Array
-from mpizero.validation import number, positive, require, unmasked
 
 #: ``term(values)`` returns the value of a term and its gradient by the parameter ``values``, a whole array.
 Term = Callable[[Array], tuple[float, Array]]

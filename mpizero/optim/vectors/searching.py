@@ -7,10 +7,10 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
+from mpizero._util.checks import require, whole
 from mpizero.optim.vectors.line_search import LineSearch, Point
 from mpizero.optim.vectors.method import DIRECTION, GRADIENT, POINT, MethodProgress, VectorMethod
 from mpizero.optim.vectors.space import TRIAL, VectorSpace
-from mpizero.validation import require, whole
 
 #: The longest step of a line search; the natural one is 1.
 _LONGEST = 1e10

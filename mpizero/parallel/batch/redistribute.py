@@ -11,20 +11,18 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from mpizero._util.checks import require, whole
+from mpizero._util.pytree import SampleTree
+from mpizero._util.text import crc32, notice, stacklevel
 from mpizero.comm import Communicator, ProcessGrid
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.calls import agree_on_call
-from mpizero.crc import crc32
 from mpizero.errors import DataError
-from mpizero.frames import stacklevel
 from mpizero.layout import Grains
 from mpizero.layout.nodes import GROUPS
 from mpizero.parallel.batch.grain_owners import grain_part_number
 from mpizero.parallel.batch.node_claims import NodeClaims
-from mpizero.sampletree import SampleTree
-from mpizero.text import notice
 from mpizero.types import Array
-from mpizero.validation import require, whole
 
 
 class Grain(NamedTuple):

@@ -5,7 +5,7 @@ The modules of this package are imported on first use.
 
 from typing import TYPE_CHECKING
 
-from mpizero.lazy_names import lazy_modules
+from mpizero._util.names import lazy_modules
 
 if TYPE_CHECKING:
     from mpizero.parallel.checkpointing import learning_rate as learning_rate

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpizero._util.names import as_patterns, nearest, selected
 from mpizero.checkpoint import LocalArray
 from mpizero.checkpoint.tools.elements import short_name
 from mpizero.checkpoint.tools.importing import ImportRules
@@ -15,7 +16,6 @@ from mpizero.checkpoint.tools.parameter_file import ParameterFile, loadable, ope
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.equality import agree_equal
 from mpizero.errors import CheckpointError, ConfigError
-from mpizero.names import as_patterns, nearest, selected
 from mpizero.parallel.checkpointing.model_state import parameter_arrays
 from mpizero.parallel.checkpointing.restore import fill
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from mpizero._util.text import notice
 from mpizero.checkpoint.format.strict_json import is_count
 from mpizero.errors import CheckpointError
 from mpizero.layout.grains import GrainRule
 from mpizero.layout.tree import ORDER
-from mpizero.text import notice
 
 if TYPE_CHECKING:
     from mpizero.parallel.engine import Engine

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpizero import checkpoint
+from mpizero._util.text import notice
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import CheckpointError
 from mpizero.layout.flat import joined
@@ -25,7 +26,6 @@ from mpizero.parallel.checkpointing.saved_attribute import AXES, check_layout, r
 from mpizero.parallel.checkpointing.tile_record import tell_tiles, tile_record
 from mpizero.parallel.parameters.integer_state import named_integers
 from mpizero.parallel.partition.blocks import blocks_of
-from mpizero.text import notice
 from mpizero.types import Array, ParameterSpec
 
 if TYPE_CHECKING:

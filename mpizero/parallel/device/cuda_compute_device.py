@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mpizero._util.pytree import as_arrays, leaves_of, map_leaves
 from mpizero.comm import Communicator
 from mpizero.comm.group.device_p2p import GpuAwareLayerGroup, GpuAwareP2P, HostStagedGroup, HostStagedP2P
 from mpizero.comm.group.gpu_aware import prove
@@ -19,7 +20,6 @@ from mpizero.parallel.gradients.reducer import Job
 from mpizero.parallel.parameters.allocator import Allocator, Memory
 from mpizero.parallel.parameters.store import ParameterProvider, ParameterStore
 from mpizero.parallel.step_rules import keeps_gradients_on_device
-from mpizero.sampletree import as_arrays, leaves_of, map_leaves
 from mpizero.types import Group
 
 

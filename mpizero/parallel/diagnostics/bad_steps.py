@@ -5,7 +5,7 @@ is one JSON object with the keys ``format`` ("mpizero bad step"), ``version`` (1
 step, from 1), ``run_step`` and ``seed`` (keys of the dropout's random numbers), ``loss_scale``, ``micro_batch`` and
 ``global_batch`` (numbers of samples), ``epoch`` (left out if 0), ``found`` (the values that were not finite: a list of
 objects with ``step``, ``rank``, ``tensor``, ``start``, ``stop``, ``message``), ``grains`` (names of the other files),
-``structure`` (only for batches that are trees of arrays: the :func:`~mpizero.sampletree.outline` of ``x`` and ``y``),
+``structure`` (only for batches that are trees of arrays: the :func:`~mpizero._util.pytree.outline` of ``x`` and ``y``),
 ``libraries`` (versions by name) and ``about`` (values from the caller; `mpizero train` writes its configuration). The
 file of grain 3, ``grain_00003.npz``, is uncompressed and without pickle. It has the arrays ``x`` and ``y`` (for trees
 ``x.0``, ``x.1``, ...), ``samples`` (positions in the global batch) and, if the caller knows them, ``indices``
@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from mpizero._util.pytree import SampleTree, leaves_of, of_outline, outline
 from mpizero.checkpoint.format.regular_files import read_regular
 from mpizero.checkpoint.format.strict_json import is_count, is_number, parse
 from mpizero.checkpoint.tools.npz import NUMBERS, read_arrays
@@ -34,7 +35,6 @@ from mpizero.comm.startup.same_software import versions
 from mpizero.errors import CheckpointError, DataError
 from mpizero.parallel.model.base import ShardedModelBase
 from mpizero.parallel.step_report import NonFinite, StepReport
-from mpizero.sampletree import SampleTree, leaves_of, of_outline, outline
 from mpizero.types import Array
 
 FORMAT, VERSION = "mpizero bad step", 1

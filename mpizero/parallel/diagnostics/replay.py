@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mpizero._util.pytree import SampleTree, paths_of
 from mpizero.errors import ConfigError
 from mpizero.layout.flat import joined
 from mpizero.layout.unit import Unit
@@ -17,7 +18,6 @@ from mpizero.parallel.execution.evaluators import BlockEvaluator, Evaluator
 from mpizero.parallel.gradients.gradient_views import GradientViews
 from mpizero.parallel.model.base import ShardedModelBase
 from mpizero.parallel.parameters.store import flat_names
-from mpizero.sampletree import SampleTree, paths_of
 from mpizero.types import EVALUATE, Array, Loss, Params, Run
 
 

@@ -9,14 +9,22 @@ from typing import Any
 
 import numpy as np
 
+from mpizero._util.checks import (
+    check_names,
+    gradient,
+    loss_and_weight,
+    loss_arguments,
+    named,
+    take_integers,
+    takes_run,
+    writes_in_place,
+)
+from mpizero._util.pytree import map_arrays, map_leaves
 from mpizero.errors import CollectiveError, LayoutError, PeerFailure, UnsupportedError
 from mpizero.layout.flat import joined
 from mpizero.parallel.execution.evaluators import BlockEnded, GradientTarget, UnitDone, with_next
 from mpizero.parallel.gradients.unwritten_gradients import FunctionGradients
 from mpizero.parallel.parameters.store import ParameterStore, flat_names
-from mpizero.parallel.return_checks import check_names, gradient, loss_and_weight, take_integers
-from mpizero.sampletree import map_arrays, map_leaves
-from mpizero.signatures import loss_arguments, named, takes_run, writes_in_place
 from mpizero.types import Array, BlackBoxModel, Run
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
+from mpizero._util.checks import loss_and_weight
 from mpizero.errors import CollectiveError, PeerFailure
 from mpizero.layout.unit import Unit
 from mpizero.nn.error_location import add_location, call_located
 from mpizero.parallel.parameters.store import ParameterProvider
-from mpizero.parallel.return_checks import loss_and_weight
 from mpizero.types import EVALUATE, BlockModel, Run
 
 #: Returns the views that a unit's gradients are written to.

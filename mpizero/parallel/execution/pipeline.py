@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from mpizero._util.checks import loss_and_weight
+from mpizero._util.pytree import as_arrays, leaves_of, map_leaves
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.group.pipeline_p2p import Route, key_of
@@ -28,8 +30,6 @@ from mpizero.parallel.gradients.reducer import Job
 from mpizero.parallel.gradients.unwritten_gradients import WriteCheck
 from mpizero.parallel.parameters.store import ParameterProvider
 from mpizero.parallel.partition.local_model import PartitionedModel
-from mpizero.parallel.return_checks import loss_and_weight
-from mpizero.sampletree import as_arrays, leaves_of, map_leaves
 from mpizero.types import EVALUATE, Run
 
 #: Number of instructions, the current one included, whose receives are posted early.

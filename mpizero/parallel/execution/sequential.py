@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from mpizero._util.pytree import as_arrays, map_leaves
 from mpizero.comm import ProcessGrid
 from mpizero.comm.recording.timeline import Timeline
 from mpizero.errors import DataError
@@ -19,7 +20,6 @@ from mpizero.parallel.gradients.reducer import Job
 from mpizero.parallel.gradients.unwritten_gradients import WriteCheck
 from mpizero.parallel.parameters.store import flat_names
 from mpizero.parallel.partition.local_model import PartitionedModel
-from mpizero.sampletree import as_arrays, map_leaves
 from mpizero.types import EVALUATE, Run
 
 #: Returns the ``Run`` of a forward pass, from the index of its first sample and the number of samples.

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from mpizero._util.checks import named
+from mpizero._util.names import nearest
 from mpizero.errors import LayoutError
 from mpizero.kernels import to_host
 from mpizero.layout.flat import joined
-from mpizero.names import nearest
 from mpizero.nn.layer import Layer
 from mpizero.parallel.parameters.store import flat_names
-from mpizero.signatures import named
 from mpizero.types import as_reals
 
 #: By bytes of an element: the unsigned integer type of that size, and the mark, a quiet NaN with an arbitrary payload.

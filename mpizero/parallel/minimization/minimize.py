@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from mpizero import optim
+from mpizero._util.checks import require, whole
+from mpizero._util.names import explains, nearest
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.calls import agree_on_call
 from mpizero.comm.equality import agree_arrays, agree_equal
 from mpizero.data import ArraySource
 from mpizero.data.batches import whole_batch
 from mpizero.errors import ArgumentError, ConfigError
-from mpizero.names import explains, nearest
 from mpizero.optim.vectors.method import MethodProgress
 from mpizero.parallel.execution.black_box import BlackBoxEvaluator
 from mpizero.parallel.model.base import ShardedModelBase
@@ -26,7 +27,6 @@ from mpizero.parallel.model.fit import compared_samples
 from mpizero.parallel.model.gather_state import gather_pieces
 from mpizero.parallel.optimizer.vector_update import VectorUpdater
 from mpizero.types import Array, BlockModel
-from mpizero.validation import require, whole
 
 METHODS: Mapping[str, type[optim.VectorMethod]] = {
     "l-bfgs": optim.LBFGS,

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+from mpizero._util.names import explains
+from mpizero._util.text import notice
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.calls import collective, recorded
 from mpizero.errors import StateError
-from mpizero.names import explains
 from mpizero.parallel.batch.redistribute import Asked
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.execution.evaluation import Evaluation
 from mpizero.parallel.model.manual_gradients import ManualGradients
 from mpizero.parallel.model.optimizers import ShardedOptimizer
-from mpizero.text import notice
 
 if TYPE_CHECKING:
     from mpizero.parallel.model.metadata import ModelMetadata

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mpizero import optim
+from mpizero._util.checks import require, whole
 from mpizero.comm.calls import recorded
 from mpizero.comm.reduce.codecs import codec_of
 from mpizero.errors import ConfigError
 from mpizero.parallel.config import ShardingConfig, check_bucket
 from mpizero.parallel.model.fit import OptimizationOptions
 from mpizero.parallel.model.optimizers import ShardedOptimizer
-from mpizero.validation import require, whole
 
 if TYPE_CHECKING:
     from mpizero.parallel.model.base import ShardedModelBase

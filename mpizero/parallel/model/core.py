@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 
+from mpizero._util.checks import require, whole
+from mpizero._util.names import check_names, explains, not_here
+from mpizero._util.pytree import SampleTree
+from mpizero._util.text import notice
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.calls import check_call, collective
@@ -15,7 +19,6 @@ from mpizero.comm.startup.same_software import agree_to_start
 from mpizero.errors import ArgumentError, CheckpointError, SharedMemoryError, StateError
 from mpizero.layout import Span
 from mpizero.layout.flat import FlatLayout, joined
-from mpizero.names import check_names, explains, not_here
 from mpizero.parallel.batch.step_scalars import Totals
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.engine import Engine
@@ -27,10 +30,7 @@ from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.parallel.partition.tiles import misfits
 from mpizero.parallel.placement import Placement, placement
 from mpizero.parallel.step_report import BadSteps, SkippedSteps, StepReport
-from mpizero.sampletree import SampleTree
-from mpizero.text import notice
 from mpizero.types import Array
-from mpizero.validation import require, whole
 
 T = TypeVar("T")
 

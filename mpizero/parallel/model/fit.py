@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpizero._util.checks import fraction, number, require, whole
+from mpizero._util.names import explains
+from mpizero._util.pytree import SampleTree
+from mpizero._util.text import notice
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.equality import agree_arrays, agree_equal
 from mpizero.errors import ConfigError, DataError, NonFiniteError
 from mpizero.layout import Grains
-from mpizero.names import explains
 from mpizero.parallel.model.best_parameters import BestParameters
-from mpizero.sampletree import SampleTree
-from mpizero.text import notice
 from mpizero.types import Array
-from mpizero.validation import fraction, number, require, whole
 
 if TYPE_CHECKING:
     from mpizero.data.source import Source

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
+from mpizero._util.names import explains
 from mpizero.errors import ArgumentError, ConfigError
-from mpizero.names import explains
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.model.base import ShardedModelBase
 from mpizero.parallel.model.optimizers import ShardedOptimizer

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from mpizero._util.pytree import count_samples
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.calls import collective, recorded
 from mpizero.comm.reduce.mean import mean_over_ranks
@@ -19,7 +20,6 @@ from mpizero.parallel.execution.evaluation import Evaluation
 from mpizero.parallel.model.parameter_access import ParameterAccess
 from mpizero.parallel.placement import placement
 from mpizero.parallel.step_report import StepReport
-from mpizero.sampletree import count_samples
 from mpizero.types import Array
 
 

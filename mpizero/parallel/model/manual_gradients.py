@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from mpizero import kernels
+from mpizero._util.checks import number, require
+from mpizero._util.text import notice
 from mpizero.comm.calls import collective, recorded
 from mpizero.comm.equality import agree_arrays, agree_equal
 from mpizero.comm.reduce.exact import gather_spans
@@ -25,9 +27,7 @@ from mpizero.parallel.model.inspection import Inspection
 from mpizero.parallel.model.local_training import LocalTraining
 from mpizero.parallel.model.saving import Saving
 from mpizero.parallel.parameters.shards import Share
-from mpizero.text import notice
 from mpizero.types import Array
-from mpizero.validation import number, require
 
 
 @dataclass(frozen=True)

@@ -11,19 +11,19 @@ from typing import Any, Self
 
 import numpy as np
 
+from mpizero._util.checks import number_array
+from mpizero._util.names import nearest
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.calls import agree_on_call, collective, recorded
 from mpizero.comm.equality import agree_arrays
 from mpizero.errors import LayoutError, SharedMemoryError
 from mpizero.layout.unit import ParameterUse
-from mpizero.names import nearest
 from mpizero.nn.integers import start_value
 from mpizero.parallel.checkpointing import model_state
 from mpizero.parallel.model.core import ShardedCore
 from mpizero.parallel.model.private_fallback import in_private_memory
 from mpizero.parallel.parameters.integer_state import named_integers
 from mpizero.types import Array
-from mpizero.validation import number_array
 
 
 class ParameterAccess(ShardedCore):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mpizero._util.names import explains
 from mpizero.errors import ConfigError
-from mpizero.names import explains
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.model.base import ShardedModelBase
 from mpizero.parallel.model.optimizers import ShardedOptimizer

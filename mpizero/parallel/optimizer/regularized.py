@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import DTypeLike
 
+from mpizero._util.checks import unmasked
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ArgumentError, ConfigError
 from mpizero.layout.partition import owners_by_cost
@@ -19,7 +20,6 @@ from mpizero.parallel.optimizer.tied_parameters import home_of
 from mpizero.parallel.parameters.shards import UpdatePiece
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.types import Array, ParameterSpec
-from mpizero.validation import unmasked
 
 #: MPI tags of messages with parameters, directions, and gradients or products of terms.
 _PARAMETER, _DIRECTION, _GRADIENT = 4, 5, 6

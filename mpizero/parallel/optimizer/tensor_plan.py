@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from mpizero._util.checks import require, whole
 from mpizero.errors import ConfigError
 from mpizero.layout import Span
 from mpizero.layout.flat import FlatLayout
@@ -16,7 +17,6 @@ from mpizero.optim.adapted import optimizer_name, takes_whole
 from mpizero.parallel.optimizer.tied_parameters import home_of
 from mpizero.parallel.parameters.shards import Share
 from mpizero.types import ParameterSpec
-from mpizero.validation import require, whole
 
 
 class Move(NamedTuple):

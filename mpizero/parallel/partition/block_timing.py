@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpizero._util.pytree import map_leaves
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.calls import record_call
 from mpizero.errors import ConfigError
@@ -15,7 +16,6 @@ from mpizero.nn.initialize import StartValues, start_values_of
 from mpizero.nn.integers import fresh_integers
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.partition.blocks import blocks_of
-from mpizero.sampletree import map_leaves
 from mpizero.types import Array, BlockModel, ParameterSpec, Run
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.fingerprint import LARGEST_ARRAY, Fingerprint, qualified_name
+from mpizero._util.fingerprint import LARGEST_ARRAY, Fingerprint, qualified_name
 from mpizero.layout.flat import joined
 from mpizero.types import ParameterSpec
 

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpizero import nn
+from mpizero._util.pytree import leaves_of
 from mpizero.comm import ProcessGrid
 from mpizero.errors import ConfigError
 from mpizero.layout.flat import FlatLayout, joined
 from mpizero.nn.models.block_model import run_on
 from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
-from mpizero.sampletree import leaves_of
 from mpizero.types import Array, BlockModel, Group, Layer, Loss, ParameterSpec, Run
 
 Specs = Mapping[str, tuple[ParameterSpec, ...]]

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from mpizero._util.checks import require, seed
 from mpizero.comm import Communicator, InMemoryCommunicator
 from mpizero.errors import ArgumentError, ConfigError
 from mpizero.types import BlackBoxModel, BlockModel
-from mpizero.validation import require, seed
 
 _LAYER = ("specs", "forward", "backward")
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from mpizero import checkpoint
+from mpizero._util.checks import whole
 from mpizero.checkpoint import LocalArray, SnapshotBuffer
 from mpizero.checkpoint.byte_source import FileByteSource
 from mpizero.checkpoint.format.manifest import Manifest
@@ -33,7 +34,6 @@ from mpizero.train.bench.file_speed import drop_cached, read_part, write_part
 from mpizero.train.config.setting_checks import check_option
 from mpizero.train.process_memory import peak_growth, proportional_growth, release_free_memory
 from mpizero.types import Array
-from mpizero.validation import whole
 
 #: The checkpoint holds one array for each of ``LAYERS`` layers and each of ``SLOTS``: a parameter and two moments.
 LAYERS, SLOTS = 16, ("parameters", "optimizer/exp_avg", "optimizer/exp_avg_sq")

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
+from mpizero._util.text import Measurement
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.layout import Partition
-from mpizero.measurement import Measurement
 from mpizero.planning.machine_file import FileSpeed
 from mpizero.train.bench.rounds import together
 

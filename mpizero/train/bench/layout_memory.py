@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpizero import nn, optim
+from mpizero._util.checks import whole
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.parallel import HybridShardedModel, ShardedModelBase, ShardingConfig
@@ -23,7 +24,6 @@ from mpizero.train.bench.strategy_memory import MemoryRequest, require_room
 from mpizero.train.config.parallel_section import ParallelSection
 from mpizero.train.config.setting_checks import check_option
 from mpizero.types import Array
-from mpizero.validation import whole
 
 #: Layers and attention heads of the model; a pipeline with more chunks, or a larger tensor group, raises them.
 LAYERS, HEADS = 8, 8

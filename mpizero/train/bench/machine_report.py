@@ -6,10 +6,9 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from mpizero.measurement import Measurement
+from mpizero._util.text import Measurement, amount, columns
 from mpizero.planning.machine_file import Machine, MessageSpeed
 from mpizero.train.doctor.check_result import counted
-from mpizero.train.number_format import amount, columns
 
 
 def report(machine: Machine) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from threadpoolctl import threadpool_limits
 
+from mpizero._util.checks import whole
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.startup.launch import mpi_facts
@@ -25,7 +26,6 @@ from mpizero.train.bench.product_rates import ProductBenchmark, ProductShapes
 from mpizero.train.bench.strategy_memory import require_room
 from mpizero.train.config.setting_checks import check_option
 from mpizero.train.doctor import machine_facts as facts
-from mpizero.validation import whole
 
 
 @dataclass(frozen=True)

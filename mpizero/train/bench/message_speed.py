@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mpizero._util.text import Measurement
 from mpizero.comm import Communicator
 from mpizero.layout import Partition
-from mpizero.measurement import Measurement
 from mpizero.planning.machine_file import MessageSpeed
 
 #: Bytes of the smallest message, and the factor from one size to the next.

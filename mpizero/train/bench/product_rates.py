@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from mpizero._util.checks import whole
+from mpizero._util.text import Measurement
 from mpizero.comm import Communicator
 from mpizero.errors import ConfigError
 from mpizero.kernels.products.multiply import matmul
 from mpizero.layout import GrainRule
-from mpizero.measurement import Measurement
 from mpizero.nn import GPT
 from mpizero.nn.models.efficient_batch import efficient_samples
 from mpizero.planning.machine_file import MatrixProduct
@@ -23,7 +24,6 @@ from mpizero.train.config.sections import Config
 from mpizero.train.config.setting_checks import check_option, shown
 from mpizero.train.config.vector_sections import VectorMethodSection
 from mpizero.types import Array
-from mpizero.validation import whole
 
 #: Queries in one product of attention; :mod:`mpizero.nn.layers.attention` cuts them into blocks of this size.
 _QUERIES = 64

@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from mpizero._util.checks import whole
+from mpizero._util.text import Measurement, columns
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.recording.timeline import TimeSpan
 from mpizero.data import batches
 from mpizero.errors import ConfigError
-from mpizero.measurement import Measurement
 from mpizero.parallel.diagnostics.phase_times import (
     ALL_PHASES,
     StepSpans,
@@ -33,9 +34,7 @@ from mpizero.train.config.builder import TrainingJob, build
 from mpizero.train.config.sections import Config
 from mpizero.train.config.setting_checks import check_option
 from mpizero.train.doctor.check_result import counted
-from mpizero.train.number_format import columns
 from mpizero.train.plan import PlanRequest, plan
-from mpizero.validation import whole
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,16 @@ from typing import Any, Self
 import numpy as np
 
 from mpizero import nn, optim
+from mpizero._util.checks import whole
+from mpizero._util.names import nearest
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.node_memory import available_memory
 from mpizero.errors import ConfigError
-from mpizero.names import nearest
 from mpizero.parallel import ShardingConfig, distribute
 from mpizero.parallel.placement import placement
 from mpizero.train.config.setting_checks import check_option
 from mpizero.train.process_memory import proportional, release_free_memory
-from mpizero.validation import whole
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 #: Number of equal layers of the model, so that the two units that ZeRO-3 gathers at a time are an eighth of it.

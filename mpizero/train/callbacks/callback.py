@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from mpizero._util.names import nearest, shown
 from mpizero.errors import ArgumentError, ConfigError
-from mpizero.names import nearest, shown
 from mpizero.parallel import StepReport
 
 #: Names of the methods that a run calls.

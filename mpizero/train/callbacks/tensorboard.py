@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mpizero._util.checks import require, whole
 from mpizero.errors import UnsupportedError
 from mpizero.parallel import StepReport
 from mpizero.train.callbacks.callback import Callback
-from mpizero.validation import require, whole
 
 
 class TensorBoard(Callback):

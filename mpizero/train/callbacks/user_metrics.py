@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from mpizero._util.names import shown
+from mpizero._util.pytree import map_arrays
 from mpizero.errors import ArgumentError, ConfigError
 from mpizero.layout import Grains
-from mpizero.names import shown
-from mpizero.sampletree import map_arrays
 from mpizero.train.callbacks.callback_rounds import agree_after
 from mpizero.types import Array
 

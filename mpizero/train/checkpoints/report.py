@@ -13,12 +13,11 @@ from math import prod
 from typing import Any
 
 from mpizero import checkpoint
+from mpizero._util.text import age, aligned, amount, joined, printable
 from mpizero.checkpoint.tools import CheckpointDifference, ListedCheckpoint, element_types, matches, statistics
 from mpizero.checkpoint.tools.elements import BFLOAT16, PARAMETERS, flat
 from mpizero.errors import ConfigError
-from mpizero.text import printable
 from mpizero.train.config.setting_checks import shown
-from mpizero.train.number_format import age, aligned, amount, joined
 from mpizero.train.run.progress import ByteProgress
 
 #: The most attributes that a comparison prints.

@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mpizero._util.text import show
 from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError, ExitStatus
-from mpizero.text import show
 from mpizero.train.cli.options import add_json
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def _verify_listed(listed: ListedCheckpoint, damaged: list[str]) -> None:
 
 def _verify_one(path: str) -> None:
     from mpizero import checkpoint
-    from mpizero.train.number_format import amount
+    from mpizero._util.text import amount
     from mpizero.train.run.progress import ByteProgress
 
     with checkpoint.open_checkpoint(path, "self") as reader:
@@ -219,12 +219,12 @@ def _diff(options: argparse.Namespace) -> int:
     from dataclasses import replace
 
     from mpizero import checkpoint
+    from mpizero._util.checks import number
     from mpizero.checkpoint.tools import compare, matches
     from mpizero.checkpoint.tools.lookup import find_checkpoint
     from mpizero.train.checkpoints import report
     from mpizero.train.config.setting_checks import check_option
     from mpizero.train.run.progress import ByteProgress
-    from mpizero.validation import number
 
     check_option("--tolerance", options.tolerance, number())
     names = [str(find_checkpoint(Path(path))) for path in (options.a, options.b)]
@@ -252,9 +252,9 @@ def _format_of(out: str) -> str:
 
 def _export(options: argparse.Namespace) -> int:
     from mpizero import checkpoint
+    from mpizero._util.text import amount
     from mpizero.checkpoint.tools import export, export_bytes
     from mpizero.checkpoint.tools.lookup import find_checkpoint
-    from mpizero.train.number_format import amount
     from mpizero.train.run.progress import ByteProgress
 
     form = options.format or _format_of(options.out)

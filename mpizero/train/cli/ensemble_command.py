@@ -7,8 +7,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from mpizero._util.text import show
 from mpizero.errors import ExitStatus
-from mpizero.text import show
 from mpizero.train.cli.options import add_json
 from mpizero.train.ensemble.summary import COMPLETE, SUMMARY, summarize_members
 

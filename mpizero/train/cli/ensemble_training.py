@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from mpizero._util.names import nearest
 from mpizero.comm import Communicator
-from mpizero.names import nearest
 from mpizero.train.cli.train_command import train
 from mpizero.train.config.config_file import ConfigDocument, parse_config, tables_of
 from mpizero.train.config.sections import Config

@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
+from mpizero._util.launch import BY_ANY, is_first, unclear
+from mpizero._util.text import accept_all_characters, own_version, show, wants_colour
 from mpizero.errors import ConfigError, ExitStatus, MpizeroError
-from mpizero.installed import own_version
-from mpizero.launched import BY_ANY, is_first, unclear
-from mpizero.text import accept_all_characters, show, wants_colour
 from mpizero.train.cli import (
     bench_command,
     checkpoint_command,
@@ -202,9 +201,9 @@ def _train_until_stopped(options: argparse.Namespace, signals: StopSignals, star
 
 
 def _generate(options: argparse.Namespace) -> int:
+    from mpizero._util.checks import whole
     from mpizero.train.config.setting_checks import check_option
     from mpizero.train.generate import Sampling, open_language_model, write
-    from mpizero.validation import whole
 
     check_option("--length", options.length, whole())
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, seed=options.seed)

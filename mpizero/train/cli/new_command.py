@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Callable
 from typing import Any
 
+from mpizero._util.text import show
 from mpizero.errors import ConfigError, ExitStatus
-from mpizero.text import show
 
 
 def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from mpizero._util.text import show
 from mpizero.errors import ExitStatus
-from mpizero.text import show
 from mpizero.train.cli.options import add_json
 
 

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from mpizero._util.text import show
 from mpizero.errors import ExitStatus
-from mpizero.text import show
 
 
 def add_command(commands: Any, run: Callable[[argparse.Namespace], int]) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mpizero._util.text import show
 from mpizero.errors import ConfigError, ExitStatus
-from mpizero.text import show
 from mpizero.train.cli.options import add_training, whole_number
 
 

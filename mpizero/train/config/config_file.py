@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from mpizero._util.names import nearest
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ConfigError
-from mpizero.names import nearest
 from mpizero.train.config.data_sections import DataSection, MadeDataSection
 from mpizero.train.config.loop_section import ALL_SAMPLES
 from mpizero.train.config.model_sections import MODELS, MadeModelSection, ModelSection, NamedModelSection

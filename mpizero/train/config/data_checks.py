@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpizero.names import nearest
+from mpizero._util.checks import Unexpected, whole
+from mpizero._util.names import nearest
 from mpizero.train.config.setting_checks import flag, many, text
-from mpizero.validation import Unexpected, whole
 
 
 def arrays(value: Any) -> Any:

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from mpizero._util.pytree import SampleTree
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.data import Source
 from mpizero.errors import DataError
-from mpizero.sampletree import SampleTree
 
 #: Number of samples in the hash by which a resumed run recognizes its training data.
 FINGERPRINT_SAMPLES = 64

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from mpizero._util.checks import fraction
 from mpizero.train.config.data_checks import arrays, patterns, stored
 from mpizero.train.config.make_settings import MakeSettings
 from mpizero.train.config.setting_checks import ConfigSection, optional, rejected, setting
-from mpizero.validation import fraction
 
 #: Settings that name the samples.
 KINDS = ("text", "arrays", "hdf5", "zarr", "netcdf")

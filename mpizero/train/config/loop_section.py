@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from mpizero._util.checks import number, whole
 from mpizero.train.config.setting_checks import ConfigSection, duration, flag, optional, setting
-from mpizero.validation import number, whole
 
 #: The value of ``global_batch`` that stands for all training samples, until their number is known.
 ALL_SAMPLES = 0

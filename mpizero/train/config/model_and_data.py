@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from mpizero import data, nn
+from mpizero._util.checks import whole
+from mpizero._util.pytree import SampleTree
 from mpizero.data import ArraySource, Source
 from mpizero.errors import ConfigError, DataError, MpizeroError
 from mpizero.nn.models.frozen_model import unfrozen
 from mpizero.parallel import ShardedModelBase
 from mpizero.parallel.partition.model_checks import check_model
-from mpizero.sampletree import SampleTree
 from mpizero.train.config.data_checks import source_arguments
 from mpizero.train.config.data_sections import DataSection, MadeDataSection
 from mpizero.train.config.model_sections import GptSection, MadeModelSection, MlpSection, ModelSection
@@ -24,7 +25,6 @@ from mpizero.train.config.sections import Config
 from mpizero.train.config.setting_checks import rejected, shown
 from mpizero.train.config.user_function import UserFunction, importable
 from mpizero.train.config.vector_sections import VectorMethodSection
-from mpizero.validation import whole
 
 #: What a model may be for, which says what is told of its validation.
 TASKS = ("language", "classification", "regression")

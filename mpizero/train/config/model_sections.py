@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mpizero._util.checks import fraction, whole
 from mpizero.nn.losses.named_losses import TASKS
 from mpizero.train.config.data_sections import DataSection, MadeDataSection
 from mpizero.train.config.make_settings import MakeSettings
@@ -23,7 +24,6 @@ from mpizero.train.config.setting_checks import (
     text,
 )
 from mpizero.types import BlockModel
-from mpizero.validation import fraction, whole
 
 
 def names_by_name(value: Any) -> dict[str, str]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from mpizero._util.names import nearest
 from mpizero.errors import ConfigError
-from mpizero.names import nearest
 from mpizero.train.config.sections import FREE_KEYS, FREE_SECTIONS, LENGTH
 from mpizero.train.config.vector_sections import VECTOR_SECTIONS
 

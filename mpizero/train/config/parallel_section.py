@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from mpizero._util.checks import whole
 from mpizero.errors import ConfigError, GridError
 from mpizero.layout import SCHEDULES, Axes, chunk_stages
 from mpizero.layout.stages import explicit_cuts
@@ -22,7 +23,6 @@ from mpizero.train.config.setting_checks import (
     shown,
     text,
 )
-from mpizero.validation import whole
 
 #: Names of the strategies, by ZeRO stage.
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")

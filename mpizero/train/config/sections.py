@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from mpizero._util.checks import fraction, number, positive, whole
 from mpizero.checkpoint.format.alignment import ALIGNMENT, ALIGNMENT_LIMIT
 from mpizero.train.config.data_sections import DataSection, MadeDataSection
 from mpizero.train.config.loop_section import ALL_SAMPLES, LoopSection
@@ -23,7 +24,6 @@ from mpizero.train.config.setting_checks import (
     text,
 )
 from mpizero.train.config.vector_sections import VECTOR_METHODS, VECTOR_SECTIONS, VectorMethodSection
-from mpizero.validation import fraction, number, positive, whole
 
 #: Settings that may differ between a saved run and the run that resumes it: none changes the mathematics (tensor and
 #: context groups, and GPUs, round sums differently). Training data are compared by content, not by path.

@@ -7,10 +7,10 @@ import re
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from mpizero._util.checks import Check, Unexpected, positive
+from mpizero._util.names import nearest
+from mpizero._util.text import printable
 from mpizero.errors import ConfigError
-from mpizero.names import nearest
-from mpizero.text import printable
-from mpizero.validation import Check, Unexpected, positive
 
 
 class SettingError(ConfigError):

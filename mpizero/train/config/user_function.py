@@ -23,11 +23,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from mpizero._util.checks import home_path
+from mpizero._util.names import nearest
+from mpizero._util.text import is_users, users_line
 from mpizero.errors import ConfigError, MpizeroError
-from mpizero.frames import is_users, users_line
-from mpizero.names import nearest
 from mpizero.train.config.setting_checks import SettingError, rejected
-from mpizero.validation import home_path
 
 _KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mpizero._util.checks import number, positive, whole
 from mpizero.optim.vectors.lbfgs import INITIAL
 from mpizero.train.config.setting_checks import ConfigSection, allowed, choice, many, optional, setting
-from mpizero.validation import number, positive, whole
 
 #: Names of the methods.
 VECTOR_METHODS = ("l-bfgs", "cg", "newton-cg")

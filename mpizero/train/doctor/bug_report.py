@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from mpizero._util.launch import Launch
 from mpizero.comm import Communicator
 from mpizero.comm.node_memory import available_memory
-from mpizero.launched import Launch
 from mpizero.train.doctor import examination, machine_facts
 from mpizero.train.doctor.check_result import CheckResult, counted
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+from mpizero._util.launch import Launch
 from mpizero.comm import Communicator
-from mpizero.launched import Launch
 from mpizero.train.doctor import machine_facts
 from mpizero.train.doctor.check_result import CheckResult, counted
 from mpizero.train.stopping.wall_time import Limit, slurm_limit

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from mpizero._util.checks import require, whole
+from mpizero._util.text import notice
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.equality import agree_equal
 from mpizero.comm.failure_report import describe_error
 from mpizero.comm.startup.convert import communicator_of
 from mpizero.errors import ArgumentError, CollectiveError, ConfigError, MemberError, PeerFailure
-from mpizero.text import notice
 from mpizero.train.ensemble.summary import (
     COMPLETE,
     FAILED,
@@ -28,7 +29,6 @@ from mpizero.train.ensemble.summary import (
 )
 from mpizero.train.run.result import TrainingResult
 from mpizero.train.run.visit import Preempted
-from mpizero.validation import require, whole
 
 #: Longest pause between two looks at whether all members have ended, in seconds.
 _PAUSE = 0.05

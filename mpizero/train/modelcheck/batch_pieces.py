@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from mpizero._util.pytree import SampleTree, leaves_of, map_arrays, map_leaves
 from mpizero.errors import DataError
-from mpizero.sampletree import SampleTree, leaves_of, map_arrays, map_leaves
 from mpizero.types import Array
 
 

@@ -13,17 +13,17 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from mpizero._util.checks import loss_arguments, named, takes_run, writes_in_place
+from mpizero._util.names import nearest
+from mpizero._util.pytree import paths_of
+from mpizero._util.text import users_line
 from mpizero.errors import LayoutError
-from mpizero.frames import users_line
 from mpizero.layout.flat import joined
-from mpizero.names import nearest
 from mpizero.nn.integers import fresh_integers, start_integers
 from mpizero.nn.models.block_model import bind, evaluate, initial_parameters, model_specs, nest, run_on
 from mpizero.parallel.execution.black_box import writable
 from mpizero.parallel.gradients.unwritten_gradients import mark, marks_left
 from mpizero.parallel.partition.blocks import blocks_of
-from mpizero.sampletree import paths_of
-from mpizero.signatures import loss_arguments, named, takes_run, writes_in_place
 from mpizero.train.modelcheck.batch_pieces import read_only, sample_count
 from mpizero.train.modelcheck.model_report import ModelFinding, UnusableEvaluation
 from mpizero.types import Array, BlackBoxModel, BlockModel, ParameterSpec, Run, as_reals

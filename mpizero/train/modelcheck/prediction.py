@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.sampletree import leaves_of
+from mpizero._util.pytree import leaves_of
+from mpizero._util.text import Rounding
 from mpizero.train.modelcheck.batch_pieces import content, cut
 from mpizero.train.modelcheck.checked_model import CheckedModel, Named, place_of
 from mpizero.train.modelcheck.model_report import ModelFinding
 from mpizero.train.modelcheck.repeats import CheckBatch
-from mpizero.train.rounding import Rounding
 
 
 def check_prediction(checked: CheckedModel, batch: CheckBatch, here: Named) -> tuple[list[ModelFinding], str]:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 
+from mpizero._util.text import Rounding
 from mpizero.train.modelcheck.batch_pieces import cut
 from mpizero.train.modelcheck.checked_model import CheckedModel, LossAndGradients, Named, place_of
 from mpizero.train.modelcheck.model_report import ModelFinding
 from mpizero.train.modelcheck.repeats import CheckBatch
-from mpizero.train.rounding import Rounding
 from mpizero.types import Array
 
 #: How much sums may differ, as a multiple of what changing the last bits of the parameters changes.

@@ -11,9 +11,9 @@ import tempfile
 from importlib import resources
 from pathlib import Path
 
+from mpizero._util.checks import home_path
 from mpizero.errors import ConfigError
 from mpizero.train.projects.kinds import KINDS, Kind
-from mpizero.validation import home_path
 
 #: How ranks of each MPI are started under Slurm: srun's option, and a comment on it.
 _MPI = {

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mpizero._util.checks import home_path
 from mpizero.errors import DataError
 from mpizero.train.record.events import (
     EVENTS,
@@ -25,7 +26,6 @@ from mpizero.train.record.events import (
     VisitStart,
 )
 from mpizero.train.record.json_forms import is_step
-from mpizero.validation import home_path
 
 Event = TypeVar("Event", bound=RunEvent)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from mpizero.train.number_format import age
+from mpizero._util.text import age
 from mpizero.train.record.events import EVENTS, METRICS, SkippedStep, VisitStart
 from mpizero.train.record.json_forms import is_number
 from mpizero.train.record.reader import RunRecords, VisitRecords

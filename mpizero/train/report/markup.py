@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from mpizero.text import printable
+from mpizero._util.text import printable
 
 #: Rows that are too few to be folded.
 _FEW = 4

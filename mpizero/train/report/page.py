@@ -8,8 +8,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from mpizero._util.checks import home_path
+from mpizero._util.text import duration
 from mpizero.errors import ConfigError, ExitStatus, MpizeroError
-from mpizero.train.number_format import duration
 from mpizero.train.record.reader import read_run
 from mpizero.train.report.findings import findings, speed_text
 from mpizero.train.report.history import RunHistory, counted
@@ -20,7 +21,6 @@ from mpizero.train.report.sections.differences import differences, same_environm
 from mpizero.train.report.sections.glossary import glossary
 from mpizero.train.report.sections.run_sections import configuration, run_sections
 from mpizero.train.report.style import STYLE
-from mpizero.validation import home_path
 
 #: What a file begins with that this module has written, and so may replace.
 MARK = '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta name="generator" content="mpizero report">'

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from mpizero._util.text import amount
 from mpizero.errors import UnsupportedError
-from mpizero.train.number_format import amount
 from mpizero.train.report.markup import Markup, joined
 
 #: Colours that people with any kind of colour vision tell apart (Okabe and Ito).

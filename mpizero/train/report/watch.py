@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from mpizero._util.checks import home_path
+from mpizero._util.text import age, amount, duration, printable
 from mpizero.errors import DataError, ExitStatus
-from mpizero.text import printable
-from mpizero.train.number_format import age, amount, duration
 from mpizero.train.record.events import EVENTS, METRICS, RESULT, SUPERSEDED
 from mpizero.train.record.json_forms import is_step
 from mpizero.train.record.reader import RunRecords, VisitEvents
@@ -21,7 +21,6 @@ from mpizero.train.report.findings import described_resume, described_skip, spee
 from mpizero.train.report.growing_file import GrowingFile
 from mpizero.train.report.history import RunHistory
 from mpizero.train.report.terminal_curve import terminal_curve
-from mpizero.validation import home_path
 
 #: Lines and columns that a terminal has if it does not tell, and the least that are used.
 _SIZE, _LEAST = (80, 24), (40, 12)

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from mpizero import optim
+from mpizero._util.checks import flag, require
+from mpizero._util.fingerprint import Fingerprint
+from mpizero._util.names import nearest, shown
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.equality import agree_equal
 from mpizero.data import OnlineSource, Source
 from mpizero.errors import ArgumentError, ConfigError, DataError
-from mpizero.fingerprint import Fingerprint
 from mpizero.layout.flat import joined
-from mpizero.names import nearest, shown
 from mpizero.optim.vectors.regularization import Regularization
 from mpizero.parallel import ShardedModelBase, ShardingConfig
 from mpizero.parallel.partition.blocks import blocks_of
@@ -32,7 +33,6 @@ from mpizero.train.config.sections import CheckpointSection
 from mpizero.train.config.setting_checks import SettingError
 from mpizero.train.run.run_folder import RunFolder
 from mpizero.train.run.setup import RunRecord, RunSetup
-from mpizero.validation import flag, require
 
 #: Further arguments of ``Trainer``, by the section that checks them.
 LOOP = tuple(item.name for item in fields(LoopSection))

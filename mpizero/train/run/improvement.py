@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mpizero._util.names import nearest
 from mpizero.errors import ConfigError
-from mpizero.names import nearest
 
 #: Metrics that a validation may have without metrics of the user.
 OWN_METRICS = ("validation_loss", "perplexity", "accuracy")

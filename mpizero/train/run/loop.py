@@ -8,13 +8,13 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mpizero._util.faults import inject
 from mpizero.checkpoint import StepFolder
 from mpizero.checkpoint.best_link import BEST
 from mpizero.comm.agreement import all_ranks
 from mpizero.data import Source, batches
 from mpizero.data.batches import choose_grains
 from mpizero.errors import MpizeroError
-from mpizero.faults import inject
 from mpizero.parallel import StepReport
 from mpizero.parallel.config import AUTO
 from mpizero.train.callbacks.callback_rounds import CallbackRounds

@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any, Self, TextIO
 
-from mpizero.text import printable
+from mpizero._util.text import printable
 
 #: Seconds between two lines if the output is not a terminal: at least the first number, then a twentieth of the run's
 #: time so far, but no more than the second. A day has about 360 lines. The first and the last step are always shown.

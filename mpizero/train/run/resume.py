@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mpizero import checkpoint
+from mpizero._util.text import notice
 from mpizero.checkpoint import StepFolder
 from mpizero.checkpoint.folders import step_folders
 from mpizero.comm import Communicator
@@ -18,7 +19,6 @@ from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError
 from mpizero.parallel.checkpointing import model_state
 from mpizero.parallel.checkpointing.saved_attribute import read_attribute
 from mpizero.parallel.checkpointing.tile_record import recorded_tiles
-from mpizero.text import notice
 from mpizero.train.config.data_identity import difference, touched
 from mpizero.train.config.overridden import overridable
 from mpizero.train.config.sections import changes, described_change

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from mpizero._util.checks import require, whole
+from mpizero._util.names import explains
+from mpizero._util.text import notice
 from mpizero.comm.calls import check_call
 from mpizero.data import Source
 from mpizero.errors import StateError
-from mpizero.names import explains
 from mpizero.parallel import ShardingConfig
-from mpizero.text import notice
 from mpizero.train.callbacks.user_metrics import Metric
 from mpizero.train.run.arguments import TrainerArguments, plain_settings
 from mpizero.train.run.loop import TrainingLoop
@@ -23,7 +24,6 @@ from mpizero.train.run.setup import RunSetup
 from mpizero.train.run.visit import Preempted, run_visit
 from mpizero.train.stopping.signals import SIGNALS, StopSignals
 from mpizero.train.stopping.wall_time import JobContext
-from mpizero.validation import require, whole
 
 
 @explains

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpizero._util.pytree import SampleTree
+from mpizero._util.text import Rounding
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.startup.convert import communicator_of
@@ -21,8 +23,6 @@ from mpizero.layout import Grains
 from mpizero.optim import SGD
 from mpizero.parallel import ShardingConfig
 from mpizero.parallel.partition.tiles import own_reasons, shown_tiles
-from mpizero.sampletree import SampleTree
-from mpizero.train.rounding import Rounding
 from mpizero.train.verify.layouts import ONE_PROCESS, Layout, each_once
 from mpizero.train.verify.pair import UNREPEATED, TrainingPair
 from mpizero.train.verify.training import Feed, Key, ObservedTraining, TrainingTask, placed

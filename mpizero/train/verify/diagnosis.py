@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpizero.train.rounding import Rounding, largest
+from mpizero._util.text import Rounding, largest
 from mpizero.types import Array
 
 _ROUNDING = "numbers added in another order: the differences are of the size of rounding"

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from mpizero._util.text import Rounding, largest
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
-from mpizero.train.rounding import Rounding, largest
 from mpizero.train.verify import diagnosis
 from mpizero.train.verify.diagnosis import Diagnosis, RankGradients
 from mpizero.train.verify.layouts import Layout

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpizero._util.pytree import SampleTree
 from mpizero.comm import Communicator
 from mpizero.kernels import to_host
 from mpizero.layout.flat import FlatLayout, joined
@@ -24,7 +25,6 @@ from mpizero.parallel.optimizer.sharded_update import Updater
 from mpizero.parallel.parameters.global_view import take
 from mpizero.parallel.parameters.shards import UpdatePiece
 from mpizero.parallel.parameters.store import flat_names
-from mpizero.sampletree import SampleTree
 from mpizero.train.config.builder import lay_out
 from mpizero.train.verify.layouts import Layout
 from mpizero.types import Array

@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from mpizero._util.checks import whole
+from mpizero._util.text import notice
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.data import batches
 from mpizero.data.batches import whole_batch
 from mpizero.errors import ConfigError, ExitStatus
 from mpizero.parallel import ShardingConfig
-from mpizero.text import notice
 from mpizero.train.config.builder import build_optimizer, computing_settings
 from mpizero.train.config.model_and_data import build_model, build_source, user_functions, users_modules, with_batch
 from mpizero.train.config.sections import Config, TensorSection
@@ -30,7 +31,6 @@ from mpizero.train.verify.compare import compare_layouts
 from mpizero.train.verify.layouts import Layout, default_layouts, each_once, parse_layouts
 from mpizero.train.verify.verdicts import Report
 from mpizero.types import BlockModel
-from mpizero.validation import whole
 
 #: Exit status if a layout differs from one process, or the model itself is wrong.
 DIFFERS = 1

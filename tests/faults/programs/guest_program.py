@@ -250,9 +250,9 @@ def child_of_guest_and_of_closed():
 
 def job_of_rank():
     """Start a job of its own on a rank."""
-    from mpizero.launched import job_name
+    from mpizero._util.launch import job_name
 
-    code = "import os; from mpizero.launched import is_rank, job_name; from mpi4py import MPI;"
+    code = "import os; from mpizero._util.launch import is_rank, job_name; from mpi4py import MPI;"
     code += "print(MPI.COMM_WORLD.Get_size(), is_rank(os.environ), job_name(os.environ))"
     names = {job_name(os.environ)}
     for _ in range(2):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import mpizero as mz
+from mpizero._util.pytree import map_leaves
 from mpizero.nn import Layer
-from mpizero.sampletree import map_leaves
 from mpizero.testing import run_in_threads
 from mpizero.types import EVALUATE, Array
 from tests.parallel.models import gpt, hard_function, layouts, part, sharded, tokens, vectors

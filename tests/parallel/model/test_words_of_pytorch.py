@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpizero as mz
-from mpizero.names import INSTEAD
+from mpizero._util.names import INSTEAD
 
 X, Y = np.eye(4, dtype=np.float32), np.arange(4) % 2
 

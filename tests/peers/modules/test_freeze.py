@@ -13,9 +13,9 @@ pytest.importorskip("jax")
 from torch import nn  # noqa: E402
 
 import mpizero as mz  # noqa: E402
+from mpizero._util.names import selected  # noqa: E402
 from mpizero.adapters.jax import JaxModel  # noqa: E402
 from mpizero.adapters.torch import TorchModel  # noqa: E402
-from mpizero.names import selected  # noqa: E402
 from mpizero.testing import run_in_threads  # noqa: E402
 
 RNG = np.random.default_rng(0)

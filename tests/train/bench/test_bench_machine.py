@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mpizero._util.text import Measurement
 from mpizero.errors import ConfigError, DataError
 from mpizero.kernels import stream
-from mpizero.measurement import Measurement
 from mpizero.parallel import ShardingConfig
 from mpizero.planning.machine_file import NEEDED, Machine, read_machine, write_machine
 from mpizero.testing import run_in_threads

@@ -11,9 +11,9 @@ import threading
 
 import pytest
 
+from mpizero._util.text import wants_colour
 from mpizero.comm.startup.launch import one_process
 from mpizero.testing import run_in_threads
-from mpizero.text import wants_colour
 from mpizero.train.doctor import machine_facts
 from mpizero.train.doctor.bug_report import bug_report
 from mpizero.train.doctor.check_result import CheckResult

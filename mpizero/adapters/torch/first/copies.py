@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
+from mpizero._util.pytree import leaves_of, map_leaves
 from mpizero.adapters.torch.arrays import gradient_leaves
 from mpizero.adapters.torch.backward import gradients_of
 from mpizero.adapters.torch.bound import BlockTensors, in_places
 from mpizero.adapters.torch.calling import called
 from mpizero.adapters.torch.process import TorchSettings, random_state, set_random_state
-from mpizero.sampletree import leaves_of, map_leaves
 
 
 class Outcome(NamedTuple):

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mpizero._util.checks import named
+from mpizero._util.pytree import leaves_of, map_leaves
 from mpizero.adapters.hidden_state import differing, hidden_state, line_that_changes, part_of, shared_generators
 from mpizero.adapters.torch.arrays import gradient_leaves
 from mpizero.adapters.torch.backward import Gradients, gradients_of
@@ -19,8 +21,6 @@ from mpizero.adapters.torch.first.originals import Originals
 from mpizero.adapters.torch.first.parts import InParts, aligned, apart, in_double
 from mpizero.adapters.torch.process import drawn_since, random_state
 from mpizero.errors import LayoutError
-from mpizero.sampletree import leaves_of, map_leaves
-from mpizero.signatures import named
 
 #: How far the losses of parts may be from that of the whole, relative to their size: in double and in own precision.
 _WIDE, _OWN = 1e-5, 1e-3

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from mpizero._util.pytree import leaves_of, map_leaves
 from mpizero.adapters.hidden_state import differing, hidden_state, line_that_changes, part_of, shared_generators
 from mpizero.adapters.torch.arrays import gradient_leaves
 from mpizero.adapters.torch.first.copies import CopyGraph, ModuleCopy, Outcome, seeded
@@ -22,7 +23,6 @@ from mpizero.adapters.torch.first.originals import Originals
 from mpizero.adapters.torch.first.parts import InParts, Trial, aligned, apart, in_double, of_whole, other_samples
 from mpizero.adapters.torch.process import drawn_since, random_state
 from mpizero.errors import LayoutError
-from mpizero.sampletree import leaves_of, map_leaves
 
 #: Number of shapes of samples, in training and in evaluation, whose first pass is looked at.
 MOST_SHAPES = 4

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from mpizero._util.checks import named
+from mpizero._util.text import is_users
 from mpizero.adapters.torch.first.originals import values_of
 from mpizero.errors import ConfigError
-from mpizero.frames import is_users
-from mpizero.signatures import named
 
 
 def check_loss(function: Any, module: torch.nn.Module) -> None:

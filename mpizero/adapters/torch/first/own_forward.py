@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from mpizero._util.pytree import map_leaves, paths_of
 from mpizero.adapters.derived_seed import derived_seed
 from mpizero.adapters.torch.arrays import as_tensor
 from mpizero.adapters.torch.bound import begin_training
 from mpizero.adapters.torch.calling import arguments_of, called
 from mpizero.adapters.torch.process import TorchSettings, torch_pass
 from mpizero.errors import LayoutError, MpizeroError
-from mpizero.sampletree import map_leaves, paths_of
 from mpizero.types import Run
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from mpizero.sampletree import combine_leaves, leaves_of, map_leaves
+from mpizero._util.pytree import combine_leaves, leaves_of, map_leaves
 
 #: How far results may be apart that differ by rounding alone, relative to their size, by the type of the elements.
 _APART = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-3, torch.complex64: 1e-3}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from mpizero.train.number_format import PREFIXES
+from mpizero._util.text import PREFIXES
 
 
 def seconds_column(values: Sequence[float]) -> tuple[str, list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from mpizero.train.number_format import amount
+from mpizero._util.text import amount
 from mpizero.train.report.history import RunHistory
 from mpizero.train.report.markup import Markup, element, figure, joined, spot, table
 from mpizero.train.report.measures import MemoryTable, last_with_memory, memory_tables

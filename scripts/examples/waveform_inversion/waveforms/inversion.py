@@ -13,9 +13,9 @@ import numpy as np
 
 import mpizero as mz
 from mpizero import checkpoint
+from mpizero._util.checks import require, whole
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ConfigError
-from mpizero.validation import require, whole
 
 from .misfit import Misfit
 from .survey import FASTEST, SLOWEST, WATER, Survey, start_velocity, true_velocity

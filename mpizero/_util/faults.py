@@ -29,7 +29,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from mpizero.launched import launched_rank
+from mpizero._util.launch import launched_rank
 
 #: Names of the places that call :func:`inject`, each with what is about to happen there and, in parentheses, the
 #: target that is passed.

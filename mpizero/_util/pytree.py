@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpizero._util.checks import native, unmasked_samples
 from mpizero.errors import DataError
 from mpizero.types import Array
-from mpizero.validation import native, unmasked_samples
 
 #: Function that builds a tree again, given an iterator over the values that take the places of its leaves.
 _Build = Callable[[Iterator[Any]], Any]

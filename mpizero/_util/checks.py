@@ -1,0 +1,429 @@
+"""Check numbers, flags and arrays that users pass; errors name the argument, its value and what is expected.
+
+A check is a function that returns the value to use, or raises :class:`Unexpected` with a text of what is expected.
+:func:`require` turns that exception into the error that users see. Configuration files and command line options use the
+same checks, but word their messages themselves.
+
+Find out which arguments a user's function is called with.
+
+Check what a user's function or loss layer returns; errors name the function.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Set
+from contextlib import suppress
+from numbers import Integral, Real
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeGuard, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpizero._util.names import nearest, shown
+from mpizero.errors import ConfigError, DataError, LayoutError, MpizeroError
+from mpizero.types import Array, Run
+
+T = TypeVar("T")
+#: What to give in place of a masked array that takes no mask beside it.
+_FILLED = "give a.filled(value), with a number for what is masked, or a.data if nothing is"
+#: The same of a masked array of samples, which losses take a mask for.
+_TWO_ARRAYS = "give the values and the mask as two arrays, for example {'values': a.filled(0), 'mask': a.mask}"
+#: Function that returns the value to use, or raises :class:`Unexpected`.
+Check = Callable[[Any], Any]
+
+
+class Unexpected(ValueError):  # noqa: N818 - becomes an error of the package
+    """Raised by a check for a wrong value; the message says what is expected, such as "a whole number >= 1"."""
+
+
+def require(name: str, value: object, check: Callable[[Any], T], error: type[MpizeroError] = ConfigError) -> T:
+    """Apply ``check`` to the value of the argument ``name``; return the value to use, or raise ``error``.
+
+    Raises
+    ------
+    error
+        If the check fails. The message names the argument, its value and what is expected.
+    """
+    try:
+        return check(value)
+    except Unexpected as expected:
+        raise error(f"{name}={value!r}: expected {expected}") from None
+
+
+def is_whole(value: object, least: int = 0, most: int = 2**63 - 1) -> TypeGuard[int]:
+    """Tell whether a value is an integer of Python or NumPy, but no bool, from ``least`` to ``most`` inclusive."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most
+
+
+def home_path(path: str | PathLike[str]) -> Path:
+    """Return a path in which "~" or "~user" at the beginning is replaced by that home folder.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such home folder.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{os.fspath(path)}: there is no such home folder; give the whole path") from None
+
+
+def whole(least: int = 0, most: int | None = None, of: str = "") -> Callable[[Any], int]:
+    """Return a check for integers from ``least`` to ``most`` (default 2**63 - 1), inclusive.
+
+    ``of`` is inserted into the message: " of samples" gives "a whole number of samples >= 1".
+    """
+    limit = 2**63 - 1 if most is None else most
+
+    def check(value: Any) -> int:
+        if not is_whole(value, least, limit):
+            names_limit = most is not None or (isinstance(value, Integral) and int(value) > limit)
+            bounds = f"from {least} to {limit}" if names_limit else f">= {least}"
+            raise Unexpected(f"a whole number{of} {bounds}")
+        return int(value)
+
+    return check
+
+
+def seed(value: Any) -> int:
+    """Check that a value is an integer from 0 to 2**64 - 1, and return it as an int."""
+    if not is_whole(value, most=2**64 - 1):
+        raise Unexpected("a whole number from 0 to 2**64 - 1")
+    return int(value)
+
+
+def number(
+    least: float = 0.0, below: float = math.inf, *, above: bool = False, what: str = "a finite number"
+) -> Callable[[Any], float]:
+    """Return a check for finite numbers in [least, below), or in (least, below) if ``above`` is True.
+
+    ``what`` describes the number in the message.
+    """
+    bounds = ((least, ">" if above else ">="), (below, "<"))
+    ranges = " and ".join(f"{sign} {bound:g}" for bound, sign in bounds if math.isfinite(bound))
+    expected = f"{what} {ranges}".rstrip()
+
+    def check(value: Any) -> float:
+        if isinstance(value, bool | np.bool) or not isinstance(value, Real):
+            raise Unexpected(expected)
+        try:
+            given = float(value)
+        except OverflowError:  # of an integer
+            given = math.inf
+        if not math.isfinite(given) or not (least < given if above else least <= given) or given >= below:
+            raise Unexpected(expected)
+        return given
+
+    return check
+
+
+#: Check for a finite number above zero.
+positive = number(above=True)
+#: Check for a number from zero up to, but not including, one.
+fraction = number(below=1.0)
+
+
+def flag(value: Any) -> bool:
+    """Check that a value is True or False, and return it as a bool."""
+    if not isinstance(value, bool | np.bool):
+        raise Unexpected("True or False")
+    return bool(value)
+
+
+def unmasked(value: T, what: str, error: type[MpizeroError] = LayoutError, way: str = _FILLED) -> T:
+    """Return ``value``; raise ``error`` if it is a masked array, or a list of some: as an array it would lose its mask.
+
+    ``what`` names the value in the message, ``way`` is the way out.
+    """
+    module = sys.modules.get("numpy.ma")  # which takes 30 ms to import; without it there are no masked arrays
+    kind = getattr(module, "MaskedArray", None)  # nor while another thread imports it
+    held = value if isinstance(value, list | tuple) else (value,)
+    if kind is not None and any(isinstance(one, kind) for one in held):
+        raise error(f"{what} is a masked array, whose mask would be lost: {way}")
+    return value
+
+
+def unmasked_samples(value: T, path: str) -> T:
+    """Return an array of samples, or a list; raise DataError, which names ``path``, if it is masked."""
+    return unmasked(value, path, DataError, _TWO_ARRAYS)
+
+
+def native(array: NDArray[Any]) -> NDArray[Any]:
+    """Return ``array`` in this machine's byte order, equal numbers as equal bytes: itself, or a copy if it has others.
+
+    Files of other machines hold numbers in theirs. NumPy computes with them, but messages, checksums and compiled code
+    see bytes.
+    """
+    found = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+    return found if has_plain_bytes(found) else _without_padding(found)
+
+
+def has_plain_bytes(array: NDArray[Any]) -> bool:
+    """Tell whether an array is in this machine's byte order, and has no bytes without meaning, as extended floats."""
+    return array.dtype.isnative and array.dtype.char not in "gG"
+
+
+def _without_padding(array: NDArray[Any]) -> NDArray[Any]:
+    """Return a copy of extended floats with zeros where x86 has bytes without meaning, ten bytes of sixteen."""
+    kind = np.finfo(np.longdouble)
+    used, size = 10 if kind.nmant == 63 else kind.dtype.itemsize, kind.dtype.itemsize
+    found = np.zeros(array.shape, array.dtype)
+    found.reshape(-1).view(np.uint8).reshape(-1, size)[:, :used] = (
+        np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(-1, size)[:, :used]
+    )
+    return found
+
+
+def number_array(values: Any, what: str, *, complex: bool = True) -> NDArray[Any]:
+    """Convert ``values`` to an array of booleans, integers, floats or, if ``complex``, complex numbers.
+
+    It has this machine's byte order.
+
+    Raises
+    ------
+    LayoutError
+        If the values are no such numbers; the message begins with ``what``, the name of the values.
+    """
+    if isinstance(values, Mapping):
+        inner = ", ".join(repr(str(key)) for key in list(values)[:3])
+        raise LayoutError(
+            f"{what} is a mapping of {inner}, not an array: flatten the names, as in {{'layer.weight': array}}"
+        )
+    try:
+        array = native(np.asarray(unmasked(values, what)))
+    except ValueError as error:  # a ragged list
+        raise LayoutError(f"{what} is a {type(values).__name__} that makes no array: {error}") from None
+    if array.dtype.kind not in ("biufc" if complex else "biuf"):
+        kind = "numbers" if complex else "real numbers"
+        advice = ": give its real part, or real and imaginary parts in turn" if array.dtype.kind == "c" else ""
+        raise LayoutError(f"{what} is of type {array.dtype}, not an array of {kind}{advice}")
+    return array
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def writes_in_place(model: Any) -> bool:
+    """Tell whether a black box writes its gradients into arrays that it is given, instead of returning them."""
+    return getattr(model, "in_place", False) is True
+
+
+def loss_arguments(*, in_place: bool) -> tuple[str, ...]:
+    """Return the names of the positional arguments that a black box's ``loss_and_grad`` is called with."""
+    return ("parameters", "batch", "gradients") if in_place else ("parameters", "batch")
+
+
+def takes_run(function: Callable[..., Any], name: str, *given: str) -> bool:
+    """Tell whether a function called with positional arguments named ``given`` also accepts the keyword ``run``.
+
+    ``run`` is a :class:`mpizero.types.Run`.
+
+    ``name`` is the name of the function in error messages. The result is False for a function without a readable
+    signature (compiled code). For a decorated function it is True only if both the function itself and the decorator's
+    wrapper accept ``run``.
+
+    Raises
+    ------
+    ConfigError
+        If the function cannot be called with as many positional arguments as ``given`` names.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return False
+    outer = signature
+    with suppress(TypeError, ValueError):  # of a decorator in compiled code
+        outer = inspect.signature(function, follow_wrapped=False)
+    found = list(signature.parameters.values())
+    first = [parameter.name for parameter in found[: len(given)] if parameter.kind in _POSITIONAL]
+    own = signature.parameters.get("run")
+    takes = own is not None and own.kind in (own.KEYWORD_ONLY, own.POSITIONAL_OR_KEYWORD) and "run" not in first
+    if takes:
+        with suppress(TypeError):
+            outer.bind(*given, run=None)
+            return True
+    try:
+        outer.bind(*given)
+    except TypeError as error:
+        called = getattr(function, "__qualname__", name).rpartition("<locals>.")[2]
+        raise ConfigError(
+            f"{name} is called as {name}({', '.join(given)}), or with run=... as well where it takes that, but it is "
+            f"{called}{outer}: {error}"
+        ) from None
+    return False
+
+
+def named(function: Any, name: str) -> str:
+    """Return ``name``, followed by the function's own name, file and line if they are known. Not collective."""
+    function = inspect.unwrap(getattr(function, "func", function))  # of a functools.partial, or decorated
+    code, own = getattr(function, "__code__", None), getattr(function, "__qualname__", name)
+    if code is None:
+        return name
+    own = own.rpartition("<locals>.")[2]
+    place = f"{own} at {Path(code.co_filename).name}:{code.co_firstlineno}"
+    return place if own == name else f"{name} ({place})"
+
+
+#: The ``dtype.kind`` codes that a number may have: float, int, unsigned, and void, which JAX's bfloat16 has.
+_NUMBERS = "fiuV"
+_WEIGHT = "how much the samples count, for a plain mean their number; 0 for those that shall not"
+
+
+def samples_text(run: Run) -> str:
+    """Return a text for messages: which samples of the global batch ``run`` covers. Not collective."""
+    first, last = run.first_sample, run.first_sample + run.count - 1
+    return f"samples {first} to {last} of the global batch" if run.count > 1 else f"sample {first}"
+
+
+def loss_and_weight(
+    function: Callable[..., Any], loss: Any, weight: Any, given: Run | None = None, name: str = "loss_and_grad"
+) -> tuple[float, float]:
+    """Check the loss sum and the weight that ``function`` returned, and return them as floats. Not collective.
+
+    ``given`` tells for which samples the function was called, for error messages. ``name`` is the function's name in
+    them; a loss layer's ``forward`` is named by the layer's class instead. Infinities and NaN are accepted here: the
+    training step is skipped later and the user is told why.
+
+    Raises
+    ------
+    LayoutError
+        If the loss or the weight is not a real number.
+    DataError
+        If the weight is negative.
+    """
+    if type(loss) is float and type(weight) is float and weight >= 0:  # as usual: every micro-batch comes here
+        return loss, weight
+    found_loss, found_weight = _number(loss), _number(weight)
+    at = "" if given is None else f" of {samples_text(given)}"
+    if getattr(function, "__name__", "") == "forward":
+        name = f"{type(getattr(function, '__self__', None)).__name__}.forward"
+    if found_loss is None:
+        raise LayoutError(
+            f"{named(function, name)} returned {_described(loss)} as the loss{at}: expected one real number, the sum "
+            "of the samples' losses"
+        )
+    if found_weight is None:
+        raise LayoutError(
+            f"{named(function, name)} returned {_described(weight)} as the weight{at}: expected one real number, "
+            f"{_WEIGHT}"
+        )
+    if found_weight < 0:
+        raise DataError(
+            f"{named(function, name)} returned {found_weight:g} as the weight{at}: expected a number >= 0, {_WEIGHT}"
+        )
+    return found_loss, found_weight
+
+
+def _number(value: Any) -> float | None:
+    kind = getattr(getattr(value, "dtype", None), "kind", "f")
+    if value is not None and not isinstance(value, bool | str | bytes | bytearray | complex) and kind in _NUMBERS:
+        try:
+            whole = getattr(value, "shape", ()) and math.prod(value.shape) == 1
+            return float(value.reshape(()) if whole else value)
+        except (TypeError, ValueError):
+            pass
+    return None
+
+
+def _described(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    if shape is not None and hasattr(value, "dtype"):
+        return f"an array of {value.dtype} of shape {tuple(shape)}" if shape else f"{shown(value)} ({value.dtype})"
+    return "None" if value is None else f"{shown(value)} ({type(value).__name__})"
+
+
+def check_names(function: Callable[..., Any], grads: Mapping[str, Any], trained: Set[str], frozen: Set[str]) -> None:
+    """Check the names of the gradients that a user's function returned. Not collective.
+
+    There must be a gradient for each name in ``trained``. Those for names in ``frozen`` are ignored.
+
+    Raises
+    ------
+    LayoutError
+        If a gradient is missing, or one has a name that is in neither set.
+    """
+    if grads.keys() == trained:
+        return
+    for name in grads:
+        if name not in trained and name not in frozen:
+            raise LayoutError(
+                f"{named(function, 'loss_and_grad')} returned a gradient for {shown(name)}, which is no parameter"
+                f"{nearest(name, trained)}: the parameters are {_some(trained)}"
+            )
+    for name in trained:
+        if name not in grads:
+            raise LayoutError(
+                f"{named(function, 'loss_and_grad')} returned no gradient for {name!r}; it returned {_some(grads)}"
+            )
+
+
+def _some(names: Any, most: int = 8) -> str:
+    listed = sorted(map(str, names))
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return f"{listed[:most]}{more}"
+
+
+def gradient(function: Callable[..., Any], name: str, value: Any, view: Array, given: Run) -> Array:
+    """Check one gradient that a user's function returned, and return it as an array. Not collective.
+
+    ``value`` is the gradient of the parameter ``name`` for the samples of ``given``. It must have the shape of
+    ``view``, the array to which the caller copies it.
+
+    Raises
+    ------
+    LayoutError
+        If it has another shape, or is not float32 or float64; of a complex parameter, complex64 or complex128.
+    """
+    array = np.asarray(unmasked(value, f"{named(function, 'loss_and_grad')} returned a gradient of {name!r} that"))
+    if array.dtype.kind != view.dtype.kind or array.real.itemsize < 4:
+        expected = "complex64 or complex128" if view.dtype.kind == "c" else "float32 or float64"
+        raise LayoutError(
+            f"{named(function, 'loss_and_grad')} returned {_described(array)} as the gradient of {name!r} by "
+            f"{samples_text(given)}: expected {expected}; {_way_out(array, view)}"
+        )
+    if array.shape != view.shape:
+        raise LayoutError(
+            f"{named(function, 'loss_and_grad')}: the gradient of {name!r} has shape {array.shape}, its parameter has "
+            f"{view.shape}, by {samples_text(given)}"
+        )
+    return array
+
+
+def take_integers(function: Callable[..., Any], name: str, value: Any, view: Array, given: Run) -> None:
+    """Copy ``value``, the new value that a user's function returned for an integer array, to ``view``. Not collective.
+
+    ``name`` is the array's name; ``given`` tells for which samples the function was called.
+
+    Raises
+    ------
+    LayoutError
+        If it has another shape, or values that the array's dtype cannot hold.
+    """
+    array = np.asarray(unmasked(value, f"{named(function, 'loss_and_grad')} returned a value of {name!r} that"))
+    if array.shape == view.shape and array.dtype.kind in "iub":
+        view[...] = array
+        if (view == array).all():
+            return
+    raise LayoutError(
+        f"{named(function, 'loss_and_grad')} returned {_described(array)} as the new value of integer array {name!r} "
+        f"by {samples_text(given)}: expected {view.dtype} of shape {view.shape}"
+    )
+
+
+def _way_out(array: Array, view: Array) -> str:
+    if array.dtype.kind == "c":
+        return "the gradient of a real loss by a real parameter is real: return its real part"
+    if view.dtype.kind == "c" and array.dtype.kind == "f":
+        return "the parameter is complex, so its gradient is dL/dRe + i dL/dIm"
+    if array.dtype.kind == "f" or array.itemsize == 2:
+        return "sums of many samples lose digits in 16 bits: compute it in float32"
+    if array.dtype.kind == "O":
+        return "numbers of different kinds, or things that are no numbers, stand in it"
+    return "if these are the right values, convert them: value.astype(numpy.float32)"

@@ -1,0 +1,402 @@
+"""Print on terminals and in logs: escape control characters, so that any text can be printed safely.
+
+Find the line of the user's own code in a traceback, so that error messages can name it.
+
+Bound by how much rounding alone can make two numbers differ, from their type and the lengths of the sums.
+
+Format numbers, ages and tables for people.
+
+Find the versions of installed packages by the names of their folders, without ``importlib.metadata``.
+
+Importing that takes 30 ms of processor time, because it imports parsers of mail and archives: of 64 ranks on two cores
+a second. Installers name the folder that describes a package after its name and version (PEP 376).
+
+Summarize repeated measurements by median and range.
+
+Compute CRC32 checksums with the values of ``zlib.crc32``, about as fast as memory can be read.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import re
+import statistics
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, TextIO
+from unicodedata import category
+
+import numpy as np
+from isal.isal_zlib import crc32, crc32_combine
+
+from mpizero.types import Array
+
+#: Unicode categories that are escaped: control characters (escape sequences begin with one), invisible formatting marks
+#: (which reverse the direction of writing, or hide in names), halves of surrogate pairs, line and paragraph separators,
+#: and code points that are private or not assigned.
+_ESCAPED = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+_UNUSUAL = re.compile(r"[^ -~]")
+_SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+
+def printable(text: str, keep: str = "") -> str:
+    r"""Return ``text`` with control characters and invisible characters escaped.
+
+    Letters, marks, symbols and spaces of all scripts stay. The escapes have the syntax of JSON and TOML (``\n``,
+    ``\u001b``, ``\U000e0001``). Backslashes are not escaped, so a text that already contains escapes, such as a JSON
+    document, keeps its meaning.
+
+    Parameters
+    ----------
+    text : str
+        Anything: names, keys, values, messages of other libraries.
+    keep : str
+        Characters that are not escaped, such as ``"\n"`` in a report of several lines.
+    """
+    return _UNUSUAL.sub(lambda found: found[0] if found[0] in keep else _escaped(found[0]), text)
+
+
+def _escaped(character: str) -> str:
+    if category(character) not in _ESCAPED:
+        return character
+    code = ord(character)
+    return _SHORT.get(character) or (f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}")
+
+
+def notice(text: str) -> None:
+    """Write one line to standard error: "mpizero: " and ``text`` with its control characters escaped."""
+    print(f"mpizero: {printable(text)}", file=sys.stderr, flush=True)
+
+
+def show(text: str, file: TextIO | None = None) -> None:
+    """Print a report or a line to standard output, or to ``file``, with control characters escaped."""
+    print(printable(text, keep="\n"), file=file, flush=True)
+
+
+def accept_all_characters() -> None:
+    """Make standard output and error escape the characters that their encoding lacks, instead of raising an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def wants_colour(stream: TextIO, environment: Mapping[str, str]) -> bool:
+    """Tell whether to write colours to a stream: to terminals, unless the environment says otherwise.
+
+    ``NO_COLOR`` forbids them and ``FORCE_COLOR`` asks for them anywhere, where not empty; ``TERM=dumb`` is a terminal
+    that has none. Ranks of Open MPI write to a terminal of its own, wherever the output goes.
+    """
+    if environment.get("NO_COLOR") or environment.get("FORCE_COLOR"):
+        return not environment.get("NO_COLOR")
+    return environment.get("TERM") != "dumb" and "OMPI_COMM_WORLD_RANK" not in environment and stream.isatty()
+
+
+#: Environment variable; set to anything but 0, errors that end a job or are shown by Jupyter print all their frames.
+TRACEBACK = "MPIZERO_TRACEBACK"
+
+#: Folder of the library, as it may stand in the file names of code objects: with symbolic links and resolved.
+_PACKAGE = tuple({f"{path}{os.sep}" for path in (Path(__file__).parents[1], Path(__file__).resolve().parents[1])})
+#: Folders of Python's standard library and of the commands that packages install; nothing is imported to find them,
+#: because a rank that fails may have no file left to open.
+_LIBRARY = f"{sys.platlibdir}/python{sys.version_info[0]}.{sys.version_info[1]}"
+_PYTHON = tuple(
+    os.path.join(path, "")
+    for path in (os.path.dirname(os.__file__), *(f"{sys.exec_prefix}/{own}" for own in (_LIBRARY, "bin", "local/bin")))
+)
+_INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+#: File name of code compiled from a string: the ``__init__`` of a dataclass, but also a program given to ``python -c``.
+_GENERATED = "<string>"
+
+
+class Line(NamedTuple):
+    """Describe one frame of a traceback: its file, line number and function."""
+
+    file: str
+    number: int
+    function: str
+
+    def __str__(self) -> str:
+        """Return "file:line in function"."""
+        return f"{Path(self.file).name}:{self.number} in {self.function}"
+
+
+def is_users(file: str) -> bool:
+    """Tell whether a source file is the user's: outside of Python, of mpizero and of all installed packages."""
+    others = (*_PACKAGE, *_PYTHON, "<frozen", "<mapped")
+    return not file.startswith(others) and not any(part in file for part in _INSTALLED)
+
+
+def users_line(trace: TracebackType | None) -> Line | None:
+    """Return the innermost frame of a traceback that is in the user's own code, or None.
+
+    If there is none because the user's program is itself an installed package, the frame that calls mpizero is
+    returned. The result is None if no such frame exists, for example inside a command such as ``mpizero train``.
+    """
+    lines = list(_lines(trace))
+    if own := [line for line in lines if is_users(line.file)]:
+        return own[-1]
+    entry = next((place for place, line in enumerate(lines) if line.file.startswith(_PACKAGE)), 0)
+    caller = lines[entry - 1] if entry else None
+    return caller if caller and any(part in caller.file for part in _INSTALLED) else None
+
+
+def stacklevel() -> int:
+    """Return the ``stacklevel`` with which ``warnings.warn`` of the caller names the line of the user's code.
+
+    If there is none, the warning names the line that called mpizero.
+    """
+    files: list[str] = []
+    frame = sys._getframe().f_back
+    while frame is not None:
+        files.append(frame.f_code.co_filename)
+        frame = frame.f_back
+    users = (depth for depth, file in enumerate(files) if is_users(file) and file != _GENERATED)
+    callers = (depth for depth, file in enumerate(files) if not file.startswith(_PACKAGE))
+    return 1 + next(users, next(callers, 0))
+
+
+def _lines(trace: TracebackType | None) -> Iterator[Line]:
+    while trace is not None:
+        code, module = trace.tb_frame.f_code, trace.tb_frame.f_globals
+        if code.co_filename != _GENERATED or "__file__" not in module:
+            yield Line(code.co_filename, trace.tb_lineno, code.co_name)
+        trace = trace.tb_next
+
+
+def shows_all() -> bool:
+    """Tell whether the environment variable ``MPIZERO_TRACEBACK`` asks for whole tracebacks."""
+    return os.environ.get(TRACEBACK, "0") not in ("", "0")
+
+
+def rendered(error: BaseException) -> list[str]:
+    """Return the lines that IPython and Jupyter print for an error: the line of the user's code, then the message.
+
+    If no line of the user's code is found, or ``MPIZERO_TRACEBACK`` is set, they are the whole traceback.
+    """
+    line = users_line(error.__traceback__)
+    if line is None or shows_all():
+        return "".join(traceback.format_exception(error)).splitlines()
+    shown = traceback.format_list([traceback.FrameSummary(*line)])[0].splitlines()
+    return [*shown, f"{type(error).__name__}: {error}", f"(lines inside of mpizero: {TRACEBACK}=1)"]
+
+
+#: Relative change of a sum by another order of its terms, in units of the type's epsilon, for every doubling of its
+#: length. BLAS and trees add in blocks, so the error grows with the logarithm of the length. Differences measured with
+#: a small GPT stay below a tenth of this.
+_PER_DOUBLING = 16.0
+#: Relative rounding error of a few products and divisions of one element, in units of epsilon.
+_OF_ELEMENT = 2.0
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Compare numbers of two trainings, allowing for rounding.
+
+    Attributes
+    ----------
+    dtype : str
+        Type of parameters and gradients.
+    terms : float
+        Number of terms of the longest sums.
+    tolerance : float or None
+        Difference that the parallel layout may cause, relative to the largest element of the compared arrays. None: the
+        layout must not change a bit.
+    """
+
+    dtype: str
+    terms: float
+    tolerance: float | None = None
+
+    @property
+    def epsilon(self) -> float:
+        """Distance from 1 to the next larger number of the type."""
+        return float(np.finfo(self.dtype).eps)
+
+    @property
+    def of_sums(self) -> float:
+        """Largest relative difference between sums of the same terms in another order."""
+        return _PER_DOUBLING * self.epsilon * math.log2(2.0 + self.terms)
+
+    def near(self, found: float, expected: float) -> bool:
+        """Tell whether two numbers differ by no more than rounding of sums, or :attr:`tolerance`, allows."""
+        return found == expected or abs(found - expected) <= max(self.of_sums, self.tolerance or 0.0) * abs(expected)
+
+    def ratio(self, factor: float, counts: float) -> bool:
+        """Tell whether ``factor`` equals ``counts``, a ratio of two counts, within rounding."""
+        return abs(factor - counts) <= max(self.of_sums, 8 * (self.tolerance or 0.0)) * counts
+
+    def same(self, found: float, expected: float) -> bool:
+        """Tell whether two numbers are equal in all bits or, if there is a tolerance, within the tolerance."""
+        if np.float64(found).tobytes() == np.float64(expected).tobytes():
+            return True
+        return self.tolerance is not None and abs(found - expected) <= self.tolerance * abs(expected)
+
+    def close(self, found: Array, expected: Array) -> bool:
+        """Tell whether two arrays differ by no more than rounding of sums, or :attr:`tolerance`, allows.
+
+        Differences are relative to the largest element of ``expected``; if that is 0, return False.
+        """
+        size = largest(expected)
+        return size > 0 and largest(found - expected) <= max(self.of_sums, self.tolerance or 0.0) * size
+
+    def factor(
+        self, found: Sequence[Array], expected: Sequence[Array], *, keep_one: bool = False, summed: bool = False
+    ) -> float | None:
+        """Return the factor f with ``found = f * expected`` for all elements; None if there is no such factor.
+
+        The equation must hold for every element within rounding, and ``expected`` must have at least two elements that
+        are not zero. A factor within a few epsilon of 1 is returned only with ``keep_one``. With ``summed``, the
+        elements may also differ as sums in another order do.
+        """
+        a, b = (np.concatenate([np.ravel(v) for v in arrays]).astype(np.float64) for arrays in (found, expected))
+        scale = np.concatenate([np.full(v.size, largest(v)) for v in expected])  # sums of tied uses cancel
+        square = float(b @ b)
+        if not np.isfinite(a).all() or not 0 < square < np.inf or np.count_nonzero(b) < 2:
+            return None
+        factor, allowed = float(a @ b) / square, self.tolerance or 0.0
+        allowed = max(allowed, self.of_sums) if summed else allowed
+        bound = _OF_ELEMENT * self.epsilon * abs(factor) * (np.abs(b) + scale) + allowed * abs(factor) * largest(b)
+        bound += _OF_ELEMENT * float(np.finfo(self.dtype).smallest_subnormal)
+        if factor == 0 or not (np.abs(a - factor * b) <= bound).all():
+            return None
+        return factor if keep_one or abs(factor - 1) >= 2 * _OF_ELEMENT * self.epsilon + 8 * allowed else None
+
+
+def largest(values: Array) -> float:
+    """Return the largest magnitude of the elements; 0 for an empty array."""
+    return float(np.max(np.abs(values), initial=0.0))
+
+
+PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+_AGES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+
+
+def amount(value: float) -> str:
+    """Format a number with four digits and a prefix such as "k" or "M", for example "1.5 G"; append the unit to it."""
+    scale, prefix = next(((s, p) for s, p in PREFIXES if value >= s), PREFIXES[-1])
+    return f"{value / scale:.4g} {prefix}"
+
+
+def age(seconds: float) -> str:
+    """Format an age such as "3 h ago", in the largest unit (s, min, h, d) of which it has at least two."""
+    scale, unit = next(((s, u) for s, u in _AGES if seconds >= 2 * s), _AGES[-1])
+    return f"{max(0, seconds) / scale:.0f} {unit} ago"
+
+
+def columns(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    """Format rows of cells as a table; the columns with the indices ``left`` are left-aligned, others right-aligned."""
+    return joined(aligned(rows, left))
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
+    """Format rows of cells as the lines of a table, aligned as by :func:`columns`; the lines are not joined."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if number in left else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def joined(lines: Iterable[str]) -> str:
+    """Join lines to one text; control characters and line breaks inside a line are escaped."""
+    return "\n".join(map(printable, lines))
+
+
+def duration(seconds: float) -> str:
+    """Format a length of time: "2.5 ms", "3.2 s", "5 min 20 s" or "3 h 5 min"."""
+    if seconds < 1:
+        return f"{1e3 * seconds:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, left = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {left} min" if hours else f"{minutes} min {rest} s"
+    return f"{hours // 24} d {hours % 24} h"
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of the package ``name``, or None if it is not installed. Not collective.
+
+    Examples
+    --------
+    >>> from mpizero._util.text import installed_version
+    >>> import numpy
+    >>> installed_version("numpy") == numpy.__version__
+    True
+    """
+    return _versions(tuple(sys.path)).get(_normalized(name))
+
+
+def own_version() -> str:
+    """Return the version of this library, or "0+unknown" in a source tree that is not installed. Not collective."""
+    return installed_version("mpizero") or "0+unknown"
+
+
+@cache
+def _versions(folders: tuple[str, ...]) -> dict[str, str]:
+    """Return the version of each package that is described in one of ``folders``; the first one counts."""
+    found: dict[str, str] = {}
+    for folder in folders:
+        with suppress(OSError):
+            for entry in os.listdir(folder or "."):
+                described, kind = os.path.splitext(entry)
+                if kind in (".dist-info", ".egg-info") and "-" in described:
+                    name, version = described.split("-")[:2]
+                    found.setdefault(_normalized(name), version)
+    return found
+
+
+def _normalized(name: str) -> str:
+    """Return the form of a package's name in which all spellings of it are equal (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Hold the median, the smallest (``least``) and the largest (``most``) of some measured numbers."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, figures: Sequence[float]) -> Measurement:
+        """Return the median, the smallest and the largest of one or more numbers."""
+        return cls(statistics.median(figures), min(figures), max(figures))
+
+    @classmethod
+    def of_ratios(cls, above: Sequence[float], below: Sequence[float]) -> Measurement:
+        """Summarize the ratios ``above[k] / below[k]`` of two equally long sequences."""
+        return cls.of([a / b for a, b in zip(above, below, strict=True)])
+
+    def __str__(self) -> str:
+        """Return the median and the range with two decimals: ``1.18 (1.16 to 1.20)``."""
+        return self.text(2)
+
+    def text(self, digits: int, factor: float = 1.0, unit: str = "") -> str:
+        """Return the median and, in parentheses, the range as text.
+
+        Each number is multiplied by ``factor``, rounded to ``digits`` decimals and followed by ``unit``.
+        """
+        middle, least, most = (f"{value * factor:.{digits}f}{unit}" for value in (self.median, self.least, self.most))
+        return f"{middle} ({least} to {most})"
+
+    def rounded(self, digits: int) -> dict[str, float]:
+        """Return a dictionary of ``median``, ``least`` and ``most``, rounded to ``digits`` decimals, for JSON."""
+        return {name: round(value, digits) for name, value in asdict(self).items()}
+
+
+__all__ = ["crc32", "crc32_combine"]
