@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mpizero.errors import ConfigError
 from mpizero.layout import SCHEDULES, Costs, Simulation, build_schedule, simulate
-from mpizero.layout.timetable import label, timetable
+from mpizero.layout.schedules import label, timetable
 
 #: Matplotlib's default colours, by kind of instruction.
 COLOURS = {"forward": "C0", "backward": "C2", "backward_input": "C9", "backward_weights": "C8"}

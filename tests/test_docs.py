@@ -167,7 +167,7 @@ def test_links_lead_somewhere(page):
 
 def test_timetables_of_the_docs_are_those_of_the_schedules():
     from mpizero.layout import SCHEDULES, Costs, build_schedule, simulate
-    from mpizero.layout.timetable import timetable
+    from mpizero.layout.schedules import timetable
 
     head = re.compile(r"(\w+): (\d+) stages(?:, (\d+) chunks each)?, (\d+) micro-batches")
     shown = [text for text in blocks(ROOT / "docs" / "pipeline.md", "") if head.match(text)]

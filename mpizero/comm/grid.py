@@ -10,8 +10,17 @@ from mpizero._util.text import notice
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.inmemory import InMemoryCommunicator
 from mpizero.errors import GridError
-from mpizero.layout.axes import Axes, Coordinates
-from mpizero.layout.nodes import GROUPS, SHARING, NodeOrder, by_node, inside_nodes, node_major, uneven_counts
+from mpizero.layout.mesh import (
+    GROUPS,
+    SHARING,
+    Axes,
+    Coordinates,
+    NodeOrder,
+    by_node,
+    inside_nodes,
+    node_major,
+    uneven_counts,
+)
 
 if TYPE_CHECKING:
     from mpizero.comm.group.model_group import CommunicatorGroup

@@ -21,7 +21,7 @@ from mpizero.data.read_ahead import ReadAhead
 from mpizero.data.source import Indices, Source
 from mpizero.data.transforms import TransformedSource
 from mpizero.errors import ArgumentError, ConfigError, DataError
-from mpizero.layout.grains import Grains
+from mpizero.layout.batch import Grains
 from mpizero.types import Run
 
 #: Reads of each block in an epoch from which on :func:`batches` says that they are many.

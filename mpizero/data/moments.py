@@ -18,8 +18,8 @@ from mpizero.comm.equality import agree_equal
 from mpizero.data.batches import BatchConfig, BatchModel, ranks_of
 from mpizero.data.source import Source
 from mpizero.errors import ConfigError, DataError
-from mpizero.layout.partition import Partition
-from mpizero.layout.tree import Program, TreeNode, merge
+from mpizero.layout.flat import Partition
+from mpizero.layout.sum_tree import Program, TreeNode, merge
 from mpizero.types import Array
 
 #: Number of samples of a leaf of the tree; part of the result's definition, never to be changed.
@@ -215,7 +215,7 @@ def _leaf(source: Source, leaf: int, channel: int | None) -> dict[str, Moments]:
 
 
 def _evaluate(program: Program, rows: Iterable[dict[str, Moments]]) -> dict[str, Moments]:
-    """Execute a tree program (see the note in layout/tree.py) whose sums join moments."""
+    """Execute a tree program (see the note in layout/sum_tree.py) whose sums join moments."""
     values, stack = list(rows), list[dict[str, Moments]]()
     for step in program:
         if step >= 0:

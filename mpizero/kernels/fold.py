@@ -20,7 +20,7 @@ _KERNELS = {2: "add_two", 4: "add_four", 8: "add_eight"}
 def fold(operation: np.ufunc, terms: Sequence[Array] | Array, out: Array) -> None:
     """Combine the arrays ``terms`` by ``operation``, in the order of the binary tree, and write the result to ``out``.
 
-    Term i is leaf i of the tree of ``layout/tree.py``. So a group whose ranks pass sums of 2, 4, 8, ... successive
+    Term i is leaf i of the tree of ``layout/sum_tree.py``. So a group whose ranks pass sums of 2, 4, 8, ... successive
     leaves gets the bits of a group whose ranks pass the leaves themselves. Not collective. All arrays have the same
     shape, of at least one dimension. ``out`` may be the first term.
     """

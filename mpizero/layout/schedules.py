@@ -1,23 +1,187 @@
-"""Build pipeline schedules: for each schedule a generator of one stage's instructions, and a table of all schedules.
+"""Define the instructions of a pipeline stage: forward and backward passes of one chunk on one micro-batch.
+
+Describe a pipeline schedule: which stage computes what, in which order.
+
+A model is cut into *chunks* (contiguous runs of its blocks), and a batch into micro-batches. A schedule assigns each
+chunk to a stage, and gives each stage a *program*, a sequence of instructions. A stage runs its program in order. It
+sends messages without blocking. Before it runs an instruction, it waits for the messages that the instruction needs.
+
+Build pipeline schedules: for each schedule a generator of one stage's instructions, and a table of all schedules.
 
 The backward pass of a chunk has two halves: the input half computes the gradient of the chunk's input, the weight half
 the gradients of its weights. In every schedule the backward passes of a chunk, and its weight halves, come in ascending
-order of the micro-batches, because the sum over grains (``layout/tree.py``) adds gradients in this order.
+order of the micro-batches, because the sum over grains (``layout/sum_tree.py``) adds gradients in this order.
 
 The generators take the same four arguments: the number of the stage, the number of stages, the number of micro-batches,
 and the number of chunks on each stage (``virtual``).
+
+Simulate a pipeline schedule in one process: check that it can be run, and compute its times from given costs.
+
+In the simulation every stage runs its program in order. When an instruction ends, its message is sent without blocking
+the stage. An instruction starts when the messages that it needs have arrived.
+
+An *input half* is the half of a backward pass that computes the gradient of a chunk's input; a *weight half* is the
+half that computes the gradients of its weights.
+
+Show a simulated pipeline schedule as text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from math import ceil, isfinite
 from typing import NamedTuple
 
 from mpizero._util.checks import is_whole
-from mpizero.errors import ConfigError
-from mpizero.layout.instructions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS, FORWARD, Instruction
-from mpizero.layout.schedule import Schedule
+from mpizero.errors import ConfigError, ScheduleError
+
+FORWARD = "forward"
+BACKWARD = "backward"
+BACKWARD_INPUT = "backward_input"
+BACKWARD_WEIGHTS = "backward_weights"
+
+
+class Instruction(NamedTuple):
+    """Describe one computation of one chunk on one micro-batch: a forward pass, a backward pass, or half of one.
+
+    A backward pass has two halves: the input half computes the gradient of the chunk's input, the weight half computes
+    the gradients of its weights.
+
+    A forward pass needs the output of the previous chunk, and sends the chunk's output to the next chunk. A backward
+    pass, or an input half, needs the chunk's forward pass and the input gradient of the next chunk, and sends the
+    chunk's input gradient to the previous chunk. A weight half needs the input half and sends nothing.
+
+    Attributes
+    ----------
+    kind : str
+        "forward", "backward" (both halves), "backward_input" (the input half) or "backward_weights" (the weight half).
+    chunk : int
+        Number of the chunk, counted from the model's input.
+    micro : int
+        Number of the micro-batch.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> backward = mz.layout.Instruction("backward", chunk=0, micro=2)
+    >>> print(backward)
+    backward of chunk 0, micro-batch 2
+    >>> [str(needed) for needed in backward.needs(chunks=2)]
+    ['forward of chunk 0, micro-batch 2', 'backward_input of chunk 1, micro-batch 2']
+    """
+
+    kind: str
+    chunk: int
+    micro: int
+
+    def __str__(self) -> str:
+        """Return kind, chunk and micro-batch as text for error messages."""
+        return f"{self.kind} of chunk {self.chunk}, micro-batch {self.micro}"
+
+    def needs(self, chunks: int) -> tuple[Instruction, ...]:
+        """Return the instructions that must be complete before this one starts.
+
+        ``chunks`` is the number of chunks of the whole model. A backward pass never appears in the tuple returned, only
+        one of its halves, which the backward pass completes too (see :attr:`does`).
+        """
+        kind, chunk, micro = self
+        if kind == BACKWARD_WEIGHTS:
+            return (Instruction(BACKWARD_INPUT, chunk, micro),)
+        if kind == FORWARD:
+            return (Instruction(FORWARD, chunk - 1, micro),) if chunk else ()
+        own = Instruction(FORWARD, chunk, micro)
+        return (own,) if chunk == chunks - 1 else (own, Instruction(BACKWARD_INPUT, chunk + 1, micro))
+
+    @property
+    def does(self) -> tuple[Instruction, ...]:
+        """The instructions that this one completes: both halves if it is a whole backward pass, otherwise itself."""
+        if self.kind != BACKWARD:
+            return (self,)
+        _, chunk, micro = self
+        return Instruction(BACKWARD_INPUT, chunk, micro), Instruction(BACKWARD_WEIGHTS, chunk, micro)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Hold the programs of all stages; made by :func:`~mpizero.layout.schedules.build_schedule`.
+
+    Attributes
+    ----------
+    name : str
+        One of :data:`~mpizero.layout.schedules.SCHEDULES`.
+    stages, chunks : int
+        Number of stages, and number of chunks on all stages together.
+    micro_batches : int
+        Number of micro-batches. If a schedule needs a multiple of the number of stages, empty micro-batches are added
+        at the end, and this number includes them.
+    stage_of : tuple of int
+        The stage of every chunk. Chunks are numbered from the model's input.
+    programs : tuple of tuple of Instruction
+        The instructions of every stage, in order.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> schedule = mz.layout.build_schedule("1f1b", stages=2, micro_batches=3)
+    >>> [f"{step.kind[0]}{step.micro}" for step in schedule.programs[0]]  # forward and backward passes of stage 0
+    ['f0', 'f1', 'b0', 'f2', 'b1', 'b2']
+    >>> schedule.caches()
+    (2, 1)
+    """
+
+    name: str
+    stages: int
+    chunks: int
+    micro_batches: int
+    stage_of: tuple[int, ...]
+    programs: tuple[tuple[Instruction, ...], ...]
+
+    def chunks_of(self, stage: int) -> tuple[int, ...]:
+        """Return the numbers of a stage's chunks, in ascending order."""
+        return tuple(chunk for chunk, owner in enumerate(self.stage_of) if owner == stage)
+
+    def caches(self) -> tuple[int, ...]:
+        """Return, for every stage, the largest number of activation caches that it holds at once.
+
+        An activation cache is what the forward pass of one chunk on one micro-batch keeps for its backward pass. It
+        lives from the start of the forward pass to the end of the backward pass (or of its weight half).
+        """
+        return tuple(round(peak) for peak in self.peaks([1.0] * self.chunks))
+
+    def peaks(self, sizes: Sequence[float], deferred: Sequence[float] | None = None) -> tuple[float, ...]:
+        """Return, for every stage, the largest total size of the activation caches that it holds at once.
+
+        An activation cache is what the forward pass of one chunk on one micro-batch keeps for its backward pass.
+
+        Parameters
+        ----------
+        sizes : sequence of float
+            For every chunk, the size of its cache for one micro-batch, in any unit.
+        deferred : sequence of float, optional
+            For every chunk, the size of what is kept of a cache from the end of the input half to the end of the
+            weight half; ``sizes`` by default.
+
+        Returns
+        -------
+        tuple of float
+            One size for each stage, in the unit of ``sizes``.
+        """
+        left = sizes if deferred is None else deferred
+        peaks = []
+        for program in self.programs:
+            held = peak = 0.0
+            for kind, chunk, _ in program:
+                if kind == FORWARD:
+                    held += sizes[chunk]
+                elif kind == BACKWARD:
+                    held -= sizes[chunk]
+                else:
+                    held += left[chunk] - sizes[chunk] if kind == BACKWARD_INPUT else -left[chunk]
+                peak = max(peak, held)
+            peaks.append(peak)
+        return tuple(peaks)
 
 
 def gpipe(stage: int, _stages: int, micro_batches: int, _virtual: int) -> Iterator[Instruction]:
@@ -313,7 +477,6 @@ def build_schedule(name: str, stages: int, micro_batches: int, virtual: int = 1)
         stage_of,
         tuple(tuple(fuse(row.program(stage, stages, micros, virtual), stage_of)) for stage in range(stages)),
     )
-    from mpizero.layout.simulation import Costs, simulate
 
     simulate(schedule, Costs.uniform(schedule.chunks))
     return schedule
@@ -322,3 +485,441 @@ def build_schedule(name: str, stages: int, micro_batches: int, virtual: int = 1)
 def _require_whole(name: str, what: str, value: object) -> None:
     if not is_whole(value, 1):
         raise ConfigError(f"schedule {name!r} cannot have {value!r} {what}; expected a whole number >= 1")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Hold the seconds that each chunk takes for one micro-batch, and the latency of messages.
+
+    Attributes
+    ----------
+    forward, backward_input, backward_weights : tuple of float
+        For each chunk, the seconds of a forward pass, of the input half of a backward pass (gradient of the chunk's
+        input) and of its weight half (gradients of the weights). A whole backward pass takes the sum of both halves.
+    latency : float
+        Seconds from the end of an instruction until its message has arrived at another stage.
+
+    Raises
+    ------
+    ConfigError
+        If the three tuples have different lengths, or a number is negative or not finite.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> costs = mz.layout.Costs.uniform(2, forward=1.0, backward_input=1.0, backward_weights=0.5)
+    >>> costs.seconds(mz.layout.Instruction("backward", chunk=0, micro=0))
+    1.5
+    """
+
+    forward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    backward_weights: tuple[float, ...]
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raise :class:`ConfigError` if the tuples have different lengths, or a number is negative or not finite."""
+        rows = {name: getattr(self, name) for name in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS)}
+        if len(set(map(len, rows.values()))) > 1:
+            lengths = ", ".join(f"{len(row)} for {name}" for name, row in rows.items())
+            raise ConfigError(f"costs of {lengths} were given; expected one a chunk for each")
+        for name, row in (*rows.items(), ("latency", (self.latency,))):
+            for chunk, seconds in enumerate(row):
+                if not isfinite(seconds) or seconds < 0:
+                    raise ConfigError(f"the cost {name}[{chunk}] is {seconds!r}; expected finite seconds >= 0")
+
+    @classmethod
+    def uniform(
+        cls,
+        chunks: int,
+        forward: float = 1.0,
+        backward_input: float = 1.0,
+        backward_weights: float = 1.0,
+        latency: float = 0.0,
+    ) -> Costs:
+        """Make the costs of ``chunks`` chunks that all take the same seconds; see the class for the arguments."""
+        return cls((forward,) * chunks, (backward_input,) * chunks, (backward_weights,) * chunks, latency)
+
+    def seconds(self, instruction: Instruction) -> float:
+        """Return the seconds that an instruction takes, without the latency of its message."""
+        chunk = instruction.chunk
+        if instruction.kind == FORWARD:
+            return self.forward[chunk]
+        if instruction.kind == BACKWARD_INPUT:
+            return self.backward_input[chunk]
+        if instruction.kind == BACKWARD_WEIGHTS:
+            return self.backward_weights[chunk]
+        return self.backward_input[chunk] + self.backward_weights[chunk]
+
+
+class TimedInstruction(NamedTuple):
+    """Hold one instruction with its start and its end, in seconds since the start of the simulation.
+
+    Attributes
+    ----------
+    instruction : Instruction
+        The instruction.
+    start, end : float
+        Its start and its end.
+
+    Examples
+    --------
+    >>> from mpizero.layout import Costs, build_schedule, simulate
+    >>> found = simulate(build_schedule("1f1b", stages=2, micro_batches=4), Costs.uniform(2))
+    >>> last = found.events[0][-1]
+    >>> str(last.instruction), last.start, last.end
+    ('backward of chunk 0, micro-batch 3', 13.0, 15.0)
+    """
+
+    instruction: Instruction
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Hold the times of a simulated run of a schedule; made by :func:`simulate`.
+
+    Attributes
+    ----------
+    schedule : Schedule
+        The schedule that was simulated.
+    events : tuple of tuple of TimedInstruction
+        The instructions of every stage, in order.
+
+    Examples
+    --------
+    >>> from mpizero.layout import Costs, build_schedule, simulate
+    >>> found = simulate(build_schedule("1f1b", stages=2, micro_batches=4), Costs.uniform(2))
+    >>> found.makespan, found.bubble, found.bubble_share
+    (15.0, 3.0, 0.2)
+    """
+
+    schedule: Schedule
+    events: tuple[tuple[TimedInstruction, ...], ...]
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the start of the first instruction of any stage to the end of the last one."""
+        return max(events[-1].end for events in self.events)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """For every stage, the seconds in which it computes."""
+        return tuple(sum(event.end - event.start for event in events) for events in self.events)
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """For every stage, the share of the makespan in which it does not compute, 0 to 1."""
+        return tuple(1 - busy / self.makespan if self.makespan else 0.0 for busy in self.busy)
+
+    @property
+    def bubble(self) -> float:
+        """Seconds lost by waiting: the makespan minus the computing seconds of the busiest stage."""
+        return self.makespan - max(self.busy)
+
+    @property
+    def bubble_share(self) -> float:
+        """The bubble divided by the makespan, 0 to 1: the idle share of the busiest stage."""
+        return self.bubble / self.makespan if self.makespan else 0.0
+
+    @property
+    def gaps(self) -> tuple[float, ...]:
+        """For every stage, the seconds that it waits from the start of its first to the end of its last instruction.
+
+        The papers on zero-bubble schedules count only this waiting time, and not the time before a stage's first or
+        after its last instruction.
+        """
+        spans = (events[-1].end - events[0].start for events in self.events)
+        return tuple(span - busy for span, busy in zip(spans, self.busy, strict=True))
+
+    @property
+    def caches(self) -> tuple[int, ...]:
+        """For every stage, the largest number of activation caches (one per chunk and micro-batch) held at once."""
+        return self.schedule.caches()
+
+
+def simulate(schedule: Schedule, costs: Costs, present: int | None = None) -> Simulation:
+    """Simulate a schedule: compute when each instruction starts and ends, and check that no stage waits for ever.
+
+    Parameters
+    ----------
+    schedule : Schedule
+        The schedule to simulate.
+    costs : Costs
+        Seconds that each chunk takes.
+    present : int, optional
+        Number of micro-batches that have samples. The micro-batches after them only pad the schedule: their
+        instructions send messages, but take no time. By default all micro-batches have samples.
+
+    Raises
+    ------
+    ConfigError
+        If ``costs`` and ``schedule`` have different numbers of chunks.
+    ScheduleError
+        If an instruction is missing, repeated, unknown or on the wrong stage; if the backward passes of a chunk are not
+        in ascending order of the micro-batches; or if stages wait for each other for ever.
+
+    Examples
+    --------
+    >>> from mpizero.layout import Costs, build_schedule, simulate
+    >>> [simulate(build_schedule(name, 4, 8), Costs.uniform(4)).bubble for name in ("gpipe", "1f1b", "zero_bubble")]
+    [9.0, 9.0, 3.0]
+    """
+    if len(costs.forward) != schedule.chunks:
+        raise ConfigError(f"costs of {len(costs.forward)} chunks were given, but the schedule has {schedule.chunks}")
+    _check_work(schedule)
+    _check_retirement(schedule)
+    return Simulation(schedule, _run(schedule, costs, schedule.micro_batches if present is None else present))
+
+
+def _check_work(schedule: Schedule) -> None:
+    """Raise :class:`ScheduleError` if an instruction is missing, repeated, unknown or not on the stage of its chunk."""
+    work = (schedule.chunks, schedule.micro_batches)
+    done: set[Instruction] = set()
+    for stage, program in enumerate(schedule.programs):
+        for instruction in program:
+            kind, chunk, micro = instruction
+            if kind not in {FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS}:
+                raise ScheduleError(f"{_where(schedule, stage)}: unknown instruction {kind!r}")
+            if not 0 <= chunk < work[0] or not 0 <= micro < work[1] or schedule.stage_of[chunk] != stage:
+                raise ScheduleError(f"{_where(schedule, stage)}: {instruction} is not this stage's work")
+            for part in instruction.does:
+                if part in done:
+                    raise ScheduleError(f"{_where(schedule, stage)}: {part} is done twice")
+                done.add(part)
+    for kind in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHTS):
+        for chunk in range(schedule.chunks):
+            for micro in range(schedule.micro_batches):
+                if (part := Instruction(kind, chunk, micro)) not in done:
+                    raise ScheduleError(f"{_where(schedule, schedule.stage_of[chunk])}: {part} is missing")
+
+
+def _check_retirement(schedule: Schedule) -> None:
+    """Raise :class:`ScheduleError` if backward passes (or halves) of a chunk are not in order of the micro-batches."""
+    last: dict[tuple[str, int], int] = {}
+    for stage, program in enumerate(schedule.programs):
+        for instruction in program:
+            for kind, chunk, micro in instruction.does:
+                if kind != FORWARD and last.get((kind, chunk), -1) > micro:
+                    raise ScheduleError(
+                        f"{_where(schedule, stage)}: {instruction} comes after that of micro-batch "
+                        f"{last[kind, chunk]}; backwards must retire in ascending order of the micro-batches"
+                    )
+                last[kind, chunk] = micro
+
+
+def _run(schedule: Schedule, costs: Costs, present: int) -> tuple[tuple[TimedInstruction, ...], ...]:
+    """Compute the start and end of every instruction; return them for every stage, in order.
+
+    Each stage in turn goes on until it has to wait, again and again until all have ended. If no stage can go on before
+    that, raise :class:`ScheduleError`. Instructions of micro-batches from number ``present`` on take no time.
+    """
+    ends: dict[Instruction, float] = {}
+    events: list[list[TimedInstruction]] = [[] for _ in schedule.programs]
+    going = True
+    while going:
+        going = False
+        for stage, program in enumerate(schedule.programs):
+            done = events[stage]
+            while len(done) < len(program):
+                instruction = program[len(done)]
+                needed = instruction.needs(schedule.chunks)
+                if any(need not in ends for need in needed):
+                    break
+                start = done[-1].end if done else 0.0
+                for need in needed:
+                    away = schedule.stage_of[need.chunk] != stage
+                    start = max(start, ends[need] + costs.latency * away)
+                end = start + (costs.seconds(instruction) if instruction.micro < present else 0.0)
+                done.append(TimedInstruction(instruction, start, end))
+                ends.update(dict.fromkeys(instruction.does, end))
+                going = True
+    if stuck := list(_stuck(schedule, events, ends)):
+        raise ScheduleError(f"schedule {schedule.name!r} cannot be run: {'; '.join(stuck)}")
+    return tuple(map(tuple, events))
+
+
+def _stuck(schedule: Schedule, events: list[list[TimedInstruction]], ends: dict[Instruction, float]) -> Iterator[str]:
+    """Yield an error text for every stage that has not ended: its next instruction, and what this waits for.
+
+    ``events`` holds the instructions of every stage that have run, and ``ends`` the end of each of them in seconds.
+    """
+    for stage, program in enumerate(schedule.programs):
+        if len(events[stage]) == len(program):
+            continue
+        instruction = program[len(events[stage])]
+        need = next(need for need in instruction.needs(schedule.chunks) if need not in ends)
+        owner = schedule.stage_of[need.chunk]
+        whose = "that is later in its own program" if owner == stage else f"on stage {owner}"
+        yield f"stage {stage} waits in the {instruction}, for the {need}, {whose}"
+
+
+def _where(schedule: Schedule, stage: int) -> str:
+    return f"schedule {schedule.name!r}, stage {stage}"
+
+
+def bubble_formula(name: str, stages: int, micro_batches: int, virtual: int, costs: Costs) -> float:
+    """Compute a schedule's bubble (seconds lost by waiting) by the closed formula of its paper.
+
+    In the table, s is the number of stages, m the number of micro-batches and v the number of chunks on each stage. F,
+    B and W are the seconds that a stage takes for one micro-batch with all its chunks: F for the forward pass, B for
+    the input half and W for the weight half of the backward pass.
+
+    ============= ================================ ====================================================================
+    gpipe         (s-1)(F+B+W)                     Huang et al. 2019, GPipe, section 2.3: (s-1)/(m+s-1) of the makespan
+    1f1b          (s-1)(F+B+W)                     Narayanan et al. 2021, section 2.2.1
+    interleaved   (s-1)(F+B+W)/v                   Narayanan et al. 2021, section 2.2.2
+    zero_bubble   (s-1)(F+B-W)                     Qi et al. 2023, section 2.3, for m >= s, W <= F and W <= B. In
+                                                   other cases (s-1)(F+B) - min(m-1, s-1) min(F, B, W), which was
+                                                   found with the simulator, not in the paper. No schedule has a
+                                                   bubble below (s-1)F; with at most s caches none is below (s-1)B
+    zero_bubble_v (s-1)F/2                         Qi et al. 2023, section 6, for m >= 2s-1 and F = B = W; in other
+                                                   cases a lower bound. The paper says 0, because it counts from the
+                                                   start of each stage; here time counts from the start of stage 0
+    ============= ================================ ====================================================================
+
+    Parameters
+    ----------
+    name : str
+        Name of the schedule.
+    stages, micro_batches, virtual : int
+        The numbers s, m and v.
+    costs : Costs
+        Seconds of each chunk. F, B and W are the sums over all chunks, divided by s. The formulas hold where all
+        stages take the same time and messages have no latency.
+
+    Returns
+    -------
+    float
+        The bubble in seconds. Its share of the makespan is ``bubble / (m * (F + B + W) + bubble)``.
+
+    Raises
+    ------
+    ConfigError
+        If there is no formula for ``name``.
+
+    Examples
+    --------
+    >>> from mpizero.layout import Costs, bubble_formula
+    >>> bubble_formula("1f1b", stages=4, micro_batches=8, virtual=1, costs=Costs.uniform(4))
+    9.0
+    """
+    forward, inputs, weights = (
+        sum(row) / stages for row in (costs.forward, costs.backward_input, costs.backward_weights)
+    )
+    delay = stages - 1
+    match name:
+        case "gpipe" | "1f1b":
+            return delay * (forward + inputs + weights)
+        case "interleaved":
+            return delay * (forward + inputs + weights) / virtual
+        case "zero_bubble":
+            return delay * (forward + inputs) - min(micro_batches - 1, delay) * min(forward, inputs, weights)
+        case "zero_bubble_v":
+            return delay * forward / 2
+    raise ConfigError(f"there is no formula for the schedule {name!r}")
+
+
+#: The letter of each kind of instruction in timetables; PyTorch's pipelining uses the same letters.
+LETTERS = {FORWARD: "F", BACKWARD: "B", BACKWARD_INPUT: "I", BACKWARD_WEIGHTS: "W"}
+
+
+def label(simulation: Simulation, instruction: Instruction) -> str:
+    """Return an instruction's short name, such as ``F3b``: the letter of its kind, its micro-batch, and its chunk.
+
+    ``F3b`` is the forward pass of micro-batch 3 (counted from 0) through the second chunk of its stage. The last letter
+    is left out if every stage has one chunk.
+    """
+    kind, chunk, micro = instruction
+    schedule = simulation.schedule
+    name = f"{LETTERS[kind]}{micro}"
+    if schedule.chunks == schedule.stages:
+        return name
+    place = schedule.stage_of[:chunk].count(schedule.stage_of[chunk])
+    return f"{name}{'abcdefghijklmnopqrstuvwxyz'[place % 26]}"
+
+
+def timetable(simulation: Simulation, unit: float | None = None) -> str:
+    """Return a text table with one row per stage and one column per time unit, with headings and a legend.
+
+    A column shows the instruction that runs at the middle of the column's time unit, or a dot if none runs.
+
+    Parameters
+    ----------
+    simulation : Simulation
+        The simulated run to show.
+    unit : float, optional
+        Seconds per column. By default the longest unit of which the durations of all instructions are multiples, among
+        1, 1/2, 1/3 and 1/4 of the shortest duration; if none of these fits, the shortest duration.
+
+    Raises
+    ------
+    ConfigError
+        If ``unit`` is not positive.
+    """
+    if unit is not None and not unit > 0:
+        raise ConfigError(f"a timetable cannot have columns of {unit!r} seconds; expected more than 0")
+    step = unit or _unit(simulation)
+    columns = ceil(simulation.makespan / step - 1e-9)
+    rows = [_row(simulation, stage, step, columns) for stage in range(simulation.schedule.stages)]
+    width = max((len(cell) for row in rows for cell in row), default=1)
+    digits = len(str(len(rows) - 1))
+    body = [
+        f"stage {stage:>{digits}} | {' '.join(cell.ljust(width) for cell in row)}".rstrip()
+        for stage, row in enumerate(rows)
+    ]
+    return "\n".join([*_head(simulation, step), *body, *_legend(simulation)])
+
+
+def _row(simulation: Simulation, stage: int, step: float, columns: int) -> list[str]:
+    cells = ["."] * columns
+    for instruction, start, end in simulation.events[stage]:
+        for column in range(max(0, ceil(start / step - 0.5 - 1e-9)), columns):
+            if (column + 0.5) * step >= end - 1e-9 * step:
+                break
+            cells[column] = label(simulation, instruction)
+    return cells
+
+
+def _unit(simulation: Simulation) -> float:
+    """Return the default time unit of a timetable in seconds.
+
+    It is the longest unit of which the durations of all instructions are multiples, among 1, 1/2, 1/3 and 1/4 of the
+    shortest duration; if none of these fits, it is the shortest duration.
+    """
+    durations = {end - start for events in simulation.events for _, start, end in events if end > start}
+    shortest = min(durations, default=1.0)
+    for parts in (1, 2, 3, 4):
+        unit = shortest / parts
+        if all(abs(duration / unit - round(duration / unit)) < 1e-6 for duration in durations):
+            return unit
+    return shortest
+
+
+def _head(simulation: Simulation, step: float) -> list[str]:
+    schedule = simulation.schedule
+    chunks = "" if schedule.chunks == schedule.stages else f", {schedule.chunks // schedule.stages} chunks each"
+    return [
+        f"{schedule.name}: {schedule.stages} stages{chunks}, {schedule.micro_batches} micro-batches; "
+        f"a column is {step:g} s",
+        f"makespan {simulation.makespan:g} s, bubble {simulation.bubble:g} s = {100 * simulation.bubble_share:.1f} %, "
+        f"caches held {_list(simulation.caches)}, idle {_list([f'{100 * idle:.1f} %' for idle in simulation.idle])}",
+    ]
+
+
+def _list(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _legend(simulation: Simulation) -> list[str]:
+    kinds = {event.instruction.kind for events in simulation.events for event in events}
+    names = {
+        FORWARD: "F forward",
+        BACKWARD: "B backward",
+        BACKWARD_INPUT: "I its input half",
+        BACKWARD_WEIGHTS: "W its weight half",
+    }
+    several = simulation.schedule.chunks > simulation.schedule.stages
+    letters = ["a, b, ... the stage's first, second, ... chunk"] if several else []
+    return [", ".join([*(name for kind, name in names.items() if kind in kinds), *letters, ". waiting"])]

@@ -12,7 +12,7 @@ import numpy as np
 from mpizero import kernels
 from mpizero._util.checks import unmasked
 from mpizero.errors import ConfigError, LayoutError
-from mpizero.layout.parts import part_rows, part_runs, take_rows
+from mpizero.layout.tensor_parts import part_rows, part_runs, take_rows
 from mpizero.nn.arrays import namespace, vector
 from mpizero.types import Array, ParameterSpec, Part, as_reals, complex_type
 

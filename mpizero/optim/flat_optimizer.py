@@ -76,7 +76,7 @@ class RowSum(NamedTuple):
     first : int
         Index of the column that belongs to the first element of the parameters to update.
     program : Array
-        The order of the additions, an int32 array of instructions (:mod:`mpizero.layout.tree`).
+        The order of the additions, an int32 array of instructions (:mod:`mpizero.layout.sum_tree`).
     divisor : Array
         Array of one element, the number by which the sum is divided.
     """

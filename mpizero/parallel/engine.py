@@ -23,7 +23,7 @@ from mpizero._util.text import notice
 from mpizero.comm.equality import agree_equal
 from mpizero.comm.supervision.guard import set_context
 from mpizero.errors import CollectiveError, DataError, PeerFailure, RemoteError, StateError
-from mpizero.layout.grains import GrainRule
+from mpizero.layout.batch import GrainRule
 from mpizero.optim.scaling import clip_factor
 from mpizero.parallel.batch.grain_advice import GrainNotices
 from mpizero.parallel.batch.node_claims import NodeClaims

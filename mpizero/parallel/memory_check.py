@@ -12,10 +12,9 @@ from mpizero._util.text import notice
 from mpizero.comm import Communicator, ProcessGrid
 from mpizero.comm.leftovers import SHARED_FOLDER, taken_by_leftovers
 from mpizero.comm.node_memory import available_memory
+from mpizero.layout.batch import DEFAULT_GRAINS, claimed_rows, contiguous_shares
 from mpizero.layout.flat import FlatLayout
-from mpizero.layout.grains import DEFAULT_GRAINS
-from mpizero.layout.tree import rows_plan
-from mpizero.parallel.batch.grain_owners import claimed_rows, contiguous_shares
+from mpizero.layout.sum_tree import rows_plan
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.parameters.allocator import paged
 from mpizero.parallel.parameters.shards import Share

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from mpizero.comm.reduce.codecs import Codec, codec_of
-from mpizero.layout.flat import FlatLayout
-from mpizero.layout.nodes import NodeOrder
-from mpizero.layout.unit import ParameterUse, Span
+from mpizero.layout.flat import FlatLayout, ParameterUse, Span
+from mpizero.layout.mesh import NodeOrder
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.placement import Placement
 

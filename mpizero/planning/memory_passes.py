@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mpizero.layout.tree import Program
+from mpizero.layout.sum_tree import Program
 from mpizero.optim.state_arrays import tensor_state_size
 from mpizero.parallel.optimizer.tensor_plan import tensor_cost
 from mpizero.parallel.step_rules import fuses_update

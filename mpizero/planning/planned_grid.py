@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from mpizero.layout import Axes, Coordinates
-from mpizero.layout.nodes import GROUPS, SHARING, NodeOrder, by_node, inside_nodes, node_major, uneven_counts
+from mpizero.layout.mesh import GROUPS, SHARING, NodeOrder, by_node, inside_nodes, node_major, uneven_counts
 from mpizero.planning.byte_counts import GroupCall, RecordingGroup
 
 

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mpizero.layout import Span
-from mpizero.layout.flat import FlatLayout
-from mpizero.layout.parts import elements_within, tile_rows
-from mpizero.layout.tree import cover
-from mpizero.layout.unit import Unit
+from mpizero.layout.flat import FlatLayout, Unit
+from mpizero.layout.sum_tree import cover
+from mpizero.layout.tensor_parts import elements_within, tile_rows
 from mpizero.parallel.parameters.shards import Share
 
 

@@ -8,15 +8,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from mpizero.layout import Grains
-from mpizero.layout.claims import claim_parts
-from mpizero.layout.tree import RowsPlan, WavePlan, rows_plan, wave_plan
-from mpizero.parallel.batch.grain_owners import (
-    claimed_rows,
-    contiguous_owners,
-    contiguous_shares,
-    node_blocks,
-    wave_owners,
-)
+from mpizero.layout.batch import claimed_rows, contiguous_owners, contiguous_shares, node_blocks, wave_owners
+from mpizero.layout.sum_tree import RowsPlan, WavePlan, claim_parts, rows_plan, wave_plan
 from mpizero.parallel.batch.node_claims import starts_of
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpizero.comm.reduce.codecs import Codec
 from mpizero.layout import Instruction, build_schedule
-from mpizero.layout.unit import Unit
+from mpizero.layout.flat import Unit
 from mpizero.nn.integers import integers_of
 from mpizero.parallel.gradients.exchange import compressed_sizes
 from mpizero.parallel.gradients.overlap import Bucket, cut_buckets

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpizero._util.text import PREFIXES, amount, columns
-from mpizero.layout.timetable import timetable
+from mpizero.layout.schedules import timetable
 from mpizero.parallel.partition.tiles import exactness
 from mpizero.planning import PARTS, PURPOSES, RankPlan
 from mpizero.planning.time_floors import TimeFloors

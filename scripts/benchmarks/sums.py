@@ -40,7 +40,7 @@ import numpy as np
 from harness import alternate, parser, result_of
 
 from mpizero._util.text import Measurement
-from mpizero.layout.tree import fold_plan
+from mpizero.layout.sum_tree import fold_plan
 
 TREE = "tree"
 SPREADS = (0, 10, 20, 30)

@@ -9,8 +9,7 @@ import pytest
 
 from mpizero.comm import ProcessGrid
 from mpizero.errors import GridError
-from mpizero.layout.axes import Axes
-from mpizero.layout.nodes import GROUPS
+from mpizero.layout.mesh import GROUPS, Axes
 from mpizero.testing import run_in_threads
 
 ORDERS = (

@@ -18,8 +18,8 @@ if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
 import mpizero as mz
 from mpizero.errors import ConfigError, IntegrityError
 from mpizero.kernels import device as devices
-from mpizero.layout.parts import tile_rows
-from mpizero.layout.tree import cover
+from mpizero.layout.sum_tree import cover
+from mpizero.layout.tensor_parts import tile_rows
 from mpizero.parallel.optimizer import device_update, tensor_tree
 from mpizero.parallel.optimizer.device_update import DeviceUpdater
 from mpizero.parallel.placement import placement

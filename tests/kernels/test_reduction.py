@@ -6,7 +6,7 @@ from numpy.testing import assert_array_equal
 
 from mpizero.kernels.cpu import reduction
 from mpizero.kernels.fold import fold, sums_of_parts
-from mpizero.layout.tree import cover, merge
+from mpizero.layout.sum_tree import cover, merge
 from tests.support.reference import reduction as reference
 
 DTYPES = (np.float32, np.float64)

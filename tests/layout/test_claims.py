@@ -8,8 +8,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpizero.layout.claims import claim_parts, claim_rows, rows_of_part
-from mpizero.layout.tree import Folding, cover, fold_plan
+from mpizero.layout.sum_tree import Folding, claim_parts, claim_rows, cover, fold_plan, rows_of_part
 
 blocks = st.tuples(st.integers(0, 300), st.integers(1, 300), st.integers(0, 300), st.integers(1, 9))
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mpizero.errors import ConfigError, LayoutError
 from mpizero.layout import GrainRule, Grains, Partition
-from mpizero.layout.hyperslab import hyperslabs
+from mpizero.layout.flat import hyperslabs
 
 
 def test_ten_over_three() -> None:

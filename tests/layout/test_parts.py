@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpizero.errors import LayoutError
-from mpizero.layout.parts import (
+from mpizero.layout.tensor_parts import (
     PartRun,
     elements_within,
     part_rows,

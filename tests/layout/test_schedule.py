@@ -12,7 +12,7 @@ import pytest
 
 from mpizero.errors import ConfigError, ExitStatus
 from mpizero.layout import SCHEDULES, Costs, Instruction, Schedule, build_schedule, chunk_stages, simulate
-from mpizero.layout.timetable import timetable
+from mpizero.layout.schedules import timetable
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = [(name, 1) for name in SCHEDULES if name != "interleaved"] + [("interleaved", 2), ("interleaved", 3)]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpizero.errors import ConfigError, LayoutError
-from mpizero.layout.parts import part_shape
+from mpizero.layout.tensor_parts import part_shape
 from mpizero.nn import initialize
 from mpizero.nn.initialize import initial_values
 from mpizero.types import Array, Init, ParameterSpec, Part

@@ -16,7 +16,7 @@ from mpizero.checkpoint.format.checksum import cut
 from mpizero.checkpoint.format.table import LocalArray
 from mpizero.comm.communicator import Communicator
 from mpizero.errors import CheckpointError, ConfigError
-from mpizero.layout.hyperslab import hyperslabs
+from mpizero.layout.flat import hyperslabs
 from mpizero.types import Array
 
 #: The largest number of bytes in one HDF5 write: MPI-IO counts in 32 bits.

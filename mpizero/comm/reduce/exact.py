@@ -21,7 +21,7 @@ from mpizero.comm.reduce.codecs import Codec
 from mpizero.comm.reduce.places import cut_places, elements_in, in_forms, places_of
 from mpizero.comm.reduce.segments import Arriving, RowRange, Segment, program_array
 from mpizero.layout import Span
-from mpizero.layout.tree import Program
+from mpizero.layout.sum_tree import Program
 from mpizero.types import Array
 
 #: Default for the number of elements that one segment of an exchange moves; it bounds the size of the buffers.

@@ -8,7 +8,7 @@ from mpizero.comm import Communicator
 from mpizero.comm.reduce.exact import ExactExchange, RowsToSum, gather_spans
 from mpizero.comm.reduce.segments import program_array, tree_sum
 from mpizero.layout import Partition, Span
-from mpizero.layout.tree import rows_plan
+from mpizero.layout.sum_tree import rows_plan
 from mpizero.types import Array
 
 

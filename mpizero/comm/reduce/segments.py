@@ -16,7 +16,7 @@ from mpizero.comm.reduce.codecs import Codec
 from mpizero.comm.transport import Request
 from mpizero.errors import LayoutError
 from mpizero.layout import Span
-from mpizero.layout.tree import Program
+from mpizero.layout.sum_tree import Program
 from mpizero.types import Array
 
 _NO_RESIDUAL = np.empty(0, np.float32)

@@ -20,7 +20,7 @@ from mpizero.data.online.producer import PAUSE
 from mpizero.data.online.receiver import Receiver
 from mpizero.data.online.sample import Sample, SampleForm
 from mpizero.errors import ArgumentError, ConfigError, DataError
-from mpizero.layout.grains import Grains
+from mpizero.layout.batch import Grains
 
 T = TypeVar("T")
 

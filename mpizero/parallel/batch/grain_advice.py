@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpizero._util.text import notice
-from mpizero.layout.grains import GrainRule, Grains
+from mpizero.layout.batch import GrainRule, Grains
 
 #: How much less than the time now another ``micro_batch`` must take for a line about it.
 _WORTH = 0.9

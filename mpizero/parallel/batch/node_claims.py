@@ -11,8 +11,8 @@ import numpy as np
 from mpizero.comm import ProcessGrid
 from mpizero.comm.group.block_locks import BlockLocks
 from mpizero.layout import Grains
-from mpizero.layout.claims import claim_parts, rows_of_part
-from mpizero.parallel.batch.grain_owners import contiguous_shares, node_blocks
+from mpizero.layout.batch import contiguous_shares, node_blocks
+from mpizero.layout.sum_tree import claim_parts, rows_of_part
 from mpizero.parallel.parameters.allocator import Memory, on_all_ranks
 from mpizero.types import Array
 

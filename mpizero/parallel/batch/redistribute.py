@@ -19,8 +19,8 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.comm.calls import agree_on_call
 from mpizero.errors import DataError
 from mpizero.layout import Grains
-from mpizero.layout.nodes import GROUPS
-from mpizero.parallel.batch.grain_owners import grain_part_number
+from mpizero.layout.batch import grain_part_number
+from mpizero.layout.mesh import GROUPS
 from mpizero.parallel.batch.node_claims import NodeClaims
 from mpizero.types import Array
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from mpizero._util.text import notice
 from mpizero.checkpoint.format.strict_json import is_count
 from mpizero.errors import CheckpointError
-from mpizero.layout.grains import GrainRule
-from mpizero.layout.tree import ORDER
+from mpizero.layout.batch import GrainRule
+from mpizero.layout.sum_tree import ORDER
 
 if TYPE_CHECKING:
     from mpizero.parallel.engine import Engine

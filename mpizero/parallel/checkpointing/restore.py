@@ -22,7 +22,7 @@ from mpizero.comm.equality import agree_arrays
 from mpizero.comm.reduce.exact import EXCHANGE_ELEMENTS
 from mpizero.errors import CollectiveError, PeerFailure
 from mpizero.layout import Partition, Span
-from mpizero.layout.parts import part_rows, take_rows
+from mpizero.layout.tensor_parts import part_rows, take_rows
 from mpizero.parallel.checkpointing.half_loaded import HalfLoaded
 from mpizero.parallel.parameters.global_view import in_whole
 from mpizero.types import Array, ParameterSpec

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mpizero.comm import Communicator
-from mpizero.layout.unit import Unit
+from mpizero.layout.flat import Unit
 from mpizero.parallel.gradients.reducer import Job
 from mpizero.parallel.parameters.allocator import Allocator, Memory
 from mpizero.parallel.parameters.store import ParameterProvider, ParameterStore

@@ -12,7 +12,7 @@ from mpizero.comm.group.model_group import CommunicatorGroup
 from mpizero.comm.group.pipeline_p2p import PipelineP2P
 from mpizero.errors import ConfigError
 from mpizero.kernels.device import Device, found, open_device
-from mpizero.layout.unit import Unit
+from mpizero.layout.flat import Unit
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.device.compute_device import ComputeDevice
 from mpizero.parallel.device.device_parameters import DeviceAllocator, DeviceParameters, UnitGradients

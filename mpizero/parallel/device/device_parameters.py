@@ -11,8 +11,7 @@ import numpy as np
 
 from mpizero.errors import ConfigError
 from mpizero.kernels.device import Device
-from mpizero.layout.flat import united, views
-from mpizero.layout.unit import Unit
+from mpizero.layout.flat import Unit, united, views
 from mpizero.parallel.gradients.unwritten_gradients import GradientDict
 from mpizero.parallel.parameters.message_progress import MessageProgress
 from mpizero.parallel.parameters.store import ParameterStore, flat_names

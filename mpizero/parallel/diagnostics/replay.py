@@ -10,8 +10,7 @@ import numpy as np
 
 from mpizero._util.pytree import SampleTree, paths_of
 from mpizero.errors import ConfigError
-from mpizero.layout.flat import joined
-from mpizero.layout.unit import Unit
+from mpizero.layout.flat import Unit, joined
 from mpizero.parallel.diagnostics.bad_steps import BadStep, read_bad_step
 from mpizero.parallel.execution.black_box import BlackBoxEvaluator
 from mpizero.parallel.execution.evaluators import BlockEvaluator, Evaluator

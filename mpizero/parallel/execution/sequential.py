@@ -11,7 +11,7 @@ from mpizero.comm import ProcessGrid
 from mpizero.comm.recording.timeline import Timeline
 from mpizero.errors import DataError
 from mpizero.kernels import all_finite, to_host
-from mpizero.layout.unit import Unit
+from mpizero.layout.flat import Unit
 from mpizero.parallel.batch.step_scalars import GrainScalars
 from mpizero.parallel.device.compute_device import ComputeDevice
 from mpizero.parallel.execution.evaluators import Evaluator

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpizero._util.pytree import map_leaves
-from mpizero.layout.flat import FlatLayout, united, views
-from mpizero.layout.unit import Unit
+from mpizero.layout.flat import FlatLayout, Unit, united, views
 from mpizero.parallel.gradients.unwritten_gradients import GradientDict
 from mpizero.parallel.parameters.allocator import Allocator
 from mpizero.parallel.parameters.integer_state import IntegerState

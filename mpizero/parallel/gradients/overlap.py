@@ -20,7 +20,7 @@ import numpy as np
 from mpizero.comm.reduce.exact import Gathering, begin_gather, exchange_step
 from mpizero.comm.reduce.segments import Arriving, Segment, program_array, tree_sum
 from mpizero.layout import Partition, Span
-from mpizero.layout.tree import RowsPlan
+from mpizero.layout.sum_tree import RowsPlan
 from mpizero.parallel.gradients.exchange import GradientExchange
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.types import Array

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from mpizero.layout.unit import Unit
+from mpizero.layout.flat import Unit
 from mpizero.parallel.batch.redistribute import GlobalBatch, Grain
 from mpizero.parallel.batch.step_scalars import Divisors
 from mpizero.types import Array

@@ -16,9 +16,9 @@ from mpizero.comm.reduce.exact import RowsToSum
 from mpizero.comm.reduce.segments import RowRange, program_array, tree_sum
 from mpizero.errors import StateError
 from mpizero.layout import Span
-from mpizero.layout.tree import Folding, FoldStep, RowsPlan, rows_plan
-from mpizero.layout.unit import Unit
-from mpizero.parallel.batch.grain_owners import claimed_rows, contiguous_owners, contiguous_shares
+from mpizero.layout.batch import claimed_rows, contiguous_owners, contiguous_shares
+from mpizero.layout.flat import Unit
+from mpizero.layout.sum_tree import Folding, FoldStep, RowsPlan, rows_plan
 from mpizero.parallel.batch.node_claims import NodeClaims
 from mpizero.parallel.batch.redistribute import GlobalBatch, Grain
 from mpizero.parallel.batch.step_scalars import Divisors

@@ -12,9 +12,9 @@ from mpizero import kernels
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.reduce.exact import RowsToSum
 from mpizero.comm.reduce.segments import Arriving, RowRange, program_array
-from mpizero.layout.tree import Wave, WavePlan, wave_plan
-from mpizero.layout.unit import Unit
-from mpizero.parallel.batch.grain_owners import wave_owners
+from mpizero.layout.batch import wave_owners
+from mpizero.layout.flat import Unit
+from mpizero.layout.sum_tree import Wave, WavePlan, wave_plan
 from mpizero.parallel.batch.redistribute import GlobalBatch, Grain
 from mpizero.parallel.batch.step_scalars import Divisors
 from mpizero.parallel.gradients.exchange import GradientExchange

@@ -9,8 +9,7 @@ import numpy as np
 
 from mpizero.comm.reduce.exact import gather_spans
 from mpizero.errors import LayoutError
-from mpizero.layout.flat import FlatLayout
-from mpizero.layout.unit import ParameterUse
+from mpizero.layout.flat import FlatLayout, ParameterUse
 from mpizero.optim.state_arrays import state_specs
 from mpizero.parallel.engine import Engine
 from mpizero.parallel.optimizer.sharded_update import Updater

@@ -17,7 +17,7 @@ from mpizero.comm.equality import agree_arrays, agree_equal
 from mpizero.comm.reduce.exact import gather_spans
 from mpizero.errors import ArgumentError, ConfigError, LayoutError, NonFiniteError, StateError
 from mpizero.layout.flat import FlatLayout
-from mpizero.layout.nodes import GROUPS
+from mpizero.layout.mesh import GROUPS
 from mpizero.parallel.batch.redistribute import Asked
 from mpizero.parallel.batch.step_scalars import Totals
 from mpizero.parallel.engine import Engine

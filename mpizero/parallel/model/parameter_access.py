@@ -17,7 +17,7 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.comm.calls import agree_on_call, collective, recorded
 from mpizero.comm.equality import agree_arrays
 from mpizero.errors import LayoutError, SharedMemoryError
-from mpizero.layout.unit import ParameterUse
+from mpizero.layout.flat import ParameterUse
 from mpizero.nn.integers import start_value
 from mpizero.parallel.checkpointing import model_state
 from mpizero.parallel.model.core import ShardedCore

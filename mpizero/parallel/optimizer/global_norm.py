@@ -8,7 +8,7 @@ import numpy as np
 
 from mpizero.comm import ProcessGrid
 from mpizero.layout.flat import FlatLayout
-from mpizero.layout.tree import evaluate, leaves_program
+from mpizero.layout.sum_tree import evaluate, leaves_program
 from mpizero.types import Array, ParameterSpec
 
 

@@ -11,8 +11,7 @@ from numpy.typing import DTypeLike
 from mpizero._util.checks import unmasked
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ArgumentError, ConfigError
-from mpizero.layout.partition import owners_by_cost
-from mpizero.layout.unit import ParameterUse
+from mpizero.layout.flat import ParameterUse, owners_by_cost
 from mpizero.optim.vectors.regularization import Regularization, Term
 from mpizero.parallel.optimizer.tensor_exchange import TensorExchange
 from mpizero.parallel.optimizer.tensor_plan import TensorPlan

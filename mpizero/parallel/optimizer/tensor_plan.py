@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 from mpizero._util.checks import require, whole
 from mpizero.errors import ConfigError
 from mpizero.layout import Span
-from mpizero.layout.flat import FlatLayout
-from mpizero.layout.partition import owners_by_cost
-from mpizero.layout.unit import ParameterUse
+from mpizero.layout.flat import FlatLayout, ParameterUse, owners_by_cost
 from mpizero.optim.adapted import optimizer_name, takes_whole
 from mpizero.parallel.optimizer.tied_parameters import home_of
 from mpizero.parallel.parameters.shards import Share

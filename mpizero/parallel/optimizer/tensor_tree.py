@@ -13,8 +13,8 @@ from mpizero import kernels
 from mpizero.comm import ProcessGrid
 from mpizero.layout import Span
 from mpizero.layout.flat import FlatLayout
-from mpizero.layout.parts import PartRows, elements_within, row_runs, take_rows, tile_rows
-from mpizero.layout.tree import Program, TreeNode, cover, evaluate, leaves_program, merge
+from mpizero.layout.sum_tree import Program, TreeNode, cover, evaluate, leaves_program, merge
+from mpizero.layout.tensor_parts import PartRows, elements_within, row_runs, take_rows, tile_rows
 from mpizero.parallel.parameters.shards import Share, UpdatePiece
 from mpizero.types import Array
 
@@ -151,7 +151,7 @@ class StridedTile:
     Parameters
     ----------
     rows : PartRows
-        The tile's elements of the rows of the local array, from :func:`~mpizero.layout.parts.tile_rows`.
+        The tile's elements of the rows of the local array, from :func:`~mpizero.layout.tensor_parts.tile_rows`.
     origin : int
         Index in the local array of the first value that is given.
     nodes : sequence of TreeNode

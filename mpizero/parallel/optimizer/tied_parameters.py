@@ -17,8 +17,8 @@ import numpy as np
 from mpizero import kernels
 from mpizero.comm import ProcessGrid, Request
 from mpizero.layout import Span
-from mpizero.layout.axes import Coordinates
 from mpizero.layout.flat import FlatLayout
+from mpizero.layout.mesh import Coordinates
 from mpizero.parallel.parameters.shards import Share, UpdatePiece
 from mpizero.parallel.partition.local_model import PartitionedModel, Use
 from mpizero.types import Array

@@ -18,11 +18,9 @@ import numpy as np
 from mpizero.comm import ProcessGrid
 from mpizero.errors import LayoutError
 from mpizero.layout import Span
-from mpizero.layout.axes import Coordinates
-from mpizero.layout.flat import FlatLayout
-from mpizero.layout.nodes import GROUPS
-from mpizero.layout.parts import part_rows, part_runs, part_shape, put_rows, take_rows
-from mpizero.layout.unit import ParameterUse, Unit
+from mpizero.layout.flat import FlatLayout, ParameterUse, Unit
+from mpizero.layout.mesh import GROUPS, Coordinates
+from mpizero.layout.tensor_parts import part_rows, part_runs, part_shape, put_rows, take_rows
 from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.types import Array, ParameterSpec, Part, Ranges
 

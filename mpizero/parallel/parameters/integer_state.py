@@ -18,7 +18,7 @@ import numpy as np
 from mpizero.comm import ProcessGrid
 from mpizero.errors import LayoutError
 from mpizero.layout.flat import joined, nested
-from mpizero.layout.nodes import GROUPS
+from mpizero.layout.mesh import GROUPS
 from mpizero.nn.integers import integers_of, start_integers
 from mpizero.types import Array, IntegerSpec
 

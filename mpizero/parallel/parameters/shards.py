@@ -8,8 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from mpizero.layout import Span
-from mpizero.layout.flat import FlatLayout
-from mpizero.layout.unit import ParameterUse
+from mpizero.layout.flat import FlatLayout, ParameterUse
 from mpizero.types import ParameterSpec
 
 

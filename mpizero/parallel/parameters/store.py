@@ -14,8 +14,7 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.comm.recording.timeline import Timeline
 from mpizero.comm.reduce.exact import Gathering, begin_gather
 from mpizero.layout import Span
-from mpizero.layout.flat import FlatLayout, united, views
-from mpizero.layout.unit import Unit
+from mpizero.layout.flat import FlatLayout, Unit, united, views
 from mpizero.parallel.parameters import publication
 from mpizero.parallel.parameters.allocator import STATE_ADVICE, Memory, needing, on_all_ranks
 from mpizero.parallel.parameters.integer_state import IntegerState

@@ -16,7 +16,7 @@ import numpy as np
 from mpizero.data import Source
 from mpizero.errors import ConfigError
 from mpizero.layout import Costs, Simulation, simulate
-from mpizero.layout.instructions import FORWARD
+from mpizero.layout.schedules import FORWARD
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.parallel.placement import placement
 from mpizero.planning import TrainingPlan

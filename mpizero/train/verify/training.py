@@ -14,8 +14,7 @@ import numpy as np
 from mpizero._util.pytree import SampleTree
 from mpizero.comm import Communicator
 from mpizero.kernels import to_host
-from mpizero.layout.flat import FlatLayout, joined
-from mpizero.layout.unit import ParameterUse
+from mpizero.layout.flat import FlatLayout, ParameterUse, joined
 from mpizero.parallel import ShardingConfig, StepReport
 from mpizero.parallel.batch.step_scalars import Totals
 from mpizero.parallel.engine import Engine

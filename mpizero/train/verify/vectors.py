@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpizero.layout.unit import ParameterUse
+from mpizero.layout.flat import ParameterUse
 from mpizero.train.verify.verdicts import Finding
 from mpizero.types import Array
 

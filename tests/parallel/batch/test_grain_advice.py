@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpizero.adapters.grain_cost import EfficientSamples, PassTimes, PassWork
-from mpizero.layout.grains import GrainRule
+from mpizero.layout.batch import GrainRule
 from mpizero.parallel.batch.grain_advice import described_grains, faster_grain
 
 

@@ -16,7 +16,7 @@ import mpizero as mz
 from mpizero.comm import ProcessGrid
 from mpizero.layout import Axes, Partition
 from mpizero.layout.flat import FlatLayout
-from mpizero.layout.parts import part_shape
+from mpizero.layout.tensor_parts import part_shape
 from mpizero.parallel.optimizer import tensor_tree
 from mpizero.parallel.optimizer.global_norm import GlobalSums
 from mpizero.parallel.optimizer.sharded_update import Updater, UpdateScope

@@ -21,7 +21,7 @@ from mpizero.comm import ProcessGrid
 from mpizero.errors import CheckpointError, LayoutError, RemoteError
 from mpizero.layout import Axes, Coordinates, GrainRule, Partition
 from mpizero.layout.flat import FlatLayout
-from mpizero.layout.parts import part_shape
+from mpizero.layout.tensor_parts import part_shape
 from mpizero.nn import initial_parameters
 from mpizero.nn.initialize import initial_values
 from mpizero.parallel.checkpointing import model_state
