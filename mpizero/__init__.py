@@ -3,7 +3,7 @@
 Names are loaded on first use, so ``import mpizero`` takes milliseconds and needs no MPI. Outside of an MPI job the
 import changes nothing in the process. In a process that a launcher such as mpiexec has started as a rank it installs
 hooks that end all ranks when one fails. If the job has several ranks, it also starts a thread that tells the other
-ranks what this one is doing (``install_in_job`` in ``comm/supervision/guard.py``). The environment variable
+ranks what this one is doing (``install_in_job`` in ``guard/guard.py``). The environment variable
 ``MPIZERO_EMBEDDED=1`` prevents both; see docs/embedding.md.
 """
 
@@ -100,4 +100,4 @@ def __getattr__(name: str) -> Any:
 
 
 if any(name in os.environ for name in BY_MPI):
-    import_module("mpizero.comm.supervision.guard").install_in_job()
+    import_module("mpizero.guard.guard").install_in_job()

@@ -86,7 +86,7 @@ ENVIRONMENT = {
     "mpizero._util.faults",
     "mpizero.train.cli.main",
     "mpizero.train.run.trainer",  # Slurm's variables
-    "mpizero.comm.supervision.guard",
+    "mpizero.guard.guard",
     "mpizero.comm.startup.launch",
     "mpizero.comm.node_memory",  # Slurm's variables
     "mpizero.kernels.cache",

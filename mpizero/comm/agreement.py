@@ -10,8 +10,8 @@ import numpy as np
 
 from mpizero.comm.calls import agree_on_call
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.failure_report import describe_error, ranks_text
 from mpizero.errors import CollectiveError, PeerFailure, RemoteError
+from mpizero.guard.reports import describe_error, ranks_text
 
 
 @contextmanager

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeVar
 
 from mpizero.comm import checks
-from mpizero.comm.recording.call_trace import CallTrace, Signature
 from mpizero.comm.transport import POINT_TO_POINT, Counters, Request, SharedMemory, Transport
 from mpizero.errors import SharedMemoryError
+from mpizero.guard.call_trace import CallTrace, Signature
 from mpizero.layout import Span
 from mpizero.types import Array
 

@@ -16,8 +16,8 @@ from mpizero._util.text import crc32, notice
 from mpizero.comm.agreement import raise_on_all
 from mpizero.comm.calls import agree_on_call
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.failure_report import by_ranks
 from mpizero.errors import ConfigError
+from mpizero.guard.reports import by_ranks
 
 #: Name of a value, and the steps (``.field``, ``[0]``) that lead from it to a part of it.
 _Place = tuple[str, tuple[str, ...]]

@@ -17,11 +17,10 @@ import numpy as np
 
 from mpizero._util.checks import require, whole
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.recording.call_trace import CallTrace
-from mpizero.comm.recording.mismatch import mismatch
 from mpizero.comm.thread_job import Arrival, Exchange, Mailbox, ThreadJob
 from mpizero.comm.transport import Request, SharedMemory
 from mpizero.errors import CollectiveError, PeerFailure, SharedMemoryError
+from mpizero.guard.call_trace import CallTrace, mismatch
 from mpizero.layout import Span
 from mpizero.types import Array
 

@@ -13,15 +13,14 @@ from mpi4py import MPI
 
 from mpizero.comm.checks import TAG_LIMIT
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.recording.call_trace import Signature
-from mpizero.comm.recording.mismatch import first_mismatch
 from mpizero.comm.requests import OPERATIONS, TYPES, MpiReceive, MpiRequest, VerifiedRequest, Waiting, spec
 from mpizero.comm.shared import MpiSharedMemory, free_space
-from mpizero.comm.supervision import guard
-from mpizero.comm.supervision.arrival import PATIENCE, range_of
 from mpizero.comm.supervision.verification import CallVerifier
 from mpizero.comm.transport import Request, SharedMemory
 from mpizero.errors import ArgumentError, CollectiveError, CollectiveMismatch, ExitStatus, MpizeroError, PeerFailure
+from mpizero.guard import guard
+from mpizero.guard.call_trace import Signature, first_mismatch
+from mpizero.guard.heartbeat import ARRIVAL_PATIENCE, range_of
 from mpizero.layout import Span
 from mpizero.types import Array
 
@@ -64,7 +63,7 @@ class MpiCommunicator(Communicator):
         *,
         limit: int = MESSAGE_LIMIT,
         name: str = "world",
-        timeout: float | None = PATIENCE,
+        timeout: float | None = ARRIVAL_PATIENCE,
         guest: bool = False,
     ) -> None:
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:

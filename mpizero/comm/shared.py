@@ -13,10 +13,10 @@ from typing import cast
 import numpy as np
 from mpi4py import MPI
 
-from mpizero.comm.leftovers import SHARED_FOLDER, taken_by_leftovers
 from mpizero.comm.requests import Waiting
 from mpizero.comm.transport import SharedMemory
 from mpizero.errors import SharedMemoryError
+from mpizero.guard.reports import SHARED_FOLDER, taken_by_leftovers
 from mpizero.types import Array
 
 #: Windows start on a cache line.

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
-from mpizero.comm.recording.call_trace import CallTrace, Signature
 from mpizero.comm.recording.timeline import MESSAGE, CommunicatorCall, Timeline
 from mpizero.errors import CollectiveError
+from mpizero.guard.call_trace import CallTrace, Signature
 from mpizero.layout import Span
 from mpizero.types import Array
 

@@ -13,7 +13,7 @@ from threadpoolctl import ThreadpoolController
 from mpizero._util.text import notice
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
-from mpizero.comm.supervision.process_setting import ProcessSetting
+from mpizero.guard.guard import ProcessSetting
 from mpizero.kernels.products.multiply import library
 
 

@@ -12,9 +12,9 @@ from mpizero._util.names import explains
 from mpizero.comm import Communicator, ProcessGrid, as_communicator
 from mpizero.comm.calls import check_call
 from mpizero.comm.reduce.codecs import codec_of
-from mpizero.comm.supervision import guard
-from mpizero.comm.supervision.watchdog import Watchdog
 from mpizero.errors import ConfigError
+from mpizero.guard import guard
+from mpizero.guard.watchdog import Watchdog
 from mpizero.kernels.device_products import SIXTEEN_BITS
 from mpizero.layout import Axes, GrainRule
 from mpizero.nn.models.efficient_batch import efficient_samples

@@ -21,8 +21,8 @@ from mpizero import kernels, optim
 from mpizero._util.pytree import SampleTree
 from mpizero._util.text import notice
 from mpizero.comm.equality import agree_equal
-from mpizero.comm.supervision.guard import set_context
 from mpizero.errors import CollectiveError, DataError, PeerFailure, RemoteError, StateError
+from mpizero.guard.guard import set_context
 from mpizero.layout.batch import GrainRule
 from mpizero.optim.scaling import clip_factor
 from mpizero.parallel.batch.grain_advice import GrainNotices

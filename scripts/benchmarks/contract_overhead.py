@@ -23,7 +23,7 @@ from mpi4py import MPI
 
 import mpizero as mz
 from mpizero.comm.mpi import MpiCommunicator
-from mpizero.comm.recording.call_trace import CallTrace
+from mpizero.guard.call_trace import CallTrace
 
 
 def count_only(self: CallTrace, call: tuple[Any, ...]) -> int:
@@ -124,7 +124,7 @@ def main() -> None:
 
 
 def _followed() -> list[Any]:
-    from mpizero.comm.supervision import guard
+    from mpizero.guard import guard
 
     return guard.current().register.live
 

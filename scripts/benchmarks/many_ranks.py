@@ -73,7 +73,7 @@ def train(comm: Any, sizes: dict[str, int], args: argparse.Namespace) -> Row:
     import numpy as np
 
     import mpizero as mz
-    from mpizero.comm.supervision import guard
+    from mpizero.guard import guard
 
     windows = count_windows()
     marks = [time.monotonic()]

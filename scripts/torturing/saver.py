@@ -20,7 +20,7 @@ from mpizero import checkpoint
 from mpizero.checkpoint import LocalArray, SnapshotBuffer
 from mpizero.checkpoint.save_plan import RepeatedSave, make_plan
 from mpizero.comm import as_communicator
-from mpizero.comm.supervision.watchdog import Watchdog
+from mpizero.guard.watchdog import Watchdog
 
 #: Paths that are accessed when a save begins and ends, so that a log of system calls shows the calls of each save.
 MARKS = ("/mpizero-torture-begin", "/mpizero-torture-end")
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str]) -> None:
     """Run as one rank: save step after step; ``arguments`` are those of the command line."""
     from mpi4py import MPI
 
-    from mpizero.comm.supervision import guard
+    from mpizero.guard import guard
 
     guard.install_in_job()
     folder, steps, how, keep = Path(arguments[0]), int(arguments[1]), arguments[2], int(arguments[3])

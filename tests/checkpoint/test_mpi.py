@@ -13,8 +13,8 @@ import pytest
 
 from mpizero import checkpoint
 from mpizero.checkpoint import CheckpointIOError, LocalArray
-from mpizero.comm.supervision import guard
 from mpizero.errors import CheckpointError
+from mpizero.guard import guard
 from tests.parallel.parallel_layouts import of_first
 
 pytestmark = pytest.mark.mpi

@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 
 import mpizero as mz
-from mpizero.comm.supervision import guard
 from mpizero.errors import StateError
+from mpizero.guard import guard
 
 
 @pytest.mark.mpi
 def test_configurations_that_are_never_closed_are_refused_before_mpi_has_no_room(monkeypatch):
     from mpi4py import MPI
 
-    from mpizero.comm.recording import registry
+    from mpizero.guard import call_trace
 
-    assert registry.MOST_LIVE < 2048  # MPICH's numbers of communicators and windows
-    monkeypatch.setattr(registry, "MOST_LIVE", len(guard.current().register.live) + 8)
+    assert call_trace.MOST_LIVE < 2048  # MPICH's numbers of communicators and windows
+    monkeypatch.setattr(call_trace, "MOST_LIVE", len(guard.current().register.live) + 8)
     kept = []
 
     def use_up():

@@ -12,8 +12,8 @@ import pytest
 import mpizero
 from mpizero._util.text import TRACEBACK
 from mpizero.comm.agreement import all_ranks
-from mpizero.comm.failure_report import describe_error, user_message
 from mpizero.errors import ConfigError, MpizeroError
+from mpizero.guard.reports import describe_error, user_message
 from mpizero.testing import run_in_threads
 
 LIBRARY = sysconfig.get_path("purelib")
@@ -116,7 +116,7 @@ def test_a_rank_without_files_left_to_open_still_describes_its_error(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
         "import resource\n"
-        "from mpizero.comm.failure_report import describe_error\n"
+        "from mpizero.guard.reports import describe_error\n"
         "from mpizero._util.text import rendered\n"
         "try:\n"
         "    {}['shard']\n"

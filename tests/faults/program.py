@@ -15,7 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-from mpizero.comm.supervision import guard
+from mpizero.guard import guard
 
 FAULT, FOLDER, VICTIM = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 (FOLDER / f"pid-{os.getpid()}").touch()
@@ -40,8 +40,8 @@ from mpi4py import MPI  # noqa: E402
 
 from mpizero.comm.agreement import all_ranks  # noqa: E402
 from mpizero.comm.mpi import MpiCommunicator  # noqa: E402
-from mpizero.comm.supervision.watchdog import Watchdog  # noqa: E402
 from mpizero.errors import ConfigError, DataError  # noqa: E402
+from mpizero.guard.watchdog import Watchdog  # noqa: E402
 
 if FAULT == "config_error_before_communicator":
     note_fault()

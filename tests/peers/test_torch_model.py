@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 import mpizero as mz  # noqa: E402
 from mpizero.adapters.torch import backward, blocks, functions  # noqa: E402
 from mpizero.adapters.torch.backward import Pass, input_half, weight_half, whole_backward  # noqa: E402
-from mpizero.comm.failure_report import describe_error  # noqa: E402
 from mpizero.errors import ConfigError, MpizeroError  # noqa: E402
+from mpizero.guard.reports import describe_error  # noqa: E402
 from mpizero.parallel.parameters.store import ParameterStore  # noqa: E402
 from mpizero.testing import run_in_threads  # noqa: E402
 from mpizero.train.cli.main import main  # noqa: E402

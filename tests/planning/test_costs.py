@@ -14,8 +14,8 @@ import pytest
 import mpizero as mz
 from mpizero.comm import Communicator, ProcessGrid
 from mpizero.comm.reduce import exact
-from mpizero.comm.supervision import guard
 from mpizero.errors import ConfigError
+from mpizero.guard import guard
 from mpizero.layout import SCHEDULES, Axes, Grains
 from mpizero.nn import Frozen
 from mpizero.parallel.model.hybrid import ZERO_STAGES

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from mpizero.comm import Communicator
-from mpizero.comm.failure_report import user_message
 from mpizero.errors import MpizeroError, PeerFailure, RemoteError
+from mpizero.guard.reports import user_message
 from mpizero.testing import run_in_threads
 from mpizero.train.cli.main import main
 

@@ -102,7 +102,7 @@ def test_bad_usage_is_refused_with_what_is_wrong(tmp_path, monkeypatch, options,
 
     write_inputs(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mpizero.comm.supervision.guard.Guard.install", lambda guard, *, keep=False: None)
+    monkeypatch.setattr("mpizero.guard.guard.Guard.install", lambda guard, *, keep=False: None)
     with pytest.raises(ConfigError) as caught:
         main(["verify", "tiny.toml", *options])
     assert told in str(caught.value)

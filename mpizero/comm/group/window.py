@@ -22,10 +22,9 @@ import numpy as np
 from mpizero._util.text import notice
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.group.messages import MessageGroup
-from mpizero.comm.recording.call_trace import describe_call
-from mpizero.comm.recording.mismatch import mismatch
 from mpizero.comm.transport import SharedMemory
 from mpizero.errors import SharedMemoryError
+from mpizero.guard.call_trace import describe_call, mismatch
 from mpizero.kernels.fold import fold
 from mpizero.layout import Partition
 from mpizero.types import Array

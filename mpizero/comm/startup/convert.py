@@ -8,12 +8,12 @@ from typing import Any
 
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.startup.launch import default_world, one_process
-from mpizero.comm.supervision.arrival import PATIENCE
 from mpizero.errors import ArgumentError, CollectiveError, PeerFailure
+from mpizero.guard.heartbeat import ARRIVAL_PATIENCE
 
 
 def as_communicator(
-    comm: Any = None, name: str = "world", *, timeout: float | None = PATIENCE, embedded: bool = False
+    comm: Any = None, name: str = "world", *, timeout: float | None = ARRIVAL_PATIENCE, embedded: bool = False
 ) -> Communicator:
     """Convert an mpi4py communicator, a Communicator, "self" or None to a Communicator.
 

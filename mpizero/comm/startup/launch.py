@@ -12,8 +12,8 @@ from mpizero._util.launch import Launch, is_rank, is_several, place_of, standing
 from mpizero._util.text import stacklevel
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.inmemory import InMemoryCommunicator
-from mpizero.comm.supervision import guard
 from mpizero.errors import ConfigError
+from mpizero.guard import guard
 
 #: What to do where a command is to work alone.
 ALONE = "a program that is to work alone is started without the variables PMI*, OMPI* and SLURM*"

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 from mpi4py import MPI
 
-from mpizero.comm.recording.call_trace import CallTrace
-from mpizero.comm.recording.mismatch import mismatch
 from mpizero.errors import CollectiveError
+from mpizero.guard.call_trace import CallTrace, mismatch
 from mpizero.types import Array
 
 

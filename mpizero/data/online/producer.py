@@ -9,10 +9,10 @@ from typing import Any, Self
 import numpy as np
 
 from mpizero.comm import Communicator, Request
-from mpizero.comm.failure_report import describe_error
 from mpizero.data.online.messages import ANSWER, END, ERROR, GIVEN, HEADER, SAMPLE, STOPPED, message
 from mpizero.data.online.sample import SampleForm
 from mpizero.errors import StateError
+from mpizero.guard.reports import describe_error
 from mpizero.types import Array
 
 #: Longest pause between two looks at what has arrived, in seconds.

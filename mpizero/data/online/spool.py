@@ -24,11 +24,11 @@ from mpizero.checkpoint.format.regular_files import read_regular
 from mpizero.checkpoint.tools.npz import read_arrays
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
-from mpizero.comm.failure_report import describe_error
 from mpizero.data.online.receiver import Receiver
 from mpizero.data.online.sample import Sample, SampleForm
 from mpizero.data.online.stream import OnlineSource
 from mpizero.errors import CheckpointError, ConfigError, DataError, StateError
+from mpizero.guard.reports import describe_error
 
 _FILE = re.compile(r"(?P<name>[A-Za-z0-9_]+)-(?P<number>\d{20})\.npz")
 _STOPPED = "TRAINING_HAS_ENDED"

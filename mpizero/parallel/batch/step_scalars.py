@@ -12,9 +12,9 @@ from mpizero import kernels
 from mpizero.comm import Communicator, ProcessGrid
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.calls import agree_on_call
-from mpizero.comm.failure_report import by_ranks
-from mpizero.comm.recording.call_trace import MODULUS
 from mpizero.errors import CollectiveError, ConfigError, DataError, PeerFailure
+from mpizero.guard.call_trace import MODULUS
+from mpizero.guard.reports import by_ranks
 from mpizero.layout.flat import FlatLayout, joined
 from mpizero.parallel.batch.redistribute import GlobalBatch
 from mpizero.parallel.parameters.allocator import COMPUTING_ADVICE, refused
@@ -24,7 +24,7 @@ from mpizero.parallel.step_report import NonFinite
 from mpizero.types import Array, as_reals
 
 #: Flags of a rank in the message, in the low bits of the fourth number: a value was not finite; a grain raised.
-#: The bits above them hold the rank's mismatch term, see comm/recording/registry.py's [Note: one sum].
+#: The bits above them hold the rank's mismatch term, see guard/call_trace.py's [Note: one sum].
 _BAD, _FAILED = 1, 2
 _MARK_BITS = 2
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpizero.comm import ProcessGrid
-from mpizero.comm.supervision import guard
+from mpizero.guard import guard
 from mpizero.parallel.batch.step_scalars import GrainScalars
 from mpizero.parallel.device.compute_device import ComputeDevice
 from mpizero.parallel.execution.evaluators import BlockEvaluator

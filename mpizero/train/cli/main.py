@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None, comm: Communicator | None = Non
     errors that the user can correct become one line on standard error from one rank; any other error ends the job with
     its traceback. With a given ``comm``, whose ranks may be threads, errors are raised instead.
     """
-    from mpizero.comm.supervision import guard
+    from mpizero.guard import guard
 
     accept_all_characters()
     options = build_parser().parse_args(arguments)
@@ -116,7 +116,7 @@ def _on_first_rank(work: Callable[[argparse.Namespace], int], options: argparse.
                 raise ConfigError(text)
             return work(options)
     except MpizeroError as error:
-        from mpizero.comm.failure_report import user_message, write_stderr
+        from mpizero.guard.reports import user_message, write_stderr
 
         write_stderr(f"{user_message(error)}\n")
         return int(error.status)

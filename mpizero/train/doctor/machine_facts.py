@@ -18,9 +18,9 @@ import numpy as np
 
 from mpizero._util.text import installed_version
 from mpizero.comm import Communicator
-from mpizero.comm.leftovers import SHARED_FOLDER
 from mpizero.comm.startup.launch import mpi_facts
 from mpizero.errors import ConfigError, MpizeroError
+from mpizero.guard.reports import SHARED_FOLDER
 from mpizero.kernels.products.multiply import library
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from mpizero._util.text import notice
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.equality import agree_equal
-from mpizero.comm.failure_report import describe_error
 from mpizero.comm.startup.convert import communicator_of
 from mpizero.errors import ArgumentError, CollectiveError, ConfigError, MemberError, PeerFailure
+from mpizero.guard.reports import describe_error
 from mpizero.train.ensemble.summary import (
     COMPLETE,
     FAILED,

@@ -25,7 +25,7 @@ from waveforms.survey import Survey
 
 import mpizero as mz
 from mpizero.comm.agreement import all_ranks
-from mpizero.comm.supervision import guard
+from mpizero.guard import guard
 
 #: Frequencies in Hz of the stages, iterations of each, and the survey; without and with --small.
 LARGE = ((2.0, 4.0, 6.0), 15, Survey())

@@ -7,12 +7,18 @@ import threading
 import numpy as np
 import pytest
 
-from mpizero.comm.recording.call_trace import MODULUS, REMEMBERED, CallTrace, describe_call, number_of
-from mpizero.comm.recording.mismatch import mismatch
-from mpizero.comm.recording.registry import CommunicatorRegistry
 from mpizero.comm.startup.same_software import agree_to_start, versions
-from mpizero.comm.supervision import guard
 from mpizero.errors import CollectiveMismatch, ConfigError, ExitStatus
+from mpizero.guard import guard
+from mpizero.guard.call_trace import (
+    MODULUS,
+    REMEMBERED,
+    CallTrace,
+    CommunicatorRegistry,
+    describe_call,
+    mismatch,
+    number_of,
+)
 from mpizero.testing import run_in_threads
 
 CALLS = [

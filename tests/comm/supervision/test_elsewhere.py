@@ -11,15 +11,12 @@ import time
 
 import pytest
 
-from mpizero.comm.recording.registry import CommunicatorRegistry
-from mpizero.comm.status import remote_status as module
-from mpizero.comm.status.peer_groups import PeerGroups
-from mpizero.comm.status.received_slots import SLOT_LIMIT, parse_slots
-from mpizero.comm.status.remote_status import RemoteStatus, StatusServer, addresses
-from mpizero.comm.status.status_board import StatusBoard
-from mpizero.comm.supervision import guard
-from mpizero.comm.supervision.heartbeat import Heartbeat
-from mpizero.comm.supervision.supervisor import Supervisor
+from mpizero.guard import guard
+from mpizero.guard import remote_status as module
+from mpizero.guard.call_trace import CommunicatorRegistry
+from mpizero.guard.heartbeat import Heartbeat, Supervisor
+from mpizero.guard.remote_status import SLOT_LIMIT, PeerGroups, RemoteStatus, StatusServer, addresses, parse_slots
+from mpizero.guard.status import StatusBoard
 from mpizero.testing import run_in_threads
 
 #: Long against what an answer may take, short against what an attack would.

@@ -11,8 +11,8 @@ import sys
 
 import pytest
 
-from mpizero.comm import leftovers as module
-from mpizero.comm.leftovers import leftovers, remove, session_folders
+from mpizero.guard import reports
+from mpizero.guard.reports import leftovers, remove, session_folders
 
 if not hasattr(fcntl, "F_SETLEASE"):
     pytest.skip("this system grants no leases", allow_module_level=True)
@@ -30,7 +30,7 @@ def make(folder, name, age=OLD):
 @pytest.fixture(autouse=True)
 def _changed_when_modified(monkeypatch):
     """The time of the last change of state cannot be set: take that of the contents."""
-    monkeypatch.setattr(module, "_changed", lambda status: status.st_mtime)
+    monkeypatch.setattr(reports, "_changed", lambda status: status.st_mtime)
 
 
 def paths(found):

@@ -15,9 +15,9 @@ import pytest
 from threadpoolctl import ThreadpoolController
 
 import mpizero as mz
-from mpizero.comm.supervision import lock_timer
-from mpizero.comm.supervision.process_setting import ProcessSetting
 from mpizero.errors import ConfigError
+from mpizero.guard import watchdog
+from mpizero.guard.guard import ProcessSetting
 from mpizero.parallel import blas_threads as blas_setting
 
 
@@ -84,9 +84,9 @@ def test_the_stacks_of_a_timer_are_written_after_another_timer_was_closed(
 ) -> None:
     """The signal is one that ends nothing here, and is sent by hand."""
     number = signal.SIGURG
-    monkeypatch.setattr(lock_timer, "_SIGNAL", number)
+    monkeypatch.setattr(watchdog, "_SIGNAL", number)
     with open(tmp_path / "first", "w+") as first, open(tmp_path / "second", "w+") as second:
-        timers = lock_timer.LockTimer(first), lock_timer.LockTimer(second)
+        timers = watchdog.LockTimer(first), watchdog.LockTimer(second)
         for timer, file in zip(reversed(timers), (second, first), strict=True):
             signal.raise_signal(number)
             file.seek(0)

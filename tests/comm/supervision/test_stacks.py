@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mpizero.comm.status.thread_stacks import Line, all_stacks, current_frame, describe_stack, innermost_line
+from mpizero.guard.status import Line, all_stacks, current_frame, describe_stack, innermost_line
 
 
 def waits(entered: threading.Event, gate: threading.Event) -> None:
@@ -89,7 +89,7 @@ def test_threads_that_run_on_are_looked_at_without_harm():
 
 LOOKERS = """
 import gc, mmap, threading
-from mpizero.comm.status.thread_stacks import current_frame
+from mpizero.guard.status import current_frame
 
 class Held:
     pass

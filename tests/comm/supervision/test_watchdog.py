@@ -10,14 +10,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpizero.comm.recording.call_trace import CallTrace
-from mpizero.comm.recording.registry import CommunicatorRegistry
-from mpizero.comm.supervision.heartbeat import calls_in_progress
-from mpizero.comm.supervision.mismatch_watch import MismatchWatch
-from mpizero.comm.supervision.supervisor import HEARTBEAT, Supervisor
-from mpizero.comm.supervision.wait_report import is_silent
-from mpizero.comm.supervision.watchdog import Watchdog
 from mpizero.errors import CollectiveError, ConfigError, PeerFailure
+from mpizero.guard.call_trace import CallTrace, CommunicatorRegistry
+from mpizero.guard.heartbeat import HEARTBEAT, MismatchWatch, Supervisor, calls_in_progress, is_silent
+from mpizero.guard.watchdog import Watchdog
 from mpizero.testing import run_in_threads
 
 
@@ -90,9 +86,9 @@ def test_watchdogs_of_many_threads_share_one_thread_which_looks_at_no_frames(mon
     def look(*_):
         raise AssertionError("frames were looked at")
 
-    monkeypatch.setattr("mpizero.comm.supervision.heartbeat.current_frame", look)
-    monkeypatch.setattr("mpizero.comm.supervision.heartbeat.all_stacks", look)
-    monkeypatch.setattr("mpizero.comm.supervision.watchdog.all_stacks", look)
+    monkeypatch.setattr("mpizero.guard.heartbeat.current_frame", look)
+    monkeypatch.setattr("mpizero.guard.heartbeat.all_stacks", look)
+    monkeypatch.setattr("mpizero.guard.watchdog.all_stacks", look)
 
     def train(comm):
         with Watchdog(comm, timeout=5.0):
@@ -226,7 +222,7 @@ def test_only_where_its_thread_runs_can_the_timer_end_a_process(monkeypatch, thr
         raise RuntimeError("can't start new thread")
 
     def train(comm):
-        monkeypatch.setattr("mpizero.comm.supervision.watchdog.LockTimer", Timer)
+        monkeypatch.setattr("mpizero.guard.watchdog.LockTimer", Timer)
         watchdog = Watchdog(comm, timeout=5.0)
         monkeypatch.setattr(watchdog._guard, "is_registered", lambda trace: True)  # as over MPI
         monkeypatch.setattr(watchdog._guard, "supervisor", Supervisor())

@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 import mpizero as mz
 from mpizero.comm.mpi import MpiCommunicator
-from mpizero.comm.supervision.watchdog import Watchdog
+from mpizero.guard.watchdog import Watchdog
 
 KIND, FOLDER = sys.argv[1], Path(sys.argv[2])
 (FOLDER / f"pid-{os.getpid()}").touch()

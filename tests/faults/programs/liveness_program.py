@@ -26,9 +26,9 @@ import mpizero as mz  # noqa: E402
 from mpizero import checkpoint  # noqa: E402
 from mpizero.checkpoint import LocalArray  # noqa: E402
 from mpizero.comm.mpi import MpiCommunicator  # noqa: E402
-from mpizero.comm.status.remote_status import RemoteStatus  # noqa: E402
-from mpizero.comm.supervision import guard  # noqa: E402
-from mpizero.comm.supervision.watchdog import Watchdog  # noqa: E402
+from mpizero.guard import guard  # noqa: E402
+from mpizero.guard.remote_status import RemoteStatus  # noqa: E402
+from mpizero.guard.watchdog import Watchdog  # noqa: E402
 
 WORLD = MPI.COMM_WORLD
 RANK = WORLD.Get_rank()
@@ -92,7 +92,7 @@ def old_libc_and_nowhere_to_write():
 
 def one_rank_without_a_board():
     """Let what is made for the board and the doors raise on one rank, amid what the others do together."""
-    import mpizero.comm.status.peer_groups as peers
+    import mpizero.guard.remote_status as peers
 
     def refuse(*_):
         raise PermissionError(13, "Permission denied")

@@ -12,7 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mpizero as mz
-from mpizero.comm.supervision.guard import current
+from mpizero.guard.guard import current
 
 SAMPLES = 32
 

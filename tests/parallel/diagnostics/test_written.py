@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import mpizero as mz
-from mpizero.comm.supervision import guard
 from mpizero.errors import LayoutError, RemoteError
+from mpizero.guard import guard
 from mpizero.nn.layer import Layer
 from mpizero.parallel.gradients.unwritten_gradients import WriteCheck
 from mpizero.testing import run_in_threads

@@ -10,14 +10,26 @@ line is stored as a code object with the offset of an instruction, and becomes t
 [Note: counted calls] Half of the calls of a short step are barriers of shared windows. These are only counted: if the
 number of barriers between two recorded calls differs between ranks, the hashes differ, but the tags of the barriers are
 not compared. With MPIZERO_DEBUG=collectives they are recorded like all other calls.
+
+List the communicators of a process, under keys that are the same on all ranks of a communicator.
+
+Describe the first collective that ranks have called differently, with the source line of each rank.
+
+[Note: three comparisons] Hashes of calls ([Note: matching calls] in call_trace.py) are compared in three ways. First,
+once a step, before the training engine changes a parameter, it adds up one number of every rank in a message that it
+sends anyway; the sum is 0 if all calls match ([Note: one sum] in registry.py). Second, the heartbeat threads of a node
+compare the hashes on the status board all the time (mismatch_watch.py). This finds ranks that wait for one another in
+different calls, and works without an engine. Third, with MPIZERO_DEBUG=collectives every collective is compared before
+it starts (verification.py). All three raise the same error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from os import sep
 from pathlib import Path
@@ -27,6 +39,9 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from mpizero.errors import CollectiveMismatch, StateError
+from mpizero.guard.reports import ranks_by_text
 
 #: Number of the last collectives of a communicator that are kept.
 REMEMBERED = 64
@@ -47,11 +62,11 @@ Signature = tuple[Any, ...]
 #: Sequence number of a collective, hash of all calls up to it, the call, and its line as code object and instruction.
 _Entry = tuple[int, int, Signature, CodeType | None, int]
 
-#: Files of this package, as its code objects name them, and the one that enters its context managers.
-_OWN_FILES = frozenset(map(str, Path(__file__).parents[1].rglob("*.py"))) | {contextlib.__file__}
-#: Folder of the package, and the folder of its command line, whose lines count as the user's.
-_LIBRARY = f"{Path(__file__).parents[2]}{sep}"
-_PROGRAMS = f"{_LIBRARY}train{sep}"
+#: Folder of the package, and those of its programs, whose lines count as the user's.
+_LIBRARY = f"{Path(__file__).parents[1]}{sep}"
+_PROGRAMS = tuple(f"{_LIBRARY}{folder}{sep}" for folder in ("train", "cli", "tools"))
+#: Files that send messages and watch them, as their code objects name them, and the one that enters context managers.
+_OWN_FILES = {contextlib.__file__}.union(*(map(str, Path(_LIBRARY, own).glob("*.py")) for own in ("comm", "guard")))
 
 
 class CallRecord(NamedTuple):
@@ -323,3 +338,218 @@ def _line(code: CodeType | None, instruction: int) -> str:
         return "?"
     lines = (line for start, stop, line in code.co_lines() if start <= instruction < stop)
     return f"{Path(code.co_filename).name}:{next(lines, None) or code.co_firstlineno} in {code.co_name}"
+
+
+#: Number of closed communicators whose traces are kept.
+_CLOSED = 32
+#: Communicators that may be open at once. MPICH has 2,048 numbers for communicators and windows, and crashes when they
+#: are used up: seen at 1,300 communicators with their models' windows.
+MOST_LIVE = 1200
+
+
+@dataclass(eq=False)
+class CommunicatorEntry:
+    """Describe a communicator of this process: its trace, its world ranks (``members``), its key and its weight.
+
+    The key identifies the communicator, and is the same on all its ranks. It is made of the world ranks and of an
+    ordinal among the communicators of the same ranks, because ranks make their common communicators in the same order.
+    Each rank has its own ``weight``: the weights of all ranks of a communicator add up to 0 modulo :data:`MODULUS`, see
+    [Note: one sum].
+    """
+
+    trace: CallTrace
+    members: tuple[int, ...]
+    key: str
+    weight: int = 0
+
+
+@dataclass
+class CommunicatorRegistry:
+    """List all communicators of this process, and the functions that free resources which an error has left open.
+
+    Each communicator is identified by a key, a string that is the same on all its ranks.
+    """
+
+    live: list[CommunicatorEntry] = field(default_factory=list)
+    #: The last closed communicators by key; other ranks may still wait in calls of them.
+    closed: dict[str, CommunicatorEntry] = field(default_factory=dict)
+    #: Functions that free what an error has left open, each with its communicator; see :meth:`run_deferred_closes`.
+    left: list[tuple[CommunicatorEntry, Callable[[], None]]] = field(default_factory=list)
+    _ordinals: dict[tuple[int, ...], int] = field(default_factory=dict)
+    _inside: dict[CallTrace, list[CommunicatorEntry]] = field(default_factory=dict)
+    _terms: dict[CallTrace, list[tuple[int, CallTrace]]] = field(default_factory=dict)
+
+    def add(self, trace: CallTrace, members: Sequence[int], place: int = 0) -> CommunicatorEntry:
+        """Add the communicator of ``trace``, which joins the world ranks ``members``; return its entry. Not collective.
+
+        ``place`` is the number of this rank in the communicator.
+
+        Raises
+        ------
+        StateError
+            If :data:`MOST_LIVE` communicators are open, because MPI may not be able to make another one.
+        """
+        if (live := len(self.live)) >= MOST_LIVE:
+            raise StateError(
+                f"{live} communicators of mpizero are open in this process, and MPI has room for about 2,000, windows "
+                "included: close models and configurations that are no longer needed, by close() or a with statement, "
+                "or give all models one configuration"
+            )
+        group = tuple(members)
+        ordinal = self._ordinals[group] = self._ordinals.get(group, -1) + 1
+        key = f"{blake2b(repr(group).encode(), digest_size=4).hexdigest()}.{ordinal}"
+        entry = CommunicatorEntry(trace, group, key, _weight(key, place, len(group)))
+        self.live.append(entry)
+        self._inside.clear()
+        self._terms.clear()
+        return entry
+
+    def remove(self, trace: CallTrace) -> None:
+        """Move the communicator of ``trace`` from the open communicators to the closed ones. Not collective."""
+        for entry in [entry for entry in self.live if entry.trace is trace]:
+            self.live.remove(entry)
+            self.closed[entry.key] = entry
+            if len(self.closed) > _CLOSED:
+                del self.closed[next(iter(self.closed))]
+        self._inside.clear()
+        self._terms.clear()
+
+    def defer_close(self, trace: CallTrace, close: Callable[[], None]) -> None:
+        """Store ``close``, a function that frees what an error has left open, for :meth:`run_deferred_closes`.
+
+        Not collective; ``close`` itself is collective over the communicator of ``trace``.
+        """
+        self.left += [(entry, close) for entry in self.live if entry.trace is trace]
+
+    def run_deferred_closes(self, trace: CallTrace, allgather: Callable[[Any], list[Any]]) -> None:
+        """Call the functions that every rank of the communicator of ``trace`` has stored. Collective over these ranks.
+
+        ``allgather`` takes an object and returns the list of all these ranks' objects.
+
+        [Note: deferred closes] When a rank leaves a model because of an error, it does not know whether the other ranks
+        fail too. Closing the model is collective, so it is deferred. When the same ranks next make a model together,
+        they compare the resources that each has left open. A resource that all ranks have left open, after the same
+        calls, is closed. The others stay open, because their ranks have made different calls.
+        """
+        members = next((entry.members for entry in self.live if entry.trace is trace), None)
+        mine = [left for left in self.left if left[0].members == members]
+        gathered = allgather([(entry.key, self.mismatch_term(entry.trace)) for entry, _ in mine])
+        for left, *theirs in zip(mine, *gathered, strict=False):
+            in_step = sum(number for _, number in theirs) % MODULUS == 0
+            if in_step and all(key == left[0].key for key, _ in theirs) and left in self.left:
+                self.left.remove(left)
+                left[1]()
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of collectives begun on each communicator, by its key.
+
+        The open communicators come first, the newest before the older ones; the closed ones come last.
+        """
+        return {entry.key: entry.trace.started for entry in (*reversed(self.live), *self.closed.values())}
+
+    def marks(self) -> dict[str, tuple[int, int]]:
+        """Return the number of collectives begun on each communicator and the hash of them all, by its key.
+
+        The order is the same as in :meth:`counts`.
+        """
+        entries = (*reversed(tuple(self.live)), *tuple(self.closed.values()))
+        return {entry.key: entry.trace.last() for entry in entries}
+
+    def find(self, key: str) -> CommunicatorEntry | None:
+        """Return the entry of the open or closed communicator with this key; None if there is none."""
+        return next((entry for entry in (*self.live, *self.closed.values()) if entry.key == key), None)
+
+    def inside(self, trace: CallTrace) -> list[CommunicatorEntry]:
+        """Return the open communicators of two or more ranks that lie inside the communicator of ``trace``.
+
+        That is so if all their ranks are ranks of that communicator; the communicator itself is included.
+        """
+        if trace not in self._inside:
+            whole = next((set(entry.members) for entry in self.live if entry.trace is trace), set[int]())
+            entries = [e for e in self.live if len(e.members) > 1 and whole.issuperset(e.members)]
+            self._inside[trace] = entries
+        return self._inside[trace]
+
+    def mismatch_term(self, trace: CallTrace) -> int:
+        """Return this rank's number for the check of calls: its sum over ranks is 0 mod ``MODULUS`` if calls match.
+
+        Not collective.
+
+        [Note: one sum] One number from each rank is enough to compare the calls of all communicators among the ranks of
+        the communicator of ``trace``. For each of its communicators, a rank multiplies the hash of its calls by its
+        weight in that communicator; it adds the products. The weights of all ranks of a communicator add up to 0. So
+        equal hashes cancel in the sum over the ranks, modulo :data:`MODULUS`. Different hashes do not cancel, except
+        with a probability of 1 / MODULUS.
+        """
+        terms = self._terms.get(trace)
+        if terms is None:
+            terms = self._terms[trace] = [(entry.weight, entry.trace) for entry in self.inside(trace)]
+        return weighted_sum(terms) % MODULUS
+
+
+def _weight(key: str, place: int, size: int) -> int:
+    if place:
+        return int.from_bytes(blake2b(f"{key}/{place}".encode(), digest_size=8).digest(), "little") % MODULUS
+    return -sum(_weight(key, other, size) for other in range(1, size)) % MODULUS
+
+
+#: Number of calls that a report shows before and after the first difference.
+_BEFORE, _AFTER = 2, 3
+
+
+def mismatch(name: str, records: Mapping[int, Sequence[CallRecord]]) -> CollectiveMismatch | None:
+    """Return the error for the first collective that ranks have called differently; None if all match. Not collective.
+
+    Parameters
+    ----------
+    name : str
+        Name of the communicator.
+    records : mapping of int to sequence of CallRecord
+        The last collectives of each rank, the oldest first.
+    """
+    rows = {rank: {record.sequence: record for record in found} for rank, found in sorted(records.items())}
+    for sequence in sorted({number for row in rows.values() for number in row}):
+        here = {rank: row[sequence] for rank, row in rows.items() if sequence in row}
+        if len({record.number for record in here.values()}) > 1:
+            break
+    else:
+        return None
+    if len({record.what for record in here.values()}) == 1:
+        return CollectiveMismatch(
+            f"the ranks of {name!r} have called different collectives more than {REMEMBERED} calls ago; "
+            f"at #{sequence}, the oldest that is remembered: {_groups(here)}"
+        )
+    details = [f"  {what}" for what in _around(rows, sequence)]
+    return CollectiveMismatch(f"collective #{sequence} of {name!r} differs between ranks: {_groups(here)}", details)
+
+
+def first_mismatch(
+    calls_by_rank: Sequence[tuple[int, Mapping[str, tuple[str, list[CallRecord]]]]],
+) -> CollectiveMismatch | None:
+    """Return the error for the first communicator whose ranks have called different collectives; None if all match.
+
+    Not collective. ``calls_by_rank`` holds a pair for each rank: its number, and a mapping from the keys of its
+    communicators to the name and the recorded calls of each.
+    """
+    for key in dict.fromkeys(key for _, calls in calls_by_rank for key in calls):
+        those = {rank: calls[key] for rank, calls in calls_by_rank if key in calls}
+        name = next(iter(those.values()))[0]
+        if (found := mismatch(name, {rank: records for rank, (_, records) in those.items()})) is not None:
+            return found
+    return None
+
+
+def _around(rows: Mapping[int, Mapping[int, CallRecord]], sequence: int) -> list[str]:
+    lines = []
+    for number in range(sequence - _BEFORE, sequence + _AFTER + 1):
+        here = {rank: row[number] for rank, row in rows.items() if number in row}
+        if here:
+            mark = "before" if number < sequence else "differs" if number == sequence else "after"
+            lines.append(f"{mark:7} #{number}: {_groups(here)}")
+    return lines
+
+
+def _groups(records: Mapping[int, CallRecord]) -> str:
+    """Return text that tells what each rank called; ranks with the same call at the same line are listed together."""
+    texts = ((rank, f"{record.what} at {record.where}") for rank, record in records.items())
+    return "; ".join(f"{ranks}: {call}" for call, ranks in ranks_by_text(texts).items())

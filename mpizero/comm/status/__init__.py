@@ -1,1 +1,0 @@
-"""Share the status of every rank without MPI: in shared memory within a node, by TCP between nodes."""

@@ -1,0 +1,723 @@
+"""Describe a call that does not return: the ranks that are missing, and the status of every rank.
+
+Run the periodic checks of a process in one thread, which calls no MPI.
+
+[Note: stopped time] The time in which a process is stopped (SIGSTOP, ``scontrol suspend``, a paused machine) must not
+count as waiting time, though clocks go on. Ranks are also stopped and resumed at slightly different moments. If the
+supervisor's thread wakes far too late, the process was stopped, and :meth:`Supervisor.since` does not count that time.
+If only one rank is stopped, the threads of the other ranks notice it.
+
+Write the status of this rank to the status boards several times a second, without MPI.
+
+End the job if not all ranks join in making a communicator within a timeout, and name the missing ranks.
+
+[Note: no channel yet] Making a communicator is itself collective, and MPI does not tell which ranks take part. The
+startup board tells this for the ranks of this node. Nothing is known of ranks on other nodes; the job ends all the
+same.
+
+Decide whether the other ranks can finish without a rank that has reached the end of its program.
+
+[Note: who may go on] While this rank waits at the end of its program, other ranks may work as long as they like: pack
+files, run other programs, train with one another. The job is ended only if another rank cannot finish without this one.
+That is so if the other rank waits in a collective, or is in a training step, in which this rank must take part too. It
+is also so if the other rank waits for a message and no rank of the job is working any more. A rank whose status cannot
+be read, because its node does not reply, counts as working.
+
+Compare the calls of the ranks of a node in the background, and end the job if they differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from time import monotonic
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from mpizero.errors import CollectiveMismatch
+from mpizero.guard.call_trace import MAKING, CallRecord, CallTrace, CommunicatorEntry, CommunicatorRegistry, mismatch
+from mpizero.guard.remote_status import PeerGroups
+from mpizero.guard.reports import rank_ranges, ranks_text, write_stderr
+from mpizero.guard.status import Slot, all_stacks, current_frame, describe_stack, innermost_line
+from mpizero.types import Array
+
+#: Ticks without a heartbeat after which a rank counts as silent.
+_SILENT_TICKS = 8
+_MIN_SILENCE = 0.5
+
+
+def with_age(slots: Mapping[int, Slot]) -> dict[int, Slot]:
+    """Return the status slots, by rank, with an entry "age" added to each: the seconds since it was written."""
+    now, wall = time.monotonic(), time.time()
+    return {rank: s | {"age": wall - s["wall"] if "wall" in s else now - s["beat"]} for rank, s in slots.items()}
+
+
+def describe_stuck_call(
+    call: Sequence[Any], members: Sequence[int], slots: Mapping[int, Slot], timeout: float, tick: float
+) -> list[str]:
+    """Return the lines of the report on a call that lasts too long: the missing ranks, then the status of each rank.
+
+    Parameters
+    ----------
+    call : list
+        The call as [key, communicator, sequence, operation, tag, seconds], an entry of "calls" in a status slot.
+    members : sequence of int
+        World ranks of the communicator.
+    slots : dict
+        Status slots by rank, with their age (see :func:`with_age`).
+    timeout, tick : float
+        The timeout of the call, and the time between two writes of a status slot, both in seconds.
+    """
+    key, _, sequence, operation = call[:4]
+    unknown = [r for r in members if r not in slots]
+    if operation == MAKING:
+        missing = [r for r in members if r in slots and key not in slots[r]["marks"]]
+        differing = []
+        strange = f"nothing known of {ranks_text(unknown)} (without mpizero, or on another node)"
+    else:
+        missing = [r for r in members if r in slots and slots[r]["marks"].get(key, (sequence, 0))[0] < sequence]
+        others = {r: c for r in members if r in slots for c in slots[r]["calls"] if c[0] == key and c[2] == sequence}
+        differing = [r for r, c in others.items() if c[3] != operation]
+        strange = f"nothing known of {ranks_text(unknown)} (another node)"
+    verdict = [f"{ranks_text(missing)} not in it"] if missing else []
+    verdict += [f"{ranks_text(differing)} in another operation"] if differing else []
+    verdict += [strange] if unknown else []
+    if not verdict:
+        verdict = ["all ranks are in it: counts or types differ, or the library is stuck"]
+    lasted = f"{call[5]:.1f} s (timeout {timeout:g} s)"
+    head = f"stuck: {describe_call_entry(call)} has lasted {lasted}: {'; '.join(verdict)}"
+    return [head, *(f"  rank {rank}: {_describe_slot(slot, tick)}" for rank, slot in sorted(slots.items()))]
+
+
+def _describe_slot(slot: Slot, tick: float) -> str:
+    context = ", ".join(f"{name} {slot[name]}" for name in ("step", "phase") if name in slot)
+    waits = [f"in {describe_call_entry(c)} for {c[5] + slot['age']:.1f} s" for c in slot["calls"]]
+    doing = {"leaving": "at the end of the program", "failed": "failing"}.get(slot["state"], "at work")
+    files = [
+        f"{what}, {nbytes} bytes so far, the last {seconds + slot['age']:.1f} s ago"
+        for what, nbytes, seconds in slot.get("transfers", ())
+    ]
+    what = ", ".join([*waits, *files]) or (f"in {slot['library']}" if slot.get("library") else doing)
+    if is_silent(slot, tick):
+        what = f"silent for {slot['age']:.1f} s (stopped, or holding the interpreter lock); last seen {what}"
+    return f"{what} at {slot['place']}{f' ({context})' if context else ''}"
+
+
+def is_silent(slot: Slot, tick: float) -> bool:
+    """Tell whether ``slot``, the last status slot of a rank, is so old that the rank must be stopped or stuck.
+
+    ``tick`` is the number of seconds between two writes of a slot. A rank that reports asks other nodes meanwhile.
+    """
+    return not slot.get("reports") and bool(slot["age"] > max(_SILENT_TICKS * tick, _MIN_SILENCE))
+
+
+def describe_call_entry(call: Sequence[Any]) -> str:
+    """Return a call as text for a report; it is given as [key, communicator, sequence, operation, tag, seconds]."""
+    _, name, sequence, operation, tag, _ = call
+    if operation == MAKING:
+        return f"{operation} {name!r}"
+    return f"{operation} #{sequence}{f' {tag!r}' if tag else ''} of {name!r}"
+
+
+#: Seconds between two checks, unless a listener asks for shorter ones.
+TICK = 0.25
+#: Name of the thread.
+HEARTBEAT = "mpizero-heartbeat"
+#: If more than so many ticks, and so many seconds, pass between two checks, the process was stopped.
+_LATE_TICKS, _LATE = 3, 0.5
+#: Most stops that are kept separately; older ones are merged.
+_STOPS = 32
+
+
+#: A function that is called with ``time.monotonic()``. It returns for how many seconds it need not be called again, or
+#: None if it wants to be called at every tick.
+Listener = Callable[[float], float | None]
+
+
+class Supervisor:
+    """Call listeners periodically with ``time.monotonic()``, in a daemon thread that ends with the last listener.
+
+    A listener that has nothing to look at for a while says so by its result, and costs nothing until then: a process
+    may have a watchdog for each of hundreds of ranks that are its threads.
+
+    If a listener raises, a warning is printed once, and the listener is still called periodically: a failing check must
+    not end the run.
+    """
+
+    def __init__(self) -> None:
+        self._listeners: dict[Listener, float] = {}
+        self._next: dict[Listener, float] = {}
+        self._changing = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._stops: list[tuple[float, float]] = []
+        self._warned = False
+
+    @property
+    def tick(self) -> float:
+        """Seconds between two calls of each listener that has not asked for a longer pause."""
+        return min(tuple(self._listeners.values()), default=TICK)
+
+    @property
+    def is_running(self) -> bool:
+        """True while the thread runs; False also if it could not start, because of the user's limit of threads."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def add(self, listener: Listener, tick: float = TICK) -> None:
+        """Call ``listener(now)`` from now on, in the supervisor's thread: at least every ``tick`` seconds.
+
+        After a call that returned a number, that many seconds pass before the next one.
+        """
+        with self._changing:
+            self._listeners[listener] = tick
+            self._next.pop(listener, None)
+            if not self.is_running:
+                self._stop = threading.Event()
+                thread = threading.Thread(target=self._run, args=(self._stop,), name=HEARTBEAT, daemon=True)
+                try:
+                    thread.start()
+                    self._thread = thread
+                except RuntimeError as error:  # this user may have no more threads
+                    self.warn_once(error)
+
+    def remove(self, listener: Listener) -> None:
+        """Stop calling ``listener``; a second call does nothing."""
+        with self._changing:
+            self._listeners.pop(listener, None)
+            self._next.pop(listener, None)
+            thread, last = self._thread, not self._listeners
+            if last:
+                self._thread = None
+                self._stop.set()
+        if last and thread is not None and thread.is_alive() and thread is not threading.current_thread():
+            thread.join(1.0)
+
+    def stop(self) -> None:
+        """Remove all listeners, which ends the thread."""
+        for listener in tuple(self._listeners):
+            self.remove(listener)
+
+    def since(self, moment: float, now: float) -> float:
+        """Return the seconds from ``moment`` to ``now``, without the time in which the process was stopped.
+
+        Both are times of ``time.monotonic()``.
+        """
+        stopped = sum(min(seconds, end - moment) for end, seconds in tuple(self._stops) if end > moment)
+        return max(0.0, now - moment - stopped)
+
+    def warn_once(self, error: BaseException) -> None:
+        """Print a warning that part of the supervision does not work on this rank; a second call does nothing."""
+        if not self._warned:
+            self._warned = True
+            write_stderr(f"mpizero: stuck or missing ranks may not be noticed here: {type(error).__name__}: {error}\n")
+
+    def _run(self, stop: threading.Event) -> None:
+        last = monotonic()
+        while not stop.wait(self.tick):
+            now = monotonic()
+            self._note(last, now)
+            last = now
+            for listener in [one for one in tuple(self._listeners) if self._next.get(one, now) <= now]:
+                try:
+                    pause = listener(now) or 0.0
+                    with self._changing:
+                        if listener in self._listeners:  # it may have been removed meanwhile
+                            self._next[listener] = now + pause
+                except Exception as error:
+                    self.warn_once(error)
+
+    def _note(self, last: float, now: float) -> None:
+        late = max(_LATE_TICKS * self.tick, _LATE)
+        if now - last > late:
+            stops = [*self._stops, (now, now - last - late)]
+            if len(stops) > _STOPS:  # the two oldest become one
+                (_, first), (end, second), *rest = stops
+                stops = [(end, first + second), *rest]
+            self._stops = stops
+
+
+#: Seconds at one bytecode instruction after which the main thread counts as waiting.
+_STILL = 0.5
+#: Seconds between two reads of the main thread's stack, each of which costs it most of a millisecond. When it stops at
+#: an instruction, its stack is read at once, and then again as often: it may have come to the same one another way.
+_LOOK = 1.0
+#: Most ranges of ranks that a slot lists for a communicator that is being made; if there are more, it lists none.
+_RANGES = 200
+#: Most characters of a tag that a slot has.
+_SHOWN = 80
+
+_LIBRARY_CALL = re.compile(
+    r"([A-Za-z_][\w.]*)\.((?:Neighbor_|neighbor_)?(?:[Aa]ll)?"
+    r"(?:[Bb]arrier|[Bb]cast|[Rr]educe|[Gg]atherv?|[Ss]catterv?|[Tt]oallv?|[Rr]educe_scatter(?:_block)?|[Ee]?[Ss]can))\("
+)
+
+
+def library_call(frame: FrameType, world: Any) -> str:
+    """Return the name of the mpi4py collective on ``world`` that ``frame`` is calling directly; "" if it calls none.
+
+    ``world`` is mpi4py's COMM_WORLD. Users may call mpi4py themselves. Such a call is in no trace, and a compiled
+    method has no frame. So the source text of the frame's current instruction is read, and the object on which it calls
+    a collective is compared with ``world``.
+    """
+    positions = list(frame.f_code.co_positions())
+    index = frame.f_lasti // 2
+    line, _, column, end = positions[index] if 0 <= index < len(positions) else (None, None, None, None)
+    if line is None or column is None:
+        return ""
+    text = linecache.getline(frame.f_code.co_filename, line).encode()[column:end].decode(errors="replace")
+    found = _LIBRARY_CALL.match(text)
+    if not found:
+        return ""
+    first, *rest = found[1].split(".")
+    value = frame.f_locals.get(first, frame.f_globals.get(first))
+    for name in rest:  # by dictionaries only: no property of the user's objects may run in this thread
+        value = getattr(value, "__dict__", {}).get(name)
+    return f"{found[2]} of COMM_WORLD" if type(value) is type(world) and value == world else ""
+
+
+def calls_in_progress(register: CommunicatorRegistry, since: Callable[[float], float]) -> list[list[Any]]:
+    """Return the communicator calls in progress, each as [key, communicator, sequence, operation, tag, seconds].
+
+    ``key`` identifies the communicator, ``communicator`` is its name, ``sequence`` the number of the collective in it,
+    and ``seconds`` how long the call has lasted. ``since(t)`` returns the seconds since the ``time.monotonic()`` t. Of
+    a long tag, such as a path, the end stays, which names the file.
+    """
+    return [
+        [e.key, e.trace.name, e.trace.sequence, e.trace.operation, _end_of(e.trace.tag), since(entered)]
+        for e in tuple(register.live)
+        if (entered := e.trace.entered)
+    ]
+
+
+def _end_of(tag: str) -> str:
+    return tag if len(tag) <= _SHOWN else f"...{tag[3 - _SHOWN :]}"
+
+
+def transfers_in_progress(traces: Iterable[CallTrace], since: Callable[[float], float]) -> list[list[Any]]:
+    """Return the files that are being read or written, each as [name, bytes so far, seconds since the last bytes].
+
+    ``since(t)`` returns the seconds since the ``time.monotonic()`` t.
+    """
+    return [[t.what, t.bytes, since(t.moved)] for trace in traces for t in tuple(trace.transfers)]
+
+
+class Heartbeat:
+    """Write the status slot of this rank to its status boards at every tick of the supervisor.
+
+    A status slot is a dictionary that a rank writes about itself. ``context`` is a function that returns further
+    entries of the slot, such as the training step.
+    """
+
+    def __init__(
+        self,
+        peers: PeerGroups,
+        register: CommunicatorRegistry,
+        supervisor: Supervisor,
+        context: Callable[[], dict[str, Any]],
+    ) -> None:
+        self.peers = peers
+        self.register = register
+        self.listeners: list[Callable[[Slot], None]] = []
+        self.extra_entries: Slot = {}
+        self.last_slot: Slot = {}
+        self._supervisor = supervisor
+        self._context = context
+        self._watched = threading.main_thread().ident or 0
+        self._asked: list[str] = []
+        self._spot: tuple[int, int] = (0, 0)
+        self._since = monotonic()
+        self._place, self._looked = "", float("-inf")
+        self._looked_at: tuple[int, int] = (0, 0)
+        self._writing = threading.RLock()
+
+    def look(self, now: float) -> None:
+        """Write the current status slot, then call each of ``listeners`` with it; ``now`` is ``time.monotonic()``."""
+        slot = self.beat(now)
+        for listener in tuple(self.listeners):
+            listener(slot)
+
+    def refresh_place(self) -> None:
+        """Make the next status slot read the main thread's stack again, even if it was read recently."""
+        self._looked = float("-inf")
+
+    def beat(self, now: float | None = None) -> Slot:
+        """Write the current status slot, and return it."""
+        with self._writing:
+            self.last_slot = slot = self.slot(monotonic() if now is None else now)
+            self.peers.write(slot)
+        return slot
+
+    def slot(self, now: float) -> Slot:
+        """Return the current status slot of this rank: its present source line, its calls in progress, and more.
+
+        ``now`` is the present ``time.monotonic()``.
+        """
+
+        def since(moment: float) -> float:
+            return self._supervisor.since(moment, now)
+
+        frame = current_frame(self._watched)
+        spot = (id(frame), frame.f_lasti) if frame else (0, 0)
+        moved = spot != self._spot
+        if moved:
+            self._spot, self._since = spot, now
+        if now - self._looked >= _LOOK or (not moved and spot != self._looked_at):
+            self._place, self._looked = describe_stack(all_stacks().get(self._watched) or innermost_line(frame)), now
+            self._looked_at = (0, 0) if moved else spot
+        slot: Slot = {"beat": now, "place": self._place, "still": since(self._since), "pid": os.getpid()}
+        # The frame may be gone at any moment; an error here must not end the run.
+        with contextlib.suppress(Exception):
+            mpi = sys.modules.get("mpi4py.MPI")
+            stands = frame is not None and mpi is not None and slot["still"] >= _STILL
+            slot["library"] = library_call(frame, mpi.COMM_WORLD) if frame and mpi and stands else ""
+        slot["calls"] = calls_in_progress(self.register, since)
+        entries = tuple(self.register.live)
+        making = {e.key: rank_ranges(sorted(e.members)) for e in entries if e.trace.operation == MAKING}
+        slot["making"] = {key: ranges if len(ranges) <= _RANGES else [] for key, ranges in making.items()}
+        slot["transfers"] = transfers_in_progress([entry.trace for entry in tuple(self.register.live)], since)
+        slot["joint_tasks"] = [
+            [e.key, e.trace.joint_tasks, what, since(begun)]
+            for e in tuple(self.register.live)
+            for what, begun in [e.trace.present_task]
+            if what
+        ]
+        slot["marks"] = self.register.marks()
+        if asked := self._asked_for():
+            slot["records"] = asked
+        return slot | self.extra_entries | self._context()
+
+    def _asked_for(self) -> dict[str, list[CallRecord]]:
+        """Return, by key, the last calls on each communicator for which a rank of the node has requested them."""
+        asked = self.peers.requested_keys()
+        self._asked = [*asked, *(key for key in self._asked if key not in asked)][: len(asked) + 1]
+        entries = filter(None, map(self.register.find, self._asked))
+        return {entry.key: entry.trace.records() for entry in entries}
+
+
+#: Default timeout in seconds, also that of a configuration.
+ARRIVAL_PATIENCE = 600.0
+#: What a rank that makes a communicator says about the end of the job: more than any rank that ends.
+JOINS = 2**62 + 1
+
+
+def range_of(value: int = JOINS) -> Array:
+    """Return an array whose minimum over ranks has their least value, and their greatest one with another sign."""
+    return np.array([value, -value], np.int64)
+
+
+@contextmanager
+def watch_arrival(
+    entry: CommunicatorEntry,
+    supervisor: Supervisor,
+    timeout: float | None,
+    slots: Callable[[], dict[int, Slot]],
+    end: Callable[[str], None],
+) -> Iterator[None]:
+    """End the job if the ``with`` block, in which the ranks make a communicator, lasts longer than ``timeout``.
+
+    Parameters
+    ----------
+    entry : CommunicatorEntry
+        The communicator that is being made.
+    supervisor : Supervisor
+        The supervisor whose thread checks the time.
+    timeout : float or None
+        Seconds that the block may last; None for no limit.
+    slots : callable
+        Returns the known status slots by rank, including the slot of this rank.
+    end : callable
+        Ends the job; it is called with the report.
+    """
+
+    def look(now: float) -> None:
+        since = supervisor.since(begun, now)
+        if timeout is not None and trace.entered and since > timeout:
+            call = [entry.key, trace.name, 0, MAKING, "", since]
+            known = with_age(slots())
+            end("\n".join(describe_stuck_call(call, entry.members, known, timeout, supervisor.tick)))
+
+    trace = entry.trace
+    trace.operation, trace.entered = MAKING, time.monotonic()
+    begun = trace.entered
+    if timeout is not None:
+        supervisor.add(look, min(TICK, timeout / 10))
+    try:
+        yield
+    finally:
+        trace.operation, trace.entered = "", 0.0
+        if timeout is not None:
+            supervisor.remove(look)
+
+
+#: Seconds that others must have waited for this rank before its exit counts as early.
+BLOCKED = 1.0
+#: Seconds after which ranks that all wait for messages count as stuck.
+EXIT_PATIENCE = 120.0
+#: Seconds in which the other ranks must end too when this rank ends with an exit status other than 0.
+_ALONE = 2.0
+#: Seconds between two checks, and the most seconds that one pause counts, since the process may have been stopped.
+_LOOK_FOR_EXITS, _COUNTED = 0.1, 0.5
+#: Operations in which a rank waits for one message.
+_MESSAGES = ("isend", "irecv")
+
+
+def waits_for_this_rank(register: CommunicatorRegistry, other: int, slot: Slot) -> str:
+    """Return a text that tells in which call rank ``other`` waits for this rank; "" if it does not wait for this rank.
+
+    Not collective. ``register`` lists this rank's communicators; ``slot`` is the last status slot of rank ``other``.
+    """
+    known = register.counts()
+    for key, name, sequence, operation, tag, since in slot["calls"]:
+        if since >= BLOCKED and sequence > known.get(key, sequence):
+            label = f" {tag!r}" if tag else ""
+            return f"rank {other} waits in {operation} #{sequence}{label} of {name!r} at {slot['place']}"
+    for key, ended, what, since in slot["joint_tasks"]:
+        entry = register.find(key)
+        if since >= BLOCKED and entry is not None and entry.trace.joint_tasks <= ended:
+            return f"rank {other} is in {what} {ended + 1} of {entry.trace.name!r} at {slot['place']}"
+    if slot.get("library") and slot["still"] >= 2 * BLOCKED:
+        return f"rank {other} waits in {slot['library']} at {slot['place']}"
+    return ""
+
+
+class EarlyExit:
+    """Wait at the end of this rank's program for the other ranks; end the job if they cannot finish without this rank.
+
+    Parameters
+    ----------
+    peers, register
+        The status boards and the communicators of this process.
+    status : object
+        Exit status that the program has requested by ``sys.exit``; 0 and None are success.
+    patience : float
+        Seconds after which ranks that all wait for messages count as stuck.
+    end : callable
+        Ends the job; it is called with the reason.
+    """
+
+    def __init__(
+        self,
+        peers: PeerGroups,
+        register: CommunicatorRegistry,
+        status: Any,
+        patience: float,
+        end: Callable[[str], None],
+    ) -> None:
+        self._peers, self._register, self._status, self._patience = peers, register, status, patience
+        self._end = end
+        self._looked = 0.0
+
+    def look(self, waited: float) -> bool:
+        """End the job if other ranks cannot finish without this one; else return False. Not collective.
+
+        ``waited`` is the number of seconds since this rank has reached the end of its program. The result False makes
+        :func:`agree_range`, which calls this as its ``give_up``, go on waiting.
+        """
+        if waited - self._looked >= _LOOK_FOR_EXITS:
+            self._looked = waited
+            if reason := self.reason_to_end(waited):
+                self._end(reason)
+        return False
+
+    def reason_to_end(self, waited: float) -> str:
+        """Return why the other ranks cannot finish without this one; "" if they can. Not collective.
+
+        ``waited`` is the number of seconds since this rank has reached the end of its program.
+        """
+        if waited < BLOCKED:
+            return ""
+        slots = self._peers.read_all(rarely=True)
+        everyone = self._peers.read_startup_board() | slots
+        for rank in sorted(set(everyone).difference({self._peers.rank})):
+            slot = everyone[rank]
+            if reason := waits_for_this_rank(self._register, rank, slot) or self._awaits(rank, slot):
+                return reason
+        if not self._peers.groups:
+            return ""
+        if waited > _ALONE and self._status not in (None, 0):
+            return f"with exit status {self._status!r}, and the others go on"
+        return self._standstill(slots)
+
+    def wait(self) -> None:
+        """Wait until no other rank on the startup board of this node is working or starting. Not collective."""
+        begun = monotonic()
+        while self._peers.others_work(waited := monotonic() - begun):
+            self.look(waited)
+            time.sleep(_LOOK_FOR_EXITS)
+
+    def _awaits(self, other: int, slot: Slot) -> str:
+        """Return a text about a communicator of both ranks that ``other`` waits to make; "" if there is none.
+
+        ``slot`` is the last status slot of rank ``other``.
+        """
+        known = self._register.counts()
+        making, own = slot.get("making", {}), self._peers.rank
+        for key, name, _, operation, _, since in slot["calls"]:
+            lasts = operation == MAKING and since >= BLOCKED
+            if lasts and key not in known and any(first <= own <= last for first, last in making.get(key, ())):
+                return f"rank {other} is {MAKING} {name!r} with it at {slot['place']}"
+        return ""
+
+    def _standstill(self, slots: Mapping[int, Slot]) -> str:
+        """Return a text about a rank that waits for a message which no rank can send any more; "" if there is none.
+
+        That is so if all ranks of its communicator wait for messages too or have reached the end of their programs.
+        """
+        waiting = {rank: members for rank, slot in slots.items() if (members := self._messages_of(slot))}
+        idle = {self._peers.rank, *waiting, *(rank for rank, slot in slots.items() if slot["state"] == "leaving")}
+        if not waiting or not idle.issuperset(*waiting.values()):
+            return ""
+        rank = min(waiting)
+        return f"rank {rank} waits for a message at {slots[rank]['place']}, and nobody is at work any more"
+
+    def _messages_of(self, slot: Slot) -> tuple[int, ...]:
+        """Return the world ranks of the communicator on which the rank of ``slot`` waits too long for a message.
+
+        Returns () if it does not wait so long for a message.
+        """
+        for key, _, _, operation, _, since in slot["calls"]:
+            if operation in _MESSAGES and since > self._patience and (entry := self._register.find(key)):
+                return entry.members
+        return ()
+
+
+def agree_range(
+    mpi: Any, controls: Sequence[Any], value: int, give_up: Callable[[float], bool]
+) -> tuple[int, int] | None:
+    """Return the least and the greatest ``value`` over all ranks of ``controls``; None if waiting was stopped.
+
+    Collective over each of the mpi4py communicators ``controls``. ``mpi`` is the module ``mpi4py.MPI``. ``give_up`` is
+    called regularly with the seconds waited so far, and returns True to stop waiting. A rank that makes a communicator
+    takes part by :func:`.range_of`, so the message of a rank that fails meanwhile has its counterpart.
+    """
+    send, recv = range_of(value), np.empty((len(controls), 2), np.int64)
+    rows = zip(controls, recv, strict=True)
+    requests = [c.Iallreduce([send, mpi.INT64_T], [row, mpi.INT64_T], mpi.MIN) for c, row in rows]
+    waited, last, pause = 0.0, monotonic(), 20e-6
+    while not mpi.Request.Testall(requests):
+        now = monotonic()
+        waited, last = waited + min(now - last, _COUNTED), now
+        if give_up(waited):
+            return None
+        time.sleep(pause)
+        pause = min(1.5 * pause, 5e-3)
+    least, opposite = recv.min(axis=0)
+    return int(least), -int(opposite)
+
+
+#: Seconds in a call after which a rank waits. At each tick it compares with a few other ranks of its node, in turn, and
+#: with more if it waits. If it compared with all, the cost of a node would grow with the square of its ranks.
+_PATIENCE = 0.2
+_RUNNING, _WAITING = 4, 8
+#: Seconds for the others to write their calls.
+_ANSWER = 1.0
+
+
+class MismatchWatch:
+    """Compare this rank's calls with those of the other ranks of its node, in the heartbeat's thread.
+
+    Parameters
+    ----------
+    heartbeat : Heartbeat
+        Provides the status boards and the registry of communicators. The caller adds :meth:`look` to its listeners.
+    end : callable
+        Ends the job because of an error; does not return.
+    """
+
+    def __init__(self, heartbeat: Heartbeat, end: Callable[[CollectiveMismatch], None]) -> None:
+        self._heartbeat = heartbeat
+        self._peers: PeerGroups = heartbeat.peers
+        self._register: CommunicatorRegistry = heartbeat.register
+        self._end = end
+        self._reported: set[str] = set()
+        self._next = -1
+
+    def look(self, slot: Slot) -> None:
+        """End the job if a rank of this node has made different calls; ``slot`` is this rank's current status slot."""
+        waits = any(call[5] >= _PATIENCE for call in slot["calls"])
+        if (key := self._differing(_WAITING if waits else _RUNNING)) and (error := self._explain(key)):
+            self._end(error)
+
+    def explain(self, trace: CallTrace) -> CollectiveMismatch | None:
+        """Return the error that says how the ranks' calls on the communicator of ``trace`` differ.
+
+        Returns None if the calls are the same or the communicator is not open. The caller raises the error, so
+        :meth:`look` no longer ends the job for this communicator.
+        """
+        entry = next((entry for entry in self._register.live if entry.trace is trace), None)
+        error = None if entry is None else self._explain(entry.key)
+        if entry is not None and error is not None:
+            self._reported.add(entry.key)
+        return error
+
+    def search(self, seconds: float) -> CollectiveMismatch | None:
+        """Look for different calls for up to ``seconds``, because other ranks may still write their calls.
+
+        Returns the error that says how they differ; None if no difference is found.
+        """
+        self._heartbeat.beat()
+        limit = time.monotonic() + seconds
+        while not (key := self._differing(None)) and time.monotonic() < limit:
+            time.sleep(0.01)
+        return self._explain(key) if key else None
+
+    def compare_at_exit(self) -> CollectiveMismatch | None:
+        """Compare this rank's calls, at the end of its program, with the last known calls of the node's other ranks.
+
+        Returns the error that says how they differ; None if no difference is found.
+        """
+        key = self._differing(None)
+        return self._explain(key) if key else None
+
+    def ignore(self, trace: CallTrace) -> None:
+        """Stop reporting mismatches on the communicator of ``trace`` and its subgroups: the caller raises an error."""
+        self._reported.update(entry.key for entry in self._register.inside(trace))
+
+    def _differing(self, limit: int | None) -> str:
+        """Return the key of a communicator on which another rank of the node has made different calls; "" if none.
+
+        With ``limit`` only so many of the other ranks are compared, different ones at each call; the first are those
+        after this rank, so that together the ranks of a node compare with all of them in every tick.
+        """
+        others = [rank for rank in self._peers.ranks if rank != self._peers.rank]
+        if limit is not None and len(others) > limit:
+            if self._next < 0:
+                self._next = sum(rank < self._peers.rank for rank in others)
+            others, self._next = (others[self._next :] + others)[:limit], (self._next + limit) % len(others)
+        mine = {entry.key: entry.trace for entry in (*self._register.live, *self._register.closed.values())}
+        for rank in others:
+            slot = self._peers.read_one(rank)
+            for key, (started, number) in (slot or {}).get("marks", {}).items():
+                if key in mine and key not in self._reported and mine[key].number_at(started) not in (None, number):
+                    return str(key)
+        return ""
+
+    def _explain(self, key: str) -> CollectiveMismatch | None:
+        """Request the last calls on the communicator with this key from all ranks of the node, and compare them.
+
+        Returns the error that says how they differ; None if no difference is found.
+        """
+        entry = self._register.find(key)
+        if entry is None:
+            return None
+        expected = set(entry.members).intersection(self._peers.ranks)
+        self._peers.request_records(key)
+        self._heartbeat.beat()
+        limit = time.monotonic() + _ANSWER
+        while True:
+            slots = self._peers.read()
+            shown = {rank: slot["records"][key] for rank, slot in slots.items() if key in slot.get("records", {})}
+            if expected.issubset(shown) or time.monotonic() > limit:
+                return mismatch(
+                    entry.trace.name, {rank: [CallRecord(*r) for r in rows] for rank, rows in shown.items()}
+                )
+            time.sleep(0.01)

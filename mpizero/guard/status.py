@@ -1,0 +1,429 @@
+"""Make temporary files for status boards and for the output of faulthandler, in memory if there is room.
+
+Share the status of the ranks of a node in a memory-mapped file that works while MPI is stuck.
+
+[Note: status board] The file is in shared memory. All ranks of the node map it. It is unlinked as soon as all of them
+have opened it, so even a killed job leaves no file behind. Reading and writing need no MPI, so a daemon thread can do
+both while a collective hangs or the program ends.
+
+Share the status of the ranks of a node before they have a communicator, in a file with one slot for each rank.
+
+[Note: startup board] A status board (:mod:`.status_board`) is opened by ranks that make a communicator together, so it
+cannot show which ranks fail to make one. The startup board can show this: each rank of a job opens it when it imports
+mpizero, without the other ranks. It lasts until a communicator joins all ranks of the job, or all ranks have ended. It
+is read and written as a file, not mapped: so a full file system raises an error, and does not kill the process by a
+signal. A killed job leaves a file of a few KB, which ``mpizero doctor --clean`` removes.
+
+Read the stacks of the threads of this process.
+
+[Note: no frames] Code must not walk the frames of another thread by ``f_back``: that thread keeps running, and CPython
+3.11 has been seen to return freed memory as a frame. Instead ``faulthandler`` is used. It writes all stacks as text in
+one call, during which no other thread runs.
+
+[Note: no collection] ``sys._current_frames`` creates objects while it holds a lock of the interpreter, so a garbage
+collection may begin inside of it (CPython issue 106883, fixed in later releases). If a finalizer then lets another
+thread run, and that thread starts or ends a thread or calls the same function, the two threads wait for each other: a
+deadlock. Frames may also be freed meanwhile. So the garbage collector is switched off while the function runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import gc
+import json
+import mmap
+import os
+import re
+import struct
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from mpizero._util.text import Line, is_users
+
+
+def scratch_folders() -> Iterator[str]:
+    """Yield the folders to try for small temporary files: /dev/shm, then Python's folder for them, if there is one."""
+    yield "/dev/shm"
+    import tempfile
+
+    with contextlib.suppress(OSError):  # nothing that can be written
+        yield tempfile.gettempdir()
+
+
+@contextlib.contextmanager
+def anonymous_file() -> Iterator[int]:
+    """Open an empty temporary file for a ``with`` block, yield its descriptor, and remove it at the end of the block.
+
+    The file is made by ``os.memfd_create``, or in one of :func:`scratch_folders` if that does not work.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be made in any folder.
+    """
+    with contextlib.ExitStack() as stack:
+        yield _open(stack)
+
+
+def _open(stack: contextlib.ExitStack) -> int:
+    if (create := getattr(os, "memfd_create", None)) is not None:
+        with contextlib.suppress(OSError):  # a kernel older than the C library
+            file: int = create("mpizero")
+            stack.callback(os.close, file)
+            return file
+    import tempfile
+
+    for folder in scratch_folders():
+        with contextlib.suppress(OSError):
+            return stack.enter_context(tempfile.TemporaryFile(dir=folder)).fileno()
+    raise OSError("no folder for a temporary file")
+
+
+_SLOT = 32768
+_HEADER = struct.Struct("<II")  # version (odd while being written), length
+_CLAIM = struct.Struct("<I")
+#: Offset and length, in the page before the slots, of the key that :meth:`StatusBoard.request_records` writes.
+_ASKED, _KEY = 64, 32
+
+Slot = dict[str, Any]
+
+
+class StatusBoard:
+    """Hold one status slot for each rank of a node, and store which of these ranks reports why the job ends.
+
+    A slot is a dictionary that a rank writes about itself: the time, its source line, and its calls in progress.
+
+    Parameters
+    ----------
+    ranks : sequence of int
+        World ranks that share this status board.
+    rank : int
+        World rank of this process, which writes only its own slot.
+    path : str or None
+        File made by :meth:`create_file`; None makes a status board of this process alone, in its own memory.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, path: str | None) -> None:
+        self.ranks = tuple(ranks) if path else (rank,)
+        self.rank = rank
+        self._own = self.ranks.index(rank)
+        self._version = 0
+        size = _SLOT * (len(self.ranks) + 1)
+        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC) if path else -1
+        self._map: mmap.mmap | bytearray = mmap.mmap(self._file, size) if path else bytearray(size)
+
+    @staticmethod
+    def create_file(ranks: int) -> str | None:
+        """Create a file with room for ``ranks`` slots; return its path, or None if no folder has the room.
+
+        Not collective.
+        """
+        import tempfile
+
+        for folder in scratch_folders():
+            with contextlib.suppress(OSError):
+                file, path = tempfile.mkstemp(prefix="mpizero-status-", dir=folder)
+                try:
+                    # Allocated, not sparse: a full file system is an error here and not a SIGBUS later.
+                    os.posix_fallocate(file, 0, _SLOT * (ranks + 1))
+                except OSError:
+                    os.unlink(path)
+                    raise
+                finally:
+                    os.close(file)
+                return path
+        return None
+
+    def write(self, slot: Slot) -> None:
+        """Replace this rank's status slot; records of calls that do not fit are left out. Not collective.
+
+        One thread at a time may call it.
+        """
+        data, marks = encode(slot), list(slot.get("marks", {}).items())
+        while len(data) > _SLOT - _HEADER.size and "records" in slot:  # the oldest calls
+            left = {key: rows[len(rows) // 4 + 1 :] for key, rows in slot["records"].items()}
+            slot = slot | {"records": left} if any(left.values()) else {k: v for k, v in slot.items() if k != "records"}
+            data = encode(slot)
+        while len(data) > _SLOT - _HEADER.size and marks:  # the counts of communicators made long ago
+            marks = marks[: len(marks) // 2]
+            data = encode(slot | {"marks": dict(marks)})
+        data = data[: _SLOT - _HEADER.size]
+        start = _SLOT * (self._own + 1)
+        self._version += 2
+        _HEADER.pack_into(self._map, start, self._version - 1, len(data))
+        self._map[start + _HEADER.size : start + _HEADER.size + len(data)] = data
+        _HEADER.pack_into(self._map, start, self._version, len(data))
+
+    def read(self) -> dict[int, Slot]:
+        """Return the last status slot of every rank that has written one, by rank. Not collective."""
+        found = ((rank, self.read_one(rank)) for rank in self.ranks)
+        return {rank: slot for rank, slot in found if slot is not None}
+
+    def read_one(self, rank: int) -> Slot | None:
+        """Return the last status slot of one rank of the node; None if it has written none. Not collective."""
+        return self._read_slot(self.ranks.index(rank))
+
+    def request_records(self, key: str) -> None:
+        """Ask all ranks of the board to write their last calls on a communicator into their next slots.
+
+        Not collective. ``key`` identifies the communicator, see :class:`.CommunicatorEntry`.
+        """
+        self._map[_ASKED : _ASKED + _KEY] = key.encode().ljust(_KEY, b"\0")
+
+    def requested_key(self) -> str:
+        """Return the key last passed to :meth:`request_records` on any rank; "" if there is none. Not collective."""
+        return bytes(self._map[_ASKED : _ASKED + _KEY]).rstrip(b"\0").decode(errors="replace")
+
+    def _read_slot(self, index: int) -> Slot | None:
+        start = _SLOT * (index + 1)
+        for _ in range(100):
+            version, length = _HEADER.unpack_from(self._map, start)
+            data = self._map[start + _HEADER.size : start + _HEADER.size + length]
+            if version == 0:
+                return None
+            if version % 2 == 0 and _HEADER.unpack_from(self._map, start)[0] == version:
+                with contextlib.suppress(ValueError):
+                    slot: Slot = json.loads(data)
+                    return slot
+        return None
+
+    def claim(self) -> bool:
+        """Return True on the first rank of the node that calls this, else False. Not collective.
+
+        The rank that gets True reports why the job ends.
+        """
+        with contextlib.ExitStack() as unlock:
+            if self._file >= 0:
+                fcntl.lockf(self._file, fcntl.LOCK_EX, _CLAIM.size)
+                unlock.callback(fcntl.lockf, self._file, fcntl.LOCK_UN, _CLAIM.size)
+            (holder,) = _CLAIM.unpack_from(self._map, 0)
+            if holder == 0:
+                _CLAIM.pack_into(self._map, 0, self.rank + 1)
+            return holder in (0, self.rank + 1)
+
+    def close(self) -> None:
+        """Close the file; the mapped memory stays valid. Not collective."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+
+
+def encode(slots: Mapping[Any, Any]) -> bytes:
+    """Encode one status slot, or a mapping from ranks to slots, as compact JSON. Not collective."""
+    return json.dumps(slots, separators=(",", ":")).encode()
+
+
+def open_status_board(rank: int, hosts: Mapping[int, str], allgather: Callable[[Any], list[Any]]) -> StatusBoard:
+    """Open the status board of this rank's node; if that fails, open a status board of this process alone.
+
+    Collective over the ranks of ``hosts``, which has the names of the hosts by world rank. ``allgather`` takes a
+    picklable object and returns the list of all these ranks' objects, in the order of ``hosts``.
+    """
+    ranks = [other for other, name in hosts.items() if name == hosts[rank]]
+    path = StatusBoard.create_file(len(ranks)) if rank == ranks[0] else None
+    shared = allgather(path)[list(hosts).index(ranks[0])]
+    try:
+        status_board = StatusBoard(ranks, rank, shared)
+    except (OSError, ValueError):  # the same host name, but another file system (containers)
+        status_board = StatusBoard(ranks, rank, None)
+    allgather(None)  # everyone has it open
+    if path is not None:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    return status_board
+
+
+_STARTUP_SLOT = 16384
+_STARTUP_HEADER = struct.Struct("<I")  # length
+#: Written instead of a slot's length when the rank has closed its slot.
+_GONE = 2**32 - 1
+
+
+class StartupBoard:
+    """Read and write the file with the status slots of this job's ranks on this node.
+
+    A status slot is a dictionary that a rank writes about itself.
+
+    Parameters
+    ----------
+    name : str
+        Name of the job: the same on all ranks of the node, and different for every other job.
+    rank, size : int
+        World rank of this process and number of ranks of the job, as the launcher tells them.
+    folder : str
+        Folder of the file, the same on all ranks of a node; it should be in memory.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be opened.
+    """
+
+    def __init__(self, name: str, rank: int, size: int, folder: str) -> None:
+        self._rank, self._size = rank, size
+        self._gone = False
+        self._closing = threading.Lock()  # the number of a file that is closed may mean another one
+        self._path = os.path.join(folder, f"mpizero-startup-{os.getuid()}-{name}")
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        if os.fstat(self._file).st_uid != os.getuid():
+            os.close(self._file)
+            raise PermissionError(f"{self._path} is another user's")
+
+    def write(self, slot: Slot) -> None:
+        """Replace this rank's status slot; a slot that is too long is not written. One thread at a time may call it."""
+        data = encode({name: value for name, value in slot.items() if name != "records"})
+        with self._closing:
+            if self._file >= 0 and not self._gone and len(data) <= _STARTUP_SLOT - _STARTUP_HEADER.size:
+                os.pwrite(self._file, _STARTUP_HEADER.pack(len(data)) + data, _STARTUP_SLOT * self._rank)
+
+    def read(self) -> dict[int, Slot]:
+        """Return the last status slot of every other rank that has written one and has not closed it, by rank."""
+        found: dict[int, Slot] = {}
+        with self._closing:
+            length = os.fstat(self._file).st_size if self._file >= 0 else 0
+            for rank in range(min(self._size, -(-length // _STARTUP_SLOT))):
+                if rank != self._rank and (slot := self._read_one(rank)) is not None:
+                    found[rank] = slot
+        return found
+
+    def all_started(self) -> bool:
+        """Tell whether every rank of the job has written a slot to this file; ranks that have ended count too."""
+        none = bytes(_STARTUP_HEADER.size)
+        with self._closing:
+            ranks = range(self._size if self._file >= 0 else 0)
+            slots = [os.pread(self._file, _STARTUP_HEADER.size, _STARTUP_SLOT * rank) for rank in ranks]
+        return all(slot not in (b"", none) for slot in slots)
+
+    def _read_one(self, rank: int) -> Slot | None:
+        for _ in range(100):  # it may be written at this moment
+            data = os.pread(self._file, _STARTUP_SLOT, _STARTUP_SLOT * rank)
+            (length,) = _STARTUP_HEADER.unpack_from(data.ljust(_STARTUP_HEADER.size, b"\0"))
+            if length in (0, _GONE):
+                return None
+            with contextlib.suppress(ValueError):
+                slot: Slot = json.loads(data[_STARTUP_HEADER.size : _STARTUP_HEADER.size + length])
+                return slot
+        return None
+
+    def claim(self) -> bool:
+        """Return True on the first rank of the node that calls this, else False.
+
+        The rank that gets True reports why the job ends.
+        """
+        with self._closing:
+            if self._file < 0:
+                return True
+            start = _STARTUP_SLOT * self._size
+            fcntl.lockf(self._file, fcntl.LOCK_EX, _STARTUP_HEADER.size, start)
+            try:
+                (holder,) = _STARTUP_HEADER.unpack(
+                    os.pread(self._file, _STARTUP_HEADER.size, start) or bytes(_STARTUP_HEADER.size)
+                )
+                if holder == 0:
+                    os.pwrite(self._file, _STARTUP_HEADER.pack(self._rank + 1), start)
+            finally:
+                fcntl.lockf(self._file, fcntl.LOCK_UN, _STARTUP_HEADER.size, start)
+            return holder in (0, self._rank + 1)
+
+    def close(self, *, remove: bool = False) -> None:
+        """Mark this rank's slot as closed, and close the file; a second call does nothing.
+
+        The file is removed if no other rank of the node is working any more, or in any case with ``remove``.
+        """
+        with self._closing, contextlib.suppress(OSError):
+            self._gone = True
+            if self._file >= 0:
+                os.pwrite(self._file, _STARTUP_HEADER.pack(_GONE), _STARTUP_SLOT * self._rank)
+        alone = not any(map(is_working, self.read().values()))
+        with self._closing:
+            file, self._file = self._file, -1
+            if file >= 0:
+                if remove or alone:
+                    with contextlib.suppress(OSError):
+                        os.unlink(self._path)
+                os.close(file)
+
+
+def is_working(slot: Slot) -> bool:
+    """Tell whether the rank of this node that wrote ``slot`` is running and has not reached the end of its program."""
+    return slot["state"] == "working" and Path(f"/proc/{slot['pid']}").exists()
+
+
+def open_startup_board(
+    name: str, rank: int, size: int, folder: str, warn_once: Callable[[BaseException], None]
+) -> StartupBoard | None:
+    """Open the startup board of a job; return None if the job's ``name`` is "", or if the board cannot be opened.
+
+    In the second case ``warn_once`` is called with the error.
+    """
+    try:
+        return StartupBoard(name, rank, size, folder) if name else None
+    except OSError as error:
+        warn_once(error)
+        return None
+
+
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+) .*:")
+_LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+_OWN = tuple(str(Path(__file__).resolve().parents[1] / folder) + os.sep for folder in ("comm", "guard"))
+
+#: Held while the garbage collector is off.
+_LOOKING = threading.Lock()
+
+
+def current_frame(thread: int) -> FrameType | None:
+    """Return the innermost frame of the thread whose ``threading.get_ident()`` is ``thread``; None if there is none.
+
+    The caller must not read the frame's ``f_back``, see [Note: no frames]. See also [Note: no collection].
+    """
+    with _LOOKING:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames().get(thread)
+        finally:
+            if enabled:
+                gc.enable()
+
+
+def all_stacks() -> dict[int, list[Line]]:
+    """Return the stack of every thread, innermost line first, by the thread's ``threading.get_ident()``.
+
+    At most 100 threads are returned, and at most 100 lines of each: the limits of ``faulthandler``. The result is empty
+    if no temporary file can be made.
+    """
+    text = ""
+    with contextlib.suppress(OSError), anonymous_file() as file:
+        faulthandler.dump_traceback(file)
+        text = os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
+    found: dict[int, list[Line]] = {}
+    lines: list[Line] = []
+    for row in text.splitlines():
+        if thread := _THREAD.fullmatch(row):
+            lines = found[int(thread[1], 16)] = []
+        elif line := _LINE.fullmatch(row):
+            lines.append(Line(line[1], int(line[2]), line[3]))
+    return found
+
+
+def innermost_line(frame: FrameType | None) -> list[Line]:
+    """Return the current line of ``frame`` as a stack of one line; an empty list if ``frame`` is None.
+
+    This replaces the result of :func:`all_stacks` if that is empty.
+    """
+    return [] if frame is None else [Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)]
+
+
+def describe_stack(stack: Sequence[Line]) -> str:
+    """Return a stack as text: the innermost line of user code, and the innermost line outside mpizero's ``comm``."""
+    inner = next((line for line in stack if not line.file.startswith(_OWN)), None)
+    outer = next((line for line in stack if is_users(line.file)), None)
+    lines = [outer] if inner is outer else [outer, inner]
+    return " > ".join(str(line) for line in lines if line is not None)
