@@ -76,7 +76,7 @@ CLOSED = {
     "mpizero.parallel.execution": (("mpizero.optim", "mpizero.parallel.optimizer"), "a pass ends with gradients"),
     "mpizero.train.run": (("mpizero.train.bench",), "training measures nothing that it does not record"),
     "mpizero.train.record": (("mpizero.train.bench",), "training measures nothing that it does not record"),
-    "mpizero.comm.supervision": (("mpizero.comm.transport",), "what watches messages knows none"),
+    "mpizero.comm.supervision": (("mpizero.comm.communicator",), "what watches messages knows none"),
     "mpizero.parallel.device": (("mpizero.optim", "mpizero.parallel.optimizer"), "passes run on it"),
 }
 #: Modules that may read the process's environment.
@@ -87,8 +87,8 @@ ENVIRONMENT = {
     "mpizero.train.cli.main",
     "mpizero.train.run.trainer",  # Slurm's variables
     "mpizero.guard.guard",
-    "mpizero.comm.startup.launch",
-    "mpizero.comm.node_memory",  # Slurm's variables
+    "mpizero.comm.startup",
+    "mpizero.comm.startup",  # Slurm's variables
     "mpizero.kernels.cache",
     "mpizero.kernels.products.blas_library",
     "mpizero.kernels.products.multiply",

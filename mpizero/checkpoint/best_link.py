@@ -7,7 +7,7 @@ import os
 from mpizero.checkpoint.atomic_folder import sync_folder
 from mpizero.checkpoint.failures import on_root
 from mpizero.checkpoint.folders import step_folder, step_of
-from mpizero.comm.startup.convert import communicator_of
+from mpizero.comm.startup import communicator_of
 from mpizero.errors import CheckpointError
 
 #: Name of the link to a run's best checkpoint, beside the step folders.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from mpizero.checkpoint.atomic_folder import STEP_NAME, remove_folder, remove_leftovers
 from mpizero.checkpoint.failures import on_root, portable_error
 from mpizero.checkpoint.open_manifest import read_manifest
-from mpizero.comm.startup.convert import communicator_of
+from mpizero.comm.startup import communicator_of
 from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError
 
 _NAME = re.compile(STEP_NAME)

@@ -23,7 +23,7 @@ from mpizero.checkpoint.reader import Reader
 from mpizero.checkpoint.save_plan import agree_on_arrays
 from mpizero.comm import as_communicator
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.startup.convert import communicator_of
+from mpizero.comm.startup import communicator_of
 from mpizero.errors import CheckpointError
 
 #: Last bytes of the byte string. The eight bytes before them are the manifest's length in bytes (little-endian).

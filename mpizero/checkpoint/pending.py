@@ -24,9 +24,9 @@ from mpizero.checkpoint.format.table import LocalArray
 from mpizero.checkpoint.publish import TemporaryFolder, publish
 from mpizero.checkpoint.save_plan import RepeatedSave, SavePlan, make_plan
 from mpizero.checkpoint.snapshot import SnapshotBuffer
-from mpizero.comm import calls
+from mpizero.comm import agreement
 from mpizero.comm.communicator import CallTrace, Communicator
-from mpizero.comm.startup.convert import communicator_of
+from mpizero.comm.startup import communicator_of
 from mpizero.errors import StateError
 
 #: ``nice`` value of the writing thread, so that training and other ranks are preferred on its core.
@@ -167,7 +167,7 @@ class PendingSave:
             return
         if self.ended:
             raise StateError(f"the save of {self.target} was discarded or has failed: begin another")
-        calls.check_call(self._comm, "PendingSave.commit")
+        agreement.check_call(self._comm, "PendingSave.commit")
         with self._comm_stack:
             try:
                 with agreed(self._comm, self._plan.prefix):

@@ -14,7 +14,7 @@ from mpizero.checkpoint.format.table import LocalArray
 from mpizero.checkpoint.publish import TemporaryFolder, publish
 from mpizero.checkpoint.save_plan import SavePlan, make_plan
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.startup.convert import communicator_of
+from mpizero.comm.startup import communicator_of
 from mpizero.errors import ConfigError
 
 _BACKENDS: Mapping[str, Callable[..., list[PieceSums]]] = {"direct": direct.store, "mpio": mpio.store}

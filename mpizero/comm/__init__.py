@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from mpizero.comm.communicator import Counters as Counters
     from mpizero.comm.communicator import Request as Request
     from mpizero.comm.communicator import SharedMemory as SharedMemory
-    from mpizero.comm.grid import ProcessGrid as ProcessGrid
-    from mpizero.comm.inmemory import InMemoryCommunicator as InMemoryCommunicator
-    from mpizero.comm.startup.convert import as_communicator as as_communicator
+    from mpizero.comm.mesh import ProcessGrid as ProcessGrid
+    from mpizero.comm.startup import as_communicator as as_communicator
+    from mpizero.comm.threads import InMemoryCommunicator as InMemoryCommunicator
 else:  # a checker of types would take any name for known
     __getattr__, __dir__, __all__ = lazy_names(__name__)

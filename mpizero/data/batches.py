@@ -13,9 +13,8 @@ from mpizero._util.checks import seed as whole_seed
 from mpizero._util.names import explains
 from mpizero._util.pytree import join, paths_of
 from mpizero._util.text import notice
-from mpizero.comm.agreement import all_ranks
+from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.equality import agree_equal
 from mpizero.data.online.stream import OnlineBatches, OnlineSource
 from mpizero.data.read_ahead import ReadAhead
 from mpizero.data.source import Indices, Source

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 
-from mpizero.comm.node_memory import available_memory
+from mpizero.comm.startup import available_memory
 from mpizero.data.source import Indices
 from mpizero.errors import DataError
 from mpizero.types import Array

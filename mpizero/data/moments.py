@@ -13,8 +13,7 @@ import numpy as np
 from mpizero._util.checks import require, whole
 from mpizero._util.names import explains
 from mpizero._util.pytree import SampleTree
-from mpizero.comm.agreement import all_ranks
-from mpizero.comm.equality import agree_equal
+from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.data.batches import BatchConfig, BatchModel, ranks_of
 from mpizero.data.source import Source
 from mpizero.errors import ConfigError, DataError

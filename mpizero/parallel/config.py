@@ -10,8 +10,8 @@ from weakref import WeakSet
 from mpizero._util.checks import flag, number, positive, require, whole
 from mpizero._util.names import explains
 from mpizero.comm import Communicator, ProcessGrid, as_communicator
-from mpizero.comm.calls import check_call
-from mpizero.comm.reduce.codecs import codec_of
+from mpizero.comm.agreement import check_call
+from mpizero.comm.reduce import codec_of
 from mpizero.errors import ConfigError
 from mpizero.guard import guard
 from mpizero.guard.watchdog import Watchdog

@@ -20,7 +20,7 @@ import numpy as np
 from mpizero import kernels, optim
 from mpizero._util.pytree import SampleTree
 from mpizero._util.text import notice
-from mpizero.comm.equality import agree_equal
+from mpizero.comm.agreement import agree_equal
 from mpizero.errors import CollectiveError, DataError, PeerFailure, RemoteError, StateError
 from mpizero.guard.guard import set_context
 from mpizero.layout.batch import GrainRule

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpizero._util.text import notice
 from mpizero.comm import Communicator, ProcessGrid
-from mpizero.comm.node_memory import available_memory
+from mpizero.comm.startup import available_memory
 from mpizero.guard.reports import SHARED_FOLDER, taken_by_leftovers
 from mpizero.layout.batch import DEFAULT_GRAINS, claimed_rows, contiguous_shares
 from mpizero.layout.flat import FlatLayout

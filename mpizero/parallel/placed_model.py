@@ -13,7 +13,7 @@ import numpy as np
 from mpizero import optim
 from mpizero._util.checks import writes_in_place
 from mpizero.comm.agreement import all_ranks
-from mpizero.comm.recording.timeline import Timeline
+from mpizero.comm.communicator import Timeline
 from mpizero.errors import ConfigError, SharedMemoryError
 from mpizero.layout.flat import FlatLayout
 from mpizero.nn.malloc import keep_freed_memory

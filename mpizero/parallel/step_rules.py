@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from mpizero.comm.reduce.codecs import Codec, codec_of
+from mpizero.comm.reduce import Codec, codec_of
 from mpizero.layout.flat import FlatLayout, ParameterUse, Span
 from mpizero.layout.mesh import NodeOrder
 from mpizero.parallel.config import ShardingConfig

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from mpizero.comm.group.tree_form import TreeForm
+from mpizero.comm.p2p import TreeForm
 from mpizero.layout import Instruction
 from mpizero.parallel.execution.pipeline import AHEAD
 from mpizero.planning.block_trial import BlockTrial

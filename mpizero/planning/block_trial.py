@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpizero._util.pytree import map_leaves
-from mpizero.comm.group.tree_form import ArrayShape, TreeForm
+from mpizero.comm.p2p import ArrayShape, TreeForm
 from mpizero.errors import ConfigError
 from mpizero.layout.flat import nested, united, views
 from mpizero.nn.integers import fresh_integers

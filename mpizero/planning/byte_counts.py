@@ -1,8 +1,8 @@
 """Compute the bytes that collectives send, by formula, and record a split layer's group calls on one rank.
 
 The formulas follow the code of ``comm/``. They count the same bytes as the counters in that folder ([Note: bytes on the
-wire] in ``comm/transport.py``). They cut messages as ``comm/reduce/exact.py`` does, and use messages or windows as
-``comm/group/model_group.py`` does.
+wire] in ``comm/communicator.py``). They cut messages as ``comm/reduce.py`` does, and use messages or windows as
+``comm/model_group.py`` does.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpizero.comm.group import window
-from mpizero.comm.reduce.codecs import Codec
-from mpizero.comm.reduce.exact import exchange_step, gather_step
+from mpizero.comm import model_group
+from mpizero.comm.reduce import Codec, exchange_step, gather_step
 from mpizero.layout import Partition
 from mpizero.nn.tiles.virtual_group import Arrived
 from mpizero.types import Array
@@ -80,7 +79,7 @@ def exchange_cost(
     codec: Codec | None = None,
     elements: int | None = None,
 ) -> ExchangeCost:
-    """Return the cost of one :class:`mpizero.comm.reduce.exact.ExactExchange`.
+    """Return the cost of one :class:`mpizero.comm.reduce.ExactExchange`.
 
     It sends partial sums of gradients to the peers that own the elements. Not collective.
 
@@ -140,7 +139,7 @@ def gather_cost(
     """Return the cost of an all-gather in which peer i sends ``totals[i]`` elements to every other peer.
 
     ``peer`` is the peer whose cost is computed; the other parameters are those of :func:`exchange_cost`. The all-gather
-    is :func:`mpizero.comm.reduce.exact.gather_spans`, or ``gather_packed`` with a codec. Not collective.
+    is :func:`mpizero.comm.reduce.gather_spans`, or ``gather_packed`` with a codec. Not collective.
     """
     if len(totals) == 1 or not max(totals):
         return ExchangeCost(Sent(), 0, 0)
@@ -157,7 +156,7 @@ def gather_cost(
 
 
 def direct_gather_cost(columns: Iterable[Sequence[int]], peer: int, itemsize: int) -> ExchangeCost:
-    """Return the cost of :func:`mpizero.comm.reduce.exact.begin_gather`, which needs no buffers. Not collective.
+    """Return the cost of :func:`mpizero.comm.reduce.begin_gather`, which needs no buffers. Not collective.
 
     It gathers several spans at once: ``columns[j][i]`` is the number of elements in span j of peer i. ``peer`` is the
     peer whose cost is computed.
@@ -227,7 +226,7 @@ class GroupCall(NamedTuple):
         return one_call((self.unit - own) * self.itemsize) + one_call(own * self.itemsize * (size - 1))
 
     def copies(self, rank: int, size: int) -> WindowCopies:
-        """Return the copies that rank ``rank`` makes in a window of ``size`` ranks, as in ``comm/group/window.py``.
+        """Return the copies that rank ``rank`` makes in a window of ``size`` ranks, as in ``comm/model_group.py``.
 
         Not collective.
         """
@@ -246,7 +245,7 @@ class GroupCall(NamedTuple):
 
     def _sums_parts(self, size: int) -> bool:
         """Tell whether each rank sums one part of the array in the window, before all ranks copy the whole sum."""
-        return size >= window.SHARED_SUM_RANKS and self.unit * self.itemsize >= window.SHARED_SUM_BYTES
+        return size >= model_group.SHARED_SUM_RANKS and self.unit * self.itemsize >= model_group.SHARED_SUM_BYTES
 
     def rooms(self, rank: int, size: int) -> dict[str, int]:
         """Return the bytes of the message buffers that rank ``rank`` of ``size`` keeps, by the buffer's name.
@@ -273,7 +272,7 @@ class GroupCall(NamedTuple):
         rows = {"gather": 1, "scatter": size}.get(self.kind, size)
         if self.kind == "reduce" and self._sums_parts(size):
             rows += 1
-        return rows * -(-nbytes // window.LINE) * window.LINE
+        return rows * -(-nbytes // model_group.LINE) * model_group.LINE
 
 
 def window_bytes(calls: Iterable[GroupCall], size: int) -> int:
@@ -281,7 +280,7 @@ def window_bytes(calls: Iterable[GroupCall], size: int) -> int:
     needed = max((call.half(size) for call in calls if call.kind != "shift"), default=0)
     if not needed:
         return 0
-    return 2 * size * window.LINE + 2 * (-(-max(needed, window.FIRST_HALF) // 4096) * 4096)
+    return 2 * size * model_group.LINE + 2 * (-(-max(needed, model_group.FIRST_HALF) // 4096) * 4096)
 
 
 class RecordingGroup:

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpizero import nn
 from mpizero._util.pytree import SampleTree
-from mpizero.comm.group.tree_form import TreeForm
+from mpizero.comm.p2p import TreeForm
 from mpizero.errors import ConfigError, DataError
 from mpizero.layout.flat import FlatLayout
 from mpizero.nn.operations import Operations

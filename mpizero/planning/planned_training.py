@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mpizero.comm.reduce.codecs import Codec
+from mpizero.comm.reduce import Codec
 from mpizero.parallel.placement import Placement
 from mpizero.parallel.step_rules import gradient_codec, needs_norm
 from mpizero.planning.step_batches import StepBatches

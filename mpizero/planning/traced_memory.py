@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpizero._util.pytree import leaves_of
-from mpizero.comm.group.model_group import CommunicatorGroup
+from mpizero.comm.model_group import CommunicatorGroup
 from mpizero.planning.byte_counts import RecordingGroup
 from mpizero.types import Array
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from mpizero.comm.reduce.codecs import Codec
+from mpizero.comm.reduce import Codec
 from mpizero.layout import Instruction, build_schedule
 from mpizero.layout.flat import Unit
 from mpizero.nn.integers import integers_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.comm.startup.convert import communicator_of
+from mpizero.comm.startup import communicator_of
 from mpizero.types import Array
 
 Point = Array | Mapping[str, Array]

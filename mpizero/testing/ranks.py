@@ -7,8 +7,7 @@ from typing import Any
 
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
-from mpizero.comm.startup.convert import communicator_of
-from mpizero.comm.startup.launch import one_process
+from mpizero.comm.startup import communicator_of, one_process
 from mpizero.errors import ArgumentError
 from mpizero.testing.differences import first_difference
 from mpizero.types import BlockModel, Layer

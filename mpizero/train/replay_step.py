@@ -19,7 +19,7 @@ from mpizero import checkpoint, nn
 from mpizero._util.text import joined
 from mpizero.checkpoint.format.strict_json import is_count
 from mpizero.checkpoint.format.table import ARRAY_LIMIT
-from mpizero.comm.node_memory import available_memory
+from mpizero.comm.startup import available_memory
 from mpizero.errors import ConfigError, DataError
 from mpizero.parallel import BadStep, DDPModel, Replay, ShardingConfig, read_bad_step, replay_bad_step
 from mpizero.parallel.checkpointing import model_state

@@ -32,7 +32,7 @@ from mpi4py import MPI
 
 import mpizero as mz
 from mpizero._util.text import Measurement
-from mpizero.comm.reduce import exact
+from mpizero.comm import reduce
 from mpizero.parallel.config import elements_of
 from mpizero.parallel.diagnostics.tracing import traced
 from mpizero.parallel.gradients import row_buffer
@@ -60,26 +60,26 @@ def arguments() -> argparse.Namespace:
 @contextmanager
 def waiting_for_sums() -> Iterator[None]:
     """Inside the ``with`` block, exchange gradients without overlap with computation."""
-    begin, behind = exact.ExactExchange.begin_segment, row_buffer.overlaps_reduction
+    begin, behind = reduce.ExactExchange.begin_segment, row_buffer.overlaps_reduction
 
-    def begun(self: exact.ExactExchange, segment: Any, **_: Any) -> Any:
+    def begun(self: reduce.ExactExchange, segment: Any, **_: Any) -> Any:
         return begin(self, segment, wait=True)
 
-    exact.ExactExchange.begin_segment = begun  # type: ignore[method-assign]
+    reduce.ExactExchange.begin_segment = begun  # type: ignore[method-assign]
     row_buffer.overlaps_reduction = lambda *_: False
     try:
         yield
     finally:
         row_buffer.overlaps_reduction = behind
-        exact.ExactExchange.begin_segment = begin  # type: ignore[method-assign]
+        reduce.ExactExchange.begin_segment = begin  # type: ignore[method-assign]
 
 
 @contextmanager
 def waiting() -> Iterator[None]:
     """Inside the ``with`` block, wait for every message of gradients and parameters as soon as it has begun."""
-    begin = exact.begin_gather
+    begin = reduce.begin_gather
 
-    def begun(*values: Any, **named: Any) -> exact.Gathering:
+    def begun(*values: Any, **named: Any) -> reduce.Gathering:
         gathering = begin(*values, **named)
         gathering.wait()
         return gathering

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from mpizero.comm.agreement import all_ranks
-from mpizero.comm.equality import agree_equal
+from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.errors import ConfigError, RemoteError
 from mpizero.testing import run_in_threads
 

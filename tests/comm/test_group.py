@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from mpizero.comm.group.model_group import CommunicatorGroup
+from mpizero.comm.model_group import CommunicatorGroup
 from mpizero.errors import CollectiveError, SharedMemoryError
 from mpizero.layout import Partition
 from mpizero.testing import adjoint_test, parallel_assert, run_in_threads

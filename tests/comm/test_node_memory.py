@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from mpizero.comm.node_memory import available_memory
+from mpizero.comm.startup import available_memory
 
 GIB = 1 << 30
 

@@ -10,8 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mpizero as mz
-from mpizero.comm import as_communicator
-from mpizero.comm.group import device_p2p, gpu_aware
+from mpizero.comm import as_communicator, p2p
 from mpizero.kernels import device as devices
 from tests.cuda.in_turn import simulate_in_turn
 from tests.support.simulated import simulate_gpus
@@ -27,8 +26,8 @@ VOCABULARY = 5
 def trained(comm, layout, *, directly):
     """Return losses, a hash of the parameters, what the run says of its messages, and how often they were copied."""
     drawn = np.random.default_rng(0).integers(0, VOCABULARY, (2, 4))
-    copied, to_host = [], device_p2p.to_host
-    device_p2p.to_host = lambda x: (isinstance(x, np.ndarray) or copied.append(x.nbytes), to_host(x))[1]
+    copied, to_host = [], p2p.to_host
+    p2p.to_host = lambda x: (isinstance(x, np.ndarray) or copied.append(x.nbytes), to_host(x))[1]
     model = mz.nn.GPT(dim=8, layers=1, heads=2, sequence=3, vocabulary=VOCABULARY, dropout=0.1)
     with (
         mz.ShardingConfig(comm=comm, device="cuda", micro_batch=1, direct_messages=directly) as config,
@@ -38,20 +37,20 @@ def trained(comm, layout, *, directly):
         losses = [placed.train(drawn[:, :-1], drawn[:, 1:]) for _ in range(2)]
         values = placed.gather_full_parameters()
         told = placed.engine.compute_device.describe()
-    device_p2p.to_host = to_host
+    p2p.to_host = to_host
     return losses, hashlib.sha256(values.tobytes()).hexdigest(), told, len(copied)
 
 
 def proven(comm):
     """Return what a probe says as things are, when a pattern arrives wrong on rank 1, and when MPI claims nothing."""
-    found = [gpu_aware.prove(comm, lambda: devices.open_device(comm.rank))]
-    pattern = gpu_aware._pattern
+    found = [p2p.prove(comm, lambda: devices.open_device(comm.rank))]
+    pattern = p2p._pattern
     if comm.rank == 1:
-        gpu_aware._pattern = lambda rank, size: pattern(rank, size) ^ (size == gpu_aware.PATTERNS[1])
-    found.append(gpu_aware.prove(comm, lambda: devices.open_device(comm.rank)))
-    gpu_aware._pattern = pattern
+        p2p._pattern = lambda rank, size: pattern(rank, size) ^ (size == p2p.PATTERNS[1])
+    found.append(p2p.prove(comm, lambda: devices.open_device(comm.rank)))
+    p2p._pattern = pattern
     devices.gpus().in_host_memory = False
-    found.append(gpu_aware.prove(comm, lambda: sys.exit("a GPU was opened")))
+    found.append(p2p.prove(comm, lambda: sys.exit("a GPU was opened")))
     devices.gpus().in_host_memory = True
     assert comm.wait_for_device is None
     return found

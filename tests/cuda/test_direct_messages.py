@@ -13,7 +13,7 @@ import pytest
 if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
     pytest.skip("CUDA kernels run under NUMBA_ENABLE_CUDASIM=1", allow_module_level=True)
 
-from mpizero.comm.group import gpu_aware
+from mpizero.comm import p2p
 from mpizero.errors import CollectiveError, ConfigError
 from mpizero.kernels import device as devices
 from mpizero.testing import run_in_threads
@@ -54,7 +54,7 @@ def test_threads_of_one_process_send_through_the_host():
     def ask(comm):
         with pytest.raises(CollectiveError, match="expected a NumPy array, got SimulatedArray"):
             comm.isend(devices.open_device(0).put(np.ones(1)), 0)
-        return gpu_aware.prove(comm, pytest.fail)
+        return p2p.prove(comm, pytest.fail)
 
     assert run_in_threads(2, ask) == ["these ranks are threads of one process"] * 2
 
@@ -67,6 +67,6 @@ class Lost:
 
 
 def test_a_pattern_that_never_arrives_ends_the_job_with_the_way_out(monkeypatch):
-    monkeypatch.setattr(gpu_aware, "PATIENCE", 0.01)
+    monkeypatch.setattr(p2p, "PATIENCE", 0.01)
     with pytest.raises(ConfigError, match="direct_messages = false"):
-        gpu_aware._wait([Lost()])
+        p2p._wait([Lost()])

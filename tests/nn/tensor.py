@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 
-from mpizero.comm.group.model_group import CommunicatorGroup
+from mpizero.comm.model_group import CommunicatorGroup
 from mpizero.nn import initial_parameters, model_specs
 from mpizero.testing import run_in_threads
 

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from mpizero.comm.group.model_group import CommunicatorGroup
+from mpizero.comm.model_group import CommunicatorGroup
 from mpizero.nn.regions import Copy, Expand, Gather, Reduce, Scatter, Split, complete
 from mpizero.testing import parallel_assert, run_in_threads
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpizero import FunctionModel
-from mpizero.comm.group.model_group import CommunicatorGroup
+from mpizero.comm.model_group import CommunicatorGroup
 from mpizero.errors import ConfigError, DataError
 from mpizero.nn import (
     GPT,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpizero as mz
-from mpizero.comm.group.model_group import CommunicatorGroup
+from mpizero.comm.model_group import CommunicatorGroup
 from mpizero.errors import CollectiveError, ConfigError
 from mpizero.nn.tiles.coroutines import Meeting, run_in_turns
 from mpizero.nn.tiles.virtual_group import VirtualRanks

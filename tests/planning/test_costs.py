@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 import mpizero as mz
-from mpizero.comm import Communicator, ProcessGrid
-from mpizero.comm.reduce import exact
+from mpizero.comm import Communicator, ProcessGrid, reduce
 from mpizero.errors import ConfigError
 from mpizero.guard import guard
 from mpizero.layout import SCHEDULES, Axes, Grains
@@ -388,7 +387,7 @@ def test_every_kind_of_model_holds_and_sends_what_was_planned(name: str) -> None
 
 
 def test_messages_of_many_pieces_are_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact, "EXCHANGE_ELEMENTS", 64)
+    monkeypatch.setattr(reduce, "EXCHANGE_ELEMENTS", 64)
     short = {"model": lambda: gpt(layers=1), "batch": 7}
     for zero in range(4):
         check_on_threads(job(short, zero=zero, config=MEMORIES[1]), 3)

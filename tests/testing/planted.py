@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import mpizero as mz
-from mpizero.comm.group.model_group import CommunicatorGroup
+from mpizero.comm.model_group import CommunicatorGroup
 from mpizero.parallel.engine import Engine
 from mpizero.parallel.execution.sequential import WatchedJob
 from mpizero.parallel.gradients import row_buffer

@@ -12,9 +12,8 @@ from mpizero._util.names import explains
 from mpizero._util.pytree import SampleTree
 from mpizero._util.text import notice
 from mpizero.comm import Communicator
-from mpizero.comm.agreement import all_ranks
-from mpizero.comm.equality import agree_equal
-from mpizero.comm.group.block_locks import BlockLocks
+from mpizero.comm.agreement import agree_equal, all_ranks
+from mpizero.comm.model_group import BlockLocks
 from mpizero.data.batches import BatchConfig, BatchModel, ranks_of
 from mpizero.data.mapped import room_in_memory
 from mpizero.data.source import Indices, Source

@@ -7,8 +7,7 @@ from typing import Any, Self
 from mpizero._util.checks import require, whole
 from mpizero._util.names import explains
 from mpizero.comm import Communicator, as_communicator
-from mpizero.comm.agreement import all_ranks
-from mpizero.comm.equality import agree_equal
+from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.data.online.messages import MessageReceiver
 from mpizero.data.online.producer import OnlineProducer
 from mpizero.data.online.sample import SampleForm

@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 
 from mpizero.comm import ProcessGrid
-from mpizero.comm.group.block_locks import BlockLocks
+from mpizero.comm.model_group import BlockLocks
 from mpizero.layout import Grains
 from mpizero.layout.batch import contiguous_shares, node_blocks
 from mpizero.layout.sum_tree import claim_parts, rows_of_part

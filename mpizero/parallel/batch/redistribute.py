@@ -15,8 +15,7 @@ from mpizero._util.checks import require, whole
 from mpizero._util.pytree import SampleTree
 from mpizero._util.text import crc32, notice, stacklevel
 from mpizero.comm import Communicator, ProcessGrid
-from mpizero.comm.agreement import all_ranks
-from mpizero.comm.calls import agree_on_call
+from mpizero.comm.agreement import agree_on_call, all_ranks
 from mpizero.errors import DataError
 from mpizero.layout import Grains
 from mpizero.layout.batch import grain_part_number

@@ -10,8 +10,7 @@ import numpy as np
 
 from mpizero import kernels
 from mpizero.comm import Communicator, ProcessGrid
-from mpizero.comm.agreement import all_ranks
-from mpizero.comm.calls import agree_on_call
+from mpizero.comm.agreement import agree_on_call, all_ranks
 from mpizero.errors import CollectiveError, ConfigError, DataError, PeerFailure
 from mpizero.guard.call_trace import MODULUS
 from mpizero.guard.reports import by_ranks

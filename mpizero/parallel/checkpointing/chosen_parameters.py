@@ -13,8 +13,7 @@ from mpizero.checkpoint import LocalArray
 from mpizero.checkpoint.tools.elements import short_name
 from mpizero.checkpoint.tools.importing import ImportRules
 from mpizero.checkpoint.tools.parameter_file import ParameterFile, loadable, open_parameters
-from mpizero.comm.agreement import all_ranks
-from mpizero.comm.equality import agree_equal
+from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.errors import CheckpointError, ConfigError
 from mpizero.parallel.checkpointing.model_state import parameter_arrays
 from mpizero.parallel.checkpointing.restore import fill

@@ -17,9 +17,8 @@ import numpy as np
 
 from mpizero import checkpoint
 from mpizero.comm import Communicator
-from mpizero.comm.agreement import all_ranks
-from mpizero.comm.equality import agree_arrays
-from mpizero.comm.reduce.exact import EXCHANGE_ELEMENTS
+from mpizero.comm.agreement import agree_arrays, all_ranks
+from mpizero.comm.reduce import EXCHANGE_ELEMENTS
 from mpizero.errors import CollectiveError, PeerFailure
 from mpizero.layout import Partition, Span
 from mpizero.layout.tensor_parts import part_rows, take_rows

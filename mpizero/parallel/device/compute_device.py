@@ -22,7 +22,7 @@ from mpizero.parallel.parameters.store import ParameterProvider, ParameterStore
 from mpizero.types import Group
 
 if TYPE_CHECKING:
-    from mpizero.comm.group.pipeline_p2p import PipelineP2P
+    from mpizero.comm.p2p import PipelineP2P
 
 
 class ComputeDevice:
@@ -65,7 +65,7 @@ class ComputeDevice:
 
     def pipeline_p2p(self, comm: Communicator) -> PipelineP2P:
         """Return the object that sends arrays, on the device where layers compute, between pipeline stages."""
-        from mpizero.comm.group.pipeline_p2p import PipelineP2P
+        from mpizero.comm.p2p import PipelineP2P
 
         return PipelineP2P(comm)
 

@@ -6,10 +6,8 @@ from typing import Any
 
 from mpizero._util.pytree import as_arrays, leaves_of, map_leaves
 from mpizero.comm import Communicator
-from mpizero.comm.group.device_p2p import GpuAwareLayerGroup, GpuAwareP2P, HostStagedGroup, HostStagedP2P
-from mpizero.comm.group.gpu_aware import prove
-from mpizero.comm.group.model_group import CommunicatorGroup
-from mpizero.comm.group.pipeline_p2p import PipelineP2P
+from mpizero.comm.model_group import CommunicatorGroup
+from mpizero.comm.p2p import GpuAwareLayerGroup, GpuAwareP2P, HostStagedGroup, HostStagedP2P, PipelineP2P, prove
 from mpizero.errors import ConfigError
 from mpizero.kernels.device import Device, found, open_device
 from mpizero.layout.flat import Unit

@@ -29,9 +29,8 @@ from mpizero._util.pytree import SampleTree, leaves_of, of_outline, outline
 from mpizero.checkpoint.format.regular_files import read_regular
 from mpizero.checkpoint.format.strict_json import is_count, is_number, parse
 from mpizero.checkpoint.tools.npz import NUMBERS, read_arrays
-from mpizero.comm.agreement import all_ranks
-from mpizero.comm.calls import record_call
-from mpizero.comm.startup.same_software import versions
+from mpizero.comm.agreement import all_ranks, record_call
+from mpizero.comm.startup import versions
 from mpizero.errors import CheckpointError, DataError
 from mpizero.parallel.model.base import ShardedModelBase
 from mpizero.parallel.step_report import NonFinite, StepReport

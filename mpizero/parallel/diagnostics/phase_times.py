@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpizero.comm import Communicator
-from mpizero.comm.recording.timeline import MESSAGE, CommunicatorCall, TimeSpan
+from mpizero.comm.communicator import MESSAGE, CommunicatorCall, TimeSpan
 
 #: The phases of a step that `bench step` measures. "local sums" are checks and sums of gradients inside a rank.
 #: "agreement" redistributes samples and agrees on losses and norms. "waiting" is waiting for other ranks in any phase.

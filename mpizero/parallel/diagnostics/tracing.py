@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mpizero.comm.recording.timeline import Timeline
+from mpizero.comm.communicator import Timeline
 from mpizero.parallel.engine import Engine
 
 

@@ -16,8 +16,7 @@ from mpizero._util.checks import loss_and_weight
 from mpizero._util.pytree import as_arrays, leaves_of, map_leaves
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
-from mpizero.comm.group.pipeline_p2p import Route, key_of
-from mpizero.comm.group.tree_form import broadcast_tree, packable
+from mpizero.comm.p2p import Route, broadcast_tree, key_of, packable
 from mpizero.errors import CollectiveError, LayoutError, PeerFailure
 from mpizero.kernels import to_host
 from mpizero.layout import Instruction, Schedule, build_schedule

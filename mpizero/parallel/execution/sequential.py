@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from mpizero._util.pytree import as_arrays, map_leaves
 from mpizero.comm import ProcessGrid
-from mpizero.comm.recording.timeline import Timeline
+from mpizero.comm.communicator import Timeline
 from mpizero.errors import DataError
 from mpizero.kernels import all_finite, to_host
 from mpizero.layout.flat import Unit

@@ -1,7 +1,7 @@
 """Choose the bucket size for sending gradients: the size with which training steps take the least time.
 
 [Note: buckets] A bucket is the part of the gradients that is in flight between peers at once: one segment of the
-exchange in ``comm/reduce/exact.py``. The bucket size decides into how many messages an exchange is cut, and how much of
+exchange in ``comm/reduce.py``. The bucket size decides into how many messages an exchange is cut, and how much of
 one unit's gradients can be sent during the backward pass of the next unit. It changes neither the number of bytes sent
 nor the results. All ranks use the same size in the same step, so they cut an exchange into equally many segments.
 """

@@ -26,8 +26,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from mpizero.comm.reduce.codecs import Codec
-from mpizero.comm.reduce.exact import ExactExchange, gather_packed, gather_spans, in_flight
+from mpizero.comm.reduce import Codec, ExactExchange, gather_packed, gather_spans, in_flight
 from mpizero.layout import Span
 from mpizero.parallel.parameters.shards import Share
 from mpizero.parallel.parameters.store import ParameterStore

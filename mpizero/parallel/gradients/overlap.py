@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpizero.comm.reduce.exact import Gathering, begin_gather, exchange_step
-from mpizero.comm.reduce.segments import Arriving, Segment, program_array, tree_sum
+from mpizero.comm.reduce import Arriving, Gathering, Segment, begin_gather, exchange_step, program_array, tree_sum
 from mpizero.layout import Partition, Span
 from mpizero.layout.sum_tree import RowsPlan
 from mpizero.parallel.gradients.exchange import GradientExchange

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.comm.reduce.exact import RowsToSum
-from mpizero.comm.reduce.segments import RowRange, program_array, tree_sum
+from mpizero.comm.reduce import RowRange, RowsToSum, program_array, tree_sum
 from mpizero.errors import StateError
 from mpizero.layout import Span
 from mpizero.layout.batch import claimed_rows, contiguous_owners, contiguous_shares

@@ -10,8 +10,7 @@ import numpy as np
 
 from mpizero import kernels
 from mpizero.comm.agreement import all_ranks
-from mpizero.comm.reduce.exact import RowsToSum
-from mpizero.comm.reduce.segments import Arriving, RowRange, program_array
+from mpizero.comm.reduce import Arriving, RowRange, RowsToSum, program_array
 from mpizero.layout.batch import wave_owners
 from mpizero.layout.flat import Unit
 from mpizero.layout.sum_tree import Wave, WavePlan, wave_plan

@@ -13,9 +13,7 @@ import numpy as np
 from mpizero import optim
 from mpizero._util.checks import require, whole
 from mpizero._util.names import explains, nearest
-from mpizero.comm.agreement import all_ranks
-from mpizero.comm.calls import agree_on_call
-from mpizero.comm.equality import agree_arrays, agree_equal
+from mpizero.comm.agreement import agree_arrays, agree_equal, agree_on_call, all_ranks
 from mpizero.data import ArraySource
 from mpizero.data.batches import whole_batch
 from mpizero.errors import ArgumentError, ConfigError

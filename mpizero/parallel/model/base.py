@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from mpizero._util.names import explains
 from mpizero._util.text import notice
-from mpizero.comm.agreement import all_ranks
-from mpizero.comm.calls import collective, recorded
+from mpizero.comm.agreement import all_ranks, collective, recorded
 from mpizero.errors import StateError
 from mpizero.parallel.batch.redistribute import Asked
 from mpizero.parallel.config import ShardingConfig

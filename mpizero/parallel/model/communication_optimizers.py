@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpizero import optim
 from mpizero._util.checks import require, whole
-from mpizero.comm.calls import recorded
-from mpizero.comm.reduce.codecs import codec_of
+from mpizero.comm.agreement import recorded
+from mpizero.comm.reduce import codec_of
 from mpizero.errors import ConfigError
 from mpizero.parallel.config import ShardingConfig, check_bucket
 from mpizero.parallel.model.fit import OptimizationOptions
@@ -23,7 +23,7 @@ class GradientCompressionOptimizer(ShardedOptimizer):
     When bound, the optimizer makes the model compress the gradients that are sent between nodes, or between ranks if
     they share no memory, as ``ShardingConfig(gradient_compression=compression)`` does. Ranks that share memory send
     nothing. With top-k and int8, the part of a gradient that a message leaves out is kept and added to the next
-    gradient (see ``mpizero.comm.reduce.codecs``). Every strategy and communicator can be used. Binding another
+    gradient (see ``mpizero.comm.reduce``). Every strategy and communicator can be used. Binding another
     optimizer to the model ends the compression. With compression, results on different numbers of ranks or nodes are
     no longer equal to the bit.
 

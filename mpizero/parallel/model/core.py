@@ -13,9 +13,8 @@ from mpizero._util.names import check_names, explains, not_here
 from mpizero._util.pytree import SampleTree
 from mpizero._util.text import notice
 from mpizero.comm import Communicator
-from mpizero.comm.agreement import all_ranks
-from mpizero.comm.calls import check_call, collective
-from mpizero.comm.startup.same_software import agree_to_start
+from mpizero.comm.agreement import all_ranks, check_call, collective
+from mpizero.comm.startup import agree_to_start
 from mpizero.errors import ArgumentError, CheckpointError, SharedMemoryError, StateError
 from mpizero.layout import Span
 from mpizero.layout.flat import FlatLayout, joined

@@ -13,8 +13,7 @@ from mpizero._util.names import explains
 from mpizero._util.pytree import SampleTree
 from mpizero._util.text import notice
 from mpizero.comm import Communicator
-from mpizero.comm.agreement import all_ranks
-from mpizero.comm.equality import agree_arrays, agree_equal
+from mpizero.comm.agreement import agree_arrays, agree_equal, all_ranks
 from mpizero.errors import ConfigError, DataError, NonFiniteError
 from mpizero.layout import Grains
 from mpizero.parallel.model.best_parameters import BestParameters

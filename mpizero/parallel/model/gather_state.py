@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.comm.reduce.exact import gather_spans
+from mpizero.comm.reduce import gather_spans
 from mpizero.errors import LayoutError
 from mpizero.layout.flat import FlatLayout, ParameterUse
 from mpizero.optim.state_arrays import state_specs

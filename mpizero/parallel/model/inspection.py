@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.comm.calls import collective
-from mpizero.comm.equality import agree_equal
+from mpizero.comm.agreement import agree_equal, collective
 from mpizero.errors import ConfigError, UnsupportedError
 from mpizero.layout.flat import nested
 from mpizero.parallel.model.parameter_access import ParameterAccess

@@ -9,9 +9,8 @@ from typing import Any, Self
 import numpy as np
 
 from mpizero._util.pytree import count_samples
-from mpizero.comm.agreement import all_ranks
-from mpizero.comm.calls import collective, recorded
-from mpizero.comm.reduce.mean import mean_over_ranks
+from mpizero.comm.agreement import all_ranks, collective, recorded
+from mpizero.comm.reduce import mean_over_ranks
 from mpizero.errors import DataError
 from mpizero.parallel.batch.redistribute import NO_SAMPLES
 from mpizero.parallel.batch.step_scalars import check_weight, tree_total

@@ -12,9 +12,8 @@ import numpy as np
 from mpizero import kernels
 from mpizero._util.checks import number, require
 from mpizero._util.text import notice
-from mpizero.comm.calls import collective, recorded
-from mpizero.comm.equality import agree_arrays, agree_equal
-from mpizero.comm.reduce.exact import gather_spans
+from mpizero.comm.agreement import agree_arrays, agree_equal, collective, recorded
+from mpizero.comm.reduce import gather_spans
 from mpizero.errors import ArgumentError, ConfigError, LayoutError, NonFiniteError, StateError
 from mpizero.layout.flat import FlatLayout
 from mpizero.layout.mesh import GROUPS

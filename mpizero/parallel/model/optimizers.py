@@ -13,8 +13,7 @@ import numpy as np
 from mpizero import checkpoint, optim
 from mpizero._util.names import SETTINGS, explains, not_here
 from mpizero.comm import Communicator
-from mpizero.comm.calls import agree_on_call, check_call, collective, recorded
-from mpizero.comm.equality import agree_arrays, agree_equal
+from mpizero.comm.agreement import agree_arrays, agree_equal, agree_on_call, check_call, collective, recorded
 from mpizero.errors import ArgumentError, ConfigError, StateError, UnknownNameError
 from mpizero.optim.adapted import adapt, tensor_slots
 from mpizero.optim.averaging import plain

@@ -13,9 +13,7 @@ import numpy as np
 
 from mpizero._util.checks import number_array
 from mpizero._util.names import nearest
-from mpizero.comm.agreement import all_ranks
-from mpizero.comm.calls import agree_on_call, collective, recorded
-from mpizero.comm.equality import agree_arrays
+from mpizero.comm.agreement import agree_arrays, agree_on_call, all_ranks, collective, recorded
 from mpizero.errors import LayoutError, SharedMemoryError
 from mpizero.layout.flat import ParameterUse
 from mpizero.nn.integers import start_value

@@ -13,9 +13,8 @@ from mpizero import checkpoint
 from mpizero._util.text import crc32, notice
 from mpizero.checkpoint.format.alignment import ALIGNMENT
 from mpizero.comm import Communicator
-from mpizero.comm.agreement import all_ranks
-from mpizero.comm.calls import collective, recorded
-from mpizero.comm.reduce.mean import mean_over_ranks
+from mpizero.comm.agreement import all_ranks, collective, recorded
+from mpizero.comm.reduce import mean_over_ranks
 from mpizero.parallel.checkpointing import learning_rate, model_state
 from mpizero.parallel.checkpointing.restore import opened_alike
 from mpizero.parallel.model.core import ShardedCore

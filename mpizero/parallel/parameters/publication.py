@@ -20,8 +20,8 @@ import time
 from collections.abc import Sequence
 
 from mpizero.comm import Request
-from mpizero.comm.grid import ProcessGrid
-from mpizero.comm.reduce.exact import Gathering, begin_gather
+from mpizero.comm.mesh import ProcessGrid
+from mpizero.comm.reduce import Gathering, begin_gather
 from mpizero.errors import MpizeroError
 from mpizero.layout import Span
 from mpizero.parallel.parameters.allocator import Memory

@@ -11,8 +11,8 @@ import numpy as np
 
 from mpizero.comm import ProcessGrid
 from mpizero.comm.agreement import all_ranks
-from mpizero.comm.recording.timeline import Timeline
-from mpizero.comm.reduce.exact import Gathering, begin_gather
+from mpizero.comm.communicator import Timeline
+from mpizero.comm.reduce import Gathering, begin_gather
 from mpizero.layout import Span
 from mpizero.layout.flat import FlatLayout, Unit, united, views
 from mpizero.parallel.parameters import publication

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpizero._util.pytree import map_leaves
-from mpizero.comm.agreement import all_ranks
-from mpizero.comm.calls import record_call
+from mpizero.comm.agreement import all_ranks, record_call
 from mpizero.errors import ConfigError
 from mpizero.layout.flat import joined, nested
 from mpizero.nn.initialize import StartValues, start_values_of

@@ -13,8 +13,7 @@ from threadpoolctl import threadpool_limits
 from mpizero._util.checks import whole
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
-from mpizero.comm.startup.launch import mpi_facts
-from mpizero.comm.startup.same_software import versions
+from mpizero.comm.startup import mpi_facts, versions
 from mpizero.errors import ConfigError
 from mpizero.kernels.products.multiply import library
 from mpizero.nn.malloc import keep_freed_memory

@@ -10,7 +10,7 @@ import numpy as np
 from mpizero import optim
 from mpizero._util.text import Measurement
 from mpizero.comm import Communicator
-from mpizero.comm.reduce.segments import program_array
+from mpizero.comm.reduce import program_array
 from mpizero.kernels import cpu, stream
 from mpizero.planning.machine_file import MemoryPass
 from mpizero.train.bench.rounds import alone, together

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpizero.comm import Communicator, ProcessGrid
-from mpizero.comm.grid import group_buffers
+from mpizero.comm.mesh import group_buffers
 from mpizero.parallel import ShardedModelBase
 from mpizero.planning import RankPlan, TrainingPlan
 from mpizero.train.bench.activation_meter import CacheMeter, watch

@@ -15,7 +15,7 @@ from mpizero._util.checks import whole
 from mpizero._util.text import Measurement, columns
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
-from mpizero.comm.recording.timeline import TimeSpan
+from mpizero.comm.communicator import TimeSpan
 from mpizero.data import batches
 from mpizero.errors import ConfigError
 from mpizero.parallel.diagnostics.phase_times import (

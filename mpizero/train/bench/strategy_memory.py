@@ -15,7 +15,7 @@ from mpizero._util.checks import whole
 from mpizero._util.names import nearest
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
-from mpizero.comm.node_memory import available_memory
+from mpizero.comm.startup import available_memory
 from mpizero.errors import ConfigError
 from mpizero.parallel import ShardingConfig, distribute
 from mpizero.parallel.placement import placement

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpizero.comm.recording.timeline import MESSAGE
+from mpizero.comm.communicator import MESSAGE
 from mpizero.parallel.diagnostics.phase_times import PhaseSpan, StepSpans, waited, waits
 
 _MICROSECONDS = 1e6

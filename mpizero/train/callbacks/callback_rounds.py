@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from mpizero.comm import Communicator
-from mpizero.comm.agreement import raise_on_all
-from mpizero.comm.calls import agree_on_call, record_call
+from mpizero.comm.agreement import agree_on_call, raise_on_all, record_call
 from mpizero.errors import CollectiveError, StateError
 from mpizero.train.callbacks.callback import HOOKS, overrides, restore_state, saved_state
 from mpizero.types import Array

@@ -299,7 +299,7 @@ def _world(options: argparse.Namespace) -> Communicator:
 
 
 def _launched_world() -> Communicator:
-    from mpizero.comm.startup.launch import world
+    from mpizero.comm.startup import world
 
     return world()
 

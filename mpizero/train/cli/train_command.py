@@ -10,7 +10,7 @@ from typing import Any
 from mpizero.checkpoint.tools.lookup import find_checkpoint
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
-from mpizero.comm.startup.same_software import agree_to_start
+from mpizero.comm.startup import agree_to_start
 from mpizero.train.config.builder import TrainingJob, build
 from mpizero.train.config.model_and_data import widths_of
 from mpizero.train.config.overridden import check_overridden

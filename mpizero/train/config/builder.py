@@ -9,8 +9,7 @@ from typing import Any
 
 from mpizero import optim
 from mpizero.comm import Communicator
-from mpizero.comm.agreement import all_ranks
-from mpizero.comm.equality import agree_equal
+from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.data.batches import choose_grains
 from mpizero.errors import ConfigError
 from mpizero.layout import Grains

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpizero.comm.reduce.codecs import codec_of
+from mpizero.comm.reduce import codec_of
 from mpizero.errors import ConfigError
 from mpizero.parallel.config import check_bucket
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from mpizero._util.launch import Launch
 from mpizero.comm import Communicator
-from mpizero.comm.node_memory import available_memory
+from mpizero.comm.startup import available_memory
 from mpizero.train.doctor import examination, machine_facts
 from mpizero.train.doctor.check_result import CheckResult, counted
 

@@ -10,8 +10,7 @@ from functools import partial
 from typing import Any
 
 from mpizero.comm import Communicator
-from mpizero.comm.node_memory import available_memory, memory_of_node
-from mpizero.comm.startup.same_software import versions
+from mpizero.comm.startup import available_memory, memory_of_node, versions
 from mpizero.errors import ConfigError, ExitStatus
 from mpizero.guard.reports import SHARED_FOLDER, Leftover, leftovers, remove, session_folders
 from mpizero.train.doctor import launch_checks, machine_facts

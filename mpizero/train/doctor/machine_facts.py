@@ -18,7 +18,7 @@ import numpy as np
 
 from mpizero._util.text import installed_version
 from mpizero.comm import Communicator
-from mpizero.comm.startup.launch import mpi_facts
+from mpizero.comm.startup import mpi_facts
 from mpizero.errors import ConfigError, MpizeroError
 from mpizero.guard.reports import SHARED_FOLDER
 from mpizero.kernels.products.multiply import library
@@ -212,7 +212,7 @@ def why_through_host(comm: Communicator, place: int) -> str:
 
     Collective over ``comm``. ``place`` is this rank's number inside its node.
     """
-    from mpizero.comm.group.gpu_aware import prove
+    from mpizero.comm.p2p import prove
     from mpizero.kernels.device import open_device
 
     return prove(comm, lambda: open_device(place))

@@ -13,9 +13,8 @@ from typing import Any, Literal
 from mpizero._util.checks import require, whole
 from mpizero._util.text import notice
 from mpizero.comm import Communicator
-from mpizero.comm.agreement import all_ranks
-from mpizero.comm.equality import agree_equal
-from mpizero.comm.startup.convert import communicator_of
+from mpizero.comm.agreement import agree_equal, all_ranks
+from mpizero.comm.startup import communicator_of
 from mpizero.errors import ArgumentError, CollectiveError, ConfigError, MemberError, PeerFailure
 from mpizero.guard.reports import describe_error
 from mpizero.train.ensemble.summary import (

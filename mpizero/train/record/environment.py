@@ -7,8 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from mpizero.checkpoint.format.skeleton import hdf5_version
-from mpizero.comm.startup.launch import mpi_facts
-from mpizero.comm.startup.same_software import versions
+from mpizero.comm.startup import mpi_facts, versions
 from mpizero.errors import ConfigError
 from mpizero.train.doctor.machine_facts import blas, cores, processor
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpizero.comm import Communicator
-from mpizero.comm.recording.timeline import MESSAGE, TimeSpan
+from mpizero.comm.communicator import MESSAGE, TimeSpan
 from mpizero.layout import Instruction
 from mpizero.parallel.diagnostics.phase_times import (
     Call,

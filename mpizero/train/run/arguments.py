@@ -14,8 +14,7 @@ from mpizero import optim
 from mpizero._util.checks import flag, require
 from mpizero._util.fingerprint import Fingerprint
 from mpizero._util.names import nearest, shown
-from mpizero.comm.agreement import all_ranks
-from mpizero.comm.equality import agree_equal
+from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.data import OnlineSource, Source
 from mpizero.errors import ArgumentError, ConfigError, DataError
 from mpizero.layout.flat import joined

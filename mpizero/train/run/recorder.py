@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
-from mpizero.comm.grid import group_buffers
+from mpizero.comm.mesh import group_buffers
 from mpizero.layout import AXES, Grains
 from mpizero.parallel import StepReport
 from mpizero.train.process_memory import peak_resident

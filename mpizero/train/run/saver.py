@@ -12,7 +12,7 @@ from mpizero.checkpoint.atomic_folder import remove_leftovers
 from mpizero.checkpoint.writer import check_backend
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
-from mpizero.comm.startup.same_software import versions
+from mpizero.comm.startup import versions
 from mpizero.train.run.resume import RunState, saved_attributes
 from mpizero.train.run.run_folder import RunFolder
 from mpizero.train.run.setup import RunSetup

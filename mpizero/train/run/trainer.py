@@ -10,7 +10,7 @@ from typing import Any, Self
 from mpizero._util.checks import require, whole
 from mpizero._util.names import explains
 from mpizero._util.text import notice
-from mpizero.comm.calls import check_call
+from mpizero.comm.agreement import check_call
 from mpizero.data import Source
 from mpizero.errors import StateError
 from mpizero.parallel import ShardingConfig

@@ -8,7 +8,7 @@ from enum import IntEnum
 import numpy as np
 
 from mpizero.comm import Communicator
-from mpizero.comm.transport import Request
+from mpizero.comm.communicator import Request
 
 #: Type of a function that may request a stop: it returns the reason, or "". It is called once a step.
 StopSource = Callable[[], str]

@@ -15,8 +15,7 @@ from mpizero._util.pytree import SampleTree
 from mpizero._util.text import Rounding
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
-from mpizero.comm.startup.convert import communicator_of
-from mpizero.comm.startup.launch import default_world
+from mpizero.comm.startup import communicator_of, default_world
 from mpizero.comm.threads import run_in_threads
 from mpizero.errors import ConfigError
 from mpizero.layout import Grains

@@ -26,7 +26,7 @@ def rows(layout: dict[str, int]) -> list[dict[str, Any]]:
     ``layout`` has the sizes of the axes ("pipeline", "tensor"). Return one row for each training (see :func:`_row`) on
     rank 0. Collective over all ranks of the job.
     """
-    from mpizero.comm.startup.launch import world
+    from mpizero.comm.startup import world
 
     memory = MemoryRequest(PARAMETERS, STRATEGIES, (True, False), 1)
     request = LayoutRequest(memory, ParallelSection(**layout), MICRO_BATCHES)

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from mpizero.comm.startup.same_software import agree_to_start, versions
+from mpizero.comm.startup import agree_to_start, versions
 from mpizero.errors import CollectiveMismatch, ConfigError, ExitStatus
 from mpizero.guard import guard
 from mpizero.guard.call_trace import (

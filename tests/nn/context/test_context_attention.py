@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from mpizero.comm.group.model_group import CommunicatorGroup
+from mpizero.comm.model_group import CommunicatorGroup
 from mpizero.nn import (
     GPT,
     CausalSelfAttention,

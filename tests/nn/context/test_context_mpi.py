@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpizero.comm.group.model_group import CommunicatorGroup
+from mpizero.comm.model_group import CommunicatorGroup
 from mpizero.nn import (
     GPT,
     bind,

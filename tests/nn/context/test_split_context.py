@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from mpizero.comm.group.model_group import CommunicatorGroup
+from mpizero.comm.model_group import CommunicatorGroup
 from mpizero.errors import ConfigError, DataError
 from mpizero.nn import (
     GELU,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpizero as mz
-from mpizero.comm.reduce.codecs import codec_of
+from mpizero.comm.reduce import codec_of
 from mpizero.errors import ConfigError
 from mpizero.layout import Partition
 from mpizero.testing import parallel_assert, run_in_threads

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpizero as mz
-from mpizero.comm.reduce import exact
+from mpizero.comm import reduce as exact
 from mpizero.layout import Partition
 from mpizero.testing import run_in_threads
 from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, gpt, mlp, part, sharded, tokens

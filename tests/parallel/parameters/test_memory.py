@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpizero as mz
-from mpizero.comm.reduce.exact import EXCHANGE_ELEMENTS
+from mpizero.comm.reduce import EXCHANGE_ELEMENTS
 from mpizero.parallel.parameters.allocator import PAGE, Memory
 from mpizero.testing import run_in_threads
 from tests.parallel.models import PRIVATE, STRATEGIES, hard_function, mlp, part, sharded, vectors

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpizero as mz
-from mpizero.comm.recording.timeline import MESSAGE, CommunicatorCall, Timeline, TimeSpan
+from mpizero.comm.communicator import MESSAGE, CommunicatorCall, Timeline, TimeSpan
 from mpizero.errors import ConfigError
 from mpizero.parallel.diagnostics.phase_times import (
     ALL_PHASES,

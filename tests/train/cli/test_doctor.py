@@ -12,7 +12,7 @@ import threading
 import pytest
 
 from mpizero._util.text import wants_colour
-from mpizero.comm.startup.launch import one_process
+from mpizero.comm.startup import one_process
 from mpizero.testing import run_in_threads
 from mpizero.train.doctor import machine_facts
 from mpizero.train.doctor.bug_report import bug_report

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpizero.comm.startup.launch import one_process
+from mpizero.comm.startup import one_process
 from mpizero.errors import ConfigError
 from mpizero.train.cli.main import main
 from mpizero.train.stopping import requeue as stopping

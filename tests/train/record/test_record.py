@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from mpizero.comm.recording.timeline import MESSAGE, CommunicatorCall, TimeSpan
+from mpizero.comm.communicator import MESSAGE, CommunicatorCall, TimeSpan
 from mpizero.errors import DataError
 from mpizero.layout import Instruction
 from mpizero.train.record.events import (

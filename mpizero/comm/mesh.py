@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 from mpizero._util.text import notice
 from mpizero.comm.communicator import Communicator
-from mpizero.comm.inmemory import InMemoryCommunicator
+from mpizero.comm.threads import InMemoryCommunicator
 from mpizero.errors import GridError
 from mpizero.layout.mesh import (
     GROUPS,
@@ -23,7 +23,7 @@ from mpizero.layout.mesh import (
 )
 
 if TYPE_CHECKING:
-    from mpizero.comm.group.model_group import CommunicatorGroup
+    from mpizero.comm.model_group import CommunicatorGroup
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class ProcessGrid(NodeOrder):
 
     def _group(self, name: str, comm: Communicator) -> CommunicatorGroup:
         if name not in self._made:
-            from mpizero.comm.group.model_group import CommunicatorGroup
+            from mpizero.comm.model_group import CommunicatorGroup
 
             self._made[name] = CommunicatorGroup(comm, comm if comm.shares_memory else None)
         return self._made[name]

@@ -1,0 +1,393 @@
+"""Find the ranks that a launcher has started, and describe their MPI library.
+
+Convert the argument ``comm`` of public functions to a Communicator.
+
+Check, before a training starts, that all ranks have the same software and the same settings.
+
+Find out how much memory this process may still take: of the node, of its control groups, of its job.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from mpizero._util.launch import Launch, is_rank, is_several, place_of, standing, unclear
+from mpizero._util.text import installed_version, stacklevel
+from mpizero.comm.agreement import agree_equal
+from mpizero.comm.communicator import Communicator
+from mpizero.comm.threads import InMemoryCommunicator
+from mpizero.errors import ArgumentError, CollectiveError, ConfigError, PeerFailure
+from mpizero.guard import guard
+from mpizero.guard.heartbeat import ARRIVAL_PATIENCE
+
+#: What to do where a command is to work alone.
+ALONE = "a program that is to work alone is started without the variables PMI*, OMPI* and SLURM*"
+_LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+
+
+@dataclass(frozen=True)
+class MpiFacts:
+    """Describe the MPI library of this process.
+
+    Attributes
+    ----------
+    vendor, version, library : str
+        For example "MPICH", "4.2.3", and the first line of the library's own description.
+    mpi4py : str
+        Version of mpi4py.
+    thread_level : str
+        The thread level that MPI provides: "SINGLE", "FUNNELED", "SERIALIZED" or "MULTIPLE".
+    """
+
+    vendor: str
+    version: str
+    library: str
+    mpi4py: str
+    thread_level: str
+
+
+def world() -> Communicator:
+    """Return a communicator of all processes that the launcher has started.
+
+    Collective over COMM_WORLD; starts MPI. The caller closes the result. If MPI cannot be loaded and there is only this
+    process, the result is a communicator of this process without MPI. So it is in a program that a rank has started,
+    which is told so by a warning.
+
+    Raises
+    ------
+    ConfigError
+        If MPI sees another number of processes than the launcher has started (the launcher belongs to another MPI
+        library), if the launcher has started several processes and MPI cannot be loaded, or if a program between the
+        launcher and this one has closed the connection to the launcher.
+    """
+    launch = Launch.of(os.environ)
+    launcher = launch.name or "the launcher"
+    if _works_alone(launch, ALONE):
+        return one_process()
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        if launch.size in (None, 1):
+            return one_process()
+        raise ConfigError(
+            f"{launcher} has started {launch.size} processes, but MPI cannot be loaded: {error}; "
+            "install an MPI library, for example: pip install mpich"
+        ) from None
+    from mpizero.comm.mpi import MpiCommunicator
+
+    _check_size(MPI, launch)
+    return MpiCommunicator(MPI.COMM_WORLD)
+
+
+def one_process(name: str = "world") -> Communicator:
+    """Return a communicator of this process alone, without MPI. Not collective."""
+    return InMemoryCommunicator.group(1, name=name)[0]
+
+
+def default_world() -> Any:
+    """Return mpi4py's COMM_WORLD, the meaning of ``comm=None``, if a launcher has started several ranks; else None.
+
+    Not collective, but starts MPI if there are several ranks. Returns None, with a warning, in a program that a rank
+    has started as a subprocess, because such a program is not a rank itself.
+
+    Raises
+    ------
+    ConfigError
+        If MPI sees another number of processes than the launcher has started, cannot be loaded, or has been finalized,
+        or if it is not clear whether this process is a rank.
+    """
+    launch, loaded = Launch.of(os.environ), sys.modules.get("mpi4py.MPI")
+    way_out = 'comm="self" is this process alone'
+    if _works_alone(launch, way_out):
+        return None
+    if not is_several(os.environ) and (loaded is None or not loaded.Is_initialized()):
+        return None
+    guard.current().before_mpi_starts()
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(
+            f"comm=None is the world of {launch.name or 'the launcher'}, but MPI cannot be loaded: {error}; {way_out}"
+        ) from None
+    if MPI.Is_finalized():
+        raise ConfigError(f"comm=None is the launcher's world, but MPI has been finalized; {way_out}")
+    _check_size(MPI, launch, f"; {way_out}")
+    return MPI.COMM_WORLD if MPI.COMM_WORLD.Get_size() > 1 else None
+
+
+def _works_alone(launch: Launch, way_out: str) -> bool:
+    """Tell whether this process is a program that a rank has started, see [Note: programs of a rank]; warn if so.
+
+    Raises ConfigError with ``way_out`` if it may be a rank that a wrapper has cut off from the launcher: all ranks
+    would work alone, each as if it were the whole job.
+    """
+    if text := unclear(os.environ):
+        raise ConfigError(f"{text}; {way_out}")
+    found = standing(os.environ)
+    if found.program and launch.size != 1:
+        text = f"this program works alone, as one process: {found.text}, {place_of(launch)} of {launch.name}"
+        warnings.warn(f"{text} (without this warning: {way_out})", RuntimeWarning, stacklevel=stacklevel())
+    return not found.rank
+
+
+def _check_size(mpi: Any, launch: Launch, way_out: str = "") -> None:
+    """Raise ConfigError if MPI sees another number of processes than the launcher has started.
+
+    ``way_out`` is added to the end of the message.
+    """
+    size = mpi.COMM_WORLD.Get_size()
+    if launch.size not in (None, size):
+        raise ConfigError(
+            f"{launch.name} has started {launch.size} processes, but each sees {size}: it belongs to another MPI than "
+            f"the one that mpi4py has loaded, which is {' '.join(map(str, mpi.get_vendor()[:1]))}, or starts none; "
+            f"{launch.remedy or 'use its own mpiexec'}{way_out}"
+        )
+
+
+def mpi_facts() -> MpiFacts | None:
+    """Return the name, version and thread level of the MPI library; None if it cannot be loaded in this process.
+
+    Not collective, but starts MPI.
+    """
+    if not is_rank(os.environ):
+        return None
+    try:
+        import mpi4py
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):
+        return None
+    vendor, version = MPI.get_vendor()
+    levels = (MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE)
+    return MpiFacts(
+        vendor=vendor,
+        version=".".join(map(str, version)),
+        library=MPI.Get_library_version().strip("\0\n ").splitlines()[0].strip(),
+        mpi4py=mpi4py.__version__,
+        thread_level=_LEVELS[levels.index(MPI.Query_thread())],
+    )
+
+
+def as_communicator(
+    comm: Any = None, name: str = "world", *, timeout: float | None = ARRIVAL_PATIENCE, embedded: bool = False
+) -> Communicator:
+    """Convert an mpi4py communicator, a Communicator, "self" or None to a Communicator.
+
+    From an mpi4py communicator a new one of the same ranks is split off; this is collective over it, and the caller
+    closes the result. A Communicator is returned unchanged. None means all ranks if a launcher has started several;
+    then the call is collective over all ranks, and starts MPI. Otherwise None means this process alone. "self" means
+    this process alone, without MPI. All ranks must make the call within ``timeout`` seconds; None is no limit.
+    ``embedded`` says that mpizero runs inside another program, see :class:`~mpizero.ShardingConfig`.
+
+    Raises
+    ------
+    ArgumentError
+        If ``comm`` is none of these; it is a TypeError too.
+    ConfigError
+        If ``comm`` is None and MPI sees another number of processes than the launcher has started.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> with mz.comm.as_communicator("self") as comm:
+    ...     comm.size
+    1
+    >>> mz.comm.as_communicator("all")
+    Traceback (most recent call last):
+    mpizero.errors.ArgumentError: comm must be an mpi4py communicator, ... got str: 'all'
+    """
+    if isinstance(comm, Communicator):
+        return comm
+    if comm is None:
+        comm = default_world()
+    if comm is None or comm == "self":
+        return one_process(name)
+    if type(comm).__module__.split(".")[0] == "mpi4py" or hasattr(comm, "Split_type"):
+        from mpizero.comm.mpi import MpiCommunicator  # importing mpi4py starts MPI
+
+        return MpiCommunicator(comm, name=name, timeout=timeout, guest=embedded)
+    raise ArgumentError(
+        'comm must be an mpi4py communicator, an mpizero Communicator, "self" (this process alone) or None (all ranks '
+        f"of the launcher), got {type(comm).__name__}: {comm!r}"
+    )
+
+
+@contextmanager
+def communicator_of(comm: Any = None) -> Iterator[Communicator]:
+    """Convert ``comm`` to a Communicator for a ``with`` block, see :func:`as_communicator`.
+
+    Collective over ``comm``. At the end of the block a new Communicator is closed; one that was passed as ``comm``
+    stays open. In the block, errors must be raised on all ranks together, because closing is collective.
+    """
+    world = as_communicator(comm)
+    try:
+        yield world
+    except (CollectiveError, PeerFailure):
+        raise  # the other ranks may never close it
+    except BaseException:
+        _close(world, comm)
+        raise
+    _close(world, comm)
+
+
+def _close(world: Communicator, comm: object) -> None:
+    if world is not comm:
+        world.close()
+
+
+#: Packages whose versions are compared. HDF5 is part of the h5py package.
+_PACKAGES = ("mpizero", "numpy", "mpi4py", "numba", "h5py", "threadpoolctl")
+
+
+#: Held while the versions are read, so that ranks that are threads do not all read them.
+_READING = Lock()
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, mpizero and the packages that it uses, by name.
+
+    Not collective. The version of a package that is not installed is "missing"; for mpizero itself it is "from source".
+    The result is cached, so the caller must not change it.
+    """
+    with _READING:
+        return _read_versions()
+
+
+@lru_cache(maxsize=1)
+def _read_versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        found[name] = installed_version(name) or ("from source" if name == "mpizero" else "missing")
+    return found
+
+
+@lru_cache(maxsize=1)
+def _software() -> dict[str, str]:
+    facts = mpi_facts() if "mpi4py.MPI" in sys.modules else None
+    mpi = {} if facts is None else {"MPI": f"{facts.vendor} {facts.version}", "MPI thread level": facts.thread_level}
+    return {**versions(), "byte order": sys.byteorder, **mpi}
+
+
+def agree_to_start(comm: Communicator, plans: Callable[[], Mapping[str, Any]]) -> None:
+    """Raise on every rank if ranks run different software or have different settings.
+
+    Collective over ``comm``: one message of 32 bytes a rank if all are equal. ``plans`` returns a mapping from names to
+    settings, as :func:`mpizero.comm.agreement.agree_equal` takes it. ``mpizero train`` passes its configuration, and
+    every sharded model passes all its settings. Both make this call first, so ranks with different settings raise
+    before they begin.
+
+    Raises
+    ------
+    ConfigError
+        If ranks differ; names the first version, setting or parameter that differs, its values and their ranks.
+    """
+    agree_equal(comm, lambda: {"the software": _software(), **plans()}, "agree to start")
+
+
+#: Files of a control group by version: the limit, the memory in use, and the names of what the kernel drops when it
+#: needs room. Version 1 counts groups below in the figures that begin with "total".
+_FILES = {
+    2: ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+}
+#: Limits of version 1 from here on mean none.
+_NONE = 1 << 60
+
+
+def available_memory(proc: str = "/proc", environment: Mapping[str, str] = os.environ) -> int | None:
+    """Return how many bytes this process may still take, as far as the system says; None if it says nothing.
+
+    That is what the node has available, but no more than what is left below the limits of the control groups of this
+    process and of all above them (containers, ``--mem`` of Slurm), nor below the limit that Slurm has told the job.
+    The page cache does not count as taken, because the kernel drops it. Not collective.
+    """
+    found = [*_of_node(Path(proc)), *_of_groups(Path(proc)), *_of_slurm(Path(proc), environment)]
+    return max(0, min(found)) if found else None
+
+
+def memory_of_node() -> int | None:
+    """Return how many bytes the node has available, for all of its processes; None if unknown. Not collective."""
+    return next(_of_node(Path("/proc")), None)
+
+
+def _of_node(proc: Path) -> Iterator[int]:
+    for line in _lines(proc / "meminfo"):
+        if line.startswith("MemAvailable:"):
+            yield int(line.split()[1]) * 1024
+
+
+def _of_groups(proc: Path) -> Iterator[int]:
+    """Yield what each control group with a limit leaves, from the one of this process up to the topmost one."""
+    for version, top, own in _memory_groups(proc):
+        limit_name, used_name, dropped = _FILES[version]
+        folder = top / own
+        while True:
+            limit, used = _number(folder / limit_name), _number(folder / used_name)
+            if limit is not None and used is not None and limit < _NONE:
+                told = dict(line.split() for line in _lines(folder / "memory.stat") if line.count(" ") == 1)
+                yield limit - used + sum(int(told.get(name, 0)) for name in dropped)
+            if folder == top or top not in folder.parents:
+                break
+            folder = folder.parent
+
+
+def _memory_groups(proc: Path) -> Iterator[tuple[int, Path, str]]:
+    """Yield version, mount point and place below it of each hierarchy of control groups that limits memory."""
+    own: dict[int, str] = {}
+    for line in _lines(proc / "self" / "cgroup"):
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            own[2] = path
+        elif "memory" in controllers.split(","):
+            own[1] = path
+    for line in _lines(proc / "self" / "mountinfo"):
+        before, _, after = line.partition(" - ")
+        fields, kinds = before.split(), after.split()
+        if len(fields) < 5 or len(kinds) < 3:
+            continue
+        version = 2 if kinds[0] == "cgroup2" else 1 if kinds[0] == "cgroup" and "memory" in kinds[2].split(",") else 0
+        if version in own:
+            root, place = fields[3].rstrip("/"), own[version]  # a container may see a part of the hierarchy only
+            below = place.removeprefix(root) if place.startswith(root) else ""
+            yield version, Path(re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), fields[4])), below.strip("/")
+
+
+def _of_slurm(proc: Path, environment: Mapping[str, str]) -> Iterator[int]:
+    """Yield what is left of the memory that Slurm has given the job on this node, if each of its ranks has as much.
+
+    Slurm may only watch it, and not limit it by a control group.
+    """
+    each = _whole(environment.get("SLURM_MEM_PER_CPU")) * _whole(environment.get("SLURM_CPUS_ON_NODE"))
+    granted = _whole(environment.get("SLURM_MEM_PER_NODE")) or each
+    fields = next(_lines(proc / "self" / "statm"), "").split()
+    if granted and len(fields) > 1:
+        tasks = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        resident = int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+        yield (granted << 20) - resident * (int(tasks[0]) if tasks else 1)
+
+
+def _whole(text: str | None) -> int:
+    return int(text) if text is not None and text.isdecimal() else 0
+
+
+def _number(path: Path) -> int | None:
+    text = next(_lines(path), "")
+    return int(text) if text.isdecimal() else None
+
+
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        yield from path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # another system, or a file that this user may not read
+        return

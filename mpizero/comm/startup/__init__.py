@@ -1,1 +1,0 @@
-"""Start a job: find the launched ranks, wait for them, and compare their software."""

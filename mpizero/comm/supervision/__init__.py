@@ -1,1 +1,0 @@
-"""Supervise a job: compare the ranks' collectives, report hanging ones, and end all ranks when one fails."""
