@@ -89,9 +89,9 @@ ENVIRONMENT = {
     "mpizero.guard.guard",
     "mpizero.comm.startup",
     "mpizero.comm.startup",  # Slurm's variables
-    "mpizero.kernels.cache",
-    "mpizero.kernels.products.blas_library",
-    "mpizero.kernels.products.multiply",
+    "mpizero.kernels.machine_code",
+    "mpizero.kernels.matmul",
+    "mpizero.kernels.matmul",
     "mpizero.adapters.jax.xla_threads",  # XLA reads its number of threads there
     "mpizero.adapters.torch.process",
 }

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpizero.checkpoint.format.table import LocalArray
 from mpizero.checkpoint.save_plan import KnownLayout
-from mpizero.kernels.nontemporal import LINE, PAGE, copy_past_cache
+from mpizero.kernels.memory import LINE, PAGE, copy_past_cache
 from mpizero.types import Array
 
 

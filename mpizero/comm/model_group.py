@@ -38,18 +38,18 @@ from mpizero.comm.communicator import MOVABLE, Communicator, Request, SharedMemo
 from mpizero.errors import SharedMemoryError
 from mpizero.guard.call_trace import describe_call, mismatch
 from mpizero.kernels import namespace
-from mpizero.kernels.fold import fold
+from mpizero.kernels.matmul_tile import fold
 from mpizero.layout import Partition
 from mpizero.types import Array
 
 if TYPE_CHECKING:
-    from mpizero.kernels.device import Device
+    from mpizero.kernels.gpu import Device
 
 
 class GroupTransport(Protocol):
     """Describe a way to sum and gather arrays of a group of ranks: by messages, or through shared memory.
 
-    Sums are always added by :func:`~mpizero.kernels.fold.fold`, in the order of the binary tree over the ranks'
+    Sums are always added by :func:`~mpizero.kernels.matmul_tile.fold`, in the order of the binary tree over the ranks'
     numbers, so their bits do not depend on the way that is used. Every method is collective over the group. Arrays are
     C-contiguous. ``sizes[i]`` is the length of rank i's block.
     """

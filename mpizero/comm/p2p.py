@@ -42,7 +42,7 @@ from mpizero.comm.communicator import Communicator
 from mpizero.comm.model_group import CommunicatorGroup, GpuAwareGroup, contiguous
 from mpizero.errors import ConfigError, LayoutError, MpizeroError
 from mpizero.kernels import to_host
-from mpizero.kernels.device import Device, gpus
+from mpizero.kernels.gpu import Device, gpus
 from mpizero.types import Array, Group, ShiftRequest
 
 

@@ -40,7 +40,7 @@ import numpy as np
 from mpizero import kernels
 from mpizero.comm.communicator import Communicator, Request
 from mpizero.errors import ConfigError, LayoutError
-from mpizero.kernels.formulas.compression import BLOCK
+from mpizero.kernels.formulas import BLOCK
 from mpizero.layout import Partition, Span
 from mpizero.layout.sum_tree import Program, rows_plan
 from mpizero.types import Array

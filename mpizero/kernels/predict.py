@@ -11,19 +11,18 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mpizero.kernels.compile import kernel
-from mpizero.kernels.formulas import activation as _activation
-from mpizero.kernels.formulas import elementary as _elementary
+from mpizero.kernels import formulas, special_functions
+from mpizero.kernels.jit import kernel
 
 RELU, GELU, SILU, TANH = 0, 1, 2, 3
 #: Names of the activations; the index of a name is its code.
 ACTIVATIONS = ("relu", "gelu", "silu", "tanh")
 
-_exp = _elementary.exponential
-_relu = _activation.relu
-_gelu = _activation.gelu
-_silu = _activation.silu
-_tanh = _elementary.hyperbolic_tangent
+_exp = special_functions.exponential
+_relu = formulas.relu
+_gelu = formulas.gelu
+_silu = formulas.silu
+_tanh = special_functions.hyperbolic_tangent
 
 
 def _affine(x: Any, rows: Any, inputs: Any, weight: Any, bias: Any, outputs: Any, y: Any) -> None:

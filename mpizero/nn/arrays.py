@@ -9,8 +9,8 @@ import numpy as np
 
 from mpizero import kernels
 from mpizero.errors import DataError
-from mpizero.kernels import device_products
-from mpizero.kernels.products import multiply as host_products
+from mpizero.kernels import gpu
+from mpizero.kernels import matmul as host_products
 from mpizero.types import Array
 
 #: ``dtype.kind`` of real numbers, and ``dtype.char`` of the types that kernels take.
@@ -25,12 +25,12 @@ def namespace(array: Any) -> Any:
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
     """Return the product of two matrices, written to ``out`` if that is given.
 
-    NumPy arrays are multiplied by :mod:`mpizero.kernels.products.multiply`, arrays on a GPU by
-    :mod:`mpizero.kernels.device_products`.
+    NumPy arrays are multiplied by :mod:`mpizero.kernels.matmul`, arrays on a GPU by
+    :mod:`mpizero.kernels.gpu`.
     """
     if isinstance(a, np.ndarray):
         return host_products.matmul(a, b, out)
-    return device_products.matmul(a, b, out)
+    return gpu.matmul(a, b, out)
 
 
 def operand(x: Array) -> Any:
@@ -39,7 +39,7 @@ def operand(x: Array) -> Any:
     The copy is made on a GPU whose matrix products are set to 16 bits. Slices of a returned operand, and the operand
     with its last two axes swapped, can also be passed to :func:`multiply`.
     """
-    return x if isinstance(x, np.ndarray) else device_products.operand(x)
+    return x if isinstance(x, np.ndarray) else gpu.operand(x)
 
 
 def multiply(a: Any, b: Any, out: Array) -> None:
@@ -50,7 +50,7 @@ def multiply(a: Any, b: Any, out: Array) -> None:
     if isinstance(out, np.ndarray):
         np.matmul(a, b, out=out)
     else:
-        device_products.multiply(a, b, out)
+        gpu.multiply(a, b, out)
 
 
 def sum_rows(dy: Array, out: Array) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from mpizero import kernels
 from mpizero.errors import ConfigError
-from mpizero.kernels import pool
+from mpizero.kernels import jit
 from mpizero.optim.adapted import adapt, optimizer_name, tensor_slots
 from mpizero.optim.flat_optimizer import RowSum
 from mpizero.types import Array
@@ -87,7 +87,7 @@ class AveragingOptimizer:
     def follow(self, w: Array, average: Array, threads: int = 1) -> None:
         """Move ``average`` towards the updated parameters ``w``."""
         rate = kernels.namespace(w).full(1, 1.0 - self.decay, w.dtype)
-        pool.run(kernels.backend(w).optimizer.ema, (w, average, rate), 0, w.size, threads)
+        jit.run_range(kernels.backend(w).optimizer.ema, (w, average, rate), 0, w.size, threads)
 
 
 def averaging(optimizer: Any, decay: float | None) -> Any:

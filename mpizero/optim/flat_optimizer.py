@@ -14,7 +14,7 @@ from mpizero import kernels
 from mpizero._util.checks import number, require
 from mpizero._util.names import explains, nearest
 from mpizero.errors import ConfigError
-from mpizero.kernels import pool
+from mpizero.kernels import jit
 from mpizero.types import Array, Dtype, LearningRate, ParameterSpec
 
 
@@ -248,7 +248,7 @@ class FlatOptimizer:
         All arrays are contiguous, 1-D and of one dtype. ``hyper`` comes from :meth:`hyper`.
         """
         kernel = getattr(kernels.backend(w).optimizer, self._kernel)
-        pool.run(kernel, (w, g, *(state[slot] for slot in self.slots), hyper), 0, w.size, threads)
+        jit.run_range(kernel, (w, g, *(state[slot] for slot in self.slots), hyper), 0, w.size, threads)
 
     def apply_tree(self, rows: RowSum, w: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
         """Compute the averaged gradient of ``rows``, and update ``w`` and ``state`` with it, in one pass over memory.
@@ -256,4 +256,4 @@ class FlatOptimizer:
         The result has the same bits as ``fused.tree_sum`` followed by :meth:`apply`.
         """
         kernel = getattr(kernels.backend(w).fused, f"{self._kernel}_tree")
-        pool.run(kernel, (*rows, w, *(state[slot] for slot in self.slots), hyper), 0, w.size, threads)
+        jit.run_range(kernel, (*rows, w, *(state[slot] for slot in self.slots), hyper), 0, w.size, threads)

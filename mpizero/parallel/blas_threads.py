@@ -14,7 +14,7 @@ from mpizero._util.text import notice
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.guard.guard import ProcessSetting
-from mpizero.kernels.products.multiply import library
+from mpizero.kernels.matmul import library
 
 
 class _BlasThreads:

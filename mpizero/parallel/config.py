@@ -15,7 +15,7 @@ from mpizero.comm.reduce import codec_of
 from mpizero.errors import ConfigError
 from mpizero.guard import guard
 from mpizero.guard.watchdog import Watchdog
-from mpizero.kernels.device_products import SIXTEEN_BITS
+from mpizero.kernels.gpu import SIXTEEN_BITS
 from mpizero.layout import Axes, GrainRule
 from mpizero.nn.models.efficient_batch import efficient_samples
 from mpizero.optim import DynamicLossScale

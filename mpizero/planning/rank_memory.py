@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from math import lcm
 from typing import NamedTuple
 
-from mpizero.kernels.device import STAGING
+from mpizero.kernels.gpu import STAGING
 from mpizero.optim.averaging import EMA
 from mpizero.optim.state_arrays import tensor_state_size
 from mpizero.parallel.device.device_parameters import gradient_places

@@ -51,7 +51,7 @@ def calls_of(step: Callable[[], Any]) -> int:
 def rank(args: argparse.Namespace) -> dict[str, dict[str, float]] | None:
     """Run as one rank: take the steps of each strategy apart, and return on rank 0 a row of milliseconds for each."""
     from mpizero.comm.communicator import Transport
-    from mpizero.kernels.compile import Kernel
+    from mpizero.kernels.jit import Kernel
 
     shape, rows = PRESETS[args.preset] | {"threads": 1, "vocabulary": 256}, {}
     limit = Products("", shape, None)

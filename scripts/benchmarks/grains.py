@@ -28,7 +28,7 @@ from harness import alternate, parser, tell
 
 import mpizero as mz
 from mpizero._util.text import Measurement
-from mpizero.kernels.products.multiply import matmul
+from mpizero.kernels.matmul import matmul
 from mpizero.layout import GrainRule
 from mpizero.parallel.placement import placement
 from mpizero.planning import TrainingPlan

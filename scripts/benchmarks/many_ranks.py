@@ -142,7 +142,7 @@ def kernel_modules() -> Iterator[Any]:
 
 def loaded() -> dict[str, Any]:
     """Return the modules of mpizero that this process has imported, and module, name and dtype of each kernel."""
-    from mpizero.kernels.compile import Kernel
+    from mpizero.kernels.jit import Kernel
 
     modules = [name for name in sys.modules if name.startswith("mpizero.")]
     kernels = [

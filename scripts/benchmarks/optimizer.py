@@ -70,7 +70,7 @@ class Exchanges:
         from mpi4py import MPI
 
         import mpizero as mz
-        from mpizero.kernels import stream
+        from mpizero.kernels import memory
 
         self.mpi, self.world, size = MPI, MPI.COMM_WORLD, args.parameters
         self.rank = self.world.rank
@@ -88,7 +88,7 @@ class Exchanges:
         self.moments = {slot: np.zeros(size, np.float32) for slot in self.optimizer.slots}
         self.work = np.empty(size, np.float32), np.empty(size, np.float32)
         self.hyper = self.optimizer.hyper(1, 1, np.dtype(np.float32))
-        self.stream = stream.add_and_update
+        self.stream = memory.add_and_update
         self.cases: dict[str, Callable[[], None]] = {
             OURS: self.fused(),
             "reduce-scatter": lambda: self.reduce_scatter(self.kernel),
@@ -181,7 +181,7 @@ class Alone:
 
     def __init__(self, args: argparse.Namespace) -> None:
         import mpizero as mz
-        from mpizero.kernels import stream
+        from mpizero.kernels import memory
 
         optimizer = mz.AdamW(lr=1e-4)
         w, m, v = (np.ones(args.parameters, np.float32) for _ in range(3))
@@ -190,7 +190,7 @@ class Alone:
         x, y, z, h = (np.zeros(args.parameters, np.float32) for _ in range(4))
         self.cases: dict[str, Callable[[], None]] = {
             KERNEL: lambda: optimizer.apply(w, g, state, hyper),
-            KERNEL_STREAM: lambda: stream.update(h, x, y, z),
+            KERNEL_STREAM: lambda: memory.update(h, x, y, z),
         }
 
     def turn(self, case: str, warmup: int, steps: int) -> float:

@@ -54,7 +54,7 @@ def job(started: float, strategy: str) -> None:
     clock.spend("mpi")
     import mpizero as mz
     from mpizero.comm.mpi import MpiCommunicator
-    from mpizero.kernels.compile import Kernel
+    from mpizero.kernels.jit import Kernel
 
     clock.spend("import")
     for name in ("__init__", "_split", "_split_node"):

@@ -65,18 +65,18 @@ class Rank:
 
     def _stream(self, history: int, state: dict[str, Any], source: str, target: str) -> Callable[[], object]:
         """Return a function that passes over memory as the two loops do: so many reads of one or two, so many sums."""
-        from mpizero.kernels import stream
+        from mpizero.kernels import memory
 
         names = [slot for slot in state if "difference" in slot]
         bits = {slot: array[: array.size // 2 * 2].view(np.int64) for slot, array in state.items()}
 
         def passes() -> None:
-            stream.copy(state[source], state[target])
+            memory.copy(state[source], state[target])
             for name in names:  # in either loop a pair's dot product reads one of its vectors, and the direction
-                stream.read(bits[name])
-                stream.read(bits[target])
-                stream.add_two(state[name], state[target], state[target])
-            stream.copy(state[target], state[target])
+                memory.read(bits[name])
+                memory.read(bits[target])
+                memory.add_two(state[name], state[target], state[target])
+            memory.copy(state[target], state[target])
 
         return passes
 

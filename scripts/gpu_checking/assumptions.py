@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from gpu_checking.report import Report
-from mpizero.kernels import cpu, cuda, namespace
-from mpizero.kernels import device as devices
+from mpizero.kernels import cpu, cuda, gpu, namespace
 from tests.kernels.update_rules import UPDATES
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -23,8 +22,8 @@ STREAMS = ("CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM", "CUPY_CUDA_PER_THREAD_D
 
 def assumptions(report: Report, small: bool) -> None:
     """Check each of them; in the simulator those that do not need a GPU."""
-    device = devices.open_device(0)
-    checks: list[Callable[[Report, devices.Device, bool], None]] = [_updates, _row_sums, _pinned]
+    device = gpu.open_device(0)
+    checks: list[Callable[[Report, gpu.Device, bool], None]] = [_updates, _row_sums, _pinned]
     if not small:
         checks += [_addresses, _launch_cost, _pools, _streams]
     for check in checks:
@@ -32,7 +31,7 @@ def assumptions(report: Report, small: bool) -> None:
             check(report, device, small)
 
 
-def _updates(report: Report, device: devices.Device, small: bool) -> None:
+def _updates(report: Report, device: gpu.Device, small: bool) -> None:
     """Compare the bits of updates with those of the CPU.
 
     A rank that is alone updates on the GPU by fused kernels, several ranks by others: nothing may be contracted.
@@ -51,7 +50,7 @@ def _updates(report: Report, device: devices.Device, small: bool) -> None:
     report.check("updates have the bits of the CPU", not differ, ", ".join(differ) or f"{2 * len(UPDATES)} kernels")
 
 
-def _row_sums(report: Report, device: devices.Device, small: bool) -> None:
+def _row_sums(report: Report, device: gpu.Device, small: bool) -> None:
     """Check that a row's sum does not depend on the number of rows, in CuPy's einsum of ring attention."""
     shape = (2, 4, 2, 4) if small else (2, 512, 8, 64)
     x = device.put(np.random.default_rng(0).standard_normal(shape).astype(np.float32))
@@ -63,7 +62,7 @@ def _row_sums(report: Report, device: devices.Device, small: bool) -> None:
     )
 
 
-def _pinned(report: Report, device: devices.Device, small: bool) -> None:
+def _pinned(report: Report, device: gpu.Device, small: bool) -> None:
     """Check that copies through the pinned buffer arrive whole while the GPU is busy."""
     size, times = (100, 2) if small else (50_000_000, 10)
     values = np.random.default_rng(0).standard_normal(size).astype(np.float32)
@@ -78,7 +77,7 @@ def _pinned(report: Report, device: devices.Device, small: bool) -> None:
     report.check("copies through the pinned buffer arrive whole", not wrong, f"{times} of {size:,} elements")
 
 
-def _addresses(report: Report, device: devices.Device, small: bool) -> None:
+def _addresses(report: Report, device: gpu.Device, small: bool) -> None:
     """Check that cuBLAS rounds a product in one way at all multiples of 256 bytes; elsewhere it may differ."""
     import cupy
 
@@ -104,7 +103,7 @@ def _addresses(report: Report, device: devices.Device, small: bool) -> None:
         report.check("cuBLAS at multiples of 256 bytes", len(found[256]) == 1, told)
 
 
-def _launch_cost(report: Report, device: devices.Device, small: bool) -> None:
+def _launch_cost(report: Report, device: gpu.Device, small: bool) -> None:
     """Measure what a launch costs the host, beside one by CuPy itself."""
     import cupy
 
@@ -126,7 +125,7 @@ def _launch_cost(report: Report, device: devices.Device, small: bool) -> None:
     report.figure("a launch takes the host", f"{ours:.0f} microseconds, one of a RawKernel of CuPy {theirs:.0f}")
 
 
-def _pools(report: Report, device: devices.Device, small: bool) -> None:
+def _pools(report: Report, device: gpu.Device, small: bool) -> None:
     """Tell how much memory CuPy's pool keeps, which other ranks of the GPU cannot take."""
     import cupy
 
@@ -135,7 +134,7 @@ def _pools(report: Report, device: devices.Device, small: bool) -> None:
     report.figure("memory pool", f"{kept}; {free / 1e9:.1f} of {total / 1e9:.1f} GB of the GPU free")
 
 
-def _streams(report: Report, device: devices.Device, small: bool) -> None:
+def _streams(report: Report, device: gpu.Device, small: bool) -> None:
     """Check that work is in order where the environment gives each thread a default stream of its own."""
     for name in STREAMS:
         command = [sys.executable, "-c", "from gpu_checking.assumptions import in_order; in_order()"]

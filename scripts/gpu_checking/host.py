@@ -59,7 +59,7 @@ def facts(report: Report, small: bool) -> None:
     for line in _said(*command_line(small), "doctor").splitlines():
         report.figure("doctor", line.strip())
     with report.attempt("the library's GPU"):
-        from mpizero.kernels.device import found, open_device
+        from mpizero.kernels.gpu import found, open_device
 
         count, reason = found()
         report.figure("found by the library", reason or f"{count}, {open_device(0).name}")
@@ -97,10 +97,10 @@ def hashes() -> None:
 
 def cpu(report: Report, small: bool) -> None:
     """Hash three trainings on this CPU, with its own registers."""
-    from mpizero.kernels.products import tile
+    from mpizero.kernels import matmul_tile
 
     command = [sys.executable, "-c", "from gpu_checking.host import hashes; hashes()"]
-    width = f"registers of {tile.VECTOR} bytes"
+    width = f"registers of {matmul_tile.VECTOR} bytes"
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     report.check(f"trainings with {width}", done.returncode == 0, done.stderr.strip()[-300:] or "done")
     found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}

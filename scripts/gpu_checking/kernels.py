@@ -23,7 +23,7 @@ from gpu_checking.__main__ import simulate_if_asked
 from gpu_checking.kernel_cases import Case, Draw, Host, cases
 from gpu_checking.report import Report, Skipped, timed
 from mpizero.kernels import cuda
-from mpizero.kernels import device as devices
+from mpizero.kernels import gpu as devices
 from tests.support import reference
 from tests.support.simulated import ASKED
 
@@ -40,7 +40,7 @@ def _cpu_kernels() -> dict[str, Any]:
     import pkgutil
 
     from mpizero import kernels
-    from mpizero.kernels.compile import Kernel
+    from mpizero.kernels.jit import Kernel
 
     found = {}
     for module in pkgutil.walk_packages(kernels.__path__, "mpizero.kernels."):

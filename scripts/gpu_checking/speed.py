@@ -24,8 +24,7 @@ import mpizero as mz
 from gpu_checking.report import Report, timed
 from gpu_checking.running import command_line
 from mpizero._util.text import Measurement
-from mpizero.kernels import cuda
-from mpizero.kernels import device as devices
+from mpizero.kernels import cuda, gpu
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))  # has the network of PyTorch, too
 from harness import alternate  # noqa: E402
@@ -41,7 +40,7 @@ RATE = 1e-3
 
 def speed(report: Report, small: bool) -> None:
     """Measure all of it; in the simulator the same code runs, and seconds mean nothing."""
-    device = devices.open_device(0)
+    device = gpu.open_device(0)
     shape, batch = (SMALL_GPT, SMALL_BATCH) if small else (GPT, BATCH)
     with report.attempt("AdamW beside a copy"):
         _adamw(report, device, 100 if small else 100_000_000, rounds=1 if small else 7)
@@ -64,7 +63,7 @@ def speed(report: Report, small: bool) -> None:
     report.figure("in short", "; ".join(f"{name}: {told}" for name, told in rates.items()))
 
 
-def _seconds(device: devices.Device, work: Callable[[], Any], repeat: int) -> float:
+def _seconds(device: gpu.Device, work: Callable[[], Any], repeat: int) -> float:
     """Return the seconds that one call takes on the GPU, as a mean over some calls."""
     device.synchronize()
     begun = time.perf_counter()
@@ -74,7 +73,7 @@ def _seconds(device: devices.Device, work: Callable[[], Any], repeat: int) -> fl
     return (time.perf_counter() - begun) / repeat
 
 
-def _adamw(report: Report, device: devices.Device, size: int, rounds: int) -> None:
+def _adamw(report: Report, device: gpu.Device, size: int, rounds: int) -> None:
     """Compare the fused AdamW kernel, which reads 4 and writes 3 floats an element, with a copy of as many bytes."""
     rng = np.random.default_rng(0)
     w, g, m, v = (device.put(rng.random(size, np.float32)) for _ in range(4))
@@ -107,7 +106,7 @@ class Ours:
 
     def __init__(self, shape: dict[str, int], batch: int, precision: str) -> None:
         sixteen = None if precision == "float32" else precision
-        self.device = devices.open_device(0)
+        self.device = gpu.open_device(0)
         self.config = mz.ShardingConfig(comm="self", device="cuda", micro_batch=batch, mixed_precision=sixteen)
         self.model = mz.distribute(mz.nn.GPT(**shape), mz.AdamW(lr=RATE), strategy="ddp", config=self.config)
         self.batch = _samples(shape, batch)
@@ -170,7 +169,7 @@ class Products:
         dim, rows = shape["dim"], batch * shape["sequence"]
         kind = np.float32 if precision == "float32" else np.float16  # CuPy has no bfloat16; the rate is the same
         blocks = [(dim, 3 * dim), (dim, dim), (dim, 4 * dim), (4 * dim, dim)]
-        self.device, self.products = devices.open_device(0), []
+        self.device, self.products = gpu.open_device(0), []
         for times, (inner, outer) in [*((shape["layers"], size) for size in blocks), (1, (dim, shape["vocabulary"]))]:
             sizes = (rows, inner), (inner, outer), (rows, outer)
             self.products.append((times, *(self.device.put(np.ones(size, kind)) for size in sizes)))

@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import mpizero as mz
 from mpizero.comm import as_communicator, p2p
-from mpizero.kernels import device as devices
+from mpizero.kernels import gpu
 from tests.cuda.in_turn import simulate_in_turn
 from tests.support.simulated import simulate_gpus
 
@@ -43,15 +43,15 @@ def trained(comm, layout, *, directly):
 
 def proven(comm):
     """Return what a probe says as things are, when a pattern arrives wrong on rank 1, and when MPI claims nothing."""
-    found = [p2p.prove(comm, lambda: devices.open_device(comm.rank))]
+    found = [p2p.prove(comm, lambda: gpu.open_device(comm.rank))]
     pattern = p2p._pattern
     if comm.rank == 1:
         p2p._pattern = lambda rank, size: pattern(rank, size) ^ (size == p2p.PATTERNS[1])
-    found.append(p2p.prove(comm, lambda: devices.open_device(comm.rank)))
+    found.append(p2p.prove(comm, lambda: gpu.open_device(comm.rank)))
     p2p._pattern = pattern
-    devices.gpus().in_host_memory = False
+    gpu.gpus().in_host_memory = False
     found.append(p2p.prove(comm, lambda: sys.exit("a GPU was opened")))
-    devices.gpus().in_host_memory = True
+    gpu.gpus().in_host_memory = True
     assert comm.wait_for_device is None
     return found
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpizero.kernels import device as devices
-from mpizero.kernels import device_products
+from mpizero.kernels import gpu
 from tests.support.simulated import ASKED
 from tests.support.simulated.arrays import NAMESPACE, SimulatedArray
 
@@ -51,7 +50,7 @@ def test_a_product_of_arrays_anywhere_is_one_of_aligned_arrays(library, places, 
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(3, 5)).astype(np.float32), rng.normal(size=(5, 4)).astype(np.float32)
     left, right, out = lying(a, places[0], transposed=transposed), lying(b, places[1]), lying(a @ b * 0, places[2])
-    device_products.multiply(left, right, out)
+    gpu.multiply(left, right, out)
     assert library == [[0, 0, 0]]
     assert np.allclose(out.get(), a @ b)
 
@@ -62,7 +61,7 @@ def test_so_is_a_product_in_sixteen_bits(library, place):
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(3, 5)).astype(np.float32), rng.normal(size=(5, 4)).astype(np.float32)
     out = lying(a @ b * 0, place)
-    with devices.open_device(0).multiplying_in("bfloat16"):
-        device_products.multiply(*(device_products.operand(lying(x, 4)) for x in (a, b)), out)
+    with gpu.open_device(0).multiplying_in("bfloat16"):
+        gpu.multiply(*(gpu.operand(lying(x, 4)) for x in (a, b)), out)
     assert [outs for *_, outs in library] == [0]
     assert np.allclose(out.get(), a @ b, atol=0.1)

@@ -17,9 +17,9 @@ if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
 
 import mpizero as mz
 from mpizero.errors import IntegrityError
-from mpizero.kernels import pool
+from mpizero.kernels import jit
 from mpizero.kernels.cuda.launch import CudaKernel
-from mpizero.kernels.device import Device
+from mpizero.kernels.gpu import Device
 from mpizero.parallel.placement import placement
 from mpizero.planning import TrainingPlan
 from mpizero.testing import run_in_threads
@@ -154,7 +154,7 @@ def test_local_gradients_are_the_hosts():
 
 def test_a_gpu_is_used_in_the_thread_that_opened_it(monkeypatch):
     """Threads of a rank share the host's work; kernels started in another thread would find another GPU."""
-    monkeypatch.setattr(pool, "BLOCK", 4)
+    monkeypatch.setattr(jit, "BLOCK", 4)
     threads, call = set(), CudaKernel.__call__
 
     def noted(kernel, *args):

@@ -17,7 +17,7 @@ if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
 
 import mpizero as mz
 from mpizero.errors import ConfigError, IntegrityError
-from mpizero.kernels import device as devices
+from mpizero.kernels import gpu
 from mpizero.layout.sum_tree import cover
 from mpizero.layout.tensor_parts import tile_rows
 from mpizero.parallel.optimizer import device_update, tensor_tree
@@ -109,7 +109,7 @@ def test_blocks_change_nothing(optimizer, place, monkeypatch):
         return run_in_threads(2, lambda comm: trained(optimizer, comm, place=place, steps=1, **PRIVATE))
 
     whole = found()
-    for module in (devices, device_update):
+    for module in (gpu, device_update):
         monkeypatch.setattr(module, "STAGING", 20)  # 5 elements, of 26: blocks end inside of parameters
     assert found() == whole
 
@@ -124,11 +124,9 @@ def test_bits_of_parameters_and_state_are_those_of_one_rank(place, memory, optim
 
 
 def test_a_rank_alone_never_copies_its_parameters_to_the_gpu_again(monkeypatch):
-    written, write = [], devices.Device.write
+    written, write = [], gpu.Device.write
     monkeypatch.setattr(
-        devices.Device,
-        "write",
-        lambda device, target, values: (written.append(values.size), write(device, target, values)),
+        gpu.Device, "write", lambda device, target, values: (written.append(values.size), write(device, target, values))
     )
     with config() as sharding, mz.DDPModel(network(), sharding) as model:
         model.engine.bind(OPTIMIZERS["adamw"])
@@ -299,5 +297,5 @@ def test_a_strided_tile_on_the_gpu_has_the_sums_of_its_copy(monkeypatch):
         copied, expected = values.reshape(9, 14)[:, columns].reshape(-1), np.empty(1)
         reduction.tree_square_sums(copied, np.array([0]), np.array([copied.size]), expected)
         tile = tensor_tree.StridedTile(rows, 0, cover(0, rows.size, rows.size))
-        held = devices.open_device(0).put(values)
+        held = gpu.open_device(0).put(values)
         assert tile.sums([held]) == expected.tolist()

@@ -15,7 +15,7 @@ if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
 
 from mpizero.comm import p2p
 from mpizero.errors import CollectiveError, ConfigError
-from mpizero.kernels import device as devices
+from mpizero.kernels import gpu
 from mpizero.testing import run_in_threads
 from tests.faults.jobs import launchers, run_job
 
@@ -53,7 +53,7 @@ def test_a_probe_believes_what_arrives_and_tries_nothing_that_mpi_does_not_claim
 def test_threads_of_one_process_send_through_the_host():
     def ask(comm):
         with pytest.raises(CollectiveError, match="expected a NumPy array, got SimulatedArray"):
-            comm.isend(devices.open_device(0).put(np.ones(1)), 0)
+            comm.isend(gpu.open_device(0).put(np.ones(1)), 0)
         return p2p.prove(comm, pytest.fail)
 
     assert run_in_threads(2, ask) == ["these ranks are threads of one process"] * 2

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mpizero.kernels.cuda import launch
-from mpizero.kernels.device import Gpus
+from mpizero.kernels.gpu import Gpus
 
 
 class Memory:

@@ -122,12 +122,12 @@ def test_a_kernel_is_compiled_once_and_loaded_from_the_cache_by_the_next_process
     from numba import cuda
     from numba.cuda import dispatcher
 
-    from mpizero.kernels import cache
+    from mpizero.kernels import machine_code
     from mpizero.kernels.cuda._compiling import load_or_compile
     from tests.cuda.planted_kernels import good
 
     monkeypatch.setenv("MPIZERO_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cache, "find_folder", cache.find_folder.__wrapped__)
+    monkeypatch.setattr(machine_code, "find_folder", machine_code.find_folder.__wrapped__)
     monkeypatch.setattr(cuda, "get_current_device", dispatcher.get_current_device)
 
     def load(dtype):

@@ -24,10 +24,9 @@ if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") in ("", "0"):
 
 import mpizero as mz
 from mpizero.errors import ConfigError, DataError
-from mpizero.kernels import device as devices
-from mpizero.kernels import device_products
+from mpizero.kernels import gpu
 from mpizero.kernels.cuda.launch import CudaKernel
-from mpizero.kernels.device_products import HalfPrecisionArray, MatrixBatch
+from mpizero.kernels.gpu import HalfPrecisionArray, MatrixBatch
 from mpizero.parallel.placement import placement
 from mpizero.planning import TrainingPlan
 from mpizero.testing import run_in_threads
@@ -143,13 +142,13 @@ def test_layers_split_over_gpus_give_what_one_does_and_the_bits_of_as_many_tiles
 
 @pytest.mark.parametrize("axis", ["tensor", "context"])
 def test_the_products_of_split_layers_are_rounded_too(axis, monkeypatch):
-    seen, multiply = [], device_products.multiply
+    seen, multiply = [], gpu.multiply
 
     def watched(a, b, out):
         seen.append((len(out.shape), isinstance(a, HalfPrecisionArray) and isinstance(b, HalfPrecisionArray)))
         multiply(a, b, out)
 
-    monkeypatch.setattr(device_products, "multiply", watched)
+    monkeypatch.setattr(gpu, "multiply", watched)
     layout = {f"{axis}_parallel_size": 2, "place": mz.HybridShardedModel, "mixed_precision": "bfloat16", "steps": 1}
     found = run_in_threads(2, lambda comm: trained("cuda", comm, **layout))
     close(found[0], trained("cpu", steps=1), 2e-2)
@@ -180,12 +179,12 @@ def test_a_rank_without_a_gpu_stops_all_of_them_with_the_reason(monkeypatch):
 
 
 def test_what_is_missing_is_told_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(devices, "gpus", devices.Gpus)
-    count, reason = devices.found()
+    monkeypatch.setattr(gpu, "gpus", gpu.Gpus)
+    count, reason = gpu.found()
     assert count == 0
     assert reason
     with pytest.raises(ConfigError, match='device = "cpu"'):
-        devices.open_device(0)
+        gpu.open_device(0)
 
 
 @pytest.mark.filterwarnings("ignore:.* cannot be cut into samples:UserWarning")
@@ -227,8 +226,8 @@ def test_trees_of_arrays_are_copied_to_the_gpu_leaf_by_leaf():
 
 
 def test_copies_longer_than_the_pinned_buffer_go_in_pieces(monkeypatch):
-    monkeypatch.setattr(devices, "STAGING", 64)
-    device = devices.open_device(0)
+    monkeypatch.setattr(gpu, "STAGING", 64)
+    device = gpu.open_device(0)
     values = np.arange(100, dtype=np.float32)
     there = device.empty(100, np.float32)
     device.write(there, values)
@@ -248,10 +247,10 @@ def test_the_pinned_buffer_is_not_written_to_before_its_last_copy_has_ended(monk
             array, staged = started.pop()
             array.set(staged)
 
-    monkeypatch.setattr(devices, "STAGING", 64)
+    monkeypatch.setattr(gpu, "STAGING", 64)
     monkeypatch.setattr(SimulatedDevice, "_copy_pinned", lambda device, *copy: started.append(copy))
     monkeypatch.setattr(SimulatedDevice, "_await_pinned", wait)
-    device = devices.open_device(0)
+    device = gpu.open_device(0)
     values = np.arange(100, dtype=np.float32)
     there, back = device.empty(100, np.float32), np.empty(100, np.float32)
     device.write(there, values)
@@ -260,7 +259,7 @@ def test_the_pinned_buffer_is_not_written_to_before_its_last_copy_has_ended(monk
 
 
 def test_arrays_of_a_gpu_do_not_mix_with_the_hosts():
-    device = devices.open_device(0)
+    device = gpu.open_device(0)
     here = np.ones(3, np.float32)
     there = device.put(here)
     for mixed in (
@@ -284,21 +283,19 @@ def rounded(x, dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_product_in_16_bits_is_one_of_rounded_operands_added_in_float32(dtype):
-    rng, device = np.random.default_rng(2), devices.open_device(0)
+    rng, device = np.random.default_rng(2), gpu.open_device(0)
     a, b = (rng.normal(size=shape).astype(np.float32) for shape in ((3, 5), (5, 4)))
     wanted = rounded(a, dtype) @ rounded(b, dtype)
     left = [device.put(a), device.put(a.T.copy()).T, device.put(np.repeat(a, 2, axis=1))[:, ::2]]
     right = [device.put(b), device.put(b.T.copy()).T]
     with device.multiplying_in(dtype):
         for x, y in itertools.product(left, right):
-            np.testing.assert_allclose(device_products.matmul(x, y).get(), wanted, rtol=1e-6)
+            np.testing.assert_allclose(gpu.matmul(x, y).get(), wanted, rtol=1e-6)
             for out in (device.empty(12, np.float32).reshape(3, 4), device.empty(24, np.float32).reshape(3, 8)[:, ::2]):
-                assert device_products.matmul(x, y, out) is out
+                assert gpu.matmul(x, y, out) is out
                 np.testing.assert_allclose(out.get(), wanted, rtol=1e-6)
-        assert device_products.matmul(device.put(a[:0]), right[0]).shape == (0, 4)
-    np.testing.assert_allclose(
-        device_products.matmul(left[0], right[0]).get(), a @ b, rtol=1e-6
-    )  # and no longer than asked
+        assert gpu.matmul(device.put(a[:0]), right[0]).shape == (0, 4)
+    np.testing.assert_allclose(gpu.matmul(left[0], right[0]).get(), a @ b, rtol=1e-6)  # and no longer than asked
 
 
 class Memory:
@@ -344,7 +341,7 @@ def strided_gemm_ex(
 @pytest.fixture
 def cublas():
     """A GPU of CuPy's that hands its products to the emulation of cuBLAS."""
-    device = devices.CupyDevice.__new__(devices.CupyDevice)
+    device = gpu.CupyDevice.__new__(gpu.CupyDevice)
     device._cublas = SimpleNamespace(gemmEx=gemm_ex, gemmStridedBatchedEx=strided_gemm_ex)
     device._cupy = SimpleNamespace(cuda=SimpleNamespace(device=SimpleNamespace(get_cublas_handle=lambda: 0)))
     return device
@@ -391,7 +388,7 @@ def test_matrices_that_are_no_stack_are_not_taken_for_one():
 @pytest.mark.parametrize(("heads", "length"), [(2, 3), (1, 7)])
 def test_the_products_inside_attention_are_rounded_forward_and_backward(dtype, heads, length, monkeypatch):
     monkeypatch.setattr("mpizero.nn.attention.batched.BLOCK_ON_DEVICE", 4)
-    device, rng = devices.open_device(0), np.random.default_rng(5)
+    device, rng = gpu.open_device(0), np.random.default_rng(5)
     layer = mz.nn.CausalSelfAttention(8, heads)
     qkv, dmixed = (rng.normal(size=(2, length, width)).astype(np.float32) for width in (24, 8))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mpizero.errors import ConfigError
-from mpizero.kernels import cache
+from mpizero.kernels import machine_code
 from tests.kernels.test_compile import STEP, checkout  # noqa: F401 - a fixture
 
 STRANGER = 65534
@@ -59,12 +59,12 @@ def own(temporary):
 
 
 def place(name="kernels-0"):
-    return cache._choose_folder(name)
+    return machine_code._choose_folder(name)
 
 
 @needs_root
 def test_an_object_that_a_colleague_plants_is_never_executed(checkout, temporary):  # noqa: F811
-    formulas = checkout / "mpizero/kernels/formulas/optimizer.py"
+    formulas = checkout / "mpizero/kernels/formulas.py"
     honest = formulas.read_text()
     formulas.write_text(honest.replace("return w - lr * (g + decay * w)\n", "return w + lr * g\n"))
     assert start(checkout, MPIZERO_CACHE_DIR=temporary / "evil")[0][-1].startswith("w 1.5")
@@ -104,7 +104,7 @@ def test_folders_and_files_are_this_users_alone_whatever_the_umask(temporary, mo
     before = os.umask(0)
     try:
         found = place()
-        cache.load_or_build(found.path / "x.o", lambda: b"code")
+        machine_code.load_or_build(found.path / "x.o", lambda: b"code")
     finally:
         os.umask(before)
     assert found == (temporary / "a" / "b" / "kernels-0", "", "")
@@ -196,7 +196,7 @@ def test_a_name_among_temporary_files_that_a_stranger_has_taken_is_not_used(temp
 
 def test_processes_that_look_at_the_same_time_take_the_same_folder(temporary, monkeypatch):
     monkeypatch.setenv("HOME", "nowhere")
-    code = "from mpizero.kernels import cache; print(cache._choose_folder('kernels-0').path)"
+    code = "from mpizero.kernels import machine_code as cache; print(cache._choose_folder('kernels-0').path)"
     started = [
         subprocess.Popen(
             [sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(temporary)}, stdout=subprocess.PIPE, text=True
@@ -218,6 +218,8 @@ def test_without_a_home_a_tilde_is_no_folder(temporary, monkeypatch):
 
 def test_where_no_folder_is_private_the_error_names_each(temporary, monkeypatch):
     monkeypatch.setenv("HOME", "nowhere")
-    monkeypatch.setattr(cache, "own_folder", lambda base, name: (_ for _ in ()).throw(PermissionError(f"{base} no")))
+    monkeypatch.setattr(
+        machine_code, "own_folder", lambda base, name: (_ for _ in ()).throw(PermissionError(f"{base} no"))
+    )
     with pytest.raises(PermissionError, match=r"no; /var/tmp no; /dev/shm no; set MPIZERO_CACHE_DIR"):
         place()

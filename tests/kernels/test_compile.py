@@ -12,16 +12,15 @@ import pytest
 
 import mpizero
 from mpizero import kernels
-from mpizero.kernels import cache
-from mpizero.kernels.compile import REFUSED, apart, kernel
+from mpizero.kernels import machine_code
 from mpizero.kernels.cpu import copy, optimizer, reduction
-from mpizero.kernels.signature import Signature
+from mpizero.kernels.jit import REFUSED, Signature, apart, kernel
 
 PACKAGE = Path(mpizero.__file__).parent
 STEP = """
 import sys
 import numpy as np
-from mpizero.kernels import compile
+from mpizero.kernels import jit as compile
 build = compile.Kernel._build
 def counted(self, dtype):
     print("built", self.name, flush=True)
@@ -61,7 +60,7 @@ def test_a_kernel_is_compiled_once_loaded_without_numba_and_compiled_anew_when_a
     assert sorted(line for run in lines for line in run if line.startswith("built")) == ["built sgd"]
     assert all(run[-1].startswith("w 0.5") for run in lines)
     assert finish(start(checkout)) == ["w 0.5 False"]
-    formulas = checkout / "mpizero/kernels/formulas/optimizer.py"
+    formulas = checkout / "mpizero/kernels/formulas.py"
     formulas.write_text(formulas.read_text().replace("return w - lr * (g + decay * w)\n", "return w + lr * g\n"))
     assert finish(start(checkout)) == ["built sgd", "w 1.5 True"]
     assert not (checkout / "numba").exists()  # Numba's index and data files are pickles
@@ -109,7 +108,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_that_names_it(monkeypatch, tmp
     (tmp_path / "file").touch()
     monkeypatch.setenv("MPIZERO_CACHE_DIR", str(tmp_path / "file"))
     with pytest.raises(OSError, match=re.escape(str(tmp_path / "file"))):
-        cache.folder("another cpu")
+        machine_code.folder("another cpu")
 
 
 def test_a_damaged_file_is_built_again(tmp_path):
@@ -120,12 +119,12 @@ def test_a_damaged_file_is_built_again(tmp_path):
         return b"machine code"
 
     path = tmp_path / "a.o"
-    cache.load_or_build(path, build)
+    machine_code.load_or_build(path, build)
     stored = path.read_bytes()
     for damaged in (stored[:-1] + b"x", stored[:20], b""):
         path.write_bytes(damaged)
-        assert cache.load_or_build(path, build) == b"machine code"
-        assert cache.load_or_build(path, build) == b"machine code"
+        assert machine_code.load_or_build(path, build) == b"machine code"
+        assert machine_code.load_or_build(path, build) == b"machine code"
         assert path.read_bytes() == stored
     assert len(built) == 4
 

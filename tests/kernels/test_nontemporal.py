@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpizero.kernels.nontemporal import LINE, PAGE, copy_past_cache
+from mpizero.kernels.memory import LINE, PAGE, copy_past_cache
 
 
 def aligned(size: int) -> np.ndarray:

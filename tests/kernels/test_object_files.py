@@ -12,7 +12,7 @@ import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
-from mpizero.kernels import cache, object_files, processor
+from mpizero.kernels import machine_code
 from mpizero.kernels.cpu import loss, optimizer
 
 on_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="LLVM loads the code of other processors")
@@ -21,11 +21,11 @@ on_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="LLVM loads t
 def code_of(kernel):
     kernel.load("f")
     entry = kernel._entry("f4")
-    return cache._read(cache.folder(processor.cpu_identity()) / f"{entry}.o"), entry
+    return machine_code._read(machine_code.folder(machine_code.cpu_identity()) / f"{entry}.o"), entry
 
 
 def called(address, *args):
-    method = object_files._MethodDef(b"kernel", address, object_files._METH_FASTCALL, None)
+    method = machine_code._MethodDef(b"kernel", address, machine_code._METH_FASTCALL, None)
     new = ctypes.pythonapi.PyCFunction_NewEx
     new.restype, new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)
     assert new(ctypes.addressof(method), np.ndarray, None)(*args) is None
@@ -33,7 +33,7 @@ def called(address, *args):
 
 def compiled(text, **how):
     """Return the object file that LLVM makes of a function in its assembly."""
-    processor.initialized_llvm()
+    machine_code.initialized_llvm()
     machine = llvm.Target.from_default_triple().create_target_machine(**how)
     return machine.emit_object(llvm.parse_assembly(f'target triple = "{machine.triple}"\n{text}'))
 
@@ -58,8 +58,8 @@ def problem(kernel):
 def test_a_placed_kernel_computes_the_bits_of_one_that_llvm_has_loaded(kernel):
     code, entry = code_of(kernel)
     ours, theirs = problem(kernel), problem(kernel)
-    called(object_files._place(code, entry), *ours)
-    called(object_files._place_by_llvm(code, entry), *theirs)
+    called(machine_code._place(code, entry), *ours)
+    called(machine_code._place_by_llvm(code, entry), *theirs)
     assert all(a.tobytes() == b.tobytes() for a, b in zip(ours, theirs, strict=True) if isinstance(a, np.ndarray))
     assert any(a.tobytes() != np.asarray(b).tobytes() for a, b in zip(ours, problem(kernel), strict=True))
 
@@ -67,8 +67,8 @@ def test_a_placed_kernel_computes_the_bits_of_one_that_llvm_has_loaded(kernel):
 @on_x86
 def test_no_kernel_that_was_ever_compiled_here_needs_llvm():
     code_of(optimizer.sgd)
-    files = list(cache.folder(processor.cpu_identity()).glob("*.o"))
-    assert all(object_files._place(cache._read(file), file.stem) for file in files)
+    files = list(machine_code.folder(machine_code.cpu_identity()).glob("*.o"))
+    assert all(machine_code._place(machine_code._read(file), file.stem) for file in files)
 
 
 @on_x86
@@ -91,15 +91,15 @@ declare ptr @PyLong_FromLongLong(i64)
 
 def test_code_whose_addresses_are_not_absolute_is_left_to_llvm():
     code = compiled(RELATIVE, reloc="pic", codemodel="small", jit=True)
-    assert object_files._place(code, "answer") is None
-    function = ctypes.PYFUNCTYPE(ctypes.py_object)(object_files._place_by_llvm(code, "answer"))
+    assert machine_code._place(code, "answer") is None
+    function = ctypes.PYFUNCTYPE(ctypes.py_object)(machine_code._place_by_llvm(code, "answer"))
     assert function() == 42
 
 
 @on_x86
 def test_data_and_functions_are_found_wherever_the_image_lies():
     code = compiled(RELATIVE.replace("internal global", "internal constant"), reloc="static", codemodel="large")
-    places = {object_files._place(code, "answer") for _ in range(3)}
+    places = {machine_code._place(code, "answer") for _ in range(3)}
     assert len(places) == 3
     assert [ctypes.PYFUNCTYPE(ctypes.py_object)(place)() for place in places] == [42] * 3
 
@@ -108,18 +108,18 @@ def test_data_and_functions_are_found_wherever_the_image_lies():
 @pytest.mark.parametrize("kind", ["internal global i64 42", "internal global i64 0", "common global i64 0"])
 def test_data_that_may_change_is_left_to_llvm(kind):
     text = RELATIVE.replace("internal global i64 42", kind)
-    assert object_files._place(compiled(text, reloc="static", codemodel="large"), "answer") is None
+    assert machine_code._place(compiled(text, reloc="static", codemodel="large"), "answer") is None
 
 
 @on_x86
 def test_a_function_that_no_library_has_is_named():
     text = "declare void @no_such_function()\ndefine void @go() {\n call void @no_such_function()\n ret void\n}"
     with pytest.raises(RuntimeError, match="no_such_function"):
-        object_files._place(compiled(text, reloc="static", codemodel="large"), "go")
+        machine_code._place(compiled(text, reloc="static", codemodel="large"), "go")
 
 
 def test_a_file_of_another_processor_is_left_to_llvm():
-    assert object_files._place(b"\x7fELF\x02\x01" + bytes(12) + b"\xb7\x00" + bytes(44), "go") is None
+    assert machine_code._place(b"\x7fELF\x02\x01" + bytes(12) + b"\xb7\x00" + bytes(44), "go") is None
 
 
 @on_x86
@@ -137,19 +137,19 @@ def test_where_written_code_may_not_run_the_error_says_what_to_do():
 def test_features_are_those_that_llvm_finds():
     known = {"fma", "avx2", "avx512f", "neon", "f16c", "bmi2"}
     found = {name for name, present in llvm.get_host_cpu_features().items() if present} & known
-    assert processor.cpu_features() & (known - {"neon"}) == found - {"neon"}
+    assert machine_code.cpu_features() & (known - {"neon"}) == found - {"neon"}
 
 
 def test_where_the_system_tells_nothing_llvm_is_asked(monkeypatch):
     def refused(*args, **kwargs):
         raise FileNotFoundError(2, "no such file")
 
-    expected = processor.cpu_features()
-    processor._described.cache_clear()
+    expected = machine_code.cpu_features()
+    machine_code._described.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(builtins, "open", refused)
-        asked, name = processor.cpu_features(), processor.cpu_identity()
-    processor._described.cache_clear()
+        asked, name = machine_code.cpu_features(), machine_code.cpu_identity()
+    machine_code._described.cache_clear()
     assert {"fma", "avx512f", "neon"} & asked == {"fma", "avx512f", "neon"} & expected
     assert llvm.get_host_cpu_name() in name
-    assert name != processor.cpu_identity() or platform.machine() != "x86_64"
+    assert name != machine_code.cpu_identity() or platform.machine() != "x86_64"

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpizero.kernels import compile, pool
-from mpizero.kernels.compile import DividedKernel
+from mpizero.kernels import jit
 from mpizero.kernels.cpu import activation, embedding, loss, norm, optimizer
+from mpizero.kernels.jit import DividedKernel
 
 DIVIDED = {
     f"{module.__name__.rpartition('.')[2]}.{name}": kernel
@@ -37,9 +37,9 @@ def test_kernels_whose_rows_are_divided_between_threads_give_the_same_bits(name,
     kernel, used = DIVIDED[name], []
     alone, shared = arguments(kernel, 101, dtype), arguments(kernel, 101, dtype)
     kernel(*alone)
-    monkeypatch.setattr(compile, "_WORTH_A_THREAD", 16)
-    monkeypatch.setattr(pool, "_blas_threads", lambda: lambda: 3)
-    monkeypatch.setattr(pool, "run_tasks", lambda tasks, threads: (used.append(threads), [task() for task in tasks]))
+    monkeypatch.setattr(jit, "_WORTH_A_THREAD", 16)
+    monkeypatch.setattr(jit, "_blas_threads", lambda: lambda: 3)
+    monkeypatch.setattr(jit, "run_tasks", lambda tasks, threads: (used.append(threads), [task() for task in tasks]))
     kernel(*shared)
     assert used == [3]
     assert [x.tobytes() for x in shared] == [x.tobytes() for x in alone]
@@ -48,18 +48,18 @@ def test_kernels_whose_rows_are_divided_between_threads_give_the_same_bits(name,
 def test_tasks_may_have_tasks_of_their_own():
     done = []
     inner = [lambda: done.append(1)] * 3
-    pool.run_tasks([lambda: pool.run_tasks(inner, 2)] * 5, 2)
+    jit.run_tasks([lambda: jit.run_tasks(inner, 2)] * 5, 2)
     assert len(done) == 15
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 def test_any_number_of_threads_gives_the_same_bits(threads):
-    size = 3 * pool.BLOCK + 77
+    size = 3 * jit.BLOCK + 77
     rng = np.random.default_rng(0)
     w, g = rng.standard_normal((2, size)).astype(np.float32)
     expected, hyper = w.copy(), np.array([0.1, 0.01], np.float32)
     optimizer.sgd(expected, g, hyper, 5, size - 3)
-    pool.run(optimizer.sgd, (w, g, hyper), 5, size - 3, threads)
+    jit.run_range(optimizer.sgd, (w, g, hyper), 5, size - 3, threads)
     assert w.tobytes() == expected.tobytes()
 
 
@@ -70,9 +70,9 @@ def test_blocks_are_cut_at_fixed_places_and_cover_the_range():
         with lock:
             seen.append((start, stop))
 
-    pool.run(record, (), 10, 10 + 2 * pool.BLOCK + 1, threads=3)
-    first = 10 + pool.BLOCK
-    second = first + pool.BLOCK
+    jit.run_range(record, (), 10, 10 + 2 * jit.BLOCK + 1, threads=3)
+    first = 10 + jit.BLOCK
+    second = first + jit.BLOCK
     assert sorted(seen) == [(10, first), (first, second), (second, second + 1)]
 
 
@@ -82,12 +82,12 @@ def test_an_error_in_any_thread_is_raised():
             raise ArithmeticError("block failed")
 
     with pytest.raises(ArithmeticError, match="block failed"):
-        pool.run(fail, (), 0, 4 * pool.BLOCK, threads=2)
+        jit.run_range(fail, (), 0, 4 * jit.BLOCK, threads=2)
 
 
 def test_what_does_not_fit_is_told_of_whole_arrays(monkeypatch):
-    monkeypatch.setattr(compile, "_WORTH_A_THREAD", 16)
-    monkeypatch.setattr(pool, "_blas_threads", lambda: lambda: 3)
+    monkeypatch.setattr(jit, "_WORTH_A_THREAD", 16)
+    monkeypatch.setattr(jit, "_blas_threads", lambda: lambda: 3)
     with pytest.raises(TypeError, match=r"gelu: y must be .*, got float64 of shape \(101,\)"):
         activation.gelu(np.ones(101, np.float32), np.ones(101))
     with pytest.raises(TypeError, match="gelu takes 2 arguments"):
@@ -104,5 +104,5 @@ def test_a_blas_with_threads_of_another_library_is_asked_through_threadpoolctl(m
 
     found = SimpleNamespace(select=lambda user_api: SimpleNamespace(lib_controllers=[Controller()]))
     monkeypatch.setattr("threadpoolctl.ThreadpoolController", lambda: found)
-    asked = pool._blas_threads.__wrapped__()
+    asked = jit._blas_threads.__wrapped__()
     assert (asked(), asked()) == (3, 2)

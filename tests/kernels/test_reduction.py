@@ -5,7 +5,7 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from mpizero.kernels.cpu import reduction
-from mpizero.kernels.fold import fold, sums_of_parts
+from mpizero.kernels.matmul_tile import fold, sums_of_parts
 from mpizero.layout.sum_tree import cover, merge
 from tests.support.reference import reduction as reference
 

@@ -10,8 +10,8 @@ import pytest
 
 from mpizero import kernels
 from mpizero.kernels import cpu, cuda
-from mpizero.kernels.compile import Kernel
 from mpizero.kernels.cuda.launch import CudaKernel
+from mpizero.kernels.jit import Kernel
 from tests.support import reference
 
 PACKAGES = {"cpu": cpu.__name__, "cuda": cuda.__name__, "reference": reference.__name__}

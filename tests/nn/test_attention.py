@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpizero.kernels.products import multiply
+from mpizero.kernels import matmul
 from mpizero.nn import CausalSelfAttention
 from mpizero.nn.attention import by_kernel
 from mpizero.types import Run
 
-pytestmark = pytest.mark.skipif(not multiply.fuses(), reason="needs a compiler, and a CPU that fuses")
+pytestmark = pytest.mark.skipif(not matmul.fuses(), reason="needs a compiler, and a CPU that fuses")
 TRAINING = Run(training=True)
 
 
 @pytest.fixture(autouse=True)
 def kernel(monkeypatch):
-    monkeypatch.setattr(multiply, "library", multiply.KernelProducts)
+    monkeypatch.setattr(matmul, "library", matmul.KernelProducts)
 
 
 def data(samples, length, heads, size, dtype="f"):
@@ -42,7 +42,7 @@ def test_it_is_that_of_batched_products(monkeypatch, shape, dtype):
     qkv, above, layer = data(*shape, dtype)
     bias = np.linspace(-1, 1, qkv.shape[2]).astype(dtype)
     found = passes(layer, qkv, above, bias)
-    monkeypatch.setattr(multiply, "library", lambda: None)
+    monkeypatch.setattr(matmul, "library", lambda: None)
     for one, other in zip(found, passes(layer, qkv, above, bias), strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
         np.testing.assert_allclose(one, other, rtol=0, atol=shape[1] * 8 * np.finfo(dtype).eps)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from mpizero.kernels.products import multiply
+from mpizero.kernels import matmul
 from mpizero.nn import (
     GPT,
     MLP,
@@ -52,7 +52,7 @@ SAMPLES = 3
 @pytest.fixture(autouse=True)
 def products_by_numpy(monkeypatch):
     """Have NumPy make all products, so that arrays can count them."""
-    monkeypatch.setattr(multiply, "library", lambda: None)
+    monkeypatch.setattr(matmul, "library", lambda: None)
 
 
 def batch(model, shape):

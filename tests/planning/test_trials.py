@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpizero as mz
-from mpizero.kernels.products import multiply as products
+from mpizero.kernels import matmul as products
 from mpizero.nn.arrays import matmul
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.partition.parallel_layout import ParallelLayout

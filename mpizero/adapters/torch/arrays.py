@@ -65,7 +65,7 @@ def as_array(tensor: torch.Tensor) -> Array:
         ) from None
     if on_host:
         return array
-    from mpizero.kernels.device import of_tensor
+    from mpizero.kernels.gpu import of_tensor
 
     return of_tensor(tensor.detach())
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mpizero.kernels.compile import Kernel, kernel
-from mpizero.kernels.formulas.activation import gelu as gelu_value
-from mpizero.kernels.formulas.activation import gelu_gradient, relu_gradient, silu_gradient, tanh_gradient, tanh_value
-from mpizero.kernels.formulas.activation import relu as relu_value
-from mpizero.kernels.formulas.activation import silu as silu_value
-from mpizero.kernels.prefetch import fetch_ahead, fetch_below
+from mpizero.kernels.formulas import gelu as gelu_value
+from mpizero.kernels.formulas import gelu_gradient, relu_gradient, silu_gradient, tanh_gradient, tanh_value
+from mpizero.kernels.formulas import relu as relu_value
+from mpizero.kernels.formulas import silu as silu_value
+from mpizero.kernels.jit import Kernel, fetch_ahead, fetch_below, kernel
 from mpizero.types import Array
 
 #: Number of elements of a block; of 128 to 1024, 256 was fastest for arrays that are not in a cache.

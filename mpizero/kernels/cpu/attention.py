@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpizero.kernels.compile import kernel
 from mpizero.kernels.cpu._rows import SCRATCH, row_dot, row_max, row_sum
-from mpizero.kernels.formulas.attention import softmax_gradient, visible_keys
-from mpizero.kernels.formulas.elementary import exponential
-from mpizero.kernels.prefetch import fetch_below
+from mpizero.kernels.formulas import softmax_gradient, visible_keys
+from mpizero.kernels.jit import fetch_below, kernel
+from mpizero.kernels.special_functions import exponential
 from mpizero.types import Array
 
 # Exponentials are taken of whole vectors, as the few elements of a remainder would cost as much as the rest of a row;

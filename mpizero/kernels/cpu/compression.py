@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.kernels.compile import kernel
-from mpizero.kernels.formulas import compression as formulas
+from mpizero.kernels import formulas
+from mpizero.kernels.jit import kernel
 from mpizero.types import Array
 
 BLOCK = formulas.BLOCK
@@ -32,7 +32,7 @@ _LOW_BITS = np.uint32(1023)
 def _largest(values: Array, residual: Array) -> Any:
     """Add ``values`` to ``residual`` and return the largest magnitude of the sum.
 
-    The magnitude is returned as bits (see :func:`mpizero.kernels.formulas.compression.magnitude`).
+    The magnitude is returned as bits (see :func:`mpizero.kernels.formulas.magnitude`).
     """
     largest = np.uint32(0)
     for i in range(values.size):

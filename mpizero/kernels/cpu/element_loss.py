@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpizero.kernels.compile import kernel
 from mpizero.kernels.cpu._rows import BLOCK, FOLD, SCRATCH, fold_sum
-from mpizero.kernels.formulas.element_loss import (
+from mpizero.kernels.formulas import (
     absolute_error_gradient,
     absolute_error_value,
     binary_cross_entropy_gradient,
@@ -19,6 +18,7 @@ from mpizero.kernels.formulas.element_loss import (
     huber_gradient,
     huber_value,
 )
+from mpizero.kernels.jit import kernel
 from mpizero.types import Array
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpizero.kernels.compile import kernel
-from mpizero.kernels.formulas.embedding import inside
+from mpizero.kernels.formulas import inside
+from mpizero.kernels.jit import kernel
 from mpizero.types import Array
 
 

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
-from mpizero.kernels.compile import Kernel, kernel
-from mpizero.kernels.formulas import optimizer as formulas
+from mpizero.kernels import formulas
+from mpizero.kernels.jit import Kernel, kernel
 from mpizero.types import Array
 
 BLOCK = 2048

@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.kernels.compile import kernel
 from mpizero.kernels.cpu._rows import BLOCK, FOLD, SCRATCH, fold_sum, larger, row_max
-from mpizero.kernels.formulas.elementary import exponential
-from mpizero.kernels.formulas.embedding import inside
-from mpizero.kernels.formulas.loss import cross_entropy, cross_entropy_gradient
+from mpizero.kernels.formulas import cross_entropy, cross_entropy_gradient, inside
+from mpizero.kernels.jit import kernel
+from mpizero.kernels.special_functions import exponential
 from mpizero.types import Array
 
 

@@ -6,9 +6,9 @@ it loses no digits by cancellation.
 
 from __future__ import annotations
 
-from mpizero.kernels.compile import kernel
 from mpizero.kernels.cpu._rows import SCRATCH, row_dot, row_dot3, row_square_sum, row_sum
-from mpizero.kernels.formulas.norm import inverse_root, layernorm_gradient, rmsnorm_gradient, scaled, standardized
+from mpizero.kernels.formulas import inverse_root, layernorm_gradient, rmsnorm_gradient, scaled, standardized
+from mpizero.kernels.jit import kernel
 from mpizero.types import Array
 
 

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from mpizero.kernels.compile import kernel
-from mpizero.kernels.formulas import optimizer as formulas
+from mpizero.kernels import formulas
+from mpizero.kernels.jit import kernel
 from mpizero.types import Array
 
 _sgd = formulas.sgd

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpizero.kernels.compile import kernel
-from mpizero.kernels.formulas.random import (
+from mpizero.kernels.jit import kernel
+from mpizero.kernels.special_functions import (
     dropout_key,
     dropout_threshold,
     half_bits,

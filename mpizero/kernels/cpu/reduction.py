@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.kernels.compile import kernel
-from mpizero.kernels.formulas import reduction as formulas
-from mpizero.kernels.prefetch import fetch_ahead
+from mpizero.kernels import formulas
+from mpizero.kernels.jit import fetch_ahead, kernel
 from mpizero.types import Array
 
 BLOCK = 1024

@@ -8,11 +8,10 @@ negative, all keys if it is large.
 
 from __future__ import annotations
 
-from mpizero.kernels.compile import kernel
 from mpizero.kernels.cpu._rows import SCRATCH, larger, row_max, row_sum
-from mpizero.kernels.formulas.attention import softmax_gradient
-from mpizero.kernels.formulas.elementary import exponential
-from mpizero.kernels.formulas.ring import keys_seen, rescaled
+from mpizero.kernels.formulas import keys_seen, rescaled, softmax_gradient
+from mpizero.kernels.jit import kernel
+from mpizero.kernels.special_functions import exponential
 from mpizero.types import Array
 
 # Exponentials are taken of whole vectors, as the few elements of a remainder would cost as much as the rest of a row;

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from mpizero.kernels import cache
+from mpizero.kernels import machine_code
 
 
 def compiled_on_call(python: Callable[..., Any]) -> Any:
@@ -51,8 +51,8 @@ def load_or_compile(dispatcher: Any, arguments: tuple[Any, ...], place: str) -> 
         return bytes(dumps(dispatcher.compile(arguments)._reduce_states()))
 
     capability = "".join(map(str, cuda.get_current_device().compute_capability))
-    folder = cache.folder(f"sm_{capability}, numba-cuda {numba_cuda.__version__}")
-    code = cache.load_or_build(folder / f"{place}.cubin", build)
+    folder = machine_code.folder(f"sm_{capability}, numba-cuda {numba_cuda.__version__}")
+    code = machine_code.load_or_build(folder / f"{place}.cubin", build)
     if arguments not in dispatcher.overloads:
         dispatcher.add_overload(_Kernel._rebuild(**pickle.loads(code)), arguments)
 

@@ -8,10 +8,10 @@ from typing import Any
 from numba import cuda
 
 from mpizero.kernels.cuda.launch import CudaKernel, kernel
-from mpizero.kernels.formulas.activation import gelu as gelu_value
-from mpizero.kernels.formulas.activation import gelu_gradient, relu_gradient, silu_gradient, tanh_gradient, tanh_value
-from mpizero.kernels.formulas.activation import relu as relu_value
-from mpizero.kernels.formulas.activation import silu as silu_value
+from mpizero.kernels.formulas import gelu as gelu_value
+from mpizero.kernels.formulas import gelu_gradient, relu_gradient, silu_gradient, tanh_gradient, tanh_value
+from mpizero.kernels.formulas import relu as relu_value
+from mpizero.kernels.formulas import silu as silu_value
 from mpizero.types import Array
 
 

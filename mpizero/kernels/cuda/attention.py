@@ -8,8 +8,8 @@ from numba import cuda
 
 from mpizero.kernels.cuda._rows import MOST_THREADS, block_max, block_sum, larger
 from mpizero.kernels.cuda.launch import kernel
-from mpizero.kernels.formulas.attention import softmax_gradient, visible_keys
-from mpizero.kernels.formulas.elementary import exponential
+from mpizero.kernels.formulas import softmax_gradient, visible_keys
+from mpizero.kernels.special_functions import exponential
 from mpizero.types import Array
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from mpizero.kernels import formulas
 from mpizero.kernels.cuda.launch import cuda, kernel
-from mpizero.kernels.formulas import compression as formulas
 from mpizero.types import Array
 
 BLOCK = formulas.BLOCK
@@ -125,7 +125,7 @@ def top_encode(values: Array, residual: Array, counts: Array, indices: Array, la
 def _threshold(values: Array, wanted: int) -> tuple[int, int]:
     """Return the smallest magnitude among the ``wanted`` largest, and how many of these are equal to it.
 
-    The magnitude is returned as bits (see :func:`mpizero.kernels.formulas.compression.magnitude`).
+    The magnitude is returned as bits (see :func:`mpizero.kernels.formulas.magnitude`).
     """
     prefix, above = 0, 32
     for shift, width in ((20, 11), (10, 10), (0, 10)):

@@ -5,8 +5,8 @@ Numbers of 16 bits are stored as uint16, because NumPy has no bfloat16.
 
 from __future__ import annotations
 
+from mpizero.kernels import formulas
 from mpizero.kernels.cuda.launch import cuda, kernel
-from mpizero.kernels.formulas import copy as formulas
 from mpizero.types import Array
 
 _to_bfloat16 = formulas.to_bfloat16

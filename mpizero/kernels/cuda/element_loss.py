@@ -10,7 +10,7 @@ from numba import cuda
 
 from mpizero.kernels.cuda._rows import MOST_THREADS, block_sum
 from mpizero.kernels.cuda.launch import kernel
-from mpizero.kernels.formulas.element_loss import (
+from mpizero.kernels.formulas import (
     absolute_error_gradient,
     absolute_error_value,
     binary_cross_entropy_gradient,

@@ -6,7 +6,7 @@ import numpy as np
 from numba import cuda
 
 from mpizero.kernels.cuda.launch import kernel
-from mpizero.kernels.formulas.embedding import inside
+from mpizero.kernels.formulas import inside
 from mpizero.types import Array
 
 

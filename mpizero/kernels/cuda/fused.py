@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mpizero.kernels import formulas
 from mpizero.kernels.cuda.launch import cuda, kernel
-from mpizero.kernels.formulas import optimizer as formulas
 from mpizero.types import Array
 
 DEPTH = 16

@@ -3,7 +3,7 @@
 ::
 
     from mpizero.kernels.cuda.launch import cuda, kernel
-    from mpizero.kernels.formulas.optimizer import sgd as updated
+    from mpizero.kernels.formulas import sgd as updated
 
     @kernel("void(T[::1], const T[::1], const T[::1], i8, i8)")
     def sgd(w, g, hyper, start, stop):
@@ -18,7 +18,7 @@ Arrays are CuPy's. Small host arrays (scalars of a step, tree programs, sums) ma
 device, and copied back afterwards if they are not declared ``const``.
 
 On a GPU a kernel is compiled at its first call with a dtype by one process of the node, and kept as machine code in the
-folder of :mod:`mpizero.kernels.cache`, from which the other processes and later ones load it.
+folder of :mod:`mpizero.kernels.machine_code`, from which the other processes and later ones load it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ from typing import Any
 import numpy as np
 from numba import cuda as _cuda
 
-from mpizero.kernels.compile import DTYPES, PACKAGE, numba_type, with_compiled_helpers
 from mpizero.kernels.cuda._compiling import compiled_on_call, load_or_compile
-from mpizero.kernels.device import gpus
-from mpizero.kernels.signature import Signature
+from mpizero.kernels.gpu import gpus
+from mpizero.kernels.jit import DTYPES, PACKAGE, Signature, numba_type, with_compiled_helpers
 
 cuda: Any = _cuda  # numba publishes types without the names that kernels use
 
@@ -144,7 +143,7 @@ def kernel(signature: str) -> Callable[[Callable[..., None]], CudaKernel]:
     Parameters
     ----------
     signature : str
-        Types of the result and of the parameters, as for :func:`mpizero.kernels.compile.kernel`; the result is void.
+        Types of the result and of the parameters, as for :func:`mpizero.kernels.jit.kernel`; the result is void.
     """
     parsed = Signature.parse(signature)
     return lambda python: CudaKernel(python, parsed)

@@ -10,9 +10,8 @@ from numba import cuda
 
 from mpizero.kernels.cuda._rows import MOST_THREADS, block_max, block_sum, larger
 from mpizero.kernels.cuda.launch import kernel
-from mpizero.kernels.formulas.elementary import exponential
-from mpizero.kernels.formulas.embedding import inside
-from mpizero.kernels.formulas.loss import cross_entropy, cross_entropy_gradient
+from mpizero.kernels.formulas import cross_entropy, cross_entropy_gradient, inside
+from mpizero.kernels.special_functions import exponential
 from mpizero.types import Array
 
 

@@ -9,7 +9,7 @@ from numba import cuda
 
 from mpizero.kernels.cuda._rows import MOST_THREADS, block_sum
 from mpizero.kernels.cuda.launch import kernel
-from mpizero.kernels.formulas.norm import inverse_root, layernorm_gradient, rmsnorm_gradient, scaled, standardized
+from mpizero.kernels.formulas import inverse_root, layernorm_gradient, rmsnorm_gradient, scaled, standardized
 from mpizero.types import Array
 
 

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+from mpizero.kernels import formulas
 from mpizero.kernels.cuda.launch import cuda, kernel
-from mpizero.kernels.formulas import optimizer as formulas
 from mpizero.types import Array
 
 _sgd = formulas.sgd

@@ -8,7 +8,7 @@ import numpy as np
 from numba import cuda
 
 from mpizero.kernels.cuda.launch import kernel
-from mpizero.kernels.formulas.random import (
+from mpizero.kernels.special_functions import (
     dropout_key,
     dropout_threshold,
     half_bits,

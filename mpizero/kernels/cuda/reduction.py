@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpizero.kernels import namespace, to_host
+from mpizero.kernels import formulas, namespace, to_host
 from mpizero.kernels.cuda.launch import cuda, kernel
-from mpizero.kernels.formulas import reduction as formulas
 from mpizero.types import Array
 
 TILE = 64

@@ -14,9 +14,8 @@ from numba import cuda
 
 from mpizero.kernels.cuda._rows import MOST_THREADS, block_max, block_sum, larger
 from mpizero.kernels.cuda.launch import kernel
-from mpizero.kernels.formulas.attention import softmax_gradient
-from mpizero.kernels.formulas.elementary import exponential
-from mpizero.kernels.formulas.ring import keys_seen, rescaled
+from mpizero.kernels.formulas import keys_seen, rescaled, softmax_gradient
+from mpizero.kernels.special_functions import exponential
 from mpizero.types import Array
 
 

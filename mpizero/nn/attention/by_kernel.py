@@ -1,4 +1,4 @@
-"""Compute causal attention by the kernels of :mod:`mpizero.kernels.products.attention`, in this rank's threads."""
+"""Compute causal attention by the kernels of :mod:`mpizero.kernels.attention`, in this rank's threads."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpizero.kernels.pool import parts_of, run_tasks
-from mpizero.kernels.products.multiply import threads_for
+from mpizero.kernels.jit import parts_of, run_tasks
+from mpizero.kernels.matmul import threads_for
 from mpizero.nn.arrays import vector
 from mpizero.types import Array
 
@@ -68,7 +68,7 @@ class Heads(NamedTuple):
 
     def memory(self) -> Array:
         """Return the temporary memory that a kernel needs."""
-        from mpizero.kernels.products.attention import memory_size
+        from mpizero.kernels.attention import memory_size
 
         return self.room(memory_size(self.length, self.size, self.qkv.itemsize))
 
@@ -83,7 +83,7 @@ class Heads(NamedTuple):
 
 def attend(heads: Heads, scale: float, *, keep: bool) -> tuple[Array, Array | None]:
     """Return the weighted sums of the values (samples, length, dim), and the attention probabilities if ``keep``."""
-    from mpizero.kernels.products.attention import causal_attention
+    from mpizero.kernels.attention import causal_attention
 
     mixed = heads.room(heads.pairs * heads.length * heads.size)
     stored = heads.room(heads.pairs * heads.scores) if keep else None
@@ -103,7 +103,7 @@ def attend_backward(heads: Heads, scale: float, stored: Array | None, dmixed: Ar
 
     ``stored`` are the probabilities that :func:`attend` returned; if they are None, they are computed again.
     """
-    from mpizero.kernels.products.attention import causal_attention_backward
+    from mpizero.kernels.attention import causal_attention_backward
 
     gradients = heads.room(3 * heads.pairs * heads.length * heads.size)
     geometry, qkv, scale1 = heads.geometry(), heads.qkv.reshape(-1), vector(heads.qkv, scale)

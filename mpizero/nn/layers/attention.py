@@ -11,7 +11,7 @@ from typing import Any
 from mpizero import kernels
 from mpizero._util.names import explains
 from mpizero.errors import ConfigError, DataError
-from mpizero.kernels.products.multiply import by_kernels
+from mpizero.kernels.matmul import by_kernels
 from mpizero.nn.arrays import known, namespace, require_sequences
 from mpizero.nn.attention import by_kernel
 from mpizero.nn.attention.batched import BatchedHeads, blocks

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpizero._util.pytree import combine_leaves, map_leaves
-from mpizero.kernels.fold import fold
+from mpizero.kernels.matmul_tile import fold
 from mpizero.layout import Partition
 from mpizero.nn.arrays import namespace
 from mpizero.nn.context.ring import Zigzag

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.kernels.fold import fold
+from mpizero.kernels.matmul_tile import fold
 from mpizero.nn.arrays import namespace
 from mpizero.nn.context.context_forms import context_model
 from mpizero.nn.models.block_model import run_on

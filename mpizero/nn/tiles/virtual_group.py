@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpizero.errors import CollectiveError, ConfigError
-from mpizero.kernels.fold import sums_of_parts
+from mpizero.kernels.matmul_tile import sums_of_parts
 from mpizero.nn.arrays import namespace
 from mpizero.nn.tiles.coroutines import Meeting, Mismatch
 from mpizero.types import Array, Group, ShiftRequest

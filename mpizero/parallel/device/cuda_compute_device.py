@@ -9,7 +9,7 @@ from mpizero.comm import Communicator
 from mpizero.comm.model_group import CommunicatorGroup
 from mpizero.comm.p2p import GpuAwareLayerGroup, GpuAwareP2P, HostStagedGroup, HostStagedP2P, PipelineP2P, prove
 from mpizero.errors import ConfigError
-from mpizero.kernels.device import Device, found, open_device
+from mpizero.kernels.gpu import Device, found, open_device
 from mpizero.layout.flat import Unit
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.device.compute_device import ComputeDevice

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpizero.errors import ConfigError
-from mpizero.kernels.device import Device
+from mpizero.kernels.gpu import Device
 from mpizero.layout.flat import Unit, united, views
 from mpizero.parallel.gradients.unwritten_gradients import GradientDict
 from mpizero.parallel.parameters.message_progress import MessageProgress

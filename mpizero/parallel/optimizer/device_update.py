@@ -23,8 +23,8 @@ import numpy as np
 
 from mpizero import kernels, optim
 from mpizero.errors import ConfigError, UnsupportedError
-from mpizero.kernels import pool
-from mpizero.kernels.device import STAGING, Fill, Upload, copied
+from mpizero.kernels import jit
+from mpizero.kernels.gpu import STAGING, Fill, Upload, copied
 from mpizero.optim.adapted import optimizer_name
 from mpizero.optim.averaging import plain
 from mpizero.parallel.batch.step_scalars import Divisors
@@ -176,7 +176,7 @@ class StagedUpdater(DeviceUpdater):
 
         def tree(at: int, first: int, target: Array) -> None:
             args = (rows, at + first, rows[:0], 0, program, divisors.gradients, target)
-            pool.run(kernels.backend(rows).fused.tree_sum, args, 0, target.size, threads)
+            jit.run_range(kernels.backend(rows).fused.tree_sum, args, 0, target.size, threads)
 
         def tied(piece: UpdatePiece, first: int, target: Array) -> None:
             tree(piece.gradient, first, target)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpizero import kernels
-from mpizero.kernels import pool
+from mpizero.kernels import jit
 from mpizero.optim.vectors.bounds import Bounds, Limit
 from mpizero.optim.vectors.diagonal import Diagonal
 from mpizero.optim.vectors.method import POINT
@@ -102,7 +102,7 @@ class ShardedVectors:
         self._add(factor, self._updater.state[source], self._updater.state[target])
 
     def _add(self, factor: float, x: Array, y: Array) -> None:
-        pool.run(kernels.cpu.optimizer.add_scaled, (y, x, np.array([factor], y.dtype)), 0, y.size, self.threads)
+        jit.run_range(kernels.cpu.optimizer.add_scaled, (y, x, np.array([factor], y.dtype)), 0, y.size, self.threads)
 
     def precondition(self, target: str) -> None:
         """Multiply a vector by the preconditioner, if there is one. Not collective."""

@@ -11,7 +11,7 @@ from mpizero import optim
 from mpizero._util.text import Measurement
 from mpizero.comm import Communicator
 from mpizero.comm.reduce import program_array
-from mpizero.kernels import cpu, stream
+from mpizero.kernels import cpu, memory
 from mpizero.planning.machine_file import MemoryPass
 from mpizero.train.bench.rounds import alone, together
 from mpizero.types import Array
@@ -91,29 +91,29 @@ class PassBenchmark:
         whole = np.array([size])
         bits = a.view(np.int64)
         return (
-            _Pass("read", 1, 0, lambda: stream.read(bits), lambda: reduction.all_finite(a)),
-            _Pass("norm", 1, 0, lambda: stream.read(bits), lambda: reduction.tree_square_sums(a, starts, stops, total)),
-            _Pass("copy", 1, 1, lambda: stream.copy(a, b), lambda: cpu.copy.pack(a, starts, whole, b)),
+            _Pass("read", 1, 0, lambda: memory.read(bits), lambda: reduction.all_finite(a)),
+            _Pass("norm", 1, 0, lambda: memory.read(bits), lambda: reduction.tree_square_sums(a, starts, stops, total)),
+            _Pass("copy", 1, 1, lambda: memory.copy(a, b), lambda: cpu.copy.pack(a, starts, whole, b)),
             _Pass(
                 "sum of 2",
                 2,
                 1,
-                lambda: stream.add_two(a, b, w),
+                lambda: memory.add_two(a, b, w),
                 lambda: fused.tree_sum(rows_two, 0, rows_two, 0, two, one, w, 0, size),
             ),
             _Pass(
                 "sum of 4",
                 4,
                 1,
-                lambda: stream.add_four(a, b, c, d, w),
+                lambda: memory.add_four(a, b, c, d, w),
                 lambda: fused.tree_sum(rows_four, 0, rows_four, 0, four, one, w, 0, size),
             ),
-            _Pass("AdamW", 4, 3, lambda: stream.update(a, w, m, v), lambda: adamw(w, a, m, v, hyper, 0, size)),
+            _Pass("AdamW", 4, 3, lambda: memory.update(a, w, m, v), lambda: adamw(w, a, m, v, hyper, 0, size)),
             _Pass(
                 "sum + AdamW",
                 5,
                 3,
-                lambda: stream.add_and_update(a, b, w, m, v),
+                lambda: memory.add_and_update(a, b, w, m, v),
                 lambda: fused.adamw_tree(rows_two, 0, two, one, w, m, v, hyper, 0, size),
             ),
         )

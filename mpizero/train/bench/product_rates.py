@@ -12,7 +12,7 @@ from mpizero._util.checks import whole
 from mpizero._util.text import Measurement
 from mpizero.comm import Communicator
 from mpizero.errors import ConfigError
-from mpizero.kernels.products.multiply import matmul
+from mpizero.kernels.matmul import matmul
 from mpizero.layout import GrainRule
 from mpizero.nn import GPT
 from mpizero.nn.models.efficient_batch import efficient_samples

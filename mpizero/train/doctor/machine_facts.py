@@ -21,10 +21,10 @@ from mpizero.comm import Communicator
 from mpizero.comm.startup import mpi_facts
 from mpizero.errors import ConfigError, MpizeroError
 from mpizero.guard.reports import SHARED_FOLDER
-from mpizero.kernels.products.multiply import library
+from mpizero.kernels.matmul import library
 
 if TYPE_CHECKING:
-    from mpizero.kernels.cache import CacheFolder
+    from mpizero.kernels.machine_code import CacheFolder
 
 __all__ = [
     "blas",
@@ -181,11 +181,11 @@ def try_kernel() -> tuple[str, CacheFolder | None, float]:
 
     Not collective. The problem is "" if there is none. The folder is None if an exception was raised.
     """
-    from mpizero.kernels import cache, cpu, processor
+    from mpizero.kernels import cpu, machine_code
 
     started = time.perf_counter()
     try:
-        place = cache.find_folder(processor.cpu_identity())
+        place = machine_code.find_folder(machine_code.cpu_identity())
         if not os.access(place.path, os.W_OK | os.X_OK):
             return f"{place.path} cannot be written", place, 0.0
         x = np.arange(5, dtype=np.float32)
@@ -202,7 +202,7 @@ def devices() -> tuple[int, str]:
 
     Not collective.
     """
-    from mpizero.kernels.device import found
+    from mpizero.kernels.gpu import found
 
     return found()
 
@@ -213,7 +213,7 @@ def why_through_host(comm: Communicator, place: int) -> str:
     Collective over ``comm``. ``place`` is this rank's number inside its node.
     """
     from mpizero.comm.p2p import prove
-    from mpizero.kernels.device import open_device
+    from mpizero.kernels.gpu import open_device
 
     return prove(comm, lambda: open_device(place))
 

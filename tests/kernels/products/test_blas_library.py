@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 
 from mpizero.errors import ConfigError
-from mpizero.kernels.products import blas_library as blas
+from mpizero.kernels import matmul
 
-MKL = blas.installed_mkl()
+MKL = matmul.installed_mkl()
 OTHER = MKL or next(iter(Path(np.__file__).parents[1].glob("scipy.libs/libscipy_openblas*.so")), None)
 needs_library = pytest.mark.skipif(OTHER is None, reason="needs the extra `mkl`, or SciPy")
 
 
 @pytest.fixture(scope="module")
 def library():
-    return blas.BlasLibrary(OTHER)
+    return matmul.BlasLibrary(OTHER)
 
 
 def matrix(rows, columns, dtype="f", transposed=False, seed=0):
@@ -81,8 +81,8 @@ def test_what_the_library_cannot_is_left_to_numpy(library, a, b, out):
 
 SCRIPT = """
 import numpy as np
-from mpizero.kernels.products import blas_library as blas
-from mpizero.kernels.products.multiply import library, matmul
+from mpizero.kernels import matmul as blas
+from mpizero.kernels.matmul import library, matmul
 a, b = (np.random.default_rng(s).standard_normal((128, 128)).astype("f") for s in (0, 1))
 used = []
 real = blas.BlasLibrary.product
@@ -96,7 +96,7 @@ print(len(used), library() is None)
 
 
 def run(**variables):
-    environment = {name: value for name, value in os.environ.items() if name != blas.VARIABLE} | variables
+    environment = {name: value for name, value in os.environ.items() if name != matmul.VARIABLE} | variables
     found = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, text=True, capture_output=True, check=False)
     return found.stdout + found.stderr
 
@@ -118,4 +118,4 @@ def test_mkl_is_taken_where_it_is_installed():
 @pytest.mark.parametrize("name", ["/nowhere/libblas.so", "libc.so.6"])
 def test_a_library_that_cannot_multiply_is_an_error_that_says_what_can(name):
     with pytest.raises(ConfigError, match=f"MPIZERO_BLAS: cannot multiply with {name}: .*; set MPIZERO_BLAS to a BLAS"):
-        blas.BlasLibrary(name)
+        matmul.BlasLibrary(name)

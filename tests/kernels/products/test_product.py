@@ -9,10 +9,9 @@ import pytest
 from threadpoolctl import threadpool_limits
 
 from mpizero.errors import ConfigError
-from mpizero.kernels import pool
-from mpizero.kernels.products import multiply
-from mpizero.kernels.products.multiply import KernelProducts, matmul
-from mpizero.kernels.products.product import DEPTH, memory_size, product
+from mpizero.kernels import jit
+from mpizero.kernels import matmul as multiply
+from mpizero.kernels.matmul import DEPTH, KernelProducts, matmul, memory_size, product
 
 pytestmark = pytest.mark.skipif(not multiply.fuses(), reason="needs a compiler, and a CPU that fuses")
 LENGTHS = (0, 1, 2, 7, 12, 16, 31, 33, 64, 100)
@@ -89,11 +88,11 @@ def test_bits_do_not_depend_on_threads_or_blocks(shape, monkeypatch):
     a, b = matrix(rng, rows, depth, "f"), matrix(rng, depth, columns, "f")
     alone = np.concatenate([matmul(a[start : start + 50], b) for start in range(0, rows, 50)])
     used = []
-    run = pool.run_tasks
-    monkeypatch.setattr(pool, "run_tasks", lambda tasks, n: used.append(n) or run(tasks, n))
+    run = jit.run_tasks
+    monkeypatch.setattr(jit, "run_tasks", lambda tasks, n: used.append(n) or run(tasks, n))
     monkeypatch.setattr(multiply, "_WORTH_A_THREAD", 1 << 21)  # so that small products are divided
     for threads in (1, 2, 3):
-        monkeypatch.setattr(pool, "_blas_threads", lambda threads=threads: lambda: threads)
+        monkeypatch.setattr(jit, "_blas_threads", lambda threads=threads: lambda: threads)
         assert matmul(a, b).tobytes() == alone.tobytes()
     assert used == [2, 2] if rows * depth * columns < 6 << 20 else [2, 3]
 

@@ -25,7 +25,7 @@ def simulate_gpus() -> None:
     """
     from numba.core import config
 
-    from mpizero.kernels.device import use_gpus
+    from mpizero.kernels.gpu import use_gpus
     from tests.support.simulated.gpus import SimulatedGpus
 
     if not config.ENABLE_CUDASIM:

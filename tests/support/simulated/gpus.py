@@ -8,8 +8,7 @@ import numpy as np
 
 from mpizero.kernels import namespace
 from mpizero.kernels.cuda.launch import CudaKernel
-from mpizero.kernels.device import Device, Gpus
-from mpizero.kernels.device_products import Batches, HalfPrecisionArray, widened
+from mpizero.kernels.gpu import Batches, Device, Gpus, HalfPrecisionArray, widened
 from mpizero.types import Array
 from tests.support.simulated.arrays import NAMESPACE, SimulatedArray
 from tests.support.simulated.launching import simulate

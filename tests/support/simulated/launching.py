@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from mpizero.kernels.compile import with_compiled_helpers
 from mpizero.kernels.cuda.launch import CudaKernel
+from mpizero.kernels.jit import with_compiled_helpers
 from mpizero.types import Array
 from tests.support.simulated.arrays import SimulatedArray
 

@@ -13,7 +13,7 @@ import pytest
 
 from mpizero._util.text import Measurement
 from mpizero.errors import ConfigError, DataError
-from mpizero.kernels import stream
+from mpizero.kernels import memory
 from mpizero.parallel import ShardingConfig
 from mpizero.planning.machine_file import NEEDED, Machine, read_machine, write_machine
 from mpizero.testing import run_in_threads
@@ -187,16 +187,16 @@ def test_sizes_end_with_the_largest():
 def test_plain_passes_read_and_write_what_they_say():
     a, b, c, d, w, m, v = np.arange(7 * 5, dtype=np.float32).reshape(7, 5)
     before = [x.copy() for x in (w, m, v)]
-    stream.add_and_update(a, b, w, m, v)
+    memory.add_and_update(a, b, w, m, v)
     assert np.array_equal([w, m, v], [before[0] + a, before[1] + b, before[2] + a])
-    stream.update(a, w, m, v)
-    stream.add_four(a, b, c, d, w)
+    memory.update(a, w, m, v)
+    memory.add_four(a, b, c, d, w)
     assert np.array_equal(w, a + b + c + d)
-    stream.add_two(a, b, m)
+    memory.add_two(a, b, m)
     assert np.array_equal(m, a + b)
-    stream.copy(a, v)
+    memory.copy(a, v)
     assert np.array_equal(v, a)
-    assert stream.read(np.array([1, 2, 4])) == 7
+    assert memory.read(np.array([1, 2, 4])) == 7
 
 
 def test_the_command_takes_shapes_from_a_configuration_and_stores_the_file(on_threads):

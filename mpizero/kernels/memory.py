@@ -3,13 +3,18 @@
 An ordinary store first loads the cache line that it overwrites, so a copy moves three bytes through memory where two
 are enough. libc's ``memcpy`` avoids that only for very large blocks (3/4 of the last-level cache: 190 MB on some
 machines). After a copy by this module, the data is not in the cache, so use it for data that is not read soon.
+
+Provide kernels that do little but read and write memory, to measure the memory bandwidth.
+
+An array that is both read and written is updated in place, as in mpizero's other kernels. The arithmetic is at most one
+addition per element, far less than what a core can do while it waits for the element.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from mpizero.kernels.compile import Intrinsic, kernel
+from mpizero.kernels.jit import Intrinsic, kernel
 from mpizero.types import Array
 
 #: Bytes of one cache line; the address of a copy's target is a multiple of it.
@@ -93,3 +98,51 @@ def copy_past_cache(source: Array, target: Array) -> None:
     for i in range(rest.size):
         whole[i] = rest[i]
     _fence()
+
+
+@kernel("i8(const i8[::1])")
+def read(x: Array) -> int:
+    """Read one array and return the exclusive or of its integers, which can be vectorized (a sum of floats cannot)."""
+    total = 0
+    for i in range(x.size):
+        total ^= x[i]
+    return total
+
+
+@kernel("void(const T[::1], T[::1])")
+def copy(x: Array, out: Array) -> None:
+    """Read one array and write another: copy ``x`` to ``out``."""
+    for i in range(out.size):
+        out[i] = x[i]
+
+
+@kernel("void(const T[::1], const T[::1], T[::1])")
+def add_two(a: Array, b: Array, out: Array) -> None:
+    """Read two arrays and write another: write ``a + b`` to ``out``."""
+    for i in range(out.size):
+        out[i] = a[i] + b[i]
+
+
+@kernel("void(const T[::1], const T[::1], const T[::1], const T[::1], T[::1])")
+def add_four(a: Array, b: Array, c: Array, d: Array, out: Array) -> None:
+    """Read four arrays and write another: write ``(a + b) + (c + d)`` to ``out``."""
+    for i in range(out.size):
+        out[i] = (a[i] + b[i]) + (c[i] + d[i])
+
+
+@kernel("void(const T[::1], T[::1], T[::1], T[::1])")
+def update(g: Array, w: Array, m: Array, v: Array) -> None:
+    """Read four arrays and write three of them: add ``g`` to ``w``, ``m`` and ``v``, as an optimizer's step does."""
+    for i in range(w.size):
+        w[i] = w[i] + g[i]
+        m[i] = m[i] + g[i]
+        v[i] = v[i] + g[i]
+
+
+@kernel("void(const T[::1], const T[::1], T[::1], T[::1], T[::1])")
+def add_and_update(a: Array, b: Array, w: Array, m: Array, v: Array) -> None:
+    """Read five arrays and write three of them: add ``a`` to ``w`` and ``v``, and ``b`` to ``m``."""
+    for i in range(w.size):
+        w[i] = w[i] + a[i]
+        m[i] = m[i] + b[i]
+        v[i] = v[i] + a[i]

@@ -1,0 +1,624 @@
+"""Tell what CPU runs this process, and describe it to LLVM, which is imported only where Linux does not tell.
+
+Load object files of machine code into this process, and call their functions as Python builtins.
+
+LLVM could load them, but its library is of 180 MB: with 64 ranks on two cores it took a twelfth of a training's start.
+What LLVM writes for the x86-64 CPUs of a JIT has absolute addresses only, and placing those is all that loading needs.
+
+Check and make folders of machine code, to which only this user may be able to write.
+
+[Note: who may write] Files and folders of root are trusted like the user's own, because root may do anything anyway.
+The folder of machine code and the files in it must belong to this user or root, and nobody else may be able to write to
+them. For the folders above it the rules are weaker. Somebody who can write to one of them could replace the folder of
+machine code, but only by a folder that belongs to them, which is then not accepted. So the folders above it may be
+project folders that a group can write, or ``/tmp`` with its sticky bit. They may not be folders that all users can
+write and that have no sticky bit, and no symbolic link of another user may be on the path, because it may lead
+anywhere.
+
+Cache compiled kernels in a folder: one object file per kernel and dtype, compiled by one process per node.
+
+The folder's name is a hash of every source file in the package ``mpizero.kernels``, of the compiler's version and of
+the CPU. So after a change of a formula, of numba or of the CPU type, a new, empty folder is used, and outdated code
+cannot be loaded. A file in the folder is run as machine code, so nobody but this user and root may be able to write to
+it: see [Note: who may write] in :mod:`mpizero.kernels.machine_code`. Numba's own cache, which stores pickles, is never used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import hashlib
+import importlib.util
+import mmap
+import os
+import stat
+import struct
+import sys
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpizero._util.launch import launched_place
+from mpizero._util.text import notice
+from mpizero.errors import ConfigError
+
+_IDENTITY = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")
+
+
+@functools.cache
+def _described() -> dict[str, str]:
+    """Return what Linux tells of the first x86-64 CPU, by the names in ``_IDENTITY``; nothing on other systems.
+
+    Loading LLVM, to ask it, takes 40 ms of processor time in each process.
+    """
+    found: dict[str, str] = {}
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            name, colon, value = line.partition(":")
+            if not colon:
+                break
+            if name.strip() in _IDENTITY:
+                found[name.strip()] = value.strip()
+    return found if len(found) == len(_IDENTITY) and os.uname().machine == "x86_64" else {}
+
+
+def cpu_identity() -> str:
+    """Return a text that differs where other machine code is compiled, as far as Linux and NumPy tell features.
+
+    NumPy asks the CPU itself, so an emulator that has fewer features than the machine has another text.
+    """
+    if described := _described():
+        return repr((described, getattr(sys.modules.get("numpy._core._multiarray_umath"), "__cpu_features__", None)))
+    llvm = initialized_llvm()
+    return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
+
+
+def cpu_features() -> frozenset[str]:
+    """Return the names of the features that this CPU has, among them "fma", "avx512f" and "neon" as LLVM calls them."""
+    if described := _described():
+        return frozenset(described["flags"].split())
+    llvm = initialized_llvm()
+    features = frozenset(name for name, present in llvm.get_host_cpu_features().items() if present)
+    return features | ({"neon"} if llvm.get_process_triple().startswith("aarch64") else set())
+
+
+@functools.cache
+def initialized_llvm() -> Any:
+    """Return llvmlite's binding, ready to compile for this CPU."""
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return llvm
+
+
+def make_target_machine() -> Any:
+    """Make an LLVM target machine for this CPU; every execution engine needs its own, because it takes ownership."""
+    llvm = initialized_llvm()
+    chosen = llvm.Target.from_default_triple()
+    cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+    return chosen.create_target_machine(cpu=cpu, features=features, opt=3, reloc="default", codemodel="jitdefault")
+
+
+C_CONTIGUOUS, ALIGNED, WRITEABLE = 0x1, 0x100, 0x400
+_METH_FASTCALL = 0x80
+_ELF64, _X86_64 = b"\x7fELF\x02\x01", 62
+_CONTENTS, _SYMBOLS, _RELOCATIONS, _UNWINDING, _ABSOLUTE = 1, 2, 4, 0x70000001, 1
+_WRITABLE, _IN_MEMORY = 0x1, 0x2
+_Section = namedtuple("_Section", "name kind flags address offset size link target align entry_size")
+_SECTION = np.dtype("<u4, <u4, <u8, <u8, <u8, <u8, <u4, <u4, <u8, <u8")
+_Symbol = namedtuple("_Symbol", "name kind visibility section value size")  # section 0: it is in another file
+_SYMBOL = np.dtype("<u4, u1, u1, <u2, <u8, <u8")
+_Relocation = namedtuple("_Relocation", "offset kind symbol addend")
+_RELOCATION = np.dtype("<u8, <u4, <u4, <i8")
+
+
+class ArrayLayout:
+    """Hold the offsets, in bytes, of fields in NumPy's array objects, its dtype objects and Python's object header.
+
+    ``data``, ``ndim``, ``shape``, ``strides``, ``dtype`` and ``flags`` are fields of an array; ``kind``, ``byte_order``
+    and ``type_number`` are fields of a dtype; ``type`` is the type of any object. NumPy has not changed its fields
+    since version 1.0, because they are part of its C ABI.
+    """
+
+    def __init__(self) -> None:
+        head = object.__basicsize__
+        self.type = head - 8
+        self.data, self.ndim, self.shape, self.strides = head, head + 8, head + 16, head + 24
+        self.dtype, self.flags = head + 40, head + 48
+        self.kind, self.byte_order, self.type_number = head + 8, head + 10, head + 12
+
+
+class _MethodDef(ctypes.Structure):
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("function", ctypes.c_void_p),
+        ("flags", ctypes.c_int),
+        ("doc", ctypes.c_char_p),
+    )
+
+
+class Native:
+    """Load the machine code of a kernel and hold it as a Python builtin.
+
+    Parameters
+    ----------
+    name : str
+        Name of the builtin.
+    code : bytes
+        Contents of the object file.
+    entry : str
+        Name of the entry function in the object file, unique in the process.
+
+    Attributes
+    ----------
+    call : builtin
+        Runs the kernel and returns its result. If an argument does not fit the kernel's signature, it returns the
+        class ``np.ndarray`` instead and does nothing.
+
+    Raises
+    ------
+    RuntimeError
+        If array objects of this Python and NumPy have an unknown layout in memory.
+    OSError
+        If the system lets no process write machine code.
+    """
+
+    def __init__(self, name: str, code: bytes, entry: str) -> None:
+        _check_layout()
+        address = _place(code, entry) or _place_by_llvm(code, entry)
+        self._method = _MethodDef(name.encode(), address, _METH_FASTCALL, None)
+        new = ctypes.pythonapi.PyCFunction_NewEx
+        new.restype, new.argtypes = ctypes.py_object, (ctypes.POINTER(_MethodDef), ctypes.py_object, ctypes.c_void_p)
+        self.call: Callable[..., Any] = new(ctypes.byref(self._method), np.ndarray, None)
+
+
+@functools.cache
+def _check_layout() -> None:
+    probe = np.zeros((2, 3), np.float64)
+    at = ArrayLayout()
+    base = id(probe)
+    if (
+        ctypes.c_void_p.from_address(base + at.data).value != probe.ctypes.data
+        or ctypes.c_int.from_address(base + at.ndim).value != 2
+        or not ctypes.c_int.from_address(base + at.flags).value & C_CONTIGUOUS
+        or ctypes.c_int.from_address(id(probe.dtype) + at.type_number).value != probe.dtype.num
+    ):
+        raise RuntimeError(f"NumPy {np.__version__} lays out arrays in a way that mpizero's kernels do not know")
+
+
+@functools.cache
+def address_of(name: str) -> int:
+    """Return the address of a function of Python, or of the libraries that it brings; 0 if there is none."""
+    function = getattr(ctypes.pythonapi, name, None)
+    return (function and ctypes.cast(function, ctypes.c_void_p).value) or 0
+
+
+class _ObjectFile:
+    """Read an x86-64 object file, whose format is that of the System V ABI and its AMD64 supplement, chapter 4.
+
+    Attributes
+    ----------
+    places : dict of int to int
+        Where the sections that belong into memory lie in an image of the file, by number of the section.
+    size : int
+        Bytes of the image.
+    relocations : list of tuple
+        Place in the image, and record, of each address that is to be written.
+    supported : bool
+        Whether all that belongs into memory is contents that do not change, and all addresses are absolute.
+    """
+
+    def __init__(self, code: bytes) -> None:
+        self._code = code
+        (start,), (count,) = struct.unpack_from("<Q", code, 40), struct.unpack_from("<H", code, 60)
+        self._sections = [_Section(*row) for row in np.frombuffer(code, _SECTION, count, start).tolist()]
+        self.places: dict[int, int] = {}
+        self.size, self.supported = 0, True
+        for number, section in enumerate(self._sections):
+            if section.flags & _IN_MEMORY and section.size and section.kind != _UNWINDING:
+                self.supported &= section.kind == _CONTENTS and not section.flags & _WRITABLE
+                self.places[number] = -(-self.size // section.align) * section.align
+                self.size = self.places[number] + section.size
+        table = next(section for section in self._sections if section.kind == _SYMBOLS)
+        self._names = self._sections[table.link].offset
+        self._symbols = [_Symbol(*row) for row in self._rows(_SYMBOL, table)]
+        self.relocations = [
+            (self.places[section.target] + row[0], _Relocation(*row))
+            for section in self._sections
+            if section.kind == _RELOCATIONS and section.target in self.places
+            for row in self._rows(_RELOCATION, section)
+        ]
+        for _, record in self.relocations:
+            self.supported &= record.kind == _ABSOLUTE and self._symbols[record.symbol].section in {0, *self.places}
+
+    def _rows(self, kind: np.dtype[Any], section: _Section) -> Any:
+        return np.frombuffer(self._code, kind, section.size // kind.itemsize, section.offset).tolist()
+
+    def _address(self, symbol: _Symbol, base: int) -> int:
+        if symbol.section:
+            return base + self.places[symbol.section] + int(symbol.value)
+        name = self._name(symbol)
+        if not (found := address_of(name)):
+            raise RuntimeError(f"machine code needs the function {name}, which this process has not")
+        return found
+
+    def _name(self, symbol: _Symbol) -> str:
+        start = self._names + symbol.name
+        return self._code[start : self._code.index(0, start)].decode()
+
+    def write(self, memory: mmap.mmap, base: int) -> None:
+        """Write the image into memory, which begins at the address ``base``."""
+        for number, place in self.places.items():
+            section = self._sections[number]
+            memory[place : place + section.size] = self._code[section.offset : section.offset + section.size]
+        for place, record in self.relocations:
+            address = self._address(self._symbols[record.symbol], base) + record.addend
+            struct.pack_into("<Q", memory, place, address)
+
+    def address(self, function: str, base: int) -> int:
+        """Return the address of a function of the file in an image at the address ``base``."""
+        return next(self._address(s, base) for s in self._symbols if s.section and self._name(s) == function)
+
+
+def _place(code: bytes, entry: str) -> int | None:
+    """Place an object file in memory, where it stays, and return the address of its function ``entry``.
+
+    Return None, and do nothing, if the file is not for x86-64 CPUs, or has more than :class:`_ObjectFile` knows.
+    """
+    if code[:6] != _ELF64 or struct.unpack_from("<H", code, 18)[0] != _X86_64:
+        return None
+    file = _ObjectFile(code)
+    if not file.supported:
+        return None
+    memory = mmap.mmap(-1, file.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))  # never freed, because a kernel may still be running
+    base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    file.write(memory, base)
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    if protect(ctypes.c_void_p(base), ctypes.c_size_t(file.size), mmap.PROT_READ | mmap.PROT_EXEC):
+        raise OSError(ctypes.get_errno(), "written machine code may not run: allow execmem or set NUMBA_DISABLE_JIT=1")
+    return file.address(entry, base)
+
+
+def _place_by_llvm(code: bytes, entry: str) -> int:
+    """Have LLVM load an object file, and return the address of its function ``entry``."""
+    llvm, engine = initialized_llvm(), _engine()
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    address: int = engine.get_function_address(entry)
+    return address
+
+
+@functools.cache
+def _engine() -> Any:
+    """Return the LLVM engine that owns machine code; it is never freed, because a kernel may still be running."""
+    llvm, machine = initialized_llvm(), make_target_machine()
+    return llvm.create_mcjit_compiler(llvm.parse_assembly(f'target triple = "{machine.triple}"'), machine)
+
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_LINKS = 40
+_ANOTHER = "set MPIZERO_CACHE_DIR to a folder that only you can write"
+
+
+class UnsafeFolderError(PermissionError):
+    """Raised for a folder to which other users can write.
+
+    Attributes
+    ----------
+    remedy : str
+        What the user can do about it. (The message of the exception says what is wrong.)
+    """
+
+    def __init__(self, path: str, wrong: str, remedy: str) -> None:
+        super().__init__(f"{path} {wrong}")
+        self.remedy = remedy
+
+
+def foreign(found: os.stat_result) -> str:
+    """Return the reason why other users could have written a file or folder; "" if only this user or root could.
+
+    ``found`` is the status of the file or folder.
+    """
+    if found.st_uid not in (0, os.geteuid()):
+        return f"belongs to user {found.st_uid}"
+    if found.st_mode & _OTHERS_WRITE:
+        who = "all users" if found.st_mode & stat.S_IWOTH else f"group {found.st_gid}"
+        return f"can be written by {who} (mode {stat.S_IMODE(found.st_mode):04o})"
+    return ""
+
+
+def make_folder(root: Path, name: str) -> Path:
+    """Return the path of the folder ``name`` in ``root``, after making all folders of the path that are missing.
+
+    Only this user can read and write the folders made.
+
+    Raises
+    ------
+    UnsafeFolderError
+        If other users can write to ``root`` or to the folder, or replace one of them.
+    OSError
+        If a folder cannot be made.
+    """
+    for folder in (*reversed(root.parents), root, root / name):
+        if not folder.is_dir():
+            with suppress(FileExistsError):
+                folder.mkdir(0o700)
+        if folder in (root, root / name):
+            require_private(folder)
+    return root / name
+
+
+def require_private(folder: Path) -> None:
+    """Raise :class:`UnsafeFolderError` if other users than this one and root can write to a folder or replace it."""
+    *above, (path, found) = _way(folder)
+    for step, parent in above:
+        _require_way(step, parent)
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+    if wrong := foreign(found):
+        remedy = _ANOTHER
+        if found.st_uid == os.geteuid():  # what lies in it may be theirs: closing it is not enough
+            import shlex
+
+            remedy = f"rm -r {shlex.quote(path)} (it is compiled again)"
+        raise UnsafeFolderError(path, wrong, remedy)
+
+
+def own_folder(base: Path, name: str) -> Path:
+    """Return the path of a folder in ``base`` (a folder for all users, such as /tmp) that only this user can write.
+
+    The folder is made if there is none yet. All processes of this user on a node get the same folder. If another user
+    has a folder called ``name``, this user's folder is called ``name-`` and random letters. If this user has several
+    such folders, the first one in alphabetical order is returned, so that processes that run at the same time agree.
+
+    Raises
+    ------
+    OSError
+        If such a folder cannot be made.
+    """
+    for step, parent in _way(base):
+        _require_way(step, parent)
+    if _first_own(base, name) is None:
+        with suppress(FileExistsError):
+            os.mkdir(base / name, 0o700)
+    if _first_own(base, name) is None:
+        from tempfile import mkdtemp
+
+        mkdtemp(prefix=f"{name}-", dir=base)
+    if (found := _first_own(base, name)) is None:
+        raise PermissionError(errno.EACCES, "a folder made here can be written by others", str(base))
+    return found
+
+
+def _first_own(base: Path, name: str) -> Path | None:
+    for taken in sorted(os.listdir(base)):
+        if taken == name or taken.startswith(f"{name}-"):
+            with suppress(FileNotFoundError):
+                found = os.lstat(base / taken)
+                if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not foreign(found):
+                    return base / taken
+    return None
+
+
+def _require_way(path: str, found: os.stat_result) -> None:
+    """Raise :class:`UnsafeFolderError` if a folder or link on the path to a folder is unsafe.
+
+    ``found`` is the status of the folder or link. [Note: who may write] says what is safe.
+    """
+    if stat.S_ISLNK(found.st_mode):
+        if found.st_uid not in (0, os.geteuid()):
+            raise UnsafeFolderError(path, f"is a link of user {found.st_uid}", _ANOTHER)
+    elif found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        raise UnsafeFolderError(path, "can be written by all users and has no sticky bit", _ANOTHER)
+
+
+def _way(path: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield (path, status) of every folder and symbolic link on the path to a folder, from / to the folder itself."""
+    place, links = "/", 0
+    rest = list(reversed(Path(os.path.abspath(path)).parts[1:]))
+    yield place, os.lstat(place)
+    while rest:
+        name = rest.pop()
+        step = os.path.dirname(place) if name == ".." else os.path.join(place, name)
+        found = os.lstat(step)
+        yield step, found
+        if not stat.S_ISLNK(found.st_mode):
+            place = step
+            continue
+        links += 1
+        if links > _LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+        target = os.readlink(step)
+        place = "/" if target.startswith("/") else place
+        rest += [part for part in reversed(target.split("/")) if part not in ("", ".")]
+
+
+_DIGEST = 32
+_OTHER_SETTINGS = ("NUMBA_CACHE_DIR", "NUMBA_ENABLE_CUDASIM", "NUMBA_NUM_THREADS")  # they change no machine code
+
+
+class CacheFolder(NamedTuple):
+    """Describe the folder of compiled kernels.
+
+    Attributes
+    ----------
+    path : pathlib.Path
+        The folder that is used.
+    refused : str
+        If other users can write to the folder that should be used, a text that says why it is not; otherwise "".
+    remedy : str
+        If ``refused`` is not empty, what the user can do to have that folder used; otherwise "".
+    """
+
+    path: Path
+    refused: str = ""
+    remedy: str = ""
+
+
+def _wanted() -> Path | None:
+    """Return the folder in which to put the cache: ``MPIZERO_CACHE_DIR``, or ``mpizero`` in the user's cache folder.
+
+    The user's cache folder is ``XDG_CACHE_HOME`` or ``~/.cache``. Return None if the user has no home folder.
+    """
+    if configured := os.environ.get("MPIZERO_CACHE_DIR"):
+        if (path := os.path.expanduser(configured)).startswith("~"):
+            raise ConfigError(f"MPIZERO_CACHE_DIR={configured}: there is no such home folder; give the whole path")
+        return Path(os.path.abspath(path))
+    caches = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(caches):  # which its specification wants ignored
+        caches = os.path.expanduser("~/.cache")
+    return Path(caches) / "mpizero" if os.path.isabs(caches) else None  # without a home, "~" stays as it is
+
+
+def _own_root() -> Path:
+    """Return a folder in /tmp (or another temporary folder for all users) that only this user can write.
+
+    Raise PermissionError if no such folder can be made.
+    """
+    import tempfile
+
+    tried = []
+    for base in dict.fromkeys((tempfile.gettempdir(), "/var/tmp", "/dev/shm")):
+        try:
+            return own_folder(Path(base), f"mpizero-{os.geteuid()}")
+        except OSError as error:
+            tried.append(str(error))
+    raise PermissionError(
+        f"no place for compiled kernels that only you can write: {'; '.join(tried)}; "
+        "set MPIZERO_CACHE_DIR to a folder of your own"
+    )
+
+
+def _choose_folder(name: str) -> CacheFolder:
+    """Make the folder ``name`` where :func:`_wanted` says or, if that is unsafe or not possible, in :func:`_own_root`.
+
+    If ``MPIZERO_CACHE_DIR`` is set and the folder cannot be made there, raise OSError.
+    """
+    root, refused = _wanted(), None
+    try:
+        if root is not None:
+            path = make_folder(root, name)
+            if os.environ.get("MPIZERO_CACHE_DIR") or os.access(path, os.W_OK | os.X_OK):
+                return CacheFolder(path)
+    except UnsafeFolderError as error:
+        refused = error
+    except OSError:  # a home that is full or read-only; a folder that was asked for by name has to be there
+        if os.environ.get("MPIZERO_CACHE_DIR"):
+            raise
+    path = make_folder(_own_root(), name)
+    if refused is None:
+        return CacheFolder(path)
+    return CacheFolder(path, f"{refused}: no machine code is loaded from there, it is kept in {path}", refused.remedy)
+
+
+def _version_file(package: str) -> bytes:
+    """Return the contents of a package's ``_version.py``, without importing the package (numba takes 0.4 s)."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(f"{package} is needed to compile kernels: pip install numba", name=package)
+    return Path(spec.origin).with_name("_version.py").read_bytes()
+
+
+@functools.cache
+def find_folder(cpu: str) -> CacheFolder:
+    """Find or make the cache folder for this version of the kernels and for a CPU; ``cpu`` is its name and features.
+
+    If other users can write to the folder that should be used, another one is used, and one process of each node prints
+    a notice.
+
+    Raises
+    ------
+    OSError
+        If no folder can be made; the message names those that were tried.
+    """
+    digest = hashlib.sha256()
+    package = os.path.dirname(__file__)
+    for where, _, names in sorted(os.walk(package)):
+        for name in sorted(name for name in names if name.endswith(".py")):
+            digest.update(f"{where.removeprefix(package)}/{name}\n".encode())
+            digest.update(Path(where, name).read_bytes())
+    for compiler in ("numba", "llvmlite"):
+        digest.update(_version_file(compiler))
+    settings = sorted((k, v) for k, v in os.environ.items() if k.startswith("NUMBA_") and k not in _OTHER_SETTINGS)
+    digest.update(repr((sys.version_info[:3], sys.abiflags, cpu, settings)).encode())
+    found = _choose_folder(f"kernels-{digest.hexdigest()[:24]}")
+    if found.refused and speaks():
+        notice(f"kernels: {found.refused}; {found.remedy}")
+    return found
+
+
+def speaks() -> bool:
+    """Tell whether this process prints notices about the cache: the first one of each node does."""
+    return launched_place(os.environ) == 0
+
+
+def folder(cpu: str) -> Path:
+    """Return the path of the cache folder for this version of the kernels and for a CPU; make it if it is missing."""
+    return find_folder(cpu).path
+
+
+def interpreted() -> bool:
+    """Tell whether kernels run as plain Python (``NUMBA_DISABLE_JIT`` is set), for debugging and coverage."""
+    return os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0")
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file while the context is active; if the process dies, the lock is released.
+
+    If the file system has no locks, do nothing.
+    """
+    import fcntl
+
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        with suppress(OSError):  # without locks several processes compile the same bytes, and the last rename wins
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
+
+
+def _read(path: Path) -> bytes | None:
+    """Return the machine code in a file; None if the file is missing or damaged, or others could have written it."""
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with open(number, "rb") as file:
+        found = os.fstat(number)
+        if wrong := foreign(found):
+            notice(f"kernels: {path} {wrong}: not loaded, but compiled again")
+        if wrong or not stat.S_ISREG(found.st_mode):
+            return None
+        stored = file.read()
+    code = stored[_DIGEST:]
+    return code if hashlib.sha256(code).digest() == stored[:_DIGEST] else None
+
+
+def load_or_build(path: Path, build: Callable[[], bytes]) -> bytes:
+    """Return the machine code stored in the file ``path``.
+
+    If the file is missing or damaged, or other users could have written it, one process of the node calls ``build``,
+    which returns the machine code, and stores it with a checksum. The other processes wait for it.
+    """
+    if (code := _read(path)) is not None:
+        return code
+    with _locked(path.with_suffix(".lock")):
+        if (code := _read(path)) is not None:
+            return code
+        import tempfile
+
+        code = build()
+        number, temporary = tempfile.mkstemp(prefix=f"{path.stem}.", dir=path.parent)  # of mode 0600
+        with open(number, "wb") as file:
+            file.write(hashlib.sha256(code).digest() + code)
+        os.replace(temporary, path)
+    return code

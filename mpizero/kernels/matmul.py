@@ -1,0 +1,487 @@
+"""Multiply two matrices on the CPU, with the same bits whatever the shape around an element is.
+
+The left operand is cut into blocks that stay in the cache and the right one into panels as wide as a tile; both are
+packed, that is copied into the order in which tiles read them (Goto and van de Geijn, *Anatomy of High-Performance
+Matrix Multiplication*, 2008). While a tile computes, the next panel is prefetched.
+
+[Note: equal bits] An element is a sum over the inner axis. ``DEPTH`` terms at a time are added in ascending order, each
+by a fused multiply-add, and then these sums in ascending order. Nothing else enters: neither the numbers of rows and
+columns, nor the element's place, nor strides, nor threads, nor the CPU.
+
+Load a BLAS library other than NumPy's, and multiply with it.
+
+Multiply matrices on the CPU, by this package's kernel, by NumPy or by a BLAS library of the user's choice.
+
+It is chosen once in a process. The environment variable ``MPIZERO_BLAS`` is ``mpizero``, ``numpy``, or the path of a
+library with the C interface of BLAS. Without it, Intel's MKL is used if the package ``mkl`` is installed; otherwise the
+kernel of :mod:`mpizero.kernels.matmul`, or NumPy's BLAS on a CPU without fused multiply-adds.
+
+The kernel multiplies as many matrices at once as NumPy's BLAS has threads, which ``ShardingConfig(threads=...)`` sets.
+The number of threads changes no bit of its products.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpizero._util.text import installed_version
+from mpizero.errors import ConfigError
+from mpizero.kernels import jit
+from mpizero.kernels.jit import apart, kernel
+from mpizero.kernels.machine_code import interpreted
+from mpizero.kernels.matmul_tile import HIGH, LOW, UNROLL, VECTOR, SumsTile, VectorCopy, VectorTranspose, tile_columns
+from mpizero.types import Array
+
+#: Terms of a sum that are added before the sum is stored. Longer is faster, up to the size of a cache; shorter is more
+#: accurate.
+DEPTH = 1024
+#: Bytes of one column of a block of the left operand: 480 rows of float32.
+_BLOCK = 1920
+_high, _low, _one = SumsTile(HIGH), SumsTile(LOW), SumsTile(1)
+_copy_one, _copy_rows, _copy_columns = VectorCopy(1), VectorCopy(HIGH), VectorCopy()
+_transpose, _transpose_rest = VectorTranspose(), VectorTranspose(HIGH)
+#: Panels that are packed at once, and their bytes, at most: rows of the right operand lie in one page after the other.
+_MOST_PANELS, _PANEL_BYTES = 8, 1 << 18
+#: Tiles whose rows are packed at once, where these are columns of the left operand in memory.
+_TOGETHER = 4
+_LINE = 64
+
+
+def memory_size(rows: int, depth: int, itemsize: int) -> int:
+    """Return the number of elements of temporary memory that :func:`product` needs for ``rows`` and inner ``depth``."""
+    terms, wide = min(depth, DEPTH), tile_columns(itemsize)
+    panels = max(wide * terms, min(_MOST_PANELS * wide * terms, _PANEL_BYTES // itemsize))
+    return min(rows, _BLOCK // itemsize) * terms + panels + 2 * (VECTOR + _LINE) // itemsize
+
+
+@kernel("bool(const T[:,:], const T[:,:], T[:,:], T[::1])")
+def product(a: Array, b: Array, c: Array, memory: Array) -> bool:
+    """Write ``a @ b`` to ``c``; return False and do nothing if matrices lie in memory in a way that it cannot read.
+
+    No axis has length 0. Rows or columns of ``a`` and ``b``, and rows of ``c``, must be contiguous. ``memory`` is
+    temporary, of :func:`memory_size` elements.
+    """
+    item, wide = c.itemsize, tile_columns(c.itemsize)
+    (rows, depth), columns = a.shape, b.shape[1]
+    a_rows, b_rows = by_rows(a), by_rows(b)
+    if not ((a_rows or by_columns(a)) and (b_rows or by_columns(b)) and by_rows(c)):
+        return False
+    a_step, b_step = a.strides[0 if a_rows else 1] // item, b.strides[0 if b_rows else 1] // item
+    c_step, block = c.strides[0] // item, _BLOCK // item
+    for start in range(0, depth, DEPTH):  # numba wants steps that are constants: others might be 0 and raise
+        terms = min(DEPTH, depth - start)
+        right = first_line(memory, min(rows, block) * terms + VECTOR // item)
+        together = _MOST_PANELS
+        while together > 1 and together * wide * terms * item > _PANEL_BYTES:
+            together //= 2
+        for number in range((rows + block - 1) // block):
+            top = number * block
+            height = min(block, rows - top)
+            at = top * a_step + start if a_rows else start * a_step + top
+            pack_left(a, at, a_step, a_rows, height, terms, memory, 0)
+            left = 0
+            while left < columns:
+                width = min(wide, columns - left)
+                panels = min(together, (columns - left) // wide) if width == wide and b_rows else 1
+                at = start * b_step + left if b_rows else left * b_step + start
+                pack_right(b, at, b_step, b_rows, width, panels, terms, memory, right)
+                further = columns - left - panels * wide >= panels * wide
+                ahead = next_panels(at, b_step, b_rows, panels, terms, item) if further else nothing_ahead()
+                for panel in range(panels):
+                    at, to = right + panel * wide * terms, top * c_step + left + panel * wide
+                    tiles(memory, 0, at, height, terms, c, to, c_step, width, start == 0, b, ahead)
+                    ahead = after_tiles(ahead, height // HIGH)
+                left += panels * width
+    return True
+
+
+def by_rows(x: Any) -> Any:
+    """Tell whether the rows of a matrix are contiguous."""
+    return x.strides[1] == x.itemsize or x.shape[1] == 1
+
+
+def by_columns(x: Any) -> Any:
+    """Tell whether the columns of a matrix are contiguous."""
+    return x.strides[0] == x.itemsize or x.shape[0] == 1
+
+
+def first_line(memory: Any, index: Any) -> Any:
+    """Return the first index from ``index`` on at which a cache line begins."""
+    past = (np.int64(memory.ctypes.data) + index * memory.itemsize) % _LINE
+    return index + (_LINE - past) % _LINE // memory.itemsize
+
+
+def nothing_ahead() -> Any:
+    """Return a plan that prefetches nothing: see :func:`next_panels`."""
+    return 0, 0, 1, -1, 0, 0
+
+
+def next_panels(at: Any, step: Any, by_rows: Any, panels: Any, terms: Any, item: Any) -> Any:
+    """Return how tiles prefetch the panels that follow those at index ``at``.
+
+    These are: the index where the first tile begins, the distance to where the next one does, the number of tiles, and
+    the arguments ``mask``, ``step`` and ``line`` of a tile. Of contiguous rows a tile fetches all lines of some rows,
+    as every row may lie in a page of its own; of contiguous columns it fetches one line's width of them, and of these
+    as much as it has steps for.
+    """
+    wide, line, steps = tile_columns(item), _LINE // item, terms // UNROLL
+    if by_rows:
+        lines = panels * wide // line
+        return at + panels * wide, steps // lines * step, lines * UNROLL, lines - 1, line, step // lines
+    return at + wide * step, line * step if UNROLL == 1 else steps, wide // line * UNROLL, line - 1, step, 1
+
+
+def after_tiles(ahead: Any, count: Any) -> Any:
+    """Return what is left to prefetch after ``count`` tiles."""
+    at, further, tiles_left, mask, step, line = ahead
+    done = min(count, tiles_left - 1)
+    return at + done * further, further, tiles_left - done, mask, step, line
+
+
+@apart
+def tiles(
+    memory: Any, left: Any, right: Any, rows: Any, terms: Any, c: Any, c_at: Any, c_step: Any, columns: Any, first: Any,
+    b: Any, ahead: Any,
+) -> None:  # fmt: skip
+    """Compute the tiles of the packed block at index ``left`` of ``memory`` by the packed panel at index ``right``.
+
+    They go to ``c`` from index ``c_at`` on. Meanwhile they prefetch parts of ``b``: see :func:`next_panels`.
+    """
+    place, further, tiles_left, mask, step, line = ahead
+    row = 0
+    while rows - row >= HIGH:
+        at, packed = c_at + row * c_step, left + row * terms
+        _high(memory, packed, memory, right, terms, c, at, c_step, columns, first, b, place, mask, step, line)
+        row, tiles_left = row + HIGH, tiles_left - 1
+        if tiles_left > 0:
+            place += further
+    while rows - row >= LOW:
+        at, packed = c_at + row * c_step, left + row * terms
+        _low(memory, packed, memory, right, terms, c, at, c_step, columns, first, b, place, mask, step, line)
+        row += LOW
+    while rows - row >= 1:
+        at, packed = c_at + row * c_step, left + row * terms
+        _one(memory, packed, memory, right, terms, c, at, c_step, columns, first, b, place, mask, step, line)
+        row += 1
+
+
+@apart
+def pack_left(a: Any, at: Any, step: Any, by_rows: Any, rows: Any, terms: Any, memory: Any, first: Any) -> None:
+    """Copy ``rows`` rows of ``terms`` elements, from index ``at`` of ``a`` on, to index ``first`` of ``memory``.
+
+    They are stored in the order in which tiles read them.
+    """
+    row = 0
+    while row < rows:
+        left, to, whole = rows - row, first + row * terms, 0
+        height = HIGH if left >= HIGH else (LOW if left >= LOW else 1)
+        place = at + row * step if by_rows else at + row
+        if height == HIGH and by_rows:
+            whole = pack_transposed(a, place, step, HIGH, terms, memory, to)
+        elif height == HIGH:
+            whole, together = terms, min(left // HIGH, _TOGETHER)  # several tiles' rows share lines of the cache
+            for p in range(terms):
+                for tile in range(together):
+                    _copy_rows(a, place + p * step + tile * HIGH, memory, to + (tile * terms + p) * HIGH)
+            row += (together - 1) * HIGH
+        for i in range(height):
+            for p in range(whole, terms):
+                _copy_one(a, place + (i * step + p if by_rows else i + p * step), memory, to + p * height + i)
+        row += height
+
+
+@apart
+def pack_right(
+    b: Any, at: Any, step: Any, by_rows: Any, columns: Any, panels: Any, terms: Any, memory: Any, right: Any
+) -> None:  # fmt: skip
+    """Copy ``terms`` rows of ``columns`` elements, from index ``at`` of ``b`` on, to index ``right`` of ``memory``.
+
+    Columns that the tile has beyond them become 0. Of contiguous rows, ``panels`` such panels are copied at once.
+    """
+    wide, whole = tile_columns(b.itemsize), 0
+    if columns == wide and by_rows:
+        whole = terms
+        for p in range(terms):
+            for panel in range(panels):
+                _copy_columns(b, at + p * step + panel * wide, memory, right + (panel * terms + p) * wide)
+    elif columns == wide:
+        whole = pack_transposed(b, at, step, wide, terms, memory, right)
+    else:
+        memory[right : right + terms * wide] = 0
+    for j in range(columns):
+        for p in range(whole, terms):
+            _copy_one(b, at + (p * step + j if by_rows else j * step + p), memory, right + p * wide + j)
+
+
+def pack_transposed(x: Any, at: Any, step: Any, count: Any, terms: Any, memory: Any, to: Any) -> Any:
+    """Copy ``count`` rows of ``terms`` elements to ``memory``, one column after the other; return how many columns.
+
+    These are as many as fill whole vectors. ``count`` is the height of a high tile, or its number of columns. The
+    rows that fill no vector go first, since what is stored beyond them is overwritten then.
+    """
+    lanes = VECTOR // x.itemsize
+    rest = count % lanes
+    for number in range(terms // lanes):
+        p = number * lanes
+        if rest:
+            _transpose_rest(x, at + (count - rest) * step + p, step, memory, to + p * count + count - rest, count)
+        for group in range(count // lanes):
+            i = group * lanes
+            _transpose(x, at + i * step + p, step, memory, to + p * count + i, count)
+    return terms // lanes * lanes
+
+
+VARIABLE = "MPIZERO_BLAS"
+
+#: Prefixes of the functions' names; the second one is used by SciPy's own OpenBLAS.
+_PREFIXES = ("", "scipy_")
+_ROW_MAJOR, _AS_IT_IS, _TRANSPOSED = 101, 111, 112
+_LARGEST = 2**31 - 1
+#: Setting of MKL ("conditional numerical reproducibility", strict) that gives the same bits for any alignment of arrays
+#: and any number of threads.
+_STRICT = 0x10000
+_PRODUCT = (
+    *(ctypes.c_int,) * 6,
+    None,  # alpha
+    ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int,
+    None,  # beta
+    ctypes.c_void_p, ctypes.c_int,
+)  # fmt: skip
+
+
+class BlasLibrary:
+    """Represent a BLAS library other than NumPy's.
+
+    Parameters
+    ----------
+    path : str or Path
+        Path of the shared library.
+
+    Attributes
+    ----------
+    path : str
+        The path as given.
+    name : str
+        MKL's name and version; for another library the name of its file.
+    share : str
+        Which products it is asked for.
+
+    Raises
+    ------
+    ConfigError
+        If the library cannot be loaded, or lacks ``cblas_sgemm`` or ``cblas_dgemm``.
+    """
+
+    #: Least number of multiplications for which the library is called; such a call takes some 4 microseconds.
+    least = 1 << 20
+    share = "large products"
+
+    def __init__(self, path: str | Path) -> None:
+        way_out = f"set {VARIABLE} to a BLAS library with the C interface, to 'mpizero' or to 'numpy'"
+        try:
+            found = ctypes.CDLL(str(path))
+            prefix = next((prefix for prefix in _PREFIXES if hasattr(found, f"{prefix}cblas_sgemm")), "")
+            single, double = (getattr(found, f"{prefix}cblas_{kind}gemm") for kind in "sd")
+        except (OSError, AttributeError) as error:
+            raise ConfigError(f"{VARIABLE}: cannot multiply with {path}: {error}; {way_out}") from None
+        self.path = str(path)
+        self.name = _make_mkl_reproducible(found) if hasattr(found, "MKL_CBWR_Set") else Path(path).name
+        self._products: dict[str, Any] = {"f": _typed(single, ctypes.c_float), "d": _typed(double, ctypes.c_double)}
+
+    @staticmethod
+    def memory(a: Array) -> None:
+        """Return nothing: the library has temporary memory of its own."""
+
+    def product(self, a: Array, b: Array, out: Array) -> bool:
+        """Write ``a @ b`` to ``out`` and return True; return False and do nothing if the library cannot compute it.
+
+        The three arrays are two-dimensional. The library can multiply arrays of one dtype, float32 or float64, whose
+        rows (or, for an operand, columns) are contiguous. ``out`` must not overlap an operand.
+        """
+        product = self._products.get(out.dtype.char)
+        left, right, result = _order(a), _order(b), _order(out)
+        rows, columns = out.shape
+        if product is None or not (left and right and result) or result[0] != _AS_IT_IS:
+            return False
+        if not (a.dtype == b.dtype == out.dtype and out.flags.writeable):
+            return False
+        if a.shape != (rows, b.shape[0]) or b.shape[1] != columns:
+            return False
+        product(
+            _ROW_MAJOR, left[0], right[0], rows, columns, a.shape[1],
+            1.0, a.ctypes.data, left[1], b.ctypes.data, right[1], 0.0, out.ctypes.data, result[1],
+        )  # fmt: skip
+        return True
+
+
+def _order(x: Array) -> tuple[int, int] | None:
+    """Return BLAS's transposition flag and leading dimension (in elements) for a matrix, or None.
+
+    None means that BLAS cannot read the matrix, because neither its rows nor its columns are contiguous, or because it
+    is too large for 32-bit integers.
+    """
+    (rows, columns), (down, across), size = x.shape, x.strides, x.itemsize
+    if across == size and down >= columns * size and down % size == 0:
+        order, leading = _AS_IT_IS, down // size
+    elif down == size and across >= rows * size and across % size == 0:
+        order, leading = _TRANSPOSED, across // size
+    else:
+        return None
+    return (order, leading) if max(leading, rows, columns) <= _LARGEST else None
+
+
+def _typed(function: Any, scalar: Any) -> Any:
+    function.argtypes = tuple(scalar if kind is None else kind for kind in _PRODUCT)
+    function.restype = None
+    return function
+
+
+def _make_mkl_reproducible(found: ctypes.CDLL) -> str:
+    """Make MKL compute the same bits in every run; return its name and version.
+
+    If the user has set the environment variable ``MKL_CBWR``, leave MKL's setting as it is.
+    """
+    if not os.environ.get("MKL_CBWR"):
+        branch = found.MKL_CBWR_Get_Auto_Branch()
+        if found.MKL_CBWR_Set(branch | _STRICT):
+            found.MKL_CBWR_Set(branch)
+    text = ctypes.create_string_buffer(256)
+    found.MKL_Get_Version_String(text, len(text))
+    return text.value.decode(errors="replace").strip()
+
+
+def installed_mkl() -> Path | None:
+    """Return the library in the installed package ``mkl``, or None."""
+    if installed_version("mkl") is None:
+        return None
+    from importlib import metadata
+
+    files = metadata.distribution("mkl").files or ()
+    libraries = sorted(str(file.locate()) for file in files if file.name.startswith("libmkl_rt.so"))
+    return next((path for path in map(Path, reversed(libraries)) if path.exists()), None)
+
+
+#: NumPy's own; a subclass of its array may have another.
+_NUMPY_UFUNC = np.ndarray.__array_ufunc__
+#: Least number of multiplications of a thread's part of a product: 0.2 ms, as much as a second thread takes to begin.
+_WORTH_A_THREAD = 1 << 23
+#: Rows and columns of a thread's part are multiples of these, which are whole tiles of every CPU.
+_ROWS, _COLUMNS = 12, 64
+
+
+class KernelProducts:
+    """Multiply by this package's kernel: see [Note: equal bits] in :mod:`mpizero.kernels.matmul`."""
+
+    name, share, least = "mpizero's kernel", "products of layers", 0
+
+    def __init__(self) -> None:
+
+        self._kernel, self._memory_size = product, functools.lru_cache(memory_size)
+
+    def memory(self, a: Array) -> Array:
+        """Return the temporary memory for a product whose left operand is ``a``."""
+        return np.empty(self._memory_size(*a.shape, a.itemsize), a.dtype)
+
+    def product(self, a: Array, b: Array, out: Array) -> bool:
+        """Write ``a @ b`` to ``out`` and return True; return False and do nothing if the shapes or dtypes do not fit.
+
+        The dtype is float32 or float64. ``out`` must not overlap an operand.
+        """
+        (rows, depth), columns, dtype = a.shape, b.shape[1], out.dtype
+        if b.shape[0] != depth or out.shape != (rows, columns) or dtype.char not in "fd":
+            return False
+        if not (a.dtype == b.dtype == dtype and dtype.isnative and out.flags.writeable):
+            return False
+        work = rows * depth * columns
+        if work >= 2 * _WORTH_A_THREAD and (parts := threads_for(work)) > 1:
+            self._in_parts(a, b, out, parts)
+        elif work:
+            self._part(a, b, out)
+        else:
+            out[...] = 0
+        return True
+
+    def _in_parts(self, a: Array, b: Array, out: Array, parts: int) -> None:
+        """Divide the longer side of ``out`` by ``parts``, and compute each part in a thread of its own."""
+        rows, columns = out.shape
+        if rows >= columns:
+            tasks = [functools.partial(self._part, a[part], b, out[part]) for part in jit.parts_of(rows, parts, _ROWS)]
+        else:
+            cut = jit.parts_of(columns, parts, _COLUMNS)
+            tasks = [functools.partial(self._part, a, b[:, part], out[:, part]) for part in cut]
+        jit.run_tasks(tasks, parts)
+
+    def _part(self, a: Array, b: Array, out: Array) -> None:
+        """Compute one thread's part of a product, in temporary memory of its own."""
+        memory = self.memory(a)
+        if not self._kernel(a, b, out, memory):
+            result = np.empty_like(out, order="C")
+            self._kernel(np.ascontiguousarray(a), np.ascontiguousarray(b), result, memory)
+            out[...] = result
+
+
+def threads_for(multiplications: int) -> int:
+    """Return how many threads to use for a product: see :func:`mpizero.kernels.jit.threads_for`."""
+    return jit.threads_for(multiplications, _WORTH_A_THREAD)
+
+
+@functools.cache
+def library() -> KernelProducts | BlasLibrary | None:
+    """Return what multiplies instead of NumPy's BLAS, or None for NumPy's BLAS.
+
+    Raises
+    ------
+    ConfigError
+        If ``MPIZERO_BLAS`` names a library that cannot be used, or the kernel on a CPU that cannot run it.
+    """
+    asked = os.environ.get(VARIABLE, "")
+    if asked == "numpy":
+        return None
+    if asked not in ("", "mpizero"):
+        return BlasLibrary(asked)
+    if not asked and (found := installed_mkl()) is not None:
+        return BlasLibrary(found)
+    if fuses():
+        return KernelProducts()
+    if asked:
+        raise ConfigError(f"{VARIABLE}=mpizero: this CPU has no fused multiply-add of vectors; set {VARIABLE}=numpy")
+    return None
+
+
+def by_kernels(x: Array) -> bool:
+    """Tell whether this package's kernels multiply NumPy arrays like ``x``, of float32 or float64."""
+    return type(x) is np.ndarray and x.dtype.char in "fd" and isinstance(library(), KernelProducts)
+
+
+def fuses() -> bool:
+    """Tell whether the kernel can run here: compiled, on a CPU that multiplies and adds vectors with one rounding."""
+    if interpreted():
+        return False
+    from mpizero.kernels.matmul_tile import registers
+
+    return registers()[0] > 0
+
+
+def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
+    """Return ``a @ b`` of NumPy arrays, computed by what :func:`library` returns.
+
+    If ``out`` is given, the product is written to it, and ``out`` is returned.
+    """
+    chosen = library()
+    if chosen is None or a.ndim != 2 or b.ndim != 2 or (chosen.least and prod(a.shape) * b.shape[1] < chosen.least):
+        return np.matmul(a, b, out=out)
+    plain = type(a) is type(b) is np.ndarray and (out is None or type(out) is np.ndarray)
+    if not plain and any(type(x).__array_ufunc__ is not _NUMPY_UFUNC for x in (a, b, out) if x is not None):
+        memory = chosen.memory(a)  # for those who measure what a product takes, by arrays that do not compute it
+        result: Array = np.matmul(a, b, out=out)
+        del memory
+        return result
+    result = np.empty((a.shape[0], b.shape[1]), a.dtype) if out is None else out
+    return result if chosen.product(a, b, result) else np.matmul(a, b, out=out)
