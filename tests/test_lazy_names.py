@@ -48,11 +48,11 @@ def test_a_module_is_imported_when_a_name_of_it_is_used():
     code = """
 import sys
 import mpizero as mz
-known = lambda: {name for name in ("numpy", "mpizero.nn", "mpizero.nn.models.mlp") if name in sys.modules}
+known = lambda: {name for name in ("numpy", "mpizero.nn", "mpizero.nn.models") if name in sys.modules}
 assert known() == set(), known()
 mz.nn
 assert known() == {"mpizero.nn"}, known()
-assert mz.nn.MLP.__name__ == "MLP" and "mpizero.nn.models.mlp" in sys.modules
+assert mz.nn.MLP.__name__ == "MLP" and "mpizero.nn.models" in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -105,7 +105,7 @@ TYPING_CYCLES: dict[frozenset[str], str] = {
     )
 }
 #: What a module imports late, of modules that import it, and why that is right.
-LATE = {("mpizero.nn.layer", "mpizero.nn.split.split_forms"): "any layer can be split, and the split forms are layers"}
+LATE = {("mpizero.nn.layer", "mpizero.nn.tensor_parallel"): "any layer can be split, and the split forms are layers"}
 #: Public classes of one name, and why that is right.
 TWO_CLASSES = {
     "Layer": "the protocol in types.py and the base class of the layers that follow it",

@@ -2,7 +2,7 @@
 
 This is for small batches on a CPU, where calling a NumPy function takes longer than its arithmetic. There is no such
 kernel for GPUs, where the kernels and products of the layers are faster. All parameters are in one flat array,
-``params``, in the order in which :mod:`mpizero.nn.models.predictor` packs them; a weight has the shape (inputs,
+``params``, in the order in which :mod:`mpizero.nn.models` packs them; a weight has the shape (inputs,
 outputs).
 """
 

@@ -1,23 +1,152 @@
-"""Define the base class of all layers, which hold settings only: no parameters, caches or gradients."""
+"""Describe a model as plain data: the nodes of its computation, for tools that draw, check or translate it.
+
+Count the floating-point work of layers by the matrix products that they make.
+
+Define the base class of all layers, which hold settings only: no parameters, caches or gradients.
+
+Check the settings that layers are made with.
+
+Describe a part of a sample, for the random masks of its elements.
+
+List a model's arrays of whole numbers, such as counters of batches, and make their start values.
+
+Add the name of the block or layer in which an error occurred to the error's message.
+
+Define the base class of layers that run another layer in a different way.
+
+Define the base class of layers whose caller can add their last bias, fused into the next operation on the output.
+
+Define the base class of layers that must know where in the whole sequences the positions of their input lie.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpizero.errors import ConfigError, UnsupportedError
-from mpizero.layout.flat import nested
-from mpizero.nn.graph import Graph, NodeOutput
-from mpizero.nn.operations import Operations
-from mpizero.types import EVALUATE, Array, Group, IntegerSpec, ParameterSpec, Params, Run
+from mpizero._util.checks import fraction, require, unmasked, whole
+from mpizero.errors import CollectiveError, ConfigError, LayoutError, MpizeroError, PeerFailure, UnsupportedError
+from mpizero.layout.flat import joined, nested
+from mpizero.types import (
+    EVALUATE,
+    INTEGER_DTYPES,
+    Array,
+    BlockModel,
+    Group,
+    Init,
+    IntegerSpec,
+    ParameterSpec,
+    Params,
+    Run,
+)
+
+#: Version of the description. It is raised when a program written for the old version would misread the new one.
+FORMAT = "mpizero computation graph 1"
+
+
+class NodeOutput(NamedTuple):
+    """Hold the name of a node of the graph and the shape of its output for one sample."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass
+class Graph:
+    """Collect nodes in the order of evaluation; see :func:`mpizero.nn.export_computation_graph`."""
+
+    nodes: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(
+        self, op: str, name: str, inputs: tuple[NodeOutput, ...], shape: tuple[int, ...], **attributes: Any
+    ) -> NodeOutput:
+        """Append a node without parameters and return its output.
+
+        ``op`` is the node's operation, ``inputs`` are outputs of earlier nodes, and ``shape`` is the shape of the
+        output for one sample. ``attributes`` are the node's settings.
+        """
+        return self._append(op, name, inputs, shape, {"parameters": [], "attributes": attributes})
+
+    def add_layer(self, layer: Any, name: str, source: NodeOutput, shape: tuple[int, ...]) -> NodeOutput:
+        """Append a layer as one node, with its parameters' global names and its settings; return the node's output.
+
+        ``source`` is the layer's input, and ``shape`` the shape of its output for one sample.
+        """
+        parameters = [
+            {"name": spec.tied or joined(name, spec.name), "shape": list(spec.shape), "tied": spec.tied is not None}
+            for spec in layer.specs()
+        ]
+        settings = {item.name: getattr(layer, item.name) for item in fields(layer)}
+        attributes = {key: value for key, value in settings.items() if isinstance(value, (bool, int, float, str))}
+        return self._append(
+            type(layer).__name__, name, (source,), shape, {"parameters": parameters, "attributes": attributes}
+        )
+
+    def _append(
+        self, op: str, name: str, inputs: tuple[NodeOutput, ...], shape: tuple[int, ...], rest: dict[str, Any]
+    ) -> NodeOutput:
+        self.nodes.append(
+            {"name": name, "op": op, "inputs": [node.name for node in inputs], "shape": ["samples", *shape], **rest}
+        )
+        return NodeOutput(name, shape)
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Hold the number of floating-point operations of a layer's matrix products for one sample, by pass.
+
+    A product of (m, k) by (k, n) counts 2 m n k operations. Elementwise work, norms and softmax are not counted: they
+    are bound by memory, not by arithmetic. A layer of yours returns it from :meth:`mpizero.nn.Layer.operations`.
+
+    Parameters
+    ----------
+    forward, backward_input, backward_weights : int
+        Operations of the forward pass, and of the two halves of the backward pass.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> first, second = mz.nn.Linear(3, 4).operations((3,)), mz.nn.Linear(4, 2).operations((4,))
+    >>> first + second
+    Operations(forward=40, backward_input=40, backward_weights=40)
+    >>> (first + second).total  # of one training step on one sample
+    120
+    """
+
+    forward: int = 0
+    backward_input: int = 0
+    backward_weights: int = 0
+
+    def __add__(self, other: Operations) -> Operations:
+        """Add two layers' numbers, pass by pass."""
+        return Operations(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def __iter__(self) -> Iterator[int]:
+        """Iterate over the three numbers: forward, backward_input, backward_weights."""
+        return iter((self.forward, self.backward_input, self.backward_weights))
+
+    @property
+    def total(self) -> int:
+        """The sum of the three numbers: forward pass and both halves of the backward pass."""
+        return sum(self)
+
+
+def linear_operations(rows: int, inputs: int, outputs: int, input_gradient: bool = True) -> Operations:
+    """Count the operations of a linear map on ``rows`` rows: its forward product and its two gradient products.
+
+    ``inputs`` and ``outputs`` are the sizes of the weight. If ``input_gradient`` is False, the product for the input's
+    gradient is not counted.
+    """
+    product = 2 * rows * inputs * outputs
+    return Operations(product, product if input_gradient else 0, product)
 
 
 class Layer(ABC):
@@ -131,7 +260,7 @@ class Layer(ABC):
         :attr:`ParameterSpec.part` says which part of each this rank holds. If every rank holds a parameter whole
         (``part`` is None), its gradient is the same on every rank when ``backward_weights`` returns. Ranks exchange
         arrays by the methods of ``group`` alone (``docs/split_layers.md``). The default makes the form that the table
-        in ``mpizero/nn/split/split_forms.py`` has for the layer's class. It returns the layer itself if the table has
+        in ``mpizero/nn/tensor_parallel.py`` has for the layer's class. It returns the layer itself if the table has
         no form for it, or if the group has one rank.
 
         Raises
@@ -144,7 +273,7 @@ class Layer(ABC):
             return self
         # The forms are made of layers, so their module is imported when the first layer is split.
         forms: Mapping[type, Callable[[Any, Group], Layer]]
-        forms = import_module("mpizero.nn.split.split_forms").SPLIT_FORMS
+        forms = import_module("mpizero.nn.tensor_parallel").SPLIT_FORMS
         kind = next((kind for kind in type(self).__mro__ if kind in forms), None)
         if kind is None:
             return self
@@ -257,3 +386,277 @@ def _tried(layer: Layer, shape: tuple[int, ...]) -> tuple[Operations, tuple[int,
             "calls"
         )
     return sum((found for _, found in calls), Operations()), output
+
+
+def require_layer(where: str, layer: Any) -> None:
+    """Raise :class:`ConfigError` unless ``layer`` is an instance (not a class) with a method ``specs``.
+
+    ``where`` is the caller's name in the message.
+    """
+    if isinstance(layer, type) or not callable(getattr(layer, "specs", None)):
+        raise ConfigError(f"{where} takes a layer, got {layer!r:.80}")
+
+
+def require_init(where: str, init: Any) -> None:
+    """Raise :class:`ConfigError` unless ``init`` is None or an :class:`~mpizero.types.Init`.
+
+    ``where`` is the caller's name in the message.
+    """
+    if init is not None and not isinstance(init, Init):
+        raise ConfigError(f'{where}: init={init!r} must be None or an mpizero.types.Init, such as Init("normal", 0.02)')
+
+
+def require_positive(where: str, **values: int) -> None:
+    """Raise :class:`ConfigError` for the first of ``values`` that is not a positive integer.
+
+    The message names the caller (``where``) and the value's keyword.
+    """
+    for name, value in values.items():
+        require(f"{where}: {name}", value, whole(1))
+
+
+def require_rate(where: str, rate: float) -> None:
+    """Raise :class:`ConfigError` unless 0 <= ``rate`` < 1, as a dropout rate must be; ``where`` names the caller."""
+    require(f"{where}: dropout rate", rate, fraction)
+
+
+class SamplePart(NamedTuple):
+    """Describe which elements of each sample an array holds, where a rank has only a part of each sample.
+
+    The part consists of planes. Each plane consists of ``rows`` rows, and each row of ``width`` contiguous elements.
+    Element j of row r of plane p is element ``offset + p * plane_step + r * row_step + j`` of the whole sample, counted
+    in C order. If ``rows`` is 1, the part is contiguous: consecutive positions of a sequence, for example, or the
+    scores of consecutive heads.
+    """
+
+    offset: int
+    width: int
+    rows: int = 1
+    row_step: int = 0
+    plane_step: int = 0
+
+
+Integers = Mapping[str, tuple[IntegerSpec, ...]]
+
+
+def integers_of(model: Any) -> dict[str, tuple[IntegerSpec, ...]]:
+    """Return the integer arrays of a model by the name of the block, for blocks that have any. Not collective.
+
+    :func:`layer_integers` says how blocks declare them. A black box has an attribute ``integers``, a mapping from names
+    to arrays; each of these arrays counts as a block.
+
+    Raises
+    ------
+    ConfigError
+        If an array has another dtype than those in :data:`~mpizero.types.INTEGER_DTYPES`, or the name of a parameter.
+    """
+    found: dict[str, tuple[IntegerSpec, ...]] = {}
+    if isinstance(model, BlockModel):
+        for block, layer in model.blocks.items():
+            if specs := layer_integers(layer):
+                found[block] = specs
+                taken = {spec.name for spec in layer.specs()}
+                if twice := [spec.name for spec in specs if spec.name in taken]:
+                    raise ConfigError(f"block {block!r} has {twice[0]!r} as a parameter and as an integer array")
+    else:
+        for name, array in getattr(model, "integers", {}).items():
+            found[name] = (IntegerSpec("", np.shape(array), np.asarray(array).dtype.name),)
+            if name in model.parameters:
+                raise ConfigError(f"{name!r} is a parameter and an integer array: give one of them another name")
+    for block, specs in found.items():
+        for spec in specs:
+            if spec.dtype not in INTEGER_DTYPES:
+                name, known = joined(block, spec.name), ", ".join(INTEGER_DTYPES)
+                raise ConfigError(f"integer array {name!r} has dtype {spec.dtype}: use {known}")
+    return found
+
+
+def layer_integers(layer: Any) -> tuple[IntegerSpec, ...]:
+    """Return the integer arrays of a layer: its own first, then each child's, with the prefix ``<child>.``.
+
+    A layer that defines a method ``integers()`` lists them itself. Not collective.
+    """
+    if (declared := getattr(layer, "integers", None)) is not None:
+        return tuple(declared())
+    own = layer.own_integers() if hasattr(layer, "own_integers") else ()
+    children = layer.children().items() if hasattr(layer, "children") else ()
+    nested = (replace(spec, name=f"{name}.{spec.name}") for name, child in children for spec in layer_integers(child))
+    return (*own, *nested)
+
+
+def fresh_integers(layer: Any) -> dict[str, Array]:
+    """Return new arrays with the start values that a layer declares for its integer arrays, by local name.
+
+    Not collective.
+    """
+    return {spec.name: np.full(spec.shape, spec.start, spec.dtype) for spec in layer_integers(layer)}
+
+
+def start_integers(model: Any) -> dict[str, Array]:
+    """Return new arrays with the start values of a model's integer arrays, by global name. Not collective.
+
+    They are ``spec.start``, or what the model's attribute ``start_values`` (of a black box: ``integers``) has for them.
+
+    Raises
+    ------
+    LayoutError
+        If an array there has another shape, or values that the dtype cannot hold.
+    """
+    given = getattr(model, "start_values", None) or {}
+    given = given if isinstance(model, BlockModel) else {**getattr(model, "integers", {}), **given}
+    found = {}
+    for block, specs in integers_of(model).items():
+        for spec in specs:
+            name = joined(block, spec.name)
+            value = given[name] if name in given else np.full(spec.shape, spec.start, spec.dtype)
+            found[name] = start_value(name, spec, value)
+    return found
+
+
+def start_value(name: str, spec: IntegerSpec, value: Any) -> Array:
+    """Return a new integer array with the given value; ``name`` is its global name. Not collective.
+
+    Raises
+    ------
+    LayoutError
+        If ``value`` has another shape, or numbers that the dtype cannot hold.
+    """
+    given = np.asarray(unmasked(value, f"integer array {name!r}"))
+    if given.shape == spec.shape and given.dtype.kind in "iubf":
+        found: Array = given.astype(spec.dtype)
+        if (found == given).all():
+            return found
+    raise LayoutError(
+        f"integer array {name!r} is {spec.dtype} of shape {spec.shape}, it is given {given.dtype} of shape "
+        f"{given.shape}{': it cannot hold these values' * (given.shape == spec.shape)}"
+    )
+
+
+def call_located(kind: str, name: str, method: Callable[..., Any], *args: Any) -> Any:
+    """Return ``method(*args)``, and add the block's or layer's name to any error that it raises.
+
+    ``kind`` is "block" or "layer", and ``name`` is its name in the model. Collective where the method is.
+    """
+    try:
+        return method(*args)
+    except Exception as error:
+        add_location(error, kind, name, method)
+        raise
+
+
+def add_location(error: Exception, kind: str, name: str, method: Callable[..., Any]) -> None:
+    """Add the name of the block or layer in which an error occurred to the error itself.
+
+    The message of an mpizero error then begins with the name; any other exception gets a note (``add_note``). Errors of
+    communication (:class:`CollectiveError`, :class:`PeerFailure`) are not changed, because no layer caused them. Not
+    collective. Call this function in an ``except`` clause where it would cost too much to call :func:`call_located` for
+    every layer of every micro-batch; a ``try`` statement without an error costs nothing.
+    """
+    if isinstance(error, CollectiveError | PeerFailure):
+        return
+    place = f"{kind} {name!r}" if name else ""  # a model of one block may give it no name
+    if isinstance(error, MpizeroError):
+        error.place = ", ".join(filter(None, [place, error.place]))
+    else:
+        owner = getattr(method, "__self__", None)
+        layer = type(getattr(owner, "stands_for", owner)).__name__
+        error.add_note(f"In {place or 'the model'}: {layer}.{getattr(method, '__name__', '')}")
+
+
+@dataclass(frozen=True)
+class Wrapper(Layer):
+    """Run ``layer``, whose parameters keep their names; a subclass overrides the methods whose behaviour it changes."""
+
+    layer: Layer
+
+    def __post_init__(self) -> None:
+        require_layer(type(self).__name__, self.layer)
+
+    def specs(self) -> tuple[ParameterSpec, ...]:
+        """Describe the wrapped layer's parameters under their own names. Not collective."""
+        return self.layer.specs()
+
+    def integers(self) -> tuple[IntegerSpec, ...]:
+        """Describe the wrapped layer's integer arrays under their own names. Not collective."""
+        return layer_integers(self.layer)
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Return the wrapped layer's output and cache. Collective where the layer is split."""
+        return self.layer.forward(params, x, run)
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Call the wrapped layer's ``backward_input``. Collective where the layer is split."""
+        return self.layer.backward_input(params, cache, dy)
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Call the wrapped layer's ``backward_weights``. Collective where the layer is split."""
+        self.layer.backward_weights(params, cache, pending, grads)
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the wrapped layer's output shape. Not collective."""
+        return self.layer.output_shape(shape)
+
+    def split(self, group: Group) -> Layer:
+        """Return a wrapper of the same class around the wrapped layer's split form. Not collective."""
+        layer = self.layer.split(group)
+        return self if layer is self.layer else replace(self, layer=layer)
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Return the wrapped layer's operations for one sample of ``shape``. Not collective."""
+        return self.layer.operations(shape)
+
+    def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
+        """Add the wrapped layer's nodes to the exported computation graph, and return its output. Not collective."""
+        return self.layer.trace(graph, name, source)
+
+
+class Affine(Layer):
+    """Define a layer that ends by adding a bias (or none), and can leave that addition to its caller.
+
+    A caller that fuses the addition into its own next operation saves a pass over memory.
+    """
+
+    @abstractmethod
+    def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Return the output for ``x`` without the bias, as a new array, and the cache.
+
+        Collective where the layer is split.
+        """
+
+    @abstractmethod
+    def last_bias(self, params: Params) -> Array | None:
+        """Return the bias that :meth:`product` leaves out, or None. Not collective."""
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Return the output for ``x`` with the bias, and the cache for the backward pass.
+
+        Collective where the layer is split.
+        """
+        y, cache = self.product(params, x, run)
+        bias = self.last_bias(params)
+        if bias is not None:
+            y += bias
+        return y, cache
+
+
+class SequenceLayer(Layer):
+    """Know which positions of whole sequences an input has: all of them here, a part in a context-parallel form.
+
+    A split form asks its unsplit layer, which may be a context-parallel form: its ranks then split the part of a
+    context group's rank as they split whole sequences.
+    """
+
+    def located(self, run: Run, shape: tuple[int, ...] | None) -> Run:
+        """Return ``run`` with the length of the whole sequences, and the ranges of positions that an input has.
+
+        ``shape`` (samples, positions, ...) is the input's; None if ``run.length`` is known. Collective over the context
+        group in a context-parallel form, if ``run.length`` is 0.
+        """
+        return run if shape is None or len(shape) < 2 else run.on_whole(shape[1])
+
+    def own_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of this rank's part of a sample whose whole shape is ``shape`` (length, ...).
+
+        Not collective.
+        """
+        return shape

@@ -17,7 +17,7 @@ from mpizero.guard import guard
 from mpizero.guard.watchdog import Watchdog
 from mpizero.kernels.gpu import SIXTEEN_BITS
 from mpizero.layout import Axes, GrainRule
-from mpizero.nn.models.efficient_batch import efficient_samples
+from mpizero.nn.models import efficient_samples
 from mpizero.optim import DynamicLossScale
 from mpizero.parallel.partition.parallel_layout import Tiles, check_tiles
 from mpizero.parallel.step_report import BadSteps

@@ -16,7 +16,7 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.comm.communicator import Timeline
 from mpizero.errors import ConfigError, SharedMemoryError
 from mpizero.layout.flat import FlatLayout
-from mpizero.nn.malloc import keep_freed_memory
+from mpizero.nn.arrays import keep_freed_memory
 from mpizero.optim.averaging import averaging
 from mpizero.optim.scaling import LossScaleState
 from mpizero.parallel.batch.node_claims import NodeClaims

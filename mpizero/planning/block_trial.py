@@ -23,7 +23,7 @@ from mpizero._util.pytree import map_leaves
 from mpizero.comm.p2p import ArrayShape, TreeForm
 from mpizero.errors import ConfigError
 from mpizero.layout.flat import nested, united, views
-from mpizero.nn.integers import fresh_integers
+from mpizero.nn.layer import fresh_integers
 from mpizero.planning.byte_counts import GroupCall
 from mpizero.planning.fake_array import FakeArray
 from mpizero.planning.traced_memory import held, leaf_places, places, watched

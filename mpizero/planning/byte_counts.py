@@ -17,7 +17,7 @@ import numpy as np
 from mpizero.comm import model_group
 from mpizero.comm.reduce import Codec, exchange_step, gather_step
 from mpizero.layout import Partition
-from mpizero.nn.tiles.virtual_group import Arrived
+from mpizero.nn.virtual_ranks import Arrived
 from mpizero.types import Array
 
 

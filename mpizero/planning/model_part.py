@@ -14,7 +14,7 @@ from mpizero._util.pytree import SampleTree
 from mpizero.comm.p2p import TreeForm
 from mpizero.errors import ConfigError, DataError
 from mpizero.layout.flat import FlatLayout
-from mpizero.nn.operations import Operations
+from mpizero.nn.layer import Operations
 from mpizero.parallel.partition.local_model import PartitionedModel, partition_model
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.parallel.placement import Placement

@@ -14,7 +14,7 @@ import numpy as np
 from mpizero.comm.reduce import Codec
 from mpizero.layout import Instruction, build_schedule
 from mpizero.layout.flat import Unit
-from mpizero.nn.integers import integers_of
+from mpizero.nn.layer import integers_of
 from mpizero.parallel.gradients.exchange import compressed_sizes
 from mpizero.parallel.gradients.overlap import Bucket, cut_buckets
 from mpizero.parallel.optimizer.global_norm import tiles_of

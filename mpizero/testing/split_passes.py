@@ -12,10 +12,9 @@ import numpy as np
 from mpizero import nn
 from mpizero._util.pytree import leaves_of, map_leaves, paths_of
 from mpizero._util.text import Rounding, is_users, largest
-from mpizero.nn.integers import fresh_integers
-from mpizero.nn.models.block_model import nest, run_on
-from mpizero.nn.tiles.tiled_block import TiledBlock
-from mpizero.nn.tiles.tiled_model import tiled_model
+from mpizero.nn.layer import fresh_integers
+from mpizero.nn.models import nest, run_on
+from mpizero.nn.virtual_ranks import TiledBlock, tiled_model
 from mpizero.testing.differences import first_difference
 from mpizero.types import Array, BlockModel, Group, ParameterSpec, Run
 

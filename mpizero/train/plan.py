@@ -14,7 +14,7 @@ from mpizero import nn
 from mpizero._util.checks import positive, whole
 from mpizero.errors import ConfigError
 from mpizero.layout import Simulation
-from mpizero.nn.models.frozen_model import unfrozen
+from mpizero.nn.models import unfrozen
 from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.parallel.placement import placement
 from mpizero.planning import TrainingPlan

@@ -31,11 +31,10 @@ from harness import alternate, parser
 
 import mpizero as mz
 from mpizero._util.text import Measurement
-from mpizero.nn.layers.activation import Activation
-from mpizero.nn.layers.affine import Affine
-from mpizero.nn.layers.attention import CausalSelfAttention
-from mpizero.nn.layers.block import TransformerBlockBase
-from mpizero.nn.models.block_model import gradient_slots
+from mpizero.nn.layer import Affine
+from mpizero.nn.layers import Activation
+from mpizero.nn.models import gradient_slots
+from mpizero.nn.transformer import CausalSelfAttention, TransformerBlockBase
 from mpizero.train.doctor.machine_facts import blas
 from mpizero.types import Run
 

@@ -387,7 +387,7 @@ def test_matrices_that_are_no_stack_are_not_taken_for_one():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("heads", "length"), [(2, 3), (1, 7)])
 def test_the_products_inside_attention_are_rounded_forward_and_backward(dtype, heads, length, monkeypatch):
-    monkeypatch.setattr("mpizero.nn.attention.batched.BLOCK_ON_DEVICE", 4)
+    monkeypatch.setattr("mpizero.nn.transformer.BLOCK_ON_DEVICE", 4)
     device, rng = gpu.open_device(0), np.random.default_rng(5)
     layer = mz.nn.CausalSelfAttention(8, heads)
     qkv, dmixed = (rng.normal(size=(2, length, width)).astype(np.float32) for width in (24, 8))

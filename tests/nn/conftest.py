@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpizero.nn.models.block_model import nest
+from mpizero.nn.models import nest
 from mpizero.types import EVALUATE
 
 STEP = 1e-5

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from mpizero.kernels import matmul
-from mpizero.nn import CausalSelfAttention
-from mpizero.nn.attention import by_kernel
+from mpizero.nn import CausalSelfAttention, transformer
 from mpizero.types import Run
 
 pytestmark = pytest.mark.skipif(not matmul.fuses(), reason="needs a compiler, and a CPU that fuses")
@@ -81,7 +80,7 @@ def test_probabilities_computed_again_give_the_same_bits(monkeypatch):
 def test_threads_change_no_bit(monkeypatch, threads):
     qkv, above, layer = data(3, 40, 3, 8)
     alone = passes(layer, qkv, above)
-    monkeypatch.setattr(by_kernel, "threads_for", lambda operations: threads)
+    monkeypatch.setattr(transformer, "threads_for", lambda operations: threads)
     assert [x.tobytes() for x in passes(layer, qkv, above)] == [x.tobytes() for x in alone]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import mpizero as mz
 from mpizero.nn import GPT, MLP, MeanSquaredError
-from mpizero.nn.models.efficient_batch import efficient_samples
+from mpizero.nn.models import efficient_samples
 from mpizero.types import EVALUATE, ParameterSpec, Run
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from mpizero.errors import ConfigError, LayoutError
 from mpizero.layout.tensor_parts import part_shape
-from mpizero.nn import initialize
-from mpizero.nn.initialize import initial_values
+from mpizero.nn import arrays
+from mpizero.nn.arrays import initial_values
 from mpizero.types import Array, Init, ParameterSpec, Part
 
 INITS = [Init("normal", 0.3), Init("uniform", 0.2), Init("ones"), Init("zeros")]
@@ -40,8 +40,8 @@ def slices(draw: Any) -> ParameterSpec:
 def test_any_range_of_a_slice_has_the_bits_of_the_whole(
     monkeypatch: pytest.MonkeyPatch, run_cost: int, rows_at_once: int
 ) -> None:
-    monkeypatch.setattr(initialize, "_RUN_COST", run_cost)
-    monkeypatch.setattr(initialize, "_ROWS_AT_ONCE", rows_at_once)
+    monkeypatch.setattr(arrays, "_RUN_COST", run_cost)
+    monkeypatch.setattr(arrays, "_ROWS_AT_ONCE", rows_at_once)
 
     @given(slices(), st.sampled_from([np.float32, np.float64]), st.data())
     def check(spec: ParameterSpec, dtype: Any, data: Any) -> None:

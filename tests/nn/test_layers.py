@@ -28,7 +28,7 @@ from mpizero.nn import (
     TokenEmbedding,
     TransformerBlock,
 )
-from mpizero.nn.sample_part import SamplePart
+from mpizero.nn.layer import SamplePart
 from mpizero.types import Run
 
 TRAINING = Run(training=True, seed=3, step=5, first_sample=11)
@@ -125,14 +125,14 @@ def test_later_places_do_not_change_earlier_outputs(rng, nested_block):
 
 @pytest.fixture
 def nested_block(rng):
-    from mpizero.nn.models.block_model import nest
+    from mpizero.nn.models import nest
 
     block = TransformerBlock(4, 2)
     return block, nest((spec.name, rng.normal(size=spec.shape)) for spec in block.specs())
 
 
 def test_checkpointed_gradients_have_the_same_bits(rng):
-    from mpizero.nn.models.block_model import nest
+    from mpizero.nn.models import nest
 
     plain = TransformerBlock(8, 2, dropout=0.2, site=4)
     values = [(spec.name, rng.normal(size=spec.shape).astype(np.float32)) for spec in plain.specs()]
@@ -194,7 +194,7 @@ def test_dropout_outside_training_is_the_identity():
 
 @pytest.mark.parametrize("name", [name for name in LAYERS if name not in ("frozen",)])
 def test_an_empty_batch_has_zero_gradients(name, rng):
-    from mpizero.nn.models.block_model import nest
+    from mpizero.nn.models import nest
 
     layer, shape = LAYERS[name]
     params = nest((spec.name, rng.normal(size=spec.shape)) for spec in layer.specs())

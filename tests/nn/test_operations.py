@@ -27,7 +27,7 @@ from mpizero.nn import (
     model_operations,
     split_model,
 )
-from mpizero.nn.models.block_model import nest, run_on
+from mpizero.nn.models import nest, run_on
 from mpizero.types import EVALUATE, ParameterSpec, Run
 from tests.nn.tensor import Apart, Counted, on_ranks
 

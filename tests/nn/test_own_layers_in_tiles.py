@@ -11,7 +11,7 @@ import pytest
 import mpizero as mz
 from mpizero import nn
 from mpizero.errors import CollectiveError, LayoutError
-from mpizero.nn.split.parts import own_range, part_of
+from mpizero.nn.tensor_parallel import own_range, part_of
 from mpizero.testing import run_in_threads
 from mpizero.types import Init, IntegerSpec, ParameterSpec
 

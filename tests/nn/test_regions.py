@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpizero.comm.model_group import CommunicatorGroup
-from mpizero.nn.regions import Copy, Expand, Gather, Reduce, Scatter, Split, complete
+from mpizero.nn.tensor_parallel import Copy, Expand, Gather, Reduce, Scatter, Split, complete
 from mpizero.testing import parallel_assert, run_in_threads
 
 LENGTHS = [1, 4, 7]  # fewer than ranks, even and uneven

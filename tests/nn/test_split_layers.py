@@ -27,8 +27,8 @@ from mpizero.nn import (
     TokenEmbedding,
     TransformerBlock,
 )
-from mpizero.nn.models.block_model import nest
-from mpizero.nn.split.head import SplitCrossEntropy
+from mpizero.nn.models import nest
+from mpizero.nn.tensor_parallel import SplitCrossEntropy
 from mpizero.types import Run
 from tests.nn.tensor import Apart, Counting, assembled, on_ranks, taken
 

@@ -29,8 +29,8 @@ from mpizero.nn import (
     split_model,
     whole_prediction,
 )
-from mpizero.nn.models.block_model import nest
-from mpizero.nn.regions import Copy, Reduce
+from mpizero.nn.models import nest
+from mpizero.nn.tensor_parallel import Copy, Reduce
 from mpizero.testing import parallel_assert
 from mpizero.types import BlockModel, ParameterSpec, Part, Run
 from tests.nn.tensor import (

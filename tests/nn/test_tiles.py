@@ -8,8 +8,7 @@ import pytest
 import mpizero as mz
 from mpizero.comm.model_group import CommunicatorGroup
 from mpizero.errors import CollectiveError, ConfigError
-from mpizero.nn.tiles.coroutines import Meeting, run_in_turns
-from mpizero.nn.tiles.virtual_group import VirtualRanks
+from mpizero.nn.virtual_ranks import Meeting, VirtualRanks, run_in_turns
 from mpizero.testing import run_in_threads
 
 TILES = 8

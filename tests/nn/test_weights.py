@@ -7,7 +7,7 @@ import pytest
 
 from mpizero.errors import LayoutError
 from mpizero.nn import GPT, from_torch, initial_parameters, to_torch
-from mpizero.nn.models.weights import torch_name
+from mpizero.nn.models import torch_name
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from mpizero import nn
 from mpizero.errors import DataError
-from mpizero.nn.models.block_model import nest
+from mpizero.nn.models import nest
 from mpizero.types import Run
 
 VECTORS = np.linspace(-1, 1, 80, dtype=np.float32).reshape(2, 5, 8)

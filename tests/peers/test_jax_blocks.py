@@ -9,7 +9,7 @@ import pytest
 
 import mpizero as mz
 from mpizero.errors import ConfigError, LayoutError, UnsupportedError
-from mpizero.nn.models.block_model import nest
+from mpizero.nn.models import nest
 from mpizero.testing import run_in_threads
 from mpizero.types import Run
 

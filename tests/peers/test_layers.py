@@ -21,7 +21,7 @@ from mpizero.nn import (
     Tanh,
     TransformerBlock,
 )
-from mpizero.nn.models.block_model import nest
+from mpizero.nn.models import nest
 
 torch = pytest.importorskip("torch")
 nn = torch.nn

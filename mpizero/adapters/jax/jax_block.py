@@ -15,8 +15,7 @@ from mpizero.adapters.jax.parameter_tree import count, host_view, samples
 from mpizero.adapters.jax.random_key import key_data
 from mpizero.adapters.jax.traced_function import TracedFunction
 from mpizero.errors import UnsupportedError
-from mpizero.nn.layer import Layer
-from mpizero.nn.operations import Operations
+from mpizero.nn.layer import Layer, Operations
 from mpizero.types import EVALUATE, Array, ParameterSpec, Params, Run
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from mpizero import kernels
-from mpizero.nn.layers.attention import CausalSelfAttention
+from mpizero.nn.transformer import CausalSelfAttention
 
 #: Attention of no more scores takes less time in PyTorch, which calls no Python function for it.
 FEW_SCORES = 1 << 14

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from mpizero._util.checks import loss_and_weight
 from mpizero.errors import CollectiveError, PeerFailure
 from mpizero.layout.flat import Unit
-from mpizero.nn.error_location import add_location, call_located
+from mpizero.nn.layer import add_location, call_located
 from mpizero.parallel.parameters.store import ParameterProvider
 from mpizero.types import EVALUATE, BlockModel, Run
 

@@ -20,7 +20,7 @@ from mpizero.comm.p2p import Route, broadcast_tree, key_of, packable
 from mpizero.errors import CollectiveError, LayoutError, PeerFailure
 from mpizero.kernels import to_host
 from mpizero.layout import Instruction, Schedule, build_schedule
-from mpizero.nn.error_location import call_located
+from mpizero.nn.layer import call_located
 from mpizero.parallel.batch.step_scalars import GrainScalars
 from mpizero.parallel.device.compute_device import ComputeDevice
 from mpizero.parallel.execution.evaluators import with_next

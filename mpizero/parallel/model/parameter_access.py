@@ -16,7 +16,7 @@ from mpizero._util.names import nearest
 from mpizero.comm.agreement import agree_arrays, agree_on_call, all_ranks, collective, recorded
 from mpizero.errors import LayoutError, SharedMemoryError
 from mpizero.layout.flat import ParameterUse
-from mpizero.nn.integers import start_value
+from mpizero.nn.layer import start_value
 from mpizero.parallel.checkpointing import model_state
 from mpizero.parallel.model.core import ShardedCore
 from mpizero.parallel.model.private_fallback import in_private_memory

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpizero.errors import ConfigError, NonFiniteError
-from mpizero.nn.models.frozen_model import unfrozen
+from mpizero.nn.models import unfrozen
 from mpizero.optim.vectors.method import MethodProgress
 from mpizero.optim.vectors.run import VectorRun
 from mpizero.optim.vectors.space import TRIAL

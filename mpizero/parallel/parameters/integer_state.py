@@ -19,7 +19,7 @@ from mpizero.comm import ProcessGrid
 from mpizero.errors import LayoutError
 from mpizero.layout.flat import joined, nested
 from mpizero.layout.mesh import GROUPS
-from mpizero.nn.integers import integers_of, start_integers
+from mpizero.nn.layer import integers_of, start_integers
 from mpizero.types import Array, IntegerSpec
 
 #: What a rank tells about its new values: that it has none, that they are the old ones, that they are others.

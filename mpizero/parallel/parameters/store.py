@@ -269,7 +269,7 @@ class ParameterStore:
 
         Collective over all ranks. Besides the store, a rank needs memory for at most one tensor at a time.
         """
-        from mpizero.nn.initialize import start_values_of
+        from mpizero.nn.arrays import start_values_of
 
         with all_ranks(self.grid.world, "start values"), needing("start values", STATE_ADVICE):
             fill = start_values_of(model)

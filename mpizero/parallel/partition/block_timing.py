@@ -11,8 +11,8 @@ from mpizero._util.pytree import map_leaves
 from mpizero.comm.agreement import all_ranks, record_call
 from mpizero.errors import ConfigError
 from mpizero.layout.flat import joined, nested
-from mpizero.nn.initialize import StartValues, start_values_of
-from mpizero.nn.integers import fresh_integers
+from mpizero.nn.arrays import StartValues, start_values_of
+from mpizero.nn.layer import fresh_integers
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.types import Array, BlockModel, ParameterSpec, Run

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.nn.integers import integers_of
+from mpizero.nn.layer import integers_of
 from mpizero.parallel.partition.model_checks import check_model
 from mpizero.types import BlackBoxModel, BlockModel, Init, ParameterSpec
 

@@ -14,7 +14,7 @@ from mpizero._util.pytree import leaves_of
 from mpizero.comm import ProcessGrid
 from mpizero.errors import ConfigError
 from mpizero.layout.flat import FlatLayout, joined
-from mpizero.nn.models.block_model import run_on
+from mpizero.nn.models import run_on
 from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
 from mpizero.types import Array, BlockModel, Group, Layer, Loss, ParameterSpec, Run
@@ -194,7 +194,7 @@ class PartitionedModel:
 
         Collective over the tensor group.
         """
-        from mpizero.nn.split.model import whole_scores
+        from mpizero.nn.tensor_parallel import whole_scores
 
         return whole_scores(self.split, prediction)
 
@@ -240,7 +240,7 @@ def partition_model(
             f"{type(model).__name__} is a black box, which cannot be split ({given}): give a model of blocks, or use "
             "data parallelism alone (pipeline=1, tensor=1, context=1)"
         )
-    from mpizero.nn.tiles.tiled_model import tiled_model  # with all that tiles need, which few trainings have
+    from mpizero.nn.virtual_ranks import tiled_model  # with all that tiles need, which few trainings have
 
     cuts = parallel_layout.cut(blocks_of(model), model)
     _refuse_frozen_copies(blocks_of(model), parallel_layout.chunks, cuts)

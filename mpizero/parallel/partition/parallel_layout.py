@@ -13,7 +13,7 @@ from mpizero._util.checks import Unexpected, is_whole
 from mpizero.errors import ConfigError
 from mpizero.layout import Axes, balanced_chunks, chunk_stages
 from mpizero.layout.stages import explicit_cuts
-from mpizero.nn.error_location import call_located
+from mpizero.nn.layer import call_located
 from mpizero.types import ParameterSpec
 
 #: The axes that tiles divide: of a tensor group and of a context group.

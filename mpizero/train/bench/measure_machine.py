@@ -16,7 +16,7 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.comm.startup import mpi_facts, versions
 from mpizero.errors import ConfigError
 from mpizero.kernels.matmul import library
-from mpizero.nn.malloc import keep_freed_memory
+from mpizero.nn.arrays import keep_freed_memory
 from mpizero.planning.machine_file import Machine, write_machine
 from mpizero.train.bench.file_speed import FileBenchmark
 from mpizero.train.bench.memory_bandwidth import ARRAYS, PassBenchmark

@@ -15,7 +15,7 @@ from mpizero.errors import ConfigError
 from mpizero.kernels.matmul import matmul
 from mpizero.layout import GrainRule
 from mpizero.nn import GPT
-from mpizero.nn.models.efficient_batch import efficient_samples
+from mpizero.nn.models import efficient_samples
 from mpizero.planning.machine_file import MatrixProduct
 from mpizero.train.bench.rounds import alone, together
 from mpizero.train.config.model_and_data import build_source, with_batch
@@ -25,7 +25,7 @@ from mpizero.train.config.setting_checks import check_option, shown
 from mpizero.train.config.vector_sections import VectorMethodSection
 from mpizero.types import Array
 
-#: Queries in one product of attention; :mod:`mpizero.nn.layers.attention` cuts them into blocks of this size.
+#: Queries in one product of attention; :mod:`mpizero.nn.transformer` cuts them into blocks of this size.
 _QUERIES = 64
 _VOCABULARY = 256
 #: A product is repeated until about ``_OPERATIONS`` operations are done, at most ``_MOST`` times: a single small one is

@@ -15,7 +15,7 @@ from mpizero._util.checks import whole
 from mpizero._util.pytree import SampleTree
 from mpizero.data import ArraySource, Source
 from mpizero.errors import ConfigError, DataError, MpizeroError
-from mpizero.nn.models.frozen_model import unfrozen
+from mpizero.nn.models import unfrozen
 from mpizero.parallel import ShardedModelBase
 from mpizero.parallel.partition.model_checks import check_model
 from mpizero.train.config.data_checks import source_arguments

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpizero._util.checks import fraction, whole
-from mpizero.nn.losses.named_losses import TASKS
+from mpizero.nn.losses import TASKS
 from mpizero.train.config.data_sections import DataSection, MadeDataSection
 from mpizero.train.config.make_settings import MakeSettings
 from mpizero.train.config.parallel_section import ParallelSection

@@ -19,8 +19,8 @@ from mpizero._util.pytree import paths_of
 from mpizero._util.text import users_line
 from mpizero.errors import LayoutError
 from mpizero.layout.flat import joined
-from mpizero.nn.integers import fresh_integers, start_integers
-from mpizero.nn.models.block_model import bind, evaluate, initial_parameters, model_specs, nest, run_on
+from mpizero.nn.layer import fresh_integers, start_integers
+from mpizero.nn.models import bind, evaluate, initial_parameters, model_specs, nest, run_on
 from mpizero.parallel.execution.black_box import writable
 from mpizero.parallel.gradients.unwritten_gradients import mark, marks_left
 from mpizero.parallel.partition.blocks import blocks_of

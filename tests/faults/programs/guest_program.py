@@ -120,7 +120,7 @@ def sleep_until(*names):
 
 def settle():
     """Train alone, by names that begin no supervised life: what NumPy and Numba register stays in the process."""
-    from mpizero.nn.models.mlp import MLP
+    from mpizero.nn.models import MLP
     from mpizero.optim import AdamW
     from mpizero.parallel.config import ShardingConfig
     from mpizero.parallel.model.strategies import distribute

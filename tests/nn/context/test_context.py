@@ -29,16 +29,14 @@ from mpizero.nn import (
     Zigzag,
     bind,
     context_model,
+    context_parallel,
     cut_batch,
     evaluate,
     initial_parameters,
     loss_and_gradients,
     model_operations,
 )
-from mpizero.nn.context import ring as ring_module
-from mpizero.nn.context.context_forms import ContextModel
-from mpizero.nn.context.context_layers import ContextBlock, ContextDropout, ContextPosition
-from mpizero.nn.context.ring_attention import RingSelfAttention
+from mpizero.nn.context_parallel import ContextBlock, ContextDropout, ContextModel, ContextPosition, RingSelfAttention
 from mpizero.testing import run_in_threads
 from mpizero.types import EVALUATE, Run
 
@@ -440,7 +438,9 @@ def test_shifting_back_is_the_adjoint_of_shifting(rng):
 
 def test_what_travels_visits_every_rank_once():
     def work(group):
-        seen = [(source, int(a[0])) for source, a, _ in ring_module.ring_pass(group, np.array([10 * group.rank]), "")]
+        seen = [
+            (source, int(a[0])) for source, a, _ in context_parallel.ring_pass(group, np.array([10 * group.rank]), "")
+        ]
         assert seen == [((group.rank - hop) % 4, 10 * ((group.rank - hop) % 4)) for hop in range(4)]
 
     on_ranks(4, work)

@@ -15,13 +15,13 @@ from mpizero.nn import (
     Zigzag,
     bind,
     context_model,
+    context_parallel,
     cut_batch,
     initial_parameters,
     loss_and_gradients,
 )
-from mpizero.nn.context import ring as ring_module
-from mpizero.nn.context.ring_attention import RingSelfAttention
-from mpizero.nn.models.block_model import nest
+from mpizero.nn.context_parallel import RingSelfAttention
+from mpizero.nn.models import nest
 from mpizero.testing import run_in_threads, taylor_test
 from mpizero.types import EVALUATE, Run
 from tests.traced import traced_peak
@@ -36,8 +36,8 @@ def on_ranks(size, function):
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles so small that short sequences make many, of all shapes."""
-    monkeypatch.setattr(ring_module, "QUERIES", 3)
-    monkeypatch.setattr(ring_module, "KEYS", 5)
+    monkeypatch.setattr(context_parallel, "QUERIES", 3)
+    monkeypatch.setattr(context_parallel, "KEYS", 5)
 
 
 def parameters(layer, rng, dtype=np.float64):

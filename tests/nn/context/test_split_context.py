@@ -38,7 +38,7 @@ from mpizero.nn import (
     model_operations,
     split_model,
 )
-from mpizero.nn.layers.wrapper import Wrapper
+from mpizero.nn.layer import Wrapper
 from mpizero.testing import run_in_threads
 from mpizero.types import EVALUATE, Run
 from tests.nn.tensor import Apart, assembled, cache_bytes, own_parameters, perturbed, specs_of

@@ -12,7 +12,7 @@ import mpizero as mz
 from mpizero.errors import ConfigError
 from mpizero.layout import SCHEDULES
 from mpizero.nn import GELU, Frozen
-from mpizero.nn.models.mlp import Select
+from mpizero.nn.models import Select
 from mpizero.testing import parallel_assert, run_in_threads
 from tests.parallel.models import part
 from tests.parallel.parallel_layouts import (

@@ -14,7 +14,7 @@ import mpizero as mz
 from mpizero.errors import ConfigError, DataError, GridError, LayoutError, RemoteError
 from mpizero.layout import SCHEDULES
 from mpizero.nn import Layer
-from mpizero.nn.models.mlp import Select
+from mpizero.nn.models import Select
 from mpizero.testing import parallel_assert, run_in_threads
 from mpizero.types import EVALUATE
 from tests.parallel.models import part, ten

@@ -15,7 +15,7 @@ import pytest
 import mpizero as mz
 from mpizero.errors import CheckpointError, ConfigError, LayoutError
 from mpizero.layout.flat import FlatLayout
-from mpizero.nn.initialize import initial_values
+from mpizero.nn.arrays import initial_values
 from mpizero.nn.layer import Layer
 from mpizero.testing import check_model, run_in_threads
 from mpizero.types import Init, ParameterSpec, Part

@@ -10,7 +10,7 @@ import pytest
 
 import mpizero as mz
 from mpizero.errors import ConfigError
-from mpizero.nn.models.frozen_model import unfrozen
+from mpizero.nn.models import unfrozen
 from mpizero.testing import check_model, run_in_threads
 
 nn = mz.nn

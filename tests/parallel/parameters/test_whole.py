@@ -23,7 +23,7 @@ from mpizero.layout import Axes, Coordinates, GrainRule, Partition
 from mpizero.layout.flat import FlatLayout
 from mpizero.layout.tensor_parts import part_shape
 from mpizero.nn import initial_parameters
-from mpizero.nn.initialize import initial_values
+from mpizero.nn.arrays import initial_values
 from mpizero.parallel.checkpointing import model_state
 from mpizero.parallel.checkpointing import restore as reading
 from mpizero.parallel.gradients.exchange import GradientExchange

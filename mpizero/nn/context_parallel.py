@@ -1,0 +1,903 @@
+"""Assign positions of a sequence to the ranks of a context group, and pass arrays around the group.
+
+Compute causal attention over sequences that are divided among ranks: keys and values travel around a ring.
+
+This is ring attention (Liu, Zaharia and Abbeel, 2023). The softmax is updated as keys arrive (Milakov and Gimelshein,
+2018; Rabe and Staats, 2021), so a rank never holds more than one tile of the scores at a time. The backward pass
+computes the scores again (Dao et al., 2022). For that the forward pass keeps two numbers for each query: the maximum of
+its scores, and the sum of their exponentials relative to the maximum. It does not keep their log-sum-exp, whose
+rounding error grows with the scores.
+
+Define context-parallel forms of layers: each rank of a context group computes on its positions of every sequence.
+
+Build the context-parallel form of a model: each rank computes on its part of every sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+
+from mpizero import kernels
+from mpizero._util.pytree import leaves_of, map_leaves
+from mpizero.errors import ConfigError, DataError
+from mpizero.layout import Partition
+from mpizero.nn.arrays import multiply, namespace, operand, vector
+from mpizero.nn.layer import Layer, Operations, SamplePart, SequenceLayer, Wrapper
+from mpizero.nn.layers import (
+    Activation,
+    Checkpointed,
+    Dropout,
+    Frozen,
+    LayerNorm,
+    Linear,
+    PartlyFrozen,
+    Projection,
+    RMSNorm,
+    Sequential,
+)
+from mpizero.nn.losses import CrossEntropy, ElementLoss
+from mpizero.nn.models import Select
+from mpizero.nn.tensor_parallel import (
+    ColumnLinear,
+    JoinedLoss,
+    RowLinear,
+    SequenceParallel,
+    SplitAttention,
+    SplitBlock,
+    SplitCrossEntropy,
+    SplitEmbedding,
+    SplitFeedForward,
+    SplitHead,
+    SplitLinear,
+    SplitModel,
+    SplitProjection,
+    SplitTokenEmbedding,
+    split_model,
+    whole_prediction,
+)
+from mpizero.nn.transformer import (
+    CausalSelfAttention,
+    Embedding,
+    FeedForward,
+    LanguageHead,
+    Position,
+    TokenEmbedding,
+    TransformerBlock,
+    Workspace,
+    view_heads,
+    view_kinds,
+)
+from mpizero.types import EVALUATE, Array, BlockModel, Group, Loss, Params, Run, ShiftRequest
+
+#: Number of queries and of keys in one tile of scores. Tiles of this size stay in the cache; larger tiles would compute
+#: more scores that the causal mask hides.
+QUERIES, KEYS = 128, 512
+
+
+class Tile(NamedTuple):
+    """Describe a rectangle of attention scores that the causal mask does not hide completely.
+
+    ``queries`` are indices into this rank's part of the sequence. ``keys`` are indices into the part of the rank that
+    the keys come from. ``row`` and ``column`` are the positions of the first query and the first key in the whole
+    sequence.
+    """
+
+    queries: slice
+    keys: slice
+    row: int
+    column: int
+
+    @property
+    def offset(self) -> int:
+        """``row - column``: query i of the tile attends to key j of the tile if j <= i + offset."""
+        return self.row - self.column
+
+
+@dataclass(frozen=True)
+class Zigzag:
+    """Cut a sequence into 2 * ranks chunks by the shard rule; rank r holds chunks r and 2 * ranks - 1 - r.
+
+    With this cut every rank computes about the same number of scores that the causal mask does not hide, in total and
+    also with the keys of any one rank. The numbers of positions on two ranks differ by one at most.
+
+    Parameters
+    ----------
+    length : int
+        Number of positions of the whole sequence; if it is less than 2 * ranks, some chunks are empty.
+    ranks : int
+        Size of the context group.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> [mz.nn.Zigzag(10, 2).positions(rank).tolist() for rank in range(2)]
+    [[0, 1, 2, 8, 9], [3, 4, 5, 6, 7]]
+    """
+
+    length: int
+    ranks: int
+
+    @cached_property
+    def _runs(self) -> tuple[tuple[slice, slice], ...]:
+        chunks = tuple(Partition(self.length, 2 * self.ranks))
+        return tuple((chunks[rank], chunks[-1 - rank]) for rank in range(self.ranks))
+
+    def runs(self, rank: int) -> tuple[slice, slice]:
+        """Return the two ranges of positions in the whole sequence that rank ``rank`` holds, in ascending order."""
+        return self._runs[rank]
+
+    def ranges(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """Return the two ranges as pairs (start, stop), as :attr:`mpizero.types.Run.ranges` has them."""
+        return tuple((run.start, run.stop) for run in self._runs[rank])
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of positions that each rank holds."""
+        return tuple(sum(run.stop - run.start for run in runs) for runs in self._runs)
+
+    @property
+    def longest(self) -> int:
+        """The largest of :attr:`sizes`; all ranks pad their messages to this number of positions."""
+        return -(-self.length // self.ranks)
+
+    def pieces(self, rank: int) -> Iterator[tuple[slice, slice]]:
+        """Yield two slices for each of the two ranges that rank ``rank`` holds.
+
+        The first slice selects the range in the rank's part of the sequence, the second in the whole sequence.
+        """
+        done = 0
+        for run in self._runs[rank]:
+            size = run.stop - run.start
+            yield slice(done, done + size), run
+            done += size
+
+    def positions(self, rank: int) -> Array:
+        """Return, for each index into the part of rank ``rank``, the position in the whole sequence, as int64."""
+        return np.concatenate([np.arange(run.start, run.stop, dtype=np.int64) for run in self._runs[rank]])
+
+    def scores(self, rank: int) -> int:
+        """Count the scores in all tiles of the queries of rank ``rank``, with the keys of all ranks."""
+        tiles = [
+            (first, min(first + QUERIES, run.stop))
+            for run in self._runs[rank]
+            for first in range(run.start, run.stop, QUERIES)
+        ]
+        return sum((stop - first) * stop for first, stop in tiles)
+
+    def tiles(self, rank: int, source: int) -> Iterator[Tile]:
+        """Yield the tiles into which the scores of rank ``rank``'s queries with the keys of rank ``source`` are cut.
+
+        Tiles that the causal mask hides completely are left out, because all their keys come after all their queries.
+        """
+        for here, run in self.pieces(rank):
+            for first in range(run.start, run.stop, QUERIES):
+                count = min(QUERIES, run.stop - first)
+                queries = slice(here.start + first - run.start, here.start + first - run.start + count)
+                for there, keys in self.pieces(source):
+                    seen = min(keys.stop, first + count)
+                    for column in range(keys.start, seen, KEYS):
+                        begin = there.start + column - keys.start
+                        visible = slice(begin, begin + min(KEYS, seen - column))
+                        yield Tile(queries, visible, first, column)
+
+
+class ContextLayer(SequenceLayer):
+    """Work on the positions of each sequence that this rank of a context group holds, by the :class:`Zigzag` cut."""
+
+    #: The context group.
+    group: Group
+
+    def located(self, run: Run, shape: tuple[int, ...] | None) -> Run:
+        """Return ``run`` with the length of the whole sequences, and the ranges of positions that this rank holds.
+
+        As :func:`located`.
+        """
+        return located(run, shape, self.group)
+
+    def own_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of this rank's part of a sample whose whole shape is ``shape`` (length, ...)."""
+        return (Zigzag(shape[0], self.group.size).sizes[self.group.rank], *shape[1:])
+
+
+def located(run: Run, shape: tuple[int, ...] | None, group: Group) -> Run:
+    """Return ``run`` with the length of the whole sequences, and the ranges of positions that this rank holds.
+
+    ``shape`` (samples, positions, ...) is that of this rank's part of the sequences; None if ``run.length`` is known.
+    Collective over ``group`` if ``run.length`` is 0.
+
+    Raises
+    ------
+    DataError
+        The numbers of positions on the ranks are not those of a zigzag cut, or the numbers of samples differ. If the
+        call is collective, all ranks raise this error.
+    """
+    if not run.length and shape is not None:
+        run = replace(run, length=sum(gather_lengths(shape, group)), ranges=())
+    if not run.ranges:
+        run = replace(run, ranges=Zigzag(run.length, group.size).ranges(group.rank))
+    if shape is not None and (len(shape) < 2 or shape[1] != run.held):
+        raise DataError(
+            f"rank {group.rank} of {group.size} holds {run.held} places of a sequence of "
+            f"{run.length}, but the input has shape {tuple(shape)}; cut batches with mpizero.nn.cut_batch"
+        )
+    return run
+
+
+def gather_lengths(shape: tuple[int, ...], group: Group) -> tuple[int, ...]:
+    """Return the number of positions on each rank.
+
+    ``shape`` (samples, positions, ...) is that of this rank's part of the sequences. Collective over ``group``.
+
+    Raises
+    ------
+    DataError
+        The numbers are not those of a zigzag cut, or the numbers of samples differ. All ranks raise this error.
+    """
+    own = np.array([shape[:2] if len(shape) >= 2 else (-1, -1)], np.int64)
+    shapes = group.all_gather(own, 0, (1,) * group.size, tag="context lengths") if group.size > 1 else own
+    lengths = tuple(int(length) for length in shapes[:, 1])
+    if min(lengths) < 0 or len(set(shapes[:, 0].tolist())) > 1 or lengths != Zigzag(sum(lengths), group.size).sizes:
+        raise DataError(
+            "the ranks of a context group hold inputs of (samples, length) = "
+            f"{', '.join(str((int(s), int(n))) for s, n in shapes)}, which are not parts of the same sequences; "
+            "cut the same batch on every rank with mpizero.nn.cut_batch"
+        )
+    return lengths
+
+
+def ring_pass(group: Group, array: Array, tag: str) -> Iterator[tuple[int, Array, ShiftRequest | None]]:
+    """Pass arrays around a ring of ranks; yield (rank, that rank's array, request for the next array).
+
+    The first array is this rank's own ``array``; then come those of the other ranks. While the caller works with an
+    array, it is also being sent to the next rank, so it must not be written to. The last request is None. All ranks'
+    arrays have the same shape. Collective over ``group``: each rank sends size - 1 messages, where size is the number
+    of ranks.
+    """
+    for hop in range(group.size):
+        request = group.shift([array], 1, tag) if hop < group.size - 1 else None
+        yield (group.rank - hop) % group.size, array, request
+        if request is not None:
+            (array,) = request.wait()
+
+
+def poll_function(*requests: ShiftRequest | None) -> Callable[[], None]:
+    """Return a function that lets the messages of the given requests make progress; None among them is skipped.
+
+    Most MPI implementations move large messages only while a rank is inside an MPI call. Not collective.
+    """
+    coming = [request for request in requests if request is not None]
+
+    def poll() -> None:
+        for request in coming:
+            request.test()
+
+    return poll
+
+
+#: Largest number of scores computed at once, for as many samples as fit: 2 MiB of float32 stay in a core's cache.
+SCORES = 1 << 19
+#: Pairs of some samples and a tile.
+_Parts = Iterator[tuple[slice, Tile]]
+
+
+@dataclass(frozen=True)
+class RingSelfAttention(ContextLayer, CausalSelfAttention):
+    """Apply :class:`CausalSelfAttention`, with the same parameters, to this rank's positions of each sequence.
+
+    ``group`` is the context group. The gradients of the parameters are computed from this rank's positions only; their
+    sum over the group is the whole gradient. Each rank sends size - 1 messages in the forward pass and 2 * (size - 1)
+    in the backward pass, each of 2 * samples * ceil(length / size) * dim numbers, where ``size`` is the number of
+    ranks.
+    """
+
+    group: Group = field(kw_only=True)
+
+    def attend(self, qkv: Array, bias: Array | None, run: Run, first_head: int = 0) -> tuple[Array, Any]:
+        """Compute the attention of this rank's queries to the keys and values of all ranks.
+
+        ``qkv`` (samples, positions of this rank, 3 dim) holds this rank's queries, keys and values; ``bias`` is added
+        to it in place. Returns the weighted sums of the values (samples, positions of this rank, dim), and the cache
+        for :meth:`attend_backward`. Collective over ``group``.
+        """
+        if bias is not None:
+            qkv += bias
+        run = self.located(run, qkv.shape)
+        xp, tiles = namespace(qkv), _Tiles(self, qkv, run, first_head)
+        rows = (*qkv.shape[:2], self.heads)
+        maxima, sums = xp.full(rows, -math.inf, qkv.dtype), xp.zeros(rows, qkv.dtype)
+        mixed = xp.zeros((*qkv.shape[:2], self.dim), qkv.dtype)
+        q, out = view_kinds(qkv, self.heads)[0], view_heads(mixed, self.heads)
+        for source, pair, coming in ring_pass(self.group, self._packed(qkv, tiles.zigzag), "ring keys"):
+            k, v = self._pair(pair)
+            for some, tile in tiles.of(source, poll_function(coming)):
+                weights = tiles.product("scores", q[some, :, tile.queries], k[some, :, tile.keys].swapaxes(-1, -2))
+                factors = tiles.running_softmax(weights, some, tile, maxima, sums)
+                kept = tiles.dropped(weights, some, tile)
+                total = out[some, :, tile.queries]
+                total *= factors[..., None]
+                total += tiles.product("values", kept, v[some, :, tile.keys])
+        shares = xp.divide(1, sums, out=sums)
+        whole = mixed.reshape(*rows, self.dim // self.heads)
+        whole *= shares[..., None]
+        return mixed, _Saved(qkv, mixed, maxima, shares, run, first_head)
+
+    def attend_backward(self, seen: Any, dmixed: Array) -> Array:
+        """Return the gradient of ``qkv``.
+
+        ``seen`` is the cache that :meth:`attend` returned, and ``dmixed`` is the gradient of its first result. The
+        gradient of keys and values travels around the ring one message after the keys and values themselves. Collective
+        over ``group``.
+        """
+        qkv = seen.qkv
+        xp, adjoint = namespace(qkv), _RingBackward(self, seen, dmixed)
+        dqkv: Array = xp.zeros_like(qkv)
+        dq, dk, dv = view_kinds(dqkv, self.heads)
+        request: ShiftRequest | None = None
+        for source, pair, coming in ring_pass(self.group, self._packed(qkv, adjoint.tiles.zigzag), "ring keys"):
+            tiles = adjoint.tiles.of(source, poll_function(coming, request))
+            if source == self.group.rank:
+                adjoint.add(tiles, self._pair(pair), dq, (dk, dv))
+                continue
+            dpair = xp.zeros_like(pair)
+            adjoint.add(tiles, self._pair(pair), dq, self._pair(dpair))
+            if request is not None:
+                dpair += request.wait()[0]
+            request = self.group.shift([dpair], 1, "ring gradients")
+        if request is not None:
+            dqkv[:, :, self.dim :] += request.wait()[0][:, : qkv.shape[1]]
+        return dqkv
+
+    def attend_operations(self, length: int) -> Operations:
+        """Count the operations of attention on this rank for one sample.
+
+        ``length`` is the number of the sample's positions on all ranks together. For each tile of scores there are two
+        products in the forward pass, and five in the backward pass. Not collective.
+        """
+        product = 2 * self.dim * Zigzag(length, self.group.size).scores(self.group.rank)
+        return Operations(2 * product, 5 * product)
+
+    def _packed(self, qkv: Array, zigzag: Zigzag) -> Array:
+        """Copy this rank's keys and values to (samples, longest, 2 dim), padded with zeros.
+
+        ``longest`` is the largest number of positions that a rank holds.
+        """
+        xp = namespace(qkv)
+        pair: Array = xp.empty((qkv.shape[0], zigzag.longest, 2 * self.dim), qkv.dtype)
+        pair[:, : qkv.shape[1]] = qkv[:, :, self.dim :]
+        pair[:, qkv.shape[1] :] = 0
+        return pair
+
+    def _pair(self, pair: Array) -> tuple[Array, Array]:
+        """View (samples, longest, 2 dim) as keys and as values, each (samples, heads, longest, dim / heads)."""
+        samples, length, _ = pair.shape
+        k, v = pair.reshape(samples, length, 2, self.heads, self.dim // self.heads).transpose(2, 0, 3, 1, 4)
+        return k, v
+
+
+class _Saved(NamedTuple):
+    """Hold the cache that the forward pass keeps for the backward pass.
+
+    Attributes
+    ----------
+    qkv, mixed : Array
+        The input with the bias added, and the output.
+    maxima, shares : Array
+        For each query and head the greatest score, and the inverse of the sum of the exponentials.
+    run : Run
+        The argument ``run`` of the forward pass.
+    first_head : int
+        Number of the first head in the whole layer.
+    """
+
+    qkv: Array
+    mixed: Array
+    maxima: Array
+    shares: Array
+    run: Run
+    first_head: int
+
+
+class _Tiles:
+    """Compute one tile of scores after the other, forward and backward, in memory that is reused."""
+
+    def __init__(self, layer: RingSelfAttention, qkv: Array, run: Run, first_head: int) -> None:
+        self.zigzag = Zigzag(run.length, layer.group.size)
+        self.kernels = kernels.backend(qkv).ring
+        self.scale = vector(qkv, layer.scale)
+        self._run, self._dropout, self._first_head = run, layer.probability_dropout, first_head
+        self._heads, self._rank, self._samples = layer.heads, layer.group.rank, qkv.shape[0]
+        self._work = Workspace(qkv)
+
+    def of(self, source: int, poll: Callable[[], None]) -> _Parts:
+        """Yield (samples, tile) for all tiles with the keys of rank ``source``; call ``poll`` after each.
+
+        If the scores of all samples are too many at once, the samples are cut into ranges, and each range gets all
+        tiles.
+        """
+        chunk = self.zigzag.longest // 2 + 1
+        batch = max(1, SCORES // (self._heads * min(QUERIES, chunk) * min(KEYS, chunk)))
+        for first in range(0, self._samples, batch):
+            for tile in self.zigzag.tiles(self._rank, source):
+                yield slice(first, min(first + batch, self._samples)), tile
+                poll()
+
+    def product(self, name: str, a: Array, b: Array) -> Array:
+        """Return ``a @ b``, computed in the workspace memory called ``name``."""
+        out = self._work.room(name, (*a.shape[:-1], b.shape[-1]))
+        multiply(operand(a), operand(b), out)
+        return out
+
+    def running_softmax(self, scores: Array, some: slice, tile: Tile, maxima: Array, sums: Array) -> Array:
+        """Replace ``scores`` by their exponentials relative to each query's greatest score so far.
+
+        ``some`` is the range of samples. ``maxima`` and ``sums`` are updated in place. Returns, for each query, the
+        factor by which earlier weighted sums of values must be multiplied.
+        """
+        factors = self._work.room("factors", scores.shape[:3])
+        start = tile.queries.start
+        self.kernels.running_softmax(scores, self.scale, tile.offset, start, maxima[some], sums[some], factors)
+        return factors
+
+    def dropped(self, x: Array, some: slice, tile: Tile) -> Array:
+        """Apply dropout to ``x``, a tile of probabilities or of their gradient; return a new array, or ``x`` itself.
+
+        ``some`` is the range of samples. ``x`` itself is returned if nothing is dropped.
+        """
+        if not self._dropout.drops(x, self._run):
+            return x
+        length, (queries, keys) = self.zigzag.length, x.shape[2:]
+        first = (self._first_head * length + tile.row) * length + tile.column
+        run = replace(self._run, first_sample=self._run.first_sample + some.start)
+        return self._dropout.mask(x, run, SamplePart(first, keys, queries, length, length * length))
+
+
+class _RingBackward:
+    """Compute the gradients that come from this rank's queries, tile by tile."""
+
+    def __init__(self, layer: RingSelfAttention, seen: _Saved, dmixed: Array) -> None:
+        self.tiles = _Tiles(layer, seen.qkv, seen.run, seen.first_head)
+        self._seen, self._q, self._dout = seen, view_kinds(seen.qkv, layer.heads)[0], view_heads(dmixed, layer.heads)
+        heads = (*dmixed.shape[:2], layer.heads, layer.dim // layer.heads)
+        self._dots = namespace(dmixed).einsum("...f,...f->...", dmixed.reshape(heads), seen.mixed.reshape(heads))
+
+    def add(self, over: _Parts, pair: tuple[Array, Array], dq: Array, dpair: tuple[Array, Array]) -> None:
+        """Add to ``dq`` and ``dpair`` the gradients from the scores of this rank's queries with one rank's keys.
+
+        ``over`` yields the tiles of these scores. ``pair`` are that rank's keys and values, ``dpair`` their gradients.
+        """
+        (k, v), (dk, dv), tiles = pair, dpair, self.tiles
+        for some, tile in over:
+            queries, keys = (some, slice(None), tile.queries), (some, slice(None), tile.keys)
+            place = (tiles.scale, tile.offset, tile.queries.start)
+            probs = tiles.product("scores", self._q[queries], k[keys].swapaxes(-1, -2))
+            tiles.kernels.known_softmax(probs, *place, self._seen.maxima[some], self._seen.shares[some])
+            dprobs = tiles.product("gradients", self._dout[queries], v[keys].swapaxes(-1, -2))
+            kept, dprobs = tiles.dropped(probs, some, tile), tiles.dropped(dprobs, some, tile)
+            dv[keys] += tiles.product("keys", kept.swapaxes(-1, -2), self._dout[queries])
+            tiles.kernels.known_softmax_backward(probs, dprobs, *place, self._dots[some])
+            dq[queries] += tiles.product("queries", dprobs, k[keys])
+            dk[keys] += tiles.product("keys", dprobs.swapaxes(-1, -2), self._q[queries])
+
+
+L = TypeVar("L")
+
+
+@dataclass(frozen=True)
+class ContextDropout(Dropout):
+    """Apply :class:`Dropout` to this rank's positions, with the mask that they have in the whole sequence.
+
+    ``x`` is (samples, positions of this rank, ...); ``group`` is the context group.
+    """
+
+    group: Group = field(kw_only=True)
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Return ``x`` with the mask applied, or ``x`` itself if not in training; and the cache.
+
+        Collective over ``group`` in training if ``run.length`` is 0.
+        """
+        training = run.training and self.rate > 0.0  # not drops(), which ranks without places would deny
+        return super().forward(params, x, located(run, x.shape, self.group) if training else run)
+
+    def mask(self, x: Array, run: Run, window: SamplePart | None = None) -> Array:
+        """Return a copy of ``x`` with the mask applied.
+
+        ``x`` holds this rank's positions of each sample, or the elements that ``window`` describes. Collective over
+        ``group`` if ``run.length`` is 0 and ``window`` is None.
+        """
+        if window is not None:
+            return super().mask(x, run, window)
+        return self.mask_pieces(x, run, located(run, x.shape, self.group).pieces())
+
+
+@dataclass(frozen=True)
+class ContextPosition(ContextLayer, Position):
+    """Apply :class:`Position` to the positions that this rank holds; ``group`` is the context group.
+
+    Rows of the weight's gradient for positions that other ranks hold get zeros. The forward pass is collective over
+    ``group`` if ``run.length`` is 0.
+    """
+
+    group: Group = field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class ContextEmbedding(ContextLayer, TokenEmbedding):
+    """Apply :class:`TokenEmbedding` to the positions that this rank holds; ``group`` is the context group.
+
+    The gradients of both tables are computed from these positions only; their sums over the ranks are the whole
+    gradients. The forward pass is collective over ``group`` if ``run.length`` is 0. Its errors are raised on all ranks,
+    but for an id outside the vocabulary, which only the ranks that hold it find.
+    """
+
+    group: Group = field(kw_only=True)
+
+    @cached_property
+    def _layers(self) -> tuple[Embedding, ContextPosition, ContextDropout]:
+        return (
+            Embedding(self.vocabulary, self.features),
+            ContextPosition(self.sequence, self.features, group=self.group),
+            ContextDropout(self.dropout, self.site, group=self.group),
+        )
+
+
+@dataclass(frozen=True)
+class ContextBlock(ContextLayer, TransformerBlock):
+    """Apply :class:`TransformerBlock` to the positions that this rank holds; ``group`` is the context group."""
+
+    group: Group = field(kw_only=True)
+
+    @cached_property
+    def _layers(self) -> tuple[LayerNorm, CausalSelfAttention, LayerNorm, FeedForward]:
+        whole = TransformerBlock(**{item.name: getattr(self, item.name) for item in fields(TransformerBlock)})
+        norm1, attention, norm2, feed_forward = whole._layers
+        return norm1, cut_layer(attention, RingSelfAttention, self.group), norm2, feed_forward
+
+    @cached_property
+    def _dropouts(self) -> tuple[Dropout, Dropout]:
+        return (
+            ContextDropout(self.dropout, self.site + 1, group=self.group),
+            ContextDropout(self.dropout, self.site + 2, group=self.group),
+        )
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Return the output for ``x`` (samples, positions of this rank, dim), of the same shape, and the cache.
+
+        Collective over ``group``.
+        """
+        return super().forward(params, x, self.located(run, x.shape))
+
+
+@dataclass(frozen=True)
+class Positionwise(ContextLayer, Wrapper):
+    """Run a layer that treats each position by itself, and count its operations for this rank's positions only."""
+
+    group: Group
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Return the wrapped layer's operations for this rank's positions of a sample of ``shape``."""
+        return self.layer.operations(self.own_shape(shape))
+
+
+def cut_layer(layer: Layer, form: Callable[..., L], group: Group) -> L:
+    """Return the context-parallel form of ``layer``: an object of class ``form`` with the same fields and ``group``."""
+    return form(**{item.name: getattr(layer, item.name) for item in fields(cast(Any, layer))}, group=group)
+
+
+@dataclass(frozen=True)
+class PartLoss:
+    """Compute an element loss of this rank's positions of every sequence; the sums of all ranks are the whole loss.
+
+    Parameters
+    ----------
+    loss : ElementLoss
+        The loss of whole sequences.
+    group : Group
+        The context group.
+    """
+
+    loss: ElementLoss
+    group: Group
+
+    def forward(self, prediction: Array, target: Any) -> tuple[float, float, Any]:
+        """Return this rank's terms of the loss sum and of the weight, and the cache for :meth:`backward`.
+
+        ``prediction`` is (samples, positions of this rank, ...). Collective over the group (one small message).
+        """
+        lengths = gather_lengths(prediction.shape, self.group)
+        share = lengths[self.group.rank] / sum(lengths)
+        loss_sum, weight, cache = self.loss.forward(prediction, target)
+        return loss_sum * share, weight * share, (cache, share)
+
+    def backward(self, cache: Any, scale: float = 1.0) -> Array:
+        """Return ``scale`` times the gradient of the loss sum at this rank's positions. Not collective."""
+        inner, share = cache
+        return self.loss.backward(inner, scale * share)
+
+
+@dataclass(frozen=True)
+class ContextModel:
+    """Hold the context-parallel form of a model, which computes on this rank's part of each sequence.
+
+    :func:`context_model` makes it. Parameters have the same names and shapes as in ``model``. The gradients, loss sum
+    and weight that a rank computes are those of its part of the sequences. Their sums over ``group`` are those of
+    ``model``, which may be split over a tensor group (:class:`mpizero.nn.SplitModel`): that group then cuts the part of
+    a context rank as it cuts whole sequences.
+    """
+
+    model: BlockModel
+    group: Group
+    blocks: Mapping[str, Layer]
+
+    @property
+    def loss(self) -> Loss:
+        """The model's loss, which takes this rank's part of the predictions and of the targets."""
+        return self._on_places(self.model.loss)
+
+    def loss_on_parts(self, loss: Loss) -> Loss:
+        """Adapt a loss of whole sequences to this rank's positions; the ranks' sums and weights add up to the whole.
+
+        If the model is split over a tensor group, the loss takes this rank's part of the predictions at these
+        positions. Not collective. Raises :class:`ConfigError` if the loss does not add up over positions.
+        """
+        own = self._on_places(loss)
+        return self.model.loss_on_parts(own) if isinstance(self.model, SplitModel) else own
+
+    def _on_places(self, loss: Loss) -> Loss:
+        if isinstance(loss, CrossEntropy | SplitCrossEntropy):
+            return loss
+        if isinstance(loss, JoinedLoss):
+            return replace(loss, loss=self._on_places(loss.loss))
+        if isinstance(loss, ElementLoss):
+            return PartLoss(loss, self.group)
+        raise ConfigError(
+            f"{type(_whole(self.model)).__name__}: the loss {type(loss).__name__} does not add up over parts of a "
+            "sequence; use CrossEntropy or a loss that averages over elements, such as MeanSquaredError, or context=1"
+        )
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the whole model."""
+        return self.model.dtype
+
+    @property
+    def seed(self) -> int:
+        """The seed of the whole model."""
+        return self.model.seed
+
+    def run_on(self, x: Array, run: Run) -> Run:
+        """Return ``run`` with the length of the whole sequences.
+
+        ``x`` (samples, positions) is this rank's part of the sequences. Without the length the blocks would need
+        messages of their own to find it. Collective over ``group`` (one small message) if ``run.length`` is 0.
+        """
+        return located(run, x.shape, self.group)
+
+    def split(self, group: Group) -> BlockModel:
+        """Return the context-parallel form of the model split over the tensor group ``group``. Not collective."""
+        return context_model(split_model(self.model, group), self.group)
+
+    @property
+    def cuts(self) -> Mapping[str, int]:
+        """The blocks of whose output the ranks of a tensor group hold parts, as in :class:`mpizero.nn.SplitModel`."""
+        return self.model.cuts if isinstance(self.model, SplitModel) else {}
+
+    @property
+    def outputs(self) -> int | None:
+        """Length of the prediction's last axis if tensor ranks hold parts, as in :class:`mpizero.nn.SplitModel`."""
+        return self.model.outputs if isinstance(self.model, SplitModel) else None
+
+    def held_shape(self, block: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of what this rank holds of a block's output, for one sample. Not collective.
+
+        ``shape`` (length, ...) is the shape of the whole output for one sample.
+        """
+        own = (Zigzag(shape[0], self.group.size).sizes[self.group.rank], *shape[1:])
+        return self.model.held_shape(block, own) if isinstance(self.model, SplitModel) else own
+
+    def whole_scores(self, y: Array) -> Array:
+        """Join the parts of the predictions that the ranks of a tensor group have, at this rank's positions.
+
+        ``y`` is what the last block returned on this rank. Collective over the tensor group if the model is split.
+        """
+        return whole_prediction(self.model, y)
+
+    def whole_prediction(self, y: Array) -> Array:
+        """Join the ranks' parts of the predictions in the order of the sequence, and return the result on every rank.
+
+        ``y`` (samples, positions, ...) is what the last block returned on this rank. Collective over ``group``, and
+        first over the tensor group if each of its ranks has a part of the predictions.
+        """
+        y = self.whole_scores(y)
+        lengths = gather_lengths(y.shape, self.group)
+        parts = self.group.all_gather(y, 1, lengths, tag="context predictions")
+        zigzag, whole = Zigzag(sum(lengths), self.group.size), namespace(y).empty_like(parts)
+        start = 0
+        for rank, length in enumerate(lengths):
+            for here, run in zigzag.pieces(rank):
+                whole[:, run] = parts[:, start + here.start : start + here.stop]
+            start += length
+        result: Array = whole
+        return result
+
+
+def context_model(model: BlockModel, group: Group) -> BlockModel:
+    """Return the context-parallel form of ``model``, in which each rank works on its part of every sequence.
+
+    :func:`cut_batch` cuts the sequences. A user's own layer needs a method ``context(group)`` that returns its
+    context-parallel form. If the layer treats each position of a sequence by itself, this form is the layer itself.
+
+    Parameters
+    ----------
+    model : BlockModel
+        A GPT, or a model of mpizero's layers and of layers with a method ``context``, maybe split over a tensor group
+        by :func:`split_model`. Its loss must be a :class:`CrossEntropy`, or average over elements as
+        :class:`MeanSquaredError` does.
+    group : Group
+        The context group.
+
+    Returns
+    -------
+    BlockModel
+        ``model`` itself if the group has one rank, otherwise a :class:`ContextModel`.
+
+    Raises
+    ------
+    ConfigError
+        A layer or the loss does not work on parts of sequences, or no layer (such as attention) mixes the positions of
+        a sequence.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> from mpizero.layout import Axes
+    >>> from mpizero.testing import run_in_threads
+    >>> gpt, ids = mz.nn.GPT(dim=8, layers=1, heads=2, sequence=8), np.arange(9).reshape(1, 9)
+    >>> def loss(comm):
+    ...     group = mz.ProcessGrid.create(comm, axes=Axes(context=comm.size)).context_group
+    ...     part, batch = mz.nn.context_model(gpt, group), mz.nn.cut_batch(ids[:, :-1], ids[:, 1:], group)
+    ...     return mz.nn.loss_and_gradients(part, mz.nn.initial_parameters(gpt), batch)[:2]
+    >>> parts, whole = run_in_threads(2, loss), run_in_threads(1, loss)[0]
+    >>> [weight for loss_sum, weight in parts], whole[1]  # positions
+    ([4.0, 4.0], 8.0)
+    >>> abs(sum(loss_sum for loss_sum, weight in parts) - whole[0]) < 1e-4
+    True
+    """
+    if group.size == 1:
+        return model
+    blocks = {name: _on_part(layer, group, f"block {name!r}") for name, layer in model.blocks.items()}
+    whole = _whole(model)
+    name = type(whole).__name__
+    if not any(map(_attends, whole.blocks.values())):
+        raise ConfigError(
+            f"{name} has no attention along a sequence, so there is nothing for a context group of {group.size} ranks "
+            "to cut; set context=1 and use those ranks for data"
+        )
+    found = ContextModel(model, group, blocks)
+    _ = found.loss
+    return found
+
+
+def cut_batch(x: Any, y: Any, group: Group, tiles: int | None = None) -> tuple[Any, Any]:
+    """Return copies of this rank's positions of a batch's sequences.
+
+    Each sequence is cut into 2 * size chunks, where ``size`` is the number of ranks; rank r gets chunks r and 2 * size
+    - 1 - r (:class:`Zigzag`). Not collective; every rank of ``group`` must have the same batch.
+
+    Parameters
+    ----------
+    x, y : Array, or tree of arrays
+        Inputs and targets: arrays (samples, length, ...), all of the same length, which is at least 1.
+    group : Group
+        The context group.
+    tiles : int, optional
+        Number of tiles, a multiple of the group's size: a rank gets the positions that each of its tiles would get in
+        a group of so many ranks, tile after tile. The default is the group's size.
+
+    Returns
+    -------
+    tuple
+        This rank's part of ``x`` and of ``y``: contiguous arrays (samples, positions of this rank, ...). If the group
+        has one rank, ``x`` and ``y`` themselves.
+
+    Raises
+    ------
+    DataError
+        The arrays have no sequence axis, or their lengths differ. All ranks raise this error.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> from mpizero.layout import Axes
+    >>> from mpizero.testing import run_in_threads
+    >>> ids = np.arange(8).reshape(1, 8)
+    >>> def part(comm):
+    ...     group = mz.ProcessGrid.create(comm, axes=Axes(context=comm.size)).context_group
+    ...     return mz.nn.cut_batch(ids, ids + 1, group)[0].tolist()
+    >>> run_in_threads(2, part)
+    [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
+    """
+    shapes = [tuple(getattr(leaf, "shape", ())) for value in (x, y) for leaf in leaves_of(value)] or [()]
+    if len(shapes[0]) < 2 or shapes[0][1] < 1 or any(shape[:2] != shapes[0][:2] for shape in shapes):
+        raise DataError(
+            "context parallelism cuts inputs and targets of (samples, length >= 1), "
+            f"it was given {' and '.join(map(str, shapes))}; set context=1 for data without a sequence axis"
+        )
+    tiles = tiles or group.size
+    if tiles == 1:
+        return x, y
+    zigzag, hosted = Zigzag(shapes[0][1], tiles), tiles // group.size
+    own = [run for tile in range(group.rank * hosted, (group.rank + 1) * hosted) for run in zigzag.runs(tile)]
+
+    def cut(a: Array) -> Array:
+        places: Array = namespace(a).concatenate([a[:, run] for run in own], axis=1)
+        return places
+
+    return map_leaves(cut, x), map_leaves(cut, y)
+
+
+_FORMS: Mapping[type[Layer], type[Layer]] = {
+    CausalSelfAttention: RingSelfAttention,
+    Dropout: ContextDropout,
+    Position: ContextPosition,
+    TokenEmbedding: ContextEmbedding,
+    TransformerBlock: ContextBlock,
+}
+_WRAPPERS = (Checkpointed, Frozen, PartlyFrozen, SequenceParallel)
+_SPLIT = (SplitAttention, SplitBlock, SplitTokenEmbedding)
+_PRODUCTS = (
+    *(ColumnLinear, FeedForward, LanguageHead, Linear, Projection, RowLinear),
+    *(SplitFeedForward, SplitHead, SplitLinear, SplitProjection),
+)
+_PLACE_BY_PLACE = (Embedding, LayerNorm, RMSNorm, Select, SplitEmbedding)
+
+
+def _whole(model: BlockModel) -> BlockModel:
+    """Return a model as it was before it was split over a tensor group."""
+    return model.whole if isinstance(model, SplitModel) else model
+
+
+def _attends(layer: Any) -> bool:
+    """Tell whether a layer mixes the positions of a sequence.
+
+    A user's layer with a method ``context`` is assumed to do so.
+    """
+    if isinstance(layer, CausalSelfAttention) or hasattr(layer, "context"):
+        return True
+    inside = [layer.layer] if isinstance(layer, _WRAPPERS) else layer.children().values()
+    return any(map(_attends, inside))
+
+
+def _on_part(layer: Any, group: Group, where: str) -> Any:
+    """Return the context-parallel form of ``layer``, or ``layer`` itself if it treats each position by itself.
+
+    ``where`` names the layer in errors.
+    """
+    if hasattr(layer, "context"):
+        return layer.context(group)
+    if form := _FORMS.get(type(layer)):
+        return cut_layer(layer, form, group)
+    if isinstance(layer, _SPLIT):  # its ranks split the context rank's part as they split whole sequences
+        return replace(layer, whole=_on_part(layer.whole, group, where))
+    if isinstance(layer, _WRAPPERS):
+        inner = _on_part(layer.layer, group, where)
+        return layer if inner is layer.layer else replace(layer, layer=inner)
+    if isinstance(layer, Sequential):
+        inside = {name: _on_part(child, group, f"{where}, {name!r}") for name, child in layer.layers}
+        return layer if all(inside[name] is child for name, child in layer.layers) else Sequential(inside)
+    if type(layer) in _PRODUCTS:
+        return Positionwise(layer, group)
+    if type(layer) in _PLACE_BY_PLACE or isinstance(layer, Activation):
+        return layer
+    raise ConfigError(
+        f"{where}: {type(layer).__name__} does not say how it works on a part of a sequence; context parallelism "
+        "takes GPT, layers of mpizero.nn, and layers with a method context(group); set context=1 for other models"
+    )

@@ -1,1 +1,0 @@
-"""Provide the models MLP and GPT, and functions for any model that is made of blocks."""

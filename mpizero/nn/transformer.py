@@ -1,0 +1,1220 @@
+"""Define layers that look up vectors in tables by integer ids or by position.
+
+Keep temporary arrays, so that repeated computations allocate them once.
+
+Compute causal attention by batched products that skip most of the masked scores: on GPUs, and with dropout.
+
+A few samples or heads are computed at a time, so that their scores stay in the CPU's cache.
+
+Compute causal attention by the kernels of :mod:`mpizero.kernels.attention`, in this rank's threads.
+
+Compute causal self-attention (Vaswani et al., 2017): by one kernel on CPUs, otherwise by batched products.
+
+Define a transformer's pre-norm block, and the feed-forward layer in it.
+
+Define the last block of a language model, which computes logits of its vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpizero import kernels
+from mpizero._util.names import explains
+from mpizero.errors import ConfigError, DataError
+from mpizero.kernels.jit import parts_of, run_tasks
+from mpizero.kernels.matmul import by_kernels, threads_for
+from mpizero.nn.arrays import (
+    as_ids,
+    known,
+    multiply,
+    namespace,
+    operand,
+    require_array,
+    require_numbers,
+    require_sequences,
+    vector,
+)
+from mpizero.nn.layer import (
+    Affine,
+    Graph,
+    Layer,
+    NodeOutput,
+    Operations,
+    SamplePart,
+    SequenceLayer,
+    poll,
+    require_positive,
+)
+from mpizero.nn.layers import Activation, Dropout, LayerNorm, Linear, Projection, named_activation
+from mpizero.types import EVALUATE, Array, Init, ParameterSpec, Params, Pieces, Run
+
+
+@explains
+@dataclass(frozen=True)
+class Embedding(Layer):
+    """Look up row ``id`` of ``weight`` (items, features) for every integer id; the weight has no weight decay.
+
+    Ids of any shape become vectors ``(*shape, features)`` in the dtype of ``weight``. The input has no gradient, so
+    ``backward_input`` returns None for it. No method is collective.
+
+    Parameters
+    ----------
+    items, features : int
+        Number of rows of ``weight``, and of elements of a row. An id that is not in [0, ``items``) is a
+        :class:`~mpizero.errors.DataError`.
+    init : Init
+        Start values of the weight.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> table = {"weight": np.array([[0.0, 0.1], [1.0, 1.1], [2.0, 2.1]])}
+    >>> vectors, cache = mz.nn.Embedding(items=3, features=2).forward(table, np.array([[2, 0]]))
+    >>> vectors
+    array([[[2. , 2.1],
+            [0. , 0.1]]])
+    """
+
+    items: int
+    features: int
+    init: Init = Init("normal", 0.02)
+
+    def __post_init__(self) -> None:
+        require_positive("Embedding", items=self.items, features=self.features)
+
+    def own_specs(self) -> tuple[ParameterSpec, ...]:
+        """Describe ``weight``, which has no weight decay."""
+        return (ParameterSpec("weight", (self.items, self.features), self.init, decay=False),)
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Map ids of any shape to vectors of shape ``(*shape, features)``; return them and the cache.
+
+        Raises :class:`DataError` for an id that is not in [0, ``items``).
+        """
+        weight = params["weight"]
+        ids = as_ids(x, self.items, "Embedding").reshape(-1)
+        rows = namespace(weight).empty((ids.size, self.features), weight.dtype)
+        kernels.backend(weight).embedding.gather(weight, ids, rows)
+        return rows.reshape(*x.shape, self.features), ids
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Return None, because integer ids have no gradient, and ``dy`` for :meth:`backward_weights`."""
+        return None, dy
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Overwrite row ``id`` of the weight's gradient with the sum of ``dy`` over all occurrences of this id."""
+        gradient = grads["weight"]
+        gradient[...] = 0
+        rows = namespace(pending).ascontiguousarray(pending.reshape(cache.size, self.features))
+        kernels.backend(gradient).embedding.scatter_add(rows, cache, gradient)
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return ``shape`` with ``features`` appended."""
+        return (*shape, self.features)
+
+
+@explains
+@dataclass(frozen=True)
+class Position(SequenceLayer):
+    """Add row t of ``weight`` (sequence, features) to position t of every sample; the weight has no weight decay.
+
+    Inputs and outputs are (samples, length, features). No method is collective.
+
+    Parameters
+    ----------
+    sequence, features : int
+        Greatest length of an input, and size of its last axis. A longer input is a
+        :class:`~mpizero.errors.DataError`.
+    init : Init
+        Start values of the weight.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> weight = np.array([[0.5, 0.0], [0.0, 0.5], [9.0, 9.0]])
+    >>> y, cache = mz.nn.Position(sequence=3, features=2).forward({"weight": weight}, np.ones((1, 2, 2)))
+    >>> y
+    array([[[1.5, 1. ],
+            [1. , 1.5]]])
+    """
+
+    sequence: int
+    features: int
+    init: Init = Init("normal", 0.02)
+
+    def __post_init__(self) -> None:
+        require_positive("Position", sequence=self.sequence, features=self.features)
+
+    def own_specs(self) -> tuple[ParameterSpec, ...]:
+        """Describe ``weight``, which has no weight decay."""
+        return (ParameterSpec("weight", (self.sequence, self.features), self.init, decay=False),)
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Return ``x`` (samples, length <= sequence, features) plus the weight's rows for its positions.
+
+        The cache says where these positions lie in the whole sequences (:meth:`mpizero.types.Run.pieces`).
+
+        Raises
+        ------
+        DataError
+            ``x`` has another shape.
+        """
+        require_numbers(x, "Position")
+        run = self.located(run, x.shape)
+        if x.ndim != 3 or run.length > self.sequence or x.shape[2] != self.features:
+            raise DataError(
+                f"Position: takes (samples, length <= {self.sequence}, {self.features}), the input has shape "
+                f"{tuple(x.shape)}{run.described}"
+            )
+        xp, weight, pieces = namespace(x), params["weight"], run.pieces()
+        y: Array = xp.array(x, np.result_type(x.dtype, weight.dtype))
+        self.add(weight, y, pieces)
+        return y, pieces
+
+    def add(self, weight: Array, x: Array, pieces: Pieces) -> None:
+        """Add the rows of ``weight`` for the positions ``pieces`` to ``x`` (samples, positions, features), in place.
+
+        Not collective.
+        """
+        for here, there in pieces:
+            x[:, here] += weight[there]
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Return ``dy`` twice: it is the gradient of ``x``, and :meth:`backward_weights` needs it."""
+        return dy, dy
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Overwrite the weight's gradient with the sum of ``dy`` over the samples.
+
+        Rows for positions that the input does not have get zeros.
+        """
+        gradient, done = grads["weight"], 0
+        for here, there in cache:
+            gradient[done : there.start] = 0
+            namespace(pending).sum(pending[:, here], axis=0, out=gradient[there])
+            done = there.stop
+        gradient[done:] = 0
+
+
+@explains
+@dataclass(frozen=True)
+class TokenEmbedding(SequenceLayer):
+    """Look up token ids, add position vectors and apply dropout: a language model's first block.
+
+    Inputs are integer ids (samples, length), outputs are (samples, length, features). No method is collective.
+
+    Parameters
+    ----------
+    vocabulary, sequence, features : int
+        Number of token ids, greatest length of a sequence, and number of features of a vector.
+    dropout : float
+        Dropout rate.
+    site : int
+        Number that keys the dropout's random mask; unique in the model.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> first = mz.nn.TokenEmbedding(vocabulary=256, sequence=8, features=4)
+    >>> [(spec.name, spec.shape) for spec in first.specs()]
+    [('token.weight', (256, 4)), ('position.weight', (8, 4))]
+    >>> first.output_shape((6,))  # of one sample of 6 ids
+    (6, 4)
+    """
+
+    vocabulary: int
+    sequence: int
+    features: int
+    dropout: float = 0.0
+    site: int = 0
+
+    def __post_init__(self) -> None:
+        self.children()
+
+    @cached_property
+    def _layers(self) -> tuple[Embedding, Position, Dropout]:
+        return (
+            Embedding(self.vocabulary, self.features),
+            Position(self.sequence, self.features),
+            Dropout(self.dropout, self.site),
+        )
+
+    def children(self) -> dict[str, Layer]:
+        """Return the two tables by name: ``token`` and ``position``."""
+        token, position, _ = self._layers
+        return {"token": token, "position": position}
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Map ids (samples, length) to vectors (samples, length, features); return them and the cache.
+
+        Raises
+        ------
+        DataError
+            An id is outside the vocabulary, a sample has more than ``sequence`` ids, or ``x`` does not have two axes.
+        """
+        run = self.require_ids(x, run)
+        token, position, dropout = self._layers
+        vectors, ids = token.forward(params["token"], x, run)
+        pieces = run.pieces()
+        position.add(params["position"]["weight"], vectors, pieces)
+        y, mask = dropout.forward({}, vectors, run)
+        return y, (ids, mask, pieces)
+
+    def require_ids(self, x: Array, run: Run) -> Run:
+        """Raise :class:`DataError` unless ``x`` has the shape (samples, length <= sequence).
+
+        Returns what :meth:`located` returns for ``x``. Collective where that is.
+        """
+        require_array(x, "TokenEmbedding")
+        run = self.located(run, x.shape)
+        if x.ndim != 2 or run.length > self.sequence:
+            raise DataError(
+                f"TokenEmbedding: takes ids of shape (samples, length <= {self.sequence}), the input has shape "
+                f"{tuple(x.shape)}{run.described}; cut the input or build the model with a longer sequence"
+            )
+        return run
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Return None, because integer ids have no gradient, and the gradient of the vectors before dropout.
+
+        :meth:`backward_weights` needs the latter.
+        """
+        return None, self._layers[2].backward_input({}, cache[1], dy)[0]
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Overwrite the gradients of the token and the position table."""
+        token, position, _ = self._layers
+        token.backward_weights(params["token"], cache[0], pending, grads["token"])
+        position.backward_weights(params["position"], cache[2], pending, grads["position"])
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return ``shape`` with ``features`` appended."""
+        return (*shape, self.features)
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Return zero operations, because a look-up has no matrix products."""
+        return Operations()
+
+    def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
+        """Add nodes for the token table, the positions and the dropout to the computation graph; return the output."""
+        token, position, dropout = self._layers
+        node = token.trace(graph, f"{name}.token", source)
+        node = position.trace(graph, f"{name}.position", node)
+        return dropout.trace(graph, f"{name}.dropout", node)
+
+
+class Workspace:
+    """Keep temporary arrays by name, to be reused by one computation after the other.
+
+    Parameters
+    ----------
+    like : Array
+        An array of the library (NumPy or CuPy) and dtype that the temporary arrays shall have.
+    """
+
+    def __init__(self, like: Array) -> None:
+        self._like = like
+        self._flat: dict[str, Array] = {}
+
+    def room(self, name: str, shape: tuple[int, ...]) -> Array:
+        """Return a contiguous array of undefined contents, in the memory that is kept under ``name``.
+
+        The memory is that of the previous array of this name, which must no longer be used. If it is too small, new
+        memory is allocated.
+        """
+        size = prod(shape)
+        if name not in self._flat or self._flat[name].size < size:
+            self._flat[name] = namespace(self._like).empty_like(self._like, shape=(size,))
+        return self._flat[name][:size].reshape(shape)
+
+    def copy(self, name: str, x: Array) -> Array:
+        """Return a contiguous copy of ``x`` in the memory that is kept under ``name``."""
+        room = self.room(name, x.shape)
+        namespace(self._like).copyto(room, x)
+        return room
+
+
+#: Number of queries per product. 64 was fastest for 128 and 256 tokens: smaller blocks skip more of the masked scores,
+#: but their products are too small for the BLAS.
+BLOCK = 64
+#: Number of queries per product on a GPU, where starting a product takes long. Not tuned on a GPU yet.
+BLOCK_ON_DEVICE = 256
+#: Largest number of bytes of scores computed at once, on CPUs and on GPUs.
+CACHE, DEVICE = 1 << 18, 1 << 28
+#: Ranges of the samples and of the heads that are computed together.
+Part = tuple[slice, slice]
+
+
+def blocks(length: int, size: int = BLOCK) -> Iterator[tuple[int, int]]:
+    """Return the ranges (start, stop) of at most ``size`` of ``length`` positions."""
+    return ((start, min(start + size, length)) for start in range(0, length, size))
+
+
+class BatchedHeads:
+    """Compute one group of heads after the other, forward and backward, in memory that is reused.
+
+    A group, here a ``Part``, is a range of the samples and a range of the heads. The heads are copied to contiguous
+    memory. Strided views would need no copy, but the BLAS takes twice as long for their products.
+    """
+
+    def __init__(self, apart: Array, scale: float, dropout: Dropout, run: Run, first_head: int) -> None:
+        self.apart = apart
+        self._work = Workspace(apart)
+        self.run, self.first_head = run, first_head
+        self._dropout = dropout
+        self._scale = vector(apart, scale)
+        self._kernels = kernels.backend(apart).attention
+
+    def attend(self, take: Callable[[slice], None] | None, *, keep: bool) -> tuple[Array, Any]:
+        """Compute attention of all heads; ``take`` puts those of some samples into ``apart`` before.
+
+        ``keep`` says whether the probabilities are kept for the backward pass.
+        """
+        apart, xp = self.apart, namespace(self.apart)
+        _, samples, heads, length, size = apart.shape
+        mixed: Array = xp.empty_like(apart, shape=(samples, length, heads * size))
+        out = view_heads(mixed, heads)
+        stored = xp.empty_like(mixed, shape=(samples, heads, length, length)) if keep else None
+        for part in self.parts():
+            if take is not None and part[1].start == 0:
+                take(part[0])
+            scores = self.room("scores", self.score_shape(part)) if stored is None else stored[part]
+            kept = operand(self.dropped(self.probabilities(part, scores), part))
+            v = operand(self.heads(2, part))
+            for start, stop in self.blocks():
+                multiply(kept[:, :, start:stop, :stop], v[:, :, :stop], out[part][:, :, start:stop])
+        return mixed, (apart, stored, self.run, self.first_head)
+
+    def attend_backward(self, stored: Array | None, dmixed: Array) -> Array:
+        """Return the gradient of ``qkv``, (samples, length, 3 dim).
+
+        ``stored`` are the probabilities that :meth:`attend` kept, or None, and ``dmixed`` is the gradient of the sums.
+        """
+        apart, xp = self.apart, namespace(self.apart)
+        samples, length, dim = dmixed.shape
+        dqkv: Array = xp.empty_like(apart, shape=(samples, length, 3 * dim))
+        gradients, dmixed = view_kinds(dqkv, apart.shape[2]), xp.ascontiguousarray(dmixed)
+        for part in self.parts():
+            if stored is None:
+                probabilities = self.probabilities(part, self.room("scores", self.score_shape(part)))
+            else:
+                probabilities = stored[part]
+            kept = operand(self.dropped(probabilities, part))
+            do, v_transposed = operand(self.copied(dmixed, part)), operand(self.transposed(2, part))
+            dq, dk, dv = (gradient[part] for gradient in gradients)
+            dprobabilities = self.room("gradients", self.score_shape(part))
+            for start, stop in self.blocks():
+                block = dprobabilities[:, :, start:stop, :stop]  # the kernel does not read what lies beyond
+                multiply(do[:, :, start:stop], v_transposed[..., :stop], block)
+                multiply(kept[:, :, start:, start:stop].swapaxes(-1, -2), do[:, :, start:], dv[:, :, start:stop])
+            dscores = self.dropped(dprobabilities, part)
+            self.softmax_backward(probabilities, dscores)
+            dscores, q, k = (operand(x) for x in (dscores, self.heads(0, part), self.heads(1, part)))
+            for start, stop in self.blocks():
+                multiply(dscores[:, :, start:stop, :stop], k[:, :, :stop], dq[:, :, start:stop])
+                multiply(dscores[:, :, start:, start:stop].swapaxes(-1, -2), q[:, :, start:], dk[:, :, start:stop])
+        return dqkv
+
+    def parts(self) -> Iterator[Part]:
+        """Yield groups whose scores fit the cache: ranges of whole samples, or ranges of the heads of one sample."""
+        _, samples, heads, length, _ = self.apart.shape
+        limit = CACHE if isinstance(self.apart, np.ndarray) else DEVICE
+        fitting = max(1, limit // max(1, length * length * self.apart.itemsize))
+        some, several = max(1, fitting // heads), min(fitting, heads)
+        for first in range(0, samples, some):
+            for head in range(0, heads, several):
+                yield slice(first, min(first + some, samples)), slice(head, min(head + several, heads))
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """Yield the ranges of queries (start, stop) for which scores are computed at once.
+
+        The causal mask hides all keys from ``stop`` on from the queries of a range.
+        """
+        return blocks(self.apart.shape[3], BLOCK if isinstance(self.apart, np.ndarray) else BLOCK_ON_DEVICE)
+
+    def take(self, qkv: Array, bias: Array | None, some: slice) -> None:
+        """Copy queries, keys and values of the samples ``some`` of ``qkv + bias`` to ``apart``, head by head."""
+        rows = _rows(qkv[some])
+        self._kernels.split_heads(rows, rows[:0].reshape(-1) if bias is None else bias, 0, some.start, self.apart)
+
+    def score_shape(self, part: Part) -> tuple[int, ...]:
+        """Return the shape of the scores of ``part``: (samples, heads, queries, keys)."""
+        some, heads = part
+        length = self.apart.shape[3]
+        return some.stop - some.start, heads.stop - heads.start, length, length
+
+    def room(self, name: str, shape: tuple[int, ...]) -> Array:
+        """Return an array of undefined contents in the workspace memory called ``name``; see :meth:`Workspace.room`."""
+        return self._work.room(name, shape)
+
+    def heads(self, kind: int, part: Part) -> Array:
+        """Return queries (``kind`` 0), keys (1) or values (2) of ``part``, as a contiguous view.
+
+        Its shape is (samples, heads, length, dim / heads).
+        """
+        heads: Array = self.apart[kind][part]
+        return heads
+
+    def transposed(self, kind: int, part: Part) -> Array:
+        """Return a copy of the result of :meth:`heads`, transposed to (samples, heads, dim / heads, length)."""
+        heads = self.heads(kind, part)
+        out = self.room("transposed", (*heads.shape[:2], heads.shape[3], heads.shape[2]))
+        self._kernels.transposed_heads(heads, out)
+        return out
+
+    def copied(self, x: Array, part: Part) -> Array:
+        """Return a copy of the part ``part`` of ``x`` (samples, length, dim), in the shape of :meth:`heads`."""
+        some, heads = part
+        rows, shape = _rows(x[some]), self.heads(0, part).shape
+        out = self.room("copied", shape)
+        self._kernels.split_heads(rows, rows[:0].reshape(-1), heads.start, 0, out.reshape(1, *shape))
+        return out
+
+    def probabilities(self, part: Part, scores: Array) -> Array:
+        """Compute the attention probabilities of ``part`` in the memory of ``scores``, and return them."""
+        q, k_transposed = operand(self.heads(0, part)), operand(self.transposed(1, part))
+        for start, stop in self.blocks():
+            multiply(q[:, :, start:stop], k_transposed[..., :stop], scores[:, :, start:stop, :stop])
+        self._kernels.causal_softmax(_matrices(scores), self._scale)
+        return scores
+
+    def softmax_backward(self, probabilities: Array, dscores: Array) -> None:
+        """Replace ``dscores``, the gradient of the given probabilities, by the gradient of the scores, in place."""
+        self._kernels.causal_softmax_backward(_matrices(probabilities), _matrices(dscores), self._scale)
+
+    def dropped(self, x: Array, part: Part) -> Array:
+        """Apply dropout to ``x``, the probabilities of ``part`` or their gradient; return a new array, or ``x`` itself.
+
+        ``x`` itself is returned if nothing is dropped.
+        """
+        dropout = self._dropout
+        if not dropout.drops(x, self.run):
+            return x
+        some, heads = part
+        per_head = x.shape[2] * x.shape[3]
+        run = replace(self.run, first_sample=self.run.first_sample + some.start)
+        return dropout.mask(x, run, SamplePart((self.first_head + heads.start) * per_head, x.shape[1] * per_head))
+
+
+def view_kinds(qkv: Array, heads: int) -> Array:
+    """View (samples, length, 3 dim) as (3, samples, heads, length, dim / heads)."""
+    samples, length, width = qkv.shape
+    return qkv.reshape(samples, length, 3, heads, width // (3 * heads)).transpose(2, 0, 3, 1, 4)
+
+
+def view_heads(x: Array, heads: int) -> Array:
+    """View (samples, length, dim) as (samples, heads, length, dim / heads)."""
+    samples, length, width = x.shape
+    return x.reshape(samples, length, heads, width // heads).transpose(0, 2, 1, 3)
+
+
+def _rows(x: Array) -> Array:
+    return x.reshape(x.shape[0] * x.shape[1], x.shape[2])
+
+
+def _matrices(x: Array) -> Array:
+    return x.reshape(-1, *x.shape[2:])
+
+
+class Heads(NamedTuple):
+    """Say where the queries, keys and values of all heads lie in an array.
+
+    Attributes
+    ----------
+    qkv : Array
+        The array: (samples, length, 3, heads, size), or (3, samples, heads, length, size) with each head contiguous.
+    samples, heads, length, size : int
+        Numbers of samples, heads, positions and features of a head.
+    steps : tuple of int
+        How many elements lie between queries and keys, between samples, between heads and between positions.
+    """
+
+    qkv: Array
+    samples: int
+    heads: int
+    length: int
+    size: int
+    steps: tuple[int, int, int, int]
+
+    @classmethod
+    def of_rows(cls, qkv: Array, heads: int) -> Heads:
+        """Describe ``qkv`` (samples, length, 3 dim), the result of a linear map."""
+        samples, length, width = qkv.shape
+        dim = width // 3
+        return cls(qkv, samples, heads, length, dim // heads, (dim, length * width, dim // heads, width))
+
+    @classmethod
+    def of_heads(cls, apart: Array) -> Heads:
+        """Describe ``apart`` (3, samples, heads, length, size)."""
+        _, samples, heads, length, size = apart.shape
+        head = length * size
+        return cls(apart, samples, heads, length, size, (samples * heads * head, heads * head, head, size))
+
+    @property
+    def pairs(self) -> int:
+        """Number of heads of all samples."""
+        return self.samples * self.heads
+
+    @property
+    def scores(self) -> int:
+        """Number of scores of one head."""
+        return self.length * self.length
+
+    def geometry(self) -> Array:
+        """Return what the kernels are told of the array."""
+        return np.array([self.heads, self.length, self.size, *self.steps], np.int64)
+
+    def room(self, count: int) -> Array:
+        """Return an uninitialized array of ``count`` elements."""
+        return np.empty(count, self.qkv.dtype)
+
+    def memory(self) -> Array:
+        """Return the temporary memory that a kernel needs."""
+        from mpizero.kernels.attention import memory_size
+
+        return self.room(memory_size(self.length, self.size, self.qkv.itemsize))
+
+    def run(self, task: Callable[[int, int], None], operations: int) -> None:
+        """Call ``task(start, stop)`` for ranges of all heads, in as many threads as ``operations`` are worth."""
+        pairs = self.pairs
+        if (threads := min(threads_for(operations), pairs)) <= 1:
+            task(0, pairs)
+            return
+        run_tasks([partial(task, part.start, part.stop) for part in parts_of(pairs, threads)], threads)
+
+
+def attend(heads: Heads, scale: float, *, keep: bool) -> tuple[Array, Array | None]:
+    """Return the weighted sums of the values (samples, length, dim), and the attention probabilities if ``keep``."""
+    from mpizero.kernels.attention import causal_attention
+
+    mixed = heads.room(heads.pairs * heads.length * heads.size)
+    stored = heads.room(heads.pairs * heads.scores) if keep else None
+    geometry, qkv, scale1 = heads.geometry(), heads.qkv.reshape(-1), vector(heads.qkv, scale)
+
+    def task(start: int, stop: int) -> None:
+        probabilities = heads.room(heads.scores) if stored is None else stored
+        causal_attention(qkv, geometry, start, stop, scale1, probabilities, mixed, heads.memory())
+
+    heads.run(task, 2 * mixed.size * heads.length)
+    mixed = mixed.reshape(heads.samples, heads.length, heads.heads * heads.size)
+    return mixed, None if stored is None else stored.reshape(heads.samples, heads.heads, heads.length, heads.length)
+
+
+def attend_backward(heads: Heads, scale: float, stored: Array | None, dmixed: Array) -> Array:
+    """Return the gradient of queries, keys and values (samples, length, 3 dim) from ``dmixed``, that of the sums.
+
+    ``stored`` are the probabilities that :func:`attend` returned; if they are None, they are computed again.
+    """
+    from mpizero.kernels.attention import causal_attention_backward
+
+    gradients = heads.room(3 * heads.pairs * heads.length * heads.size)
+    geometry, qkv, scale1 = heads.geometry(), heads.qkv.reshape(-1), vector(heads.qkv, scale)
+    above: Any = np.require(dmixed, requirements=("C", "W")).reshape(-1)
+
+    def task(start: int, stop: int) -> None:
+        probabilities = heads.room(heads.scores) if stored is None else stored.reshape(-1)
+        parts = (probabilities, int(stored is not None), above, gradients, heads.room(heads.scores), heads.memory())
+        causal_attention_backward(qkv, geometry, start, stop, scale1, *parts)
+
+    heads.run(task, 2 * gradients.size * heads.length)
+    return gradients.reshape(heads.samples, heads.length, 3 * heads.heads * heads.size)
+
+
+class AttentionBase(Affine, SequenceLayer):
+    """Compute queries, keys and values, attention, and a projection; the base class of unsplit and split attention."""
+
+    @property
+    @abstractmethod
+    def _layers(self) -> tuple[Affine, Affine]: ...
+
+    @property
+    @abstractmethod
+    def features(self) -> int:
+        """Number of features of the input."""
+
+    @property
+    @abstractmethod
+    def own_heads(self) -> tuple[CausalSelfAttention, int]:
+        """A layer that computes the attention of this rank's heads, and its first head's number in the whole layer.
+
+        Only the attention of the returned layer is used, not its linear maps.
+        """
+
+    def children(self) -> dict[str, Layer]:
+        """Return the two linear layers by name: ``qkv`` and ``projection``. Not collective."""
+        into_qkv, projection = self._layers
+        return {"qkv": into_qkv, "projection": projection}
+
+    def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Return the output for ``x`` (samples, length, dim) without the projection's bias, and the cache.
+
+        Collective where the layer is split.
+        """
+        require_sequences(x, self.features, "CausalSelfAttention")
+        (into_qkv, projection), (own, first_head) = self._layers, self.own_heads
+        qkv, qkv_cache = into_qkv.product(params["qkv"], x, run)
+        poll(params)
+        mixed, seen = own.attend(qkv, into_qkv.last_bias(params["qkv"]), run, first_head)
+        poll(params)
+        y, projection_cache = projection.product(params["projection"], mixed, run)
+        return y, (qkv_cache, seen, projection_cache)
+
+    def last_bias(self, params: Params) -> Array | None:
+        """Return the projection's bias, which :meth:`product` does not add. Not collective."""
+        return self._layers[1].last_bias(params["projection"])
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Return the gradient of ``x``, and what :meth:`backward_weights` needs.
+
+        Collective where the layer is split.
+        """
+        into_qkv, projection = self._layers
+        qkv_cache, seen, projection_cache = cache
+        dmixed, projection_pending = projection.backward_input(params["projection"], projection_cache, dy)
+        poll(params)
+        dqkv = self.own_heads[0].attend_backward(seen, known(dmixed))
+        poll(params)
+        dx, qkv_pending = into_qkv.backward_input(params["qkv"], qkv_cache, dqkv)
+        return dx, (qkv_pending, projection_pending)
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Overwrite the gradients of both linear layers' weights and biases. Collective where sequences are split."""
+        into_qkv, projection = self._layers
+        projection.backward_weights(params["projection"], cache[2], pending[1], grads["projection"])
+        poll(params)
+        into_qkv.backward_weights(params["qkv"], cache[0], pending[0], grads["qkv"])
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Count the operations of the two linear maps and of the attention between them, for one sample of ``shape``.
+
+        Not collective.
+        """
+        (into_qkv, projection), own = self._layers, self.own_shape(shape)
+        return into_qkv.operations(own) + projection.operations(own) + self.own_heads[0].attend_operations(shape[0])
+
+
+@explains
+@dataclass(frozen=True)
+class CausalSelfAttention(AttentionBase):
+    """Let each position of a sequence attend to itself and the positions before it.
+
+    Inputs and outputs are (samples, length, dim). One linear map, ``qkv``, computes queries, keys and values as one
+    array (samples, length, 3, heads, dim / heads) (Vaswani et al., 2017, section 3.2). No method is collective.
+
+    Parameters
+    ----------
+    dim, heads : int
+        Number of features, and number of heads that they are split into; ``heads`` must divide ``dim``.
+    dropout : float
+        Dropout rate of the attention probabilities.
+    site : int
+        Number that keys the dropout's random mask; unique in the model.
+    init, projection_init : Init or None
+        Start values of the weight of ``qkv`` and of the output projection; None takes the default of :class:`Linear`.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> layer = mz.nn.CausalSelfAttention(dim=8, heads=2)
+    >>> {spec.name: spec.shape for spec in layer.specs()}
+    {'qkv.weight': (8, 24), 'qkv.bias': (24,), 'projection.weight': (8, 8), 'projection.bias': (8,)}
+    >>> layer.operations((16, 8)).forward  # floating-point operations of one sequence of 16 positions
+    16384
+    """
+
+    dim: int
+    heads: int
+    dropout: float = 0.0
+    site: int = 0
+    init: Init | None = None
+    projection_init: Init | None = None
+
+    def __post_init__(self) -> None:
+        require_positive("CausalSelfAttention", dim=self.dim, heads=self.heads)
+        if self.dim % self.heads:
+            raise ConfigError(
+                f"CausalSelfAttention: dim={self.dim} is not divisible by heads={self.heads}; "
+                f"choose heads that divide dim, or dim={self.dim - self.dim % self.heads or self.heads}"
+            )
+        Dropout(self.dropout, self.site)
+
+    @cached_property
+    def _layers(self) -> tuple[Linear, Linear]:
+        qkv = Linear(self.dim, 3 * self.dim, init=self.init)
+        return qkv, Linear(self.dim, self.dim, init=self.projection_init)
+
+    @cached_property
+    def probability_dropout(self) -> Dropout:
+        """The dropout of the attention probabilities."""
+        return Dropout(self.dropout, self.site)
+
+    @property
+    def features(self) -> int:
+        """Number of features of the input."""
+        return self.dim
+
+    @property
+    def own_heads(self) -> tuple[CausalSelfAttention, int]:
+        """The layer itself, which has all heads, and 0, the number of its first head."""
+        return self, 0
+
+    def attend(self, qkv: Array, bias: Array | None, run: Run, first_head: int = 0) -> tuple[Array, Any]:
+        """Compute attention from queries, keys and values, ``qkv + bias`` (samples, length, 3 dim).
+
+        Returns the weighted sums of the values (samples, length, dim), and the cache for :meth:`attend_backward`.
+        ``qkv`` may be overwritten. If this layer has only some of the heads of a split layer, ``first_head`` is the
+        number of its first head in the whole layer; dropout masks depend on it.
+        """
+        xp, (samples, length, width) = namespace(qkv), qkv.shape
+        if not length:
+            raise DataError("CausalSelfAttention: takes sequences of at least one place, the input has none")
+        if self._by_kernels(qkv, run):
+            qkv = xp.ascontiguousarray(qkv)
+            rows = qkv.reshape(-1, width)
+            if bias is not None:
+                kernels.backend(rows).activation.add_bias(rows, bias, rows)
+            return self._attend_by_kernels(qkv, run, first_head)
+        apart = xp.empty_like(qkv, shape=(3, samples, self.heads, length, self.dim // self.heads))
+        work, qkv = self._batched(apart, run, first_head), xp.ascontiguousarray(qkv)
+        return work.attend(lambda some: work.take(qkv, bias, some), keep=self.keeps_probabilities(length))
+
+    def attend_heads(self, apart: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Compute attention from the heads of queries, keys and values, (3, samples, heads, length, dim / heads).
+
+        Not collective. Returns what :meth:`attend` returns; its cache holds ``apart``, which must be contiguous.
+        """
+        if self._by_kernels(apart, run):
+            return self._attend_by_kernels(apart, run, 0)
+        return self._batched(apart, run, 0).attend(None, keep=self.keeps_probabilities(apart.shape[3]))
+
+    def attend_backward(self, seen: Any, dmixed: Array) -> Array:
+        """Return the gradient of ``qkv``, (samples, length, 3 dim).
+
+        ``seen`` is the cache that :meth:`attend` returned, and ``dmixed`` the gradient of the first result of
+        :meth:`attend`.
+        """
+        held, stored, run, first_head = seen
+        if self._by_kernels(held, run):
+            return attend_backward(self._kernel_heads(held), self.scale, stored, dmixed)
+        return self._batched(held, run, first_head).attend_backward(stored, dmixed)
+
+    def _batched(self, apart: Array, run: Run, first_head: int) -> BatchedHeads:
+        return BatchedHeads(apart, self.scale, self.probability_dropout, run, first_head)
+
+    def _by_kernels(self, x: Array, run: Run) -> bool:
+        """Tell whether one kernel computes the whole attention; it knows no dropout."""
+        return by_kernels(x) and not self.probability_dropout.drops(x, run)
+
+    def _attend_by_kernels(self, held: Array, run: Run, first_head: int) -> tuple[Array, Any]:
+        heads = self._kernel_heads(held)
+        mixed, stored = attend(heads, self.scale, keep=self.keeps_probabilities(heads.length))
+        return mixed, (held, stored, run, first_head)
+
+    def _kernel_heads(self, held: Array) -> Heads:
+        """Describe the array that the cache holds: rows of a linear map, or heads that lie apart."""
+        heads = Heads
+        return heads.of_heads(held) if held.ndim == 5 else heads.of_rows(held, self.heads)
+
+    def keeps_probabilities(self, length: int) -> bool:
+        """Tell whether the attention probabilities of sequences of ``length`` are kept for the backward pass.
+
+        They are kept if they are no larger than four arrays (samples, length, dim). For longer sequences the backward
+        pass computes them again, with the same bits.
+        """
+        return length <= 4 * (self.dim // self.heads)
+
+    @property
+    def scale(self) -> float:
+        """The factor on the scores, 1 / sqrt(dim / heads)."""
+        return 1.0 / math.sqrt(self.dim // self.heads)
+
+    def attend_operations(self, length: int) -> Operations:
+        """Count the operations of :meth:`attend` and its backward pass for one sample of ``length`` positions.
+
+        Products of 64 queries by keys that the causal mask hides are not counted; the kernels of a CPU skip some more.
+        A GPU skips fewer of them: see :data:`mpizero.nn.transformer.BLOCK_ON_DEVICE`.
+        """
+        sizes = [(stop - start, stop, length - start) for start, stop in blocks(length)]
+        seen = sum(2 * self.dim * queries * before for queries, before, _ in sizes)
+        seeing = sum(2 * self.dim * queries * after for queries, _, after in sizes)
+        again = 0 if self.keeps_probabilities(length) else seen
+        return Operations(2 * seen, again + 2 * seen + 2 * seeing)
+
+    def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
+        """Add nodes for the two linear maps and the attention to the exported computation graph; return the output."""
+        into_qkv, projection = self._layers
+        node = into_qkv.trace(graph, f"{name}.qkv", source)
+        settings = {"heads": self.heads, "scale": self.scale, "dropout": self.dropout}
+        node = graph.add("CausalAttention", f"{name}.attend", (node,), source.shape, **settings)
+        return projection.trace(graph, f"{name}.projection", node)
+
+
+class FeedForwardBase(Affine):
+    """Apply two linear layers with an activation between them; the base class of the unsplit and the split form."""
+
+    @property
+    @abstractmethod
+    def _layers(self) -> tuple[Affine, Activation, Affine]: ...
+
+    def children(self) -> dict[str, Layer]:
+        """Return the two linear layers by name: ``expand`` and ``projection``. Not collective."""
+        expand, _, projection = self._layers
+        return {"expand": expand, "projection": projection}
+
+    def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Return the output for ``x`` (..., dim) without the last bias, and the cache.
+
+        Collective where the layers are split.
+        """
+        expand, act, projection = self._layers
+        hidden, expand_cache = expand.product(params["expand"], x, run)
+        active, act_cache = act.forward_biased(hidden, expand.last_bias(params["expand"]))
+        poll(params)
+        y, projection_cache = projection.product(params["projection"], active, run)
+        return y, (expand_cache, act_cache, projection_cache)
+
+    def last_bias(self, params: Params) -> Array | None:
+        """Return the second linear layer's bias, which :meth:`product` does not add. Not collective."""
+        return self._layers[2].last_bias(params["projection"])
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Return the gradient of ``x``, and what :meth:`backward_weights` needs.
+
+        Collective where the layers are split.
+        """
+        expand, act, projection = self._layers
+        dactive, projection_pending = projection.backward_input(params["projection"], cache[2], dy)
+        dhidden = act.backward_over(cache[1], known(dactive))  # the projection's result, which nobody else holds
+        poll(params)
+        dx, expand_pending = expand.backward_input(params["expand"], cache[0], dhidden)
+        return dx, (expand_pending, projection_pending)
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Overwrite the gradients of both linear layers' weights and biases. Collective where sequences are split."""
+        expand, _, projection = self._layers
+        projection.backward_weights(params["projection"], cache[2], pending[1], grads["projection"])
+        poll(params)
+        expand.backward_weights(params["expand"], cache[0], pending[0], grads["expand"])
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Return the sum of both linear layers' operations for one sample of ``shape``. Not collective."""
+        expand, _, projection = self._layers
+        return expand.operations(shape) + projection.operations(expand.output_shape(shape))
+
+
+@explains
+@dataclass(frozen=True)
+class FeedForward(FeedForwardBase):
+    """Apply two linear layers with an activation between them, to each position of a sequence by itself.
+
+    Inputs and outputs are (samples, length, dim). No method is collective.
+
+    Parameters
+    ----------
+    dim : int
+        Features of input and output.
+    hidden : int or None
+        Number of features between the two layers; None is ``4 * dim``.
+    activation : str
+        "gelu", "silu", "relu" or "tanh".
+    init, projection_init : Init or None
+        Start values of the first and the second weight; None takes the default of :class:`Linear`.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> layer = mz.nn.FeedForward(dim=8, hidden=12, activation="silu")
+    >>> {spec.name: spec.shape for spec in layer.specs()}
+    {'expand.weight': (8, 12), 'expand.bias': (12,), 'projection.weight': (12, 8), 'projection.bias': (8,)}
+    """
+
+    dim: int
+    hidden: int | None = None
+    activation: str = "gelu"
+    init: Init | None = None
+    projection_init: Init | None = None
+
+    def __post_init__(self) -> None:
+        require_positive("FeedForward", dim=self.dim, hidden=self.width)
+        named_activation(self.activation)
+
+    @property
+    def width(self) -> int:
+        """Number of features between the two linear layers."""
+        return 4 * self.dim if self.hidden is None else self.hidden
+
+    @cached_property
+    def _layers(self) -> tuple[Linear, Activation, Linear]:
+        return (
+            Linear(self.dim, self.width, init=self.init),
+            named_activation(self.activation),
+            Linear(self.width, self.dim, init=self.projection_init),
+        )
+
+    def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
+        """Add nodes for the three layers, one after the other, to the exported computation graph; return the output."""
+        expand, act, projection = self._layers
+        node = expand.trace(graph, f"{name}.expand", source)
+        node = act.trace(graph, f"{name}.activation", node)
+        return projection.trace(graph, f"{name}.projection", node)
+
+
+class TransformerBlockBase(SequenceLayer):
+    """Compute a pre-norm transformer block; the base class of the unsplit and the split form."""
+
+    @property
+    @abstractmethod
+    def _layers(self) -> tuple[LayerNorm, Affine, LayerNorm, Affine]: ...
+
+    @property
+    @abstractmethod
+    def _dropouts(self) -> tuple[Dropout, Dropout]: ...
+
+    def _dropped(self, dropout: Dropout, x: Array, run: Run) -> Array:
+        """Return ``x``, or a split block's part of it, with dropout applied.
+
+        The backward pass calls this with ``dy``. Not collective.
+        """
+        return dropout.mask(x, run) if dropout.drops(x, run) else x
+
+    def _joined(self, branch: Array, bias: Array | None, dropout: Dropout, stream: Array, run: Run) -> Array:
+        """Return dropout of ``branch + bias``, plus the residual stream, computed in the memory of ``branch``."""
+        xp = namespace(branch)
+        if bias is None or dropout.drops(branch, run):
+            if bias is not None:
+                branch += bias
+            branch = self._dropped(dropout, branch, run)
+            branch += stream
+            return branch
+        rows = xp.ascontiguousarray(branch).reshape(-1, branch.shape[-1])
+        residual = xp.ascontiguousarray(stream).reshape(rows.shape)
+        kernels.backend(rows).activation.add_bias_residual(rows, bias, residual, rows)
+        joined: Array = rows.reshape(branch.shape)
+        return joined
+
+    def children(self) -> dict[str, Layer]:
+        """Return the four layers by name: ``norm1``, ``attention``, ``norm2`` and ``feed_forward``. Not collective."""
+        norm1, attention, norm2, feed_forward = self._layers
+        return {"norm1": norm1, "attention": attention, "norm2": norm2, "feed_forward": feed_forward}
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Return the output for ``x`` (samples, length, dim), of the same shape, and the cache.
+
+        Collective where the layers are split.
+        """
+        norm1, attention, norm2, feed_forward = self._layers
+        drop1, drop2 = self._dropouts
+        require_sequences(x, norm1.features, "TransformerBlock")
+        require_numbers(x, "TransformerBlock")
+        x = namespace(x).asarray(x, params["norm1"]["weight"].dtype)
+        a, norm1_cache = norm1.forward(params["norm1"], x, run)
+        poll(params)
+        a, attention_cache = attention.product(params["attention"], a, run)
+        h = self._joined(a, attention.last_bias(params["attention"]), drop1, x, run)
+        poll(params)
+        b, norm2_cache = norm2.forward(params["norm2"], h, run)
+        poll(params)
+        b, feed_cache = feed_forward.product(params["feed_forward"], b, run)
+        y = self._joined(b, feed_forward.last_bias(params["feed_forward"]), drop2, h, run)
+        return y, (norm1_cache, attention_cache, norm2_cache, feed_cache, run)
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Return the gradient of ``x``, and what :meth:`backward_weights` needs.
+
+        Collective where the layers are split.
+        """
+        norm1, attention, norm2, feed_forward = self._layers
+        drop1, drop2 = self._dropouts
+        norm1_cache, attention_cache, norm2_cache, feed_cache, run = cache
+        db = self._dropped(drop2, dy, run)
+        dfeed, feed_pending = feed_forward.backward_input(params["feed_forward"], feed_cache, db)
+        poll(params)
+        dh, norm2_pending = norm2.backward_joined(params["norm2"], norm2_cache, known(dfeed), dy)
+        da = self._dropped(drop1, dh, run)
+        poll(params)
+        dattention, attention_pending = attention.backward_input(params["attention"], attention_cache, da)
+        poll(params)
+        dx, norm1_pending = norm1.backward_joined(params["norm1"], norm1_cache, known(dattention), dh)
+        return dx, (norm1_pending, attention_pending, norm2_pending, feed_pending)
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Overwrite the gradients of the parameters of all four layers. Collective where the layers are split."""
+        parts = zip(reversed(self.children().items()), reversed(cache[:4]), reversed(pending), strict=True)
+        for (name, layer), layer_cache, layer_pending in parts:
+            poll(params)
+            layer.backward_weights(params[name], layer_cache, layer_pending, grads[name])
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Return the sum of the operations of attention and feed-forward for one sample of ``shape``.
+
+        Not collective.
+        """
+        _, attention, _, feed_forward = self._layers
+        return attention.operations(shape) + feed_forward.operations(self.own_shape(shape))
+
+
+@explains
+@dataclass(frozen=True)
+class TransformerBlock(TransformerBlockBase):
+    """Compute a pre-norm block: ``h = x + attention(norm1(x))``, then ``h + feed_forward(norm2(h))``.
+
+    Inputs and outputs are (samples, length, dim). No method is collective.
+
+    Parameters
+    ----------
+    dim, heads : int
+        Number of features and number of attention heads.
+    dropout : float
+        Rate of the block's three dropouts. One acts on the attention probabilities, the others on the results of
+        ``attention`` and ``feed_forward``.
+    site : int
+        First of the three consecutive numbers that key the random masks of this block's dropouts.
+    residual_scale : float
+        Factor on the start values of the two projections that write into the residual stream. GPT-2 uses
+        1/sqrt(2 * layers), so that the stream's variance does not grow with depth.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> block = mz.nn.TransformerBlock(dim=8, heads=2)
+    >>> list(block.children())
+    ['norm1', 'attention', 'norm2', 'feed_forward']
+    >>> sum(spec.size for spec in block.specs())  # 12 dim**2 + 13 dim parameters
+    872
+    """
+
+    dim: int
+    heads: int
+    dropout: float = 0.0
+    site: int = 0
+    residual_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.children()
+
+    @cached_property
+    def _layers(self) -> tuple[LayerNorm, CausalSelfAttention, LayerNorm, FeedForward]:
+        init, residual = Init("normal", 0.02), Init("normal", 0.02 * self.residual_scale)
+        attention = CausalSelfAttention(self.dim, self.heads, self.dropout, self.site, init, residual)
+        feed_forward = FeedForward(self.dim, init=init, projection_init=residual)
+        return LayerNorm(self.dim), attention, LayerNorm(self.dim), feed_forward
+
+    @cached_property
+    def _dropouts(self) -> tuple[Dropout, Dropout]:
+        return Dropout(self.dropout, self.site + 1), Dropout(self.dropout, self.site + 2)
+
+    def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
+        """Add nodes for attention, feed-forward and their residual sums to the computation graph; return the output."""
+        norm1, attention, norm2, feed_forward = self._layers
+        drop1, drop2 = self._dropouts
+        node = norm1.trace(graph, f"{name}.norm1", source)
+        node = attention.trace(graph, f"{name}.attention", node)
+        node = drop1.trace(graph, f"{name}.dropout1", node)
+        middle = graph.add("Add", f"{name}.residual1", (source, node), source.shape)
+        node = norm2.trace(graph, f"{name}.norm2", middle)
+        node = feed_forward.trace(graph, f"{name}.feed_forward", node)
+        node = drop2.trace(graph, f"{name}.dropout2", node)
+        return graph.add("Add", f"{name}.residual2", (middle, node), source.shape)
+
+
+class LanguageHeadBase(Layer):
+    """Apply a norm, then project onto the vocabulary; the base class of the unsplit and the split head."""
+
+    @property
+    @abstractmethod
+    def _layers(self) -> tuple[Layer, Layer]: ...
+
+    def children(self) -> dict[str, Layer]:
+        """Return the two layers by name: ``norm`` and ``projection``. Not collective."""
+        norm, projection = self._layers
+        return {"norm": norm, "projection": projection}
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Map ``x`` (samples, length, dim) to logits (samples, length, vocabulary); return them and the cache.
+
+        Collective where the projection is split.
+        """
+        norm, projection = self._layers
+        normed, norm_cache = norm.forward(params["norm"], x, run)
+        poll(params)
+        logits, projection_cache = projection.forward(params["projection"], normed, run)
+        return logits, (norm_cache, projection_cache)
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Return the gradient of ``x``, and what :meth:`backward_weights` needs.
+
+        Collective where the projection is split.
+        """
+        norm, projection = self._layers
+        dnormed, projection_pending = projection.backward_input(params["projection"], cache[1], dy)
+        poll(params)
+        dx, norm_pending = norm.backward_input(params["norm"], cache[0], known(dnormed))
+        return dx, (norm_pending, projection_pending)
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Overwrite the gradients of the norm's parameters and of the projection's weight.
+
+        If the weight is tied, only the gradient of its use in the projection is written. Collective where the
+        projection is split.
+        """
+        norm, projection = self._layers
+        projection.backward_weights(params["projection"], cache[1], pending[1], grads["projection"])
+        poll(params)
+        norm.backward_weights(params["norm"], cache[0], pending[0], grads["norm"])
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Return the projection's operations for one sample of ``shape``. Not collective."""
+        return self._layers[1].operations(shape)
+
+
+@explains
+@dataclass(frozen=True)
+class LanguageHead(LanguageHeadBase):
+    """Apply the final :class:`LayerNorm`, then project onto the vocabulary: a language model's last block.
+
+    Inputs are (samples, length, dim), outputs are logits (samples, length, vocabulary). No method is collective.
+
+    Parameters
+    ----------
+    dim, vocabulary : int
+        Number of features, and number of different ids.
+    tied : str or None
+        Name of the parameter that the projection uses as its weight (the token table), or None for one of its own.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> head = mz.nn.LanguageHead(4, 256, tied="embedding.token.weight")
+    >>> [spec.name for spec in head.specs()]
+    ['norm.weight', 'norm.bias', 'projection.weight']
+    >>> head.output_shape((6, 4))  # of one sample: 6 positions of 4 features
+    (6, 256)
+    """
+
+    dim: int
+    vocabulary: int
+    tied: str | None = None
+
+    @cached_property
+    def _layers(self) -> tuple[LayerNorm, Projection]:
+        return LayerNorm(self.dim), Projection(self.dim, self.vocabulary, self.tied)
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return ``shape`` with ``vocabulary`` as its last element."""
+        return (*shape[:-1], self.vocabulary)
+
+    def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
+        """Add nodes for the norm and the projection to the exported computation graph; return the output."""
+        norm, projection = self._layers
+        return projection.trace(graph, f"{name}.projection", norm.trace(graph, f"{name}.norm", source))

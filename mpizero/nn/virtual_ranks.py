@@ -1,0 +1,1126 @@
+"""Run several functions in turns; each runs until it needs something from all of them.
+
+[Note: coroutines] A layer calls a collective in the middle of its code. To run the layer for several virtual ranks in
+one process, each call has to be left where it is and continued later. Python's generators would need ``yield`` in every
+function between; threads would need locks, and a thread switch takes longer than a small layer. So the functions run
+as coroutines of the library greenlet, which switches between stacks in less than a microsecond. A coroutine
+starts without the caller's context variables, such as NumPy's error state and the dtype of products on a GPU, unless it
+is given a copy of the context.
+
+Let one rank of a group take the part of several: virtual ranks, whose collectives are computed together.
+
+The tiles of a training are numbered; each rank of a group hosts as many successive ones as every other. A layer that is
+split over a :class:`VirtualGroup` computes what it would compute on a rank of a group with one rank for each tile. What
+the tiles of a process bring to a sum is added in the tree's order first, so that the real group adds the roots of
+subtrees: the bits are those of the group with one rank for each tile.
+
+Give each tile of a rank its part of the rank's parameters and gradients.
+
+Run a split block for each tile of a rank.
+
+Split a model over tensor and context groups into more tiles than there are ranks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import copy_context
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from greenlet import getcurrent, greenlet
+
+from mpizero import kernels
+from mpizero._util.pytree import combine_leaves, map_leaves
+from mpizero._util.text import Line, is_users
+from mpizero.errors import CollectiveError, ConfigError, LayoutError
+from mpizero.kernels.matmul_tile import fold, sums_of_parts
+from mpizero.layout import Partition
+from mpizero.layout.flat import nested
+from mpizero.nn.arrays import namespace
+from mpizero.nn.context_parallel import Zigzag, context_model
+from mpizero.nn.layer import Layer, Operations, layer_integers
+from mpizero.nn.models import run_on
+from mpizero.nn.tensor_parallel import split_model, whole_prediction, whole_scores
+from mpizero.types import (
+    EVALUATE,
+    Array,
+    BlockModel,
+    Group,
+    IntegerSpec,
+    Loss,
+    ParameterSpec,
+    Params,
+    Run,
+    ShiftRequest,
+    as_reals,
+)
+from mpizero.types import Layer as AnyLayer
+
+R = TypeVar("R")
+
+
+class Mismatch(Exception):
+    """Raised by the ``answer`` of a :class:`Meeting` if what its members bring does not fit together."""
+
+
+class Meeting:
+    """Let ``size`` coroutines wait for one another, and compute what each of them gets from what all of them bring.
+
+    Parameters
+    ----------
+    size : int
+        Number of the members, which are numbered from 0.
+    answer : callable
+        Takes what the members bring, in the order of their numbers; returns what each of them gets.
+    """
+
+    def __init__(self, size: int, answer: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
+        self.size, self.answer = size, answer
+
+    def wait(self, member: int, brought: Any) -> Any:
+        """Wait until all members have come; return what member number ``member``, the caller, gets.
+
+        Raises :class:`CollectiveError` if the caller does not run in :func:`run_in_turns`.
+        """
+        caller = getcurrent()
+        if not isinstance(caller, _Coroutine):
+            raise CollectiveError(
+                f"{brought} was called for one of {self.size} tiles of this rank alone: a split layer of a rank with "
+                "several tiles runs in the tiled model only"
+            )
+        return caller.parent.switch(_Arrival(self, member, brought))
+
+
+class _Coroutine(greenlet):  # type: ignore[misc]  # no stubs
+    """Run one of the functions of :func:`run_in_turns`."""
+
+
+class _Arrival(NamedTuple):
+    """Say that a coroutine waits at a meeting."""
+
+    meeting: Meeting
+    member: int
+    brought: Any
+
+
+def run_in_turns(functions: Sequence[Callable[[], R]]) -> list[R]:
+    """Call the functions, each until it waits at a :class:`Meeting` and then on; return their results in order.
+
+    The order in which they run is always the same. An exception of one of them ends all. Each sees the caller's context
+    variables; what it sets in them is not seen outside.
+
+    Raises
+    ------
+    CollectiveError
+        Functions wait at meetings to which others do not come any more, or bring what does not fit together. The error
+        names the line of each.
+    """
+    coroutines = [_Coroutine(function) for function in functions]
+    for coroutine in coroutines:
+        coroutine.gr_context = copy_context()
+    results: dict[int, Any] = {}
+    came: dict[Meeting, dict[int, tuple[int, Any]]] = {}
+    ready: deque[tuple[int, tuple[Any, ...]]] = deque((number, ()) for number in range(len(coroutines)))
+    try:
+        while ready:
+            number, given = ready.popleft()
+            arrival = coroutines[number].switch(*given)
+            if coroutines[number].dead:
+                results[number] = arrival
+                continue
+            there = came.setdefault(arrival.meeting, {})
+            there[arrival.member] = number, arrival.brought
+            if len(there) == arrival.meeting.size:
+                members = [there[member] for member in sorted(there)]
+                answers = arrival.meeting.answer([brought for _, brought in members])
+                del came[arrival.meeting]
+                ready.extend((waiting, (answer,)) for (waiting, _), answer in zip(members, answers, strict=True))
+        if came:
+            raise CollectiveError(f"{_different(came, coroutines)}; others have ended")
+    except Mismatch:
+        raise CollectiveError(_different(came, coroutines)) from None
+    finally:
+        for coroutine in coroutines:
+            if coroutine and not coroutine.dead:
+                with suppress(Exception):  # of a function's ``finally``, which would hide the error that ends all
+                    coroutine.throw()
+    return [results[number] for number in range(len(coroutines))]
+
+
+def _different(came: Mapping[Meeting, Mapping[int, tuple[int, Any]]], coroutines: Sequence[greenlet]) -> str:
+    """Say what the waiting coroutines have called, and where."""
+    calls = (
+        f"tile {member} {brought}{_place(coroutines[number])}"
+        for there in came.values()
+        for member, (number, brought) in sorted(there.items())
+    )
+    return f"the tiles of this rank called different collectives: {'; '.join(calls)}"
+
+
+def _place(coroutine: greenlet) -> str:
+    """Return where the user's code waits in a coroutine, as " at file:line in function", or ""."""
+    frame = coroutine.gr_frame
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            return f" at {Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)}"
+        frame = frame.f_back
+    return ""
+
+
+class _Call(NamedTuple):
+    """Describe one tile's call of a collective: its name, settings that are equal for all tiles, and its arrays."""
+
+    kind: str
+    settings: tuple[Any, ...]
+    arrays: tuple[Array, ...]
+
+    @property
+    def comparable(self) -> tuple[Any, ...]:
+        """The settings and types that are equal in the calls of all tiles; gathers and shifts may differ in length."""
+        sums = self.kind not in ("all_gather", "shift")
+        return self.kind, self.settings, [(x.dtype, x.shape if sums else x.ndim) for x in self.arrays]
+
+    def __str__(self) -> str:
+        shapes = ", ".join(f"{x.dtype} {x.shape}" for x in self.arrays)
+        return f"{self.kind}({shapes}{''.join(f', {setting!r}' for setting in self.settings)})"
+
+
+class VirtualRanks:
+    """Host successive tiles of a group on each of its ranks.
+
+    Parameters
+    ----------
+    group : Group
+        The real ranks.
+    tiles : int
+        Number of tiles of all ranks together: a multiple of the group's size by a power of two.
+
+    Attributes
+    ----------
+    groups : tuple of VirtualGroup
+        For each tile of this rank, in order, the group as the tile sees it.
+
+    Raises
+    ------
+    ConfigError
+        ``tiles`` is no such multiple.
+    """
+
+    def __init__(self, group: Group, tiles: int) -> None:
+        self.real, self.tiles = group, tiles
+        self.hosted, rest = divmod(tiles, group.size)
+        if rest or self.hosted & (self.hosted - 1) or not self.hosted:
+            raise ConfigError(
+                f"{tiles} tiles cannot be hosted by {group.size} ranks: each must have 1, 2, 4, 8, ... of them"
+            )
+        meeting = Meeting(self.hosted, self._answer)
+        self.groups = tuple(
+            VirtualGroup(group.rank * self.hosted + member, tiles, member, meeting) for member in range(self.hosted)
+        )
+
+    def _answer(self, calls: Sequence[_Call]) -> Sequence[Any]:
+        """Compute a collective for the tiles of this rank; collective over the real group."""
+        first = calls[0]
+        if any(call.comparable != first.comparable for call in calls[1:]):
+            raise Mismatch
+        found: Sequence[Any] = getattr(self, f"_{first.kind}")([call.arrays for call in calls], *first.settings)
+        return found
+
+    def _all_reduce(self, arrays: Sequence[tuple[Array]], tag: str) -> Sequence[Array]:
+        total = self._sum([x for (x,) in arrays])
+        return self._copies(total if self.real.size == 1 else self.real.all_reduce(total, tag))
+
+    def _all_max(self, arrays: Sequence[tuple[Array]], tag: str) -> Sequence[Array]:
+        largest = namespace(arrays[0][0]).stack([x for (x,) in arrays]).max(axis=0)
+        return self._copies(largest if self.real.size == 1 else self.real.all_max(largest, tag))
+
+    def _all_gather(
+        self, arrays: Sequence[tuple[Array]], axis: int, sizes: tuple[int, ...], tag: str
+    ) -> Sequence[Array]:
+        whole = namespace(arrays[0][0]).concatenate([x for (x,) in arrays], axis=axis)
+        if self.real.size > 1:
+            whole = self.real.all_gather(whole, axis, self._of_ranks(sizes), tag)
+        if isinstance(whole, np.ndarray):
+            whole.flags.writeable = False  # all tiles read the same array
+        return [whole] * self.hosted
+
+    def _reduce_scatter(
+        self, arrays: Sequence[tuple[Array]], axis: int, sizes: tuple[int, ...], tag: str
+    ) -> Sequence[Array]:
+        terms = [x for (x,) in arrays]
+        if self.real.size == 1:
+            return sums_of_parts(terms, axis, sizes)
+        mine = self.real.reduce_scatter(self._sum(terms), axis, self._of_ranks(sizes), tag)
+        first = self.real.rank * self.hosted
+        xp = namespace(mine)
+        places = _places(sizes[first : first + self.hosted], axis, mine.ndim)
+        return [xp.ascontiguousarray(mine[place]) for place in places]
+
+    def _shift(self, arrays: Sequence[tuple[Array, ...]], by: int, tag: str) -> Sequence[ShiftRequest]:
+        """Pass arrays from each tile to another: within this rank by copies, between ranks by two real shifts."""
+        ranks, over = divmod(by, self.hosted)
+        received: list[tuple[Array, ...]] = [()] * self.hosted
+        requests: list[tuple[int, ShiftRequest]] = []
+        for member, brought in enumerate(arrays):
+            target, moved = (member + over) % self.hosted, ranks + (member + over) // self.hosted
+            if moved % self.real.size:
+                requests.append((target, self.real.shift(brought, moved, tag)))
+            else:
+                received[target] = tuple(namespace(x).array(x) for x in brought)
+        coming = dict(requests)
+        return [coming.get(member) or Arrived(received[member]) for member in range(self.hosted)]
+
+    def _sum(self, terms: Sequence[Array]) -> Array:
+        """Return the sum of this rank's terms, in the tree's order, as a new contiguous array."""
+        (total,) = sums_of_parts([term.reshape(1, -1) for term in terms], 1, (terms[0].size,))
+        return total.reshape(terms[0].shape)
+
+    def _copies(self, x: Array) -> Sequence[Array]:
+        return [x, *(namespace(x).array(x) for _ in range(self.hosted - 1))]
+
+    def _of_ranks(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(sum(sizes[first : first + self.hosted]) for first in range(0, self.tiles, self.hosted))
+
+
+class Arrived(NamedTuple):
+    """Hold the arrays of a shift within this rank; implements :class:`mpizero.types.ShiftRequest`."""
+
+    arrays: tuple[Array, ...]
+
+    def wait(self) -> tuple[Array, ...]:
+        """Return the arrays. Not collective."""
+        return self.arrays
+
+    def test(self) -> bool:
+        """Return True. Not collective."""
+        return True
+
+
+@dataclass(frozen=True, eq=False)
+class VirtualGroup:
+    """Represent a group as one of its tiles sees it, with one rank for each tile; implements :class:`Group`.
+
+    Its methods are collective over all tiles: those of this process come together in :func:`run_in_turns`.
+
+    Parameters
+    ----------
+    rank, size : int
+        Number of this tile, and number of all tiles.
+    member : int
+        Number of this tile among those of this process.
+    meeting : Meeting
+        Where the tiles of this process come together.
+    """
+
+    rank: int
+    size: int
+    member: int
+    meeting: Meeting
+
+    def all_reduce(self, x: Array, tag: str = "") -> Array:
+        """Return the sum of the tiles' arrays as a new array. Collective."""
+        self._require("all_reduce", x, tag)
+        total: Array = self._wait("all_reduce", (x,), tag)
+        return total
+
+    def all_max(self, x: Array, tag: str = "") -> Array:
+        """Return the elementwise maximum of the tiles' arrays as a new array. Collective."""
+        self._require("all_max", x, tag)
+        largest: Array = self._wait("all_max", (x,), tag)
+        return largest
+
+    def all_gather(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
+        """Return the arrays of all tiles, concatenated along ``axis``, as a read-only array. Collective."""
+        axis = self._along("all_gather", x, axis, sizes, tag)
+        if x.shape[axis] != sizes[self.rank]:
+            raise self._error("all_gather", x, tag, f"sizes[{self.rank}] is {sizes[self.rank]} along axis {axis}")
+        whole: Array = self._wait("all_gather", (x,), axis, tuple(sizes), tag)
+        return whole
+
+    def reduce_scatter(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
+        """Return this tile's part of the sum of the tiles' arrays along ``axis``, as a new array. Collective."""
+        self._require("reduce_scatter", x, tag)
+        axis = self._along("reduce_scatter", x, axis, sizes, tag)
+        if x.shape[axis] != sum(sizes):
+            raise self._error("reduce_scatter", x, tag, f"sizes {sizes} do not add up to its length along axis {axis}")
+        part: Array = self._wait("reduce_scatter", (x,), axis, tuple(sizes), tag)
+        return part
+
+    def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> ShiftRequest:
+        """Start to send ``arrays`` to tile + ``by``, and to receive as many from tile - ``by``. Collective."""
+        request: ShiftRequest = self._wait("shift", tuple(arrays), by, tag)
+        return request
+
+    # The checks of a real group, which need not come together for them: the error names the caller's line.
+
+    def _require(self, kind: str, x: Array, tag: str) -> None:
+        if x.dtype.char not in "fd":
+            raise self._error(kind, x, tag, "expected float32 or float64")
+
+    def _along(self, kind: str, x: Array, axis: int, sizes: Sequence[int], tag: str) -> int:
+        """Check ``axis`` and ``sizes``; return the axis counted from the front."""
+        if not -x.ndim <= axis < x.ndim:
+            raise self._error(kind, x, tag, f"axis {axis} does not exist")
+        if len(sizes) != self.size or min(sizes) < 0:
+            raise self._error(kind, x, tag, f"sizes {sizes} are not one length >= 0 for each of {self.size} tiles")
+        return axis % x.ndim
+
+    def _error(self, kind: str, x: Array, tag: str, reason: str) -> CollectiveError:
+        return CollectiveError(f"tile {self.rank}: {_Call(kind, (tag,), (x,))}: {reason}")
+
+    def _wait(self, kind: str, arrays: tuple[Array, ...], *settings: Any) -> Any:
+        return self.meeting.wait(self.member, _Call(kind, settings, arrays))
+
+
+def _places(sizes: Sequence[int], axis: int, axes: int) -> list[tuple[slice, ...]]:
+    """Return, for each of the parts of an array along ``axis``, the index that selects it."""
+    places, start = [], 0
+    for size in sizes:
+        places.append((*(slice(None),) * axis, slice(start, start + size), *(slice(None),) * (axes - axis - 1)))
+        start += size
+    return places
+
+
+#: Half-open ranges of indices along the axis of a parameter that is split.
+Ranges = tuple[tuple[int, int], ...]
+
+
+class TileViews(dict[str, Any]):
+    """Hold the parameters of a tile by name, with the ``poll`` and ``gathered`` of the rank's parameters, if any."""
+
+    __slots__ = ("gathered", "poll")
+
+    def __init__(self, views: Mapping[str, Any], source: Any) -> None:
+        super().__init__(views)
+        self.poll, self.gathered = getattr(source, "poll", None), getattr(source, "gathered", False)
+
+
+class _Cut(NamedTuple):
+    """Say where the tiles of a rank lie in the array of a parameter that the rank holds, seen as a matrix.
+
+    Each tile has ranges of the matrix's columns; its rows are the axes before the one that is split.
+
+    Attributes
+    ----------
+    rows, columns : int
+        Shape of the matrix.
+    in_one : bool
+        Whether the part of each tile is one range.
+    firsts : tuple
+        For each tile, the index of its first range in the array.
+    shapes : tuple of tuple of int
+        Shape of each tile's part.
+    places : tuple of int
+        Where the tiles' parts begin in one array that holds all of them, and at the end the size of that array.
+    ranges : ndarray
+        What the kernels ``split_columns`` and ``join_columns`` take.
+    """
+
+    rows: int
+    columns: int
+    in_one: bool
+    firsts: tuple[tuple[slice, ...], ...]
+    shapes: tuple[tuple[int, ...], ...]
+    places: tuple[int, ...]
+    ranges: Any
+
+    def arrays(self, array: Array) -> list[Array]:
+        """Return the tiles' parts of ``array`` as contiguous arrays: views if possible, else copies."""
+        return self.views(array) if self.in_one and self.rows == 1 else self.parts(self.copied(array))
+
+    def views(self, array: Array) -> list[Array]:
+        """Return the first range of each tile in ``array``, as views."""
+        return [array[index] for index in self.firsts]
+
+    def copied(self, array: Array) -> Array:
+        """Return an array with copies of the tiles' parts of ``array``, one after the other."""
+        xp = namespace(array)
+        found: Array = xp.empty(self.places[-1], array.dtype)
+        if array.size:
+            matrix, ranges, parts = self._as_reals(xp.ascontiguousarray(array), found)
+            kernels.backend(array).copy.split_columns(matrix, ranges, parts)
+        return found
+
+    def parts(self, copied: Array) -> list[Array]:
+        """Return the tiles' parts as views of an array that :meth:`copied` has returned."""
+        found = zip(self.places[:-1], self.shapes, strict=True)
+        return [copied[place : place + prod(shape)].reshape(shape) for place, shape in found]
+
+    def write_back(self, copied: Array, array: Array) -> None:
+        """Copy the tiles' parts from an array that :meth:`copied` has returned to ``array``."""
+        whole = namespace(array).ascontiguousarray(array)
+        if array.size:
+            matrix, ranges, parts = self._as_reals(whole, copied)
+            kernels.backend(array).copy.join_columns(parts, ranges, matrix)
+        if whole is not array:
+            array[...] = whole
+
+    def _as_reals(self, whole: Array, copied: Array) -> tuple[Array, Any, Array]:
+        """Return the matrix, its ranges and the parts; of complex numbers, those of their real and imaginary parts."""
+        size = 2 if whole.dtype.kind == "c" else 1
+        return as_reals(whole).reshape(self.rows, size * self.columns), size * self.ranges, as_reals(copied)
+
+
+class _Copied(NamedTuple):
+    """Hold copies of the tiles' parts of a gradient: by which cut, the copies, and the gradient."""
+
+    cut: _Cut
+    parts: Array
+    array: Array
+
+
+@dataclass(frozen=True)
+class TileParameters:
+    """Divide the parameters of a block that a rank holds among the rank's tiles.
+
+    Parameters
+    ----------
+    declared : tuple of tuple of ParameterSpec
+        For each tile, the parameters of its split form.
+    """
+
+    declared: tuple[tuple[ParameterSpec, ...], ...]
+
+    @cached_property
+    def specs(self) -> tuple[ParameterSpec, ...]:
+        """The parameters that the rank holds: of a split one, the union of the tiles' parts."""
+        return tuple(_union(specs) for specs in zip(*self.declared, strict=True))
+
+    @cached_property
+    def _cuts(self) -> dict[str, Any]:
+        """For each parameter its cut, or None if every tile holds it whole; nested by name as parameters are."""
+        return nested({spec.name: None if spec.part is None else _cut(spec) for spec in self.specs})
+
+    @cached_property
+    def _split(self) -> bool:
+        return any(spec.part is not None for spec in self.specs)
+
+    def parameters(self, params: Params) -> list[Params]:
+        """Return each tile's parameters, as contiguous arrays: views of ``params`` where possible, else copies."""
+        tiles = len(self.declared)
+        return [*_parameters(self._cuts, params, tiles)] if self._split else [params] * tiles
+
+    def gradients(self, grads: Params) -> tuple[list[Params], list[_Copied]]:
+        """Return arrays that each tile writes its gradients to, and what :meth:`collect` needs.
+
+        They are views of ``grads``, or copies, from which :meth:`collect` copies back. From the second tile on, those
+        of the parameters that every tile holds whole are new arrays, as all tiles compute the same gradients of these;
+        so are integer arrays, which hold the old values.
+        """
+        tiles = len(self.declared)
+        copies: list[_Copied] = []
+        if tiles == 1 and not self._split:
+            return [grads], copies
+        return [_like(grads, views) for views in _gradients(self._cuts, grads, tiles, copies)], copies
+
+    def collect(self, copies: Sequence[_Copied]) -> None:
+        """Copy to the gradients what tiles have written to copies."""
+        for cut, parts, array in copies:
+            cut.write_back(parts, array)
+
+
+def _parameters(cuts: Mapping[str, Any], params: Any, tiles: int) -> list[TileViews]:
+    views = [TileViews(params, params) for _ in range(tiles)]
+    for name, cut in cuts.items():
+        if cut is not None:
+            array = params[name]
+            parts: list[Any] = _parameters(cut, array, tiles) if type(cut) is dict else cut.arrays(array)
+            for tile, part in enumerate(parts):
+                views[tile][name] = part
+    return views
+
+
+def _gradients(cuts: Mapping[str, Any], grads: Any, tiles: int, copies: list[_Copied]) -> list[dict[str, Any]]:
+    views = [dict(grads) for _ in range(tiles)]
+    for name, array in grads.items():
+        cut = cuts.get(name)
+        if isinstance(array, dict):
+            parts: list[Any] = _gradients(cut or {}, array, tiles, copies)
+        elif cut is None:
+            parts = [array, *(_own(array) for _ in range(tiles - 1))]
+        elif cut.in_one:
+            parts = cut.views(array)
+        else:
+            copies.append(_Copied(cut, cut.copied(array), array))
+            parts = cut.parts(copies[-1].parts)
+        for tile, part in enumerate(parts):
+            views[tile][name] = part
+    return views
+
+
+def _own(array: Array) -> Array:
+    """Return a new array for a tile's gradient, or for the new value of an integer array, which starts as the old."""
+    return array.copy() if array.dtype.kind in "iub" else namespace(array).empty_like(array)
+
+
+def copied(grads: Any) -> Any:
+    """Return new arrays for gradients, which hold what these hold wherever that may be a mark.
+
+    By marks, which are NaN, it is found that a layer does not write a gradient. Copying all would cost a pass.
+    """
+    if isinstance(grads, Mapping):
+        return _like(grads, {name: copied(value) for name, value in grads.items()})
+    plain = isinstance(grads, np.ndarray) and grads.dtype.kind in "fc" and grads.size
+    return np.empty_like(grads) if plain and not np.isnan(grads.flat[0]) else grads.copy()
+
+
+def _like(grads: Any, views: dict[str, Any]) -> Params:
+    return type(grads)(views) if isinstance(grads, dict) else views
+
+
+def require_equal_integers(targets: Sequence[Any], path: str = "") -> None:
+    """Raise :class:`LayoutError` if tiles have written different new values to an integer array.
+
+    ``targets`` are what the tiles wrote their gradients to; ``path`` precedes the names of their arrays.
+    """
+    for name, value in targets[0].items():
+        if isinstance(value, Mapping):
+            require_equal_integers([target[name] for target in targets], f"{path}{name}.")
+        elif value.dtype.kind in "iub":
+            for tile, target in enumerate(targets):
+                if (target[name] != value).any():
+                    raise LayoutError(
+                        f"the new value of integer array {path + name!r} differs between tiles: {value.tolist()} on "
+                        f"the first tile of this rank, {target[name].tolist()} on tile {tile} after it; it must follow "
+                        "from the value that each is given, not from the tile"
+                    )
+
+
+def _cut(spec: ParameterSpec) -> _Cut:
+    part = spec.part
+    assert part is not None
+    before, after = spec.shape[: part.axis], spec.shape[part.axis + 1 :]
+    rows, inner = prod(before), prod(after)
+    firsts, shapes, places, ranges = [], [], [0], []
+    for own in part.tiles:
+        local = _local(own, part.ranges) or ((0, 0),)
+        width = sum(stop - start for start, stop in local)
+        starts = accumulate((stop - start for start, stop in local), initial=0)
+        ranges += [
+            (start * inner, (stop - start) * inner, places[-1] + first * inner, width * inner)
+            for (start, stop), first in zip(local, starts, strict=False)
+        ]
+        firsts.append((*(slice(None),) * part.axis, slice(*local[0])))
+        shapes.append((*before, width, *after))
+        places.append(places[-1] + _aligned(rows * width * inner))
+    in_one = all(len(own) == 1 for own in part.tiles)
+    columns = spec.shape[part.axis] * inner
+    return _Cut(rows, columns, in_one, tuple(firsts), tuple(shapes), tuple(places), np.array(sorted(ranges)))
+
+
+def _aligned(size: int) -> int:
+    """Return the next multiple of 16 numbers, so that every tile's part begins as the first does in a cache line."""
+    return -size // 16 * -16
+
+
+def _union(specs: Sequence[ParameterSpec]) -> ParameterSpec:
+    """Return the spec of the union of the parts that the tiles hold of one parameter."""
+    first = specs[0]
+    parts = [spec.part for spec in specs if spec.part is not None]
+    if not parts:
+        return first
+    if len(parts) < len(specs) or any((part.shape, part.axis) != (parts[0].shape, parts[0].axis) for part in parts):
+        raise LayoutError(f"parameter {first.name!r} is split in another way on some of a rank's {len(specs)} tiles")
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(r for part in parts for r in part.ranges):
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        elif stop > start:
+            merged.append((start, stop))
+    part = replace(parts[0], ranges=tuple(merged), tiles=tuple(part.ranges for part in parts))
+    axis = part.axis
+    held = sum(stop - start for start, stop in merged)
+    return replace(first, shape=(*part.shape[:axis], held, *part.shape[axis + 1 :]), part=part)
+
+
+def _local(own: Ranges, held: Ranges) -> Ranges:
+    """Return where the ranges ``own`` lie in the concatenation of the ranges ``held``, which contain them."""
+    found = []
+    for start, stop in own:
+        before = 0
+        for a, b in held:
+            if a <= start and stop <= b:
+                found.append((before + start - a, before + stop - a))
+                break
+            before += b - a
+        else:  # nothing, on a rank of which some or all tiles hold nothing
+            found.append((0, 0))
+    return tuple(found)
+
+
+class Hosted(NamedTuple):
+    """Describe the tiles of one axis that a rank hosts: their numbers, and the number of tiles of all ranks."""
+
+    own: range
+    tiles: int
+
+
+@dataclass(frozen=True)
+class TileGrid:
+    """Number the tiles of a rank: tiles along sequences (context), and in each of these tiles of layers (tensor).
+
+    With n tensor tiles on this rank, tile ``c * n + t`` is its tensor tile t of its context tile c. Of the activations
+    between blocks a rank holds those of its context tiles, one after the other along the axis of positions; each of
+    these consists of the parts of its tensor tiles, one after the other along the axis that they are cut along.
+
+    Parameters
+    ----------
+    tensor, context : Hosted
+        The tiles of each axis.
+    """
+
+    tensor: Hosted
+    context: Hosted
+
+    @property
+    def across(self) -> int:
+        """Number of tensor tiles of this rank."""
+        return len(self.tensor.own)
+
+    @property
+    def along(self) -> int:
+        """Number of context tiles of this rank."""
+        return len(self.context.own)
+
+    def cut(self, x: Any, length: int, axis: int | None) -> list[Any]:
+        """Return each tile's part of ``x``, which the rank holds: an array, or a tree if tensor tiles do not cut it.
+
+        ``length`` is the number of positions of the whole sequences; it is not used if the rank has one context tile.
+        ``axis`` is the axis that is cut over the tensor tiles, or None if each of them holds the whole.
+        """
+        if self.along == 1:
+            return [x] * self.across if axis is None else _parts(x, axis, Partition(x.shape[axis], self.across).sizes())
+        whole = Zigzag(length, self.context.tiles).sizes
+        places = [self._places(whole[tile], axis) for tile in self.context.own]
+        found: list[Any] = []
+        for row, sizes in zip(_rows(x, [sum(sizes) for sizes in places]), places, strict=True):
+            if axis is None:
+                found += [row] * self.across
+            else:
+                found += _parts(row, axis, sizes if axis == 1 else Partition(row.shape[axis], self.across).sizes())
+        return found
+
+    def runs(self, run: Run) -> list[Run]:
+        """Return ``run`` for each tile: with the tile's own positions, if the rank has several context tiles."""
+        if self.along == 1:
+            return [run] * self.across
+        whole = Zigzag(run.length, self.context.tiles)
+        rows = [replace(run, ranges=whole.ranges(tile)) for tile in self.context.own]
+        return [row for row in rows for _ in range(self.across)]
+
+    def _places(self, positions: int, axis: int | None) -> tuple[int, ...]:
+        """Return how many of a context tile's positions this rank holds, for each part that they are cut into."""
+        if axis != 1:
+            return (positions,)
+        sizes = Partition(positions, self.tensor.tiles).sizes()
+        return tuple(sizes[tile] for tile in self.tensor.own)
+
+    def join(self, parts: Sequence[Any], axis: int | None) -> Any:
+        """Return what the rank holds from the parts of its tiles; the inverse of :meth:`cut`."""
+        rows = [parts[start : start + self.across] for start in range(0, len(parts), self.across)]
+        held = [row[0] if axis is None else _joined(row, axis) for row in rows]
+        return held[0] if len(held) == 1 else combine_leaves(partial(_joined, axis=1), held)
+
+
+class _Cache(NamedTuple):
+    """Hold what the backward pass of a tiled block needs: the length of the sequences, and the tiles' caches."""
+
+    length: int
+    caches: list[Any]
+
+
+@dataclass(frozen=True)
+class TiledBlock(Layer):
+    """Run the split forms of a block for all tiles of a rank, in turns.
+
+    Parameters
+    ----------
+    forms : tuple of Layer
+        The split form of the block for each tile of the rank; see :class:`TileGrid` for their order.
+    grid : TileGrid
+        Numbers of tiles.
+    entry, exit : int or None
+        The axis of the input and of the output that is cut over the tensor tiles; None if each of them has the whole.
+    takes_parts, gives_parts : bool
+        Whether the input and the output are tuples of the tiles' parts, and not joined: the block before, or after,
+        is tiled and on this rank, too.
+    """
+
+    forms: tuple[Layer, ...]
+    grid: TileGrid
+    entry: int | None
+    exit: int | None
+    takes_parts: bool = False
+    gives_parts: bool = False
+
+    @cached_property
+    def _parameters(self) -> TileParameters:
+        return TileParameters(tuple(form.specs() for form in self.forms[: self.grid.across]))
+
+    def specs(self) -> tuple[ParameterSpec, ...]:
+        """Describe the parameters that this rank holds: of a split one, the parts of all of its tiles."""
+        return self._parameters.specs
+
+    @property
+    def stands_for(self) -> Layer:
+        """The layer that errors name: the split form of the first tile."""
+        return self.forms[0]
+
+    def integers(self) -> tuple[IntegerSpec, ...]:
+        """Describe the block's integer arrays. Not collective."""
+        return layer_integers(self.forms[0])
+
+    @cached_property
+    def _has_integers(self) -> bool:
+        return bool(self.integers())
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Run the block forward for all tiles. Collective over the groups that the block is split over."""
+        inputs: Any = x if self.takes_parts else self.grid.cut(x, run.length, self.entry)
+        tiles = zip(self.forms, self._views(params), inputs, self.grid.runs(run), strict=True)
+        found = run_in_turns([bound(form.forward, p, part, r) for form, p, part, r in tiles])
+        parts = [y for y, _ in found]
+        output: Any = tuple(parts) if self.gives_parts else self.grid.join(parts, self.exit)
+        return output, _Cache(run.length, [cache for _, cache in found])
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Compute the gradient of the input for all tiles. Collective over the groups."""
+        return self._inputs(self._views(params), cache, dy)
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Overwrite the gradients; those of the context tiles are added in the tree's order. Collective."""
+        self._weights(self._views(params), cache, pending, grads)
+
+    def backward(self, params: Params, cache: Any, dy: Array, grads: Params) -> Array | None:
+        """Overwrite the gradients, and return the gradient of the input. Collective over the groups."""
+        views = self._views(params)
+        if self._has_halves:
+            dx, pending = self._inputs(views, cache, dy)
+            self._weights(views, cache, pending, grads)
+            return dx
+        with self._gradients(grads) as targets:
+            tiles = zip(self.forms, views, cache.caches, self._above(dy, cache), targets, strict=True)
+            found = run_in_turns([bound(form.backward, p, c, d, g) for form, p, c, d, g in tiles])
+        gradient: Array | None = self._input_gradient(found)
+        return gradient
+
+    @cached_property
+    def _has_halves(self) -> bool:
+        """Tell whether the halves of a backward pass run one after the other: context tiles need less memory then.
+
+        Each has gradients of its own, which are there in the second half only.
+        """
+        return self.grid.along > 1 and all(hasattr(form, "backward_input") for form in self.forms)
+
+    def _inputs(self, views: list[Params], cache: _Cache, dy: Array) -> tuple[Array | None, Any]:
+        tiles = zip(self.forms, views, cache.caches, self._above(dy, cache), strict=True)
+        found = run_in_turns([bound(form.backward_input, p, c, d) for form, p, c, d in tiles])
+        return self._input_gradient([dx for dx, _ in found]), [pending for _, pending in found]
+
+    def _weights(self, views: list[Params], cache: _Cache, pending: Any, grads: Params) -> None:
+        with self._gradients(grads) as targets:
+            tiles = zip(self.forms, views, cache.caches, pending, targets, strict=True)
+            run_in_turns([bound(form.backward_weights, p, c, w, g) for form, p, c, w, g in tiles])
+
+    @contextmanager
+    def _gradients(self, grads: Params) -> Iterator[list[Params]]:
+        """Give each tile arrays for its gradients, and collect these in ``grads`` at the end."""
+        held = [grads, *(copied(grads) for _ in range(self.grid.along - 1))]
+        found = [self._parameters.gradients(one) for one in held]
+        targets = [target for row, _ in found for target in row]
+        yield targets
+        if self._has_integers:
+            require_equal_integers(targets)
+        for _, copies in found:
+            self._parameters.collect(copies)
+        if len(held) > 1:
+            _add_up(held)
+
+    def _views(self, params: Params) -> list[Params]:
+        return self._parameters.parameters(params) * self.grid.along
+
+    def _above(self, dy: Any, cache: _Cache) -> Any:
+        return dy if self.gives_parts else self.grid.cut(dy, cache.length, self.exit)
+
+    def _input_gradient(self, parts: list[Any]) -> Any:
+        if parts[0] is None:
+            return None
+        return tuple(parts) if self.takes_parts else self.grid.join(parts, self.entry)
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the unsplit block's output shape for one sample of ``shape``. Not collective."""
+        return self.forms[0].output_shape(shape)
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Return the sum of the tiles' operations for one sample of ``shape``. Not collective."""
+        return sum((form.operations(shape) for form in self.forms), Operations())
+
+
+def bound(method: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+    """Return a function without arguments that calls ``method`` with the given ones."""
+    return lambda: method(*arguments)
+
+
+def _rows(x: Any, sizes: Sequence[int]) -> list[Any]:
+    """Cut all arrays of a tree along axis 1 into parts of the given sizes, as contiguous arrays."""
+    starts = list(accumulate(sizes, initial=0))
+    return [map_leaves(partial(_slice, start=a, stop=b), x) for a, b in pairwise(starts)]
+
+
+def _slice(x: Array, start: int, stop: int) -> Array:
+    part: Array = namespace(x).ascontiguousarray(x[:, start:stop])
+    return part
+
+
+def _parts(x: Array, axis: int, sizes: Sequence[int]) -> list[Array]:
+    """Cut ``x`` along ``axis`` into parts of the given sizes, as contiguous arrays."""
+    xp = namespace(x)
+    return [xp.ascontiguousarray(part) for part in xp.split(x, list(accumulate(sizes))[:-1], axis=axis)]
+
+
+def _joined(parts: Sequence[Array], axis: int) -> Array:
+    whole: Array = namespace(parts[0]).concatenate(parts, axis=axis)
+    return whole
+
+
+def _add_up(trees: Sequence[Any]) -> None:
+    """Write the sum of the arrays of all trees, in the tree's order, to those of the first."""
+    for name, value in trees[0].items():
+        below = [tree[name] for tree in trees]
+        if isinstance(value, dict):
+            _add_up(below)
+        elif value.size and value.dtype.kind in "fc":
+            fold(np.add, [array.reshape(-1) for array in below], value.reshape(-1))
+
+
+def tiled_model(
+    model: BlockModel, tensor: Group, context: Group, tiles: tuple[int, int], ends: Container[str] = ()
+) -> BlockModel:
+    """Split a model over a tensor and a context group, with the bits of groups of as many ranks as there are tiles.
+
+    Not collective.
+
+    Parameters
+    ----------
+    model : BlockModel
+        The whole model.
+    tensor, context : Group
+        The ranks that its layers, and that sequences are split over.
+    tiles : tuple of int
+        Numbers of tiles of both groups: multiples of their sizes by powers of two.
+    ends : container of str
+        The blocks whose outputs are sent to other pipeline stages.
+
+    Returns
+    -------
+    BlockModel
+        ``model`` itself if both numbers are 1. Without several tiles on a rank, the split model; else a
+        :class:`TiledModel`, whose blocks run the split blocks of the rank's tiles in turns.
+
+    Raises
+    ------
+    ConfigError
+        The model cannot be split into so many tiles.
+    """
+    tensor_tiles, context_tiles = tiles
+    across, along = _groups(tensor, tensor_tiles), _groups(context, context_tiles)
+    if len(across) * len(along) == 1:
+        return context_model(split_model(model, tensor), context)
+    rows = [_groups(tensor, tensor_tiles) for _ in along]
+    columns = [_groups(context, context_tiles) for _ in across]
+    forms = tuple(
+        context_model(split_model(model, rows[c][t]), columns[t][c])
+        for c in range(len(along))
+        for t in range(len(across))
+    )
+    grid = TileGrid(_hosted(tensor, tensor_tiles), _hosted(context, context_tiles))
+    return TiledModel(model, forms, grid, context, ends)
+
+
+def _groups(group: Group, tiles: int) -> Sequence[Group]:
+    return [group] if tiles == group.size else VirtualRanks(group, tiles).groups
+
+
+def _hosted(group: Group, tiles: int) -> Hosted:
+    each = tiles // group.size
+    return Hosted(range(group.rank * each, (group.rank + 1) * each), tiles)
+
+
+@dataclass(frozen=True)
+class TiledLoss:
+    """Compute the loss of the parts of predictions that a rank's tiles hold.
+
+    Parameters
+    ----------
+    losses : tuple of Loss
+        The loss of each tile.
+    grid : TileGrid
+        Numbers of tiles.
+    axis : int or None
+        The axis of predictions that is cut over the tensor tiles.
+    context : Group
+        The real ranks that sequences are split over.
+    """
+
+    losses: tuple[Loss, ...]
+    grid: TileGrid
+    axis: int | None
+    context: Group
+
+    def forward(self, prediction: Array, target: Any) -> tuple[float, float, Any]:
+        """Return the sum of the losses and of the weights of this rank's tiles, and the cache for :meth:`backward`.
+
+        Collective over the groups that the model is split over.
+        """
+        length = _whole_length(prediction, self.context) if self.grid.along > 1 else 0
+        predictions, targets = self.grid.cut(prediction, length, self.axis), self.grid.cut(target, length, None)
+        tiles = zip(self.losses, predictions, targets, strict=True)
+        found = run_in_turns([bound(loss.forward, p, y) for loss, p, y in tiles])
+        rows = found[:: self.grid.across]  # the tensor tiles of a context tile find the same numbers
+        return _tree_sum([row[0] for row in rows]), _tree_sum([row[1] for row in rows]), [cache for *_, cache in found]
+
+    def backward(self, cache: Any, scale: float = 1.0) -> Array:
+        """Return ``scale`` times the gradient of the loss sum with respect to this rank's part of the prediction."""
+        found = run_in_turns([bound(loss.backward, c, scale) for loss, c in zip(self.losses, cache, strict=True)])
+        gradient: Array = self.grid.join(found, self.axis)
+        return gradient
+
+
+@dataclass(frozen=True, eq=False)
+class TiledModel:
+    """Hold the split forms of a model for all tiles of a rank, as one model of blocks.
+
+    Parameters
+    ----------
+    whole : BlockModel
+        The unsplit model.
+    forms : tuple of SplitModel or ContextModel
+        The split model of each tile of the rank; see :class:`TileGrid` for their order.
+    grid : TileGrid
+        Numbers of tiles.
+    context : Group
+        The real ranks that sequences are split over.
+    ends : container of str
+        The blocks whose outputs are sent to other pipeline stages.
+    """
+
+    whole: BlockModel
+    forms: tuple[Any, ...]
+    grid: TileGrid
+    context: Group
+    ends: Container[str] = ()
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the unsplit model."""
+        return self.whole.dtype
+
+    @property
+    def seed(self) -> int:
+        """The seed of the unsplit model."""
+        return self.whole.seed
+
+    @cached_property
+    def blocks(self) -> Mapping[str, AnyLayer]:
+        """The blocks by name, in the order in which they run; each runs its split forms for all tiles of the rank.
+
+        A block that no axis splits is the unsplit block, which runs once.
+        """
+        names = list(self.whole.blocks)
+        cuts = [getattr(self.forms[0], "cuts", {}).get(name) for name in names]
+        leaves = [cut if cut is None or cut < 0 else cut + 1 for cut in cuts]  # axes of whole outputs, with samples
+        found: dict[str, Any] = {}
+        for name, entry, leave in zip(names, [None, *leaves], leaves, strict=False):
+            block, forms = self.whole.blocks[name], tuple(form.blocks[name] for form in self.forms)
+            alone = self.grid.along == 1 and entry is leave is None and all(form is block for form in forms)
+            found[name] = block if alone else TiledBlock(forms, self.grid, entry, leave)
+        for (name, block), (after, following) in pairwise(list(found.items())):
+            if isinstance(block, TiledBlock) and isinstance(following, TiledBlock) and name not in self.ends:
+                found[name] = replace(found[name], gives_parts=True)
+                found[after] = replace(following, takes_parts=True)
+        return found
+
+    @property
+    def _prediction_axis(self) -> int | None:
+        return None if getattr(self.forms[0], "outputs", None) is None else -1
+
+    @property
+    def loss(self) -> Loss:
+        """The loss of what the last block returns on this rank."""
+        return self._tiled([form.loss for form in self.forms])
+
+    def loss_on_parts(self, loss: Loss) -> Loss:
+        """Adapt a loss of whole predictions to take what the last block returns on this rank. Not collective."""
+        return self._tiled([form.loss_on_parts(loss) for form in self.forms])
+
+    def _tiled(self, losses: Sequence[Loss]) -> Loss:
+        return TiledLoss(tuple(losses), self.grid, self._prediction_axis, self.context)
+
+    def run_on(self, x: Array, run: Run) -> Run:
+        """Return ``run`` with the length of the whole sequences, if the blocks need it.
+
+        ``x`` is this rank's part of the input. Collective over the context group if ``run.length`` is 0.
+        """
+        if self.grid.context.tiles > 1 and not run.length:
+            run = replace(run, length=_whole_length(x, self.context))
+        inputs = self.grid.cut(x, run.length, None)
+        told: list[Run] = run_in_turns(
+            [bound(run_on, form, part, run) for form, part in zip(self.forms, inputs, strict=True)]
+        )
+        return replace(told[0], ranges=()) if self.grid.along > 1 else told[0]  # each tile finds its own
+
+    def whole_prediction(self, y: Array) -> Array:
+        """Return the whole prediction; ``y`` is what the last block returned on this rank.
+
+        Collective over the groups.
+        """
+        return self._joined(whole_prediction, y)[0]
+
+    def whole_scores(self, y: Array) -> Array:
+        """Return the prediction for this rank's positions, with the scores of all classes; see :func:`whole_scores`.
+
+        Collective over the tensor group.
+        """
+        scores: Array = self.grid.join(self._joined(whole_scores, y), None)
+        return scores
+
+    def _joined(self, join: Callable[[Any, Array], Array], y: Array) -> list[Array]:
+        length = _whole_length(y, self.context) if self.grid.along > 1 else 0
+        parts = self.grid.cut(y, length, self._prediction_axis)
+        return run_in_turns([bound(join, form, part) for form, part in zip(self.forms, parts, strict=True)])
+
+    def held_shape(self, block: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of what this rank holds of a block's output, for one sample. Not collective.
+
+        ``shape`` is the shape of the whole output for one sample.
+        """
+        axis = getattr(self.forms[0], "cuts", {}).get(block)
+        if axis is None:
+            return shape
+        axis %= len(shape)
+        held = sum(form.held_shape(block, shape)[axis] for form in self.forms[: self.grid.across])
+        return (*shape[:axis], held, *shape[axis + 1 :])
+
+
+def _whole_length(x: Array, context: Group) -> int:
+    """Return the number of positions of whole sequences; ``x`` has those of this rank.
+
+    Collective over ``context``.
+    """
+    if context.size == 1:
+        return int(x.shape[1])
+    own = namespace(x).full(1, x.shape[1], np.int64)
+    return int(context.all_gather(own, 0, (1,) * context.size, "context lengths").sum())
+
+
+def _tree_sum(terms: Sequence[float]) -> float:
+    total = np.empty(1)
+    fold(np.add, [np.full(1, term) for term in terms], total)
+    return float(total[0])
