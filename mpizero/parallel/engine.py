@@ -24,7 +24,7 @@ from mpizero.comm.agreement import agree_equal
 from mpizero.errors import CollectiveError, DataError, PeerFailure, RemoteError, StateError
 from mpizero.guard.guard import set_context
 from mpizero.layout.batch import GrainRule
-from mpizero.optim.scaling import clip_factor
+from mpizero.optim.elementwise import clip_factor
 from mpizero.parallel.batch.grain_advice import GrainNotices
 from mpizero.parallel.batch.node_claims import NodeClaims
 from mpizero.parallel.batch.redistribute import NOTHING_MORE, GlobalBatch, in_contexts, redistribute

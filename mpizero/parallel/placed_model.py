@@ -17,8 +17,7 @@ from mpizero.comm.communicator import Timeline
 from mpizero.errors import ConfigError, SharedMemoryError
 from mpizero.layout.flat import FlatLayout
 from mpizero.nn.arrays import keep_freed_memory
-from mpizero.optim.averaging import averaging
-from mpizero.optim.scaling import LossScaleState
+from mpizero.optim.elementwise import LossScaleState, averaging
 from mpizero.parallel.batch.node_claims import NodeClaims
 from mpizero.parallel.batch.step_scalars import GrainScalars
 from mpizero.parallel.blas_threads import limit_blas_threads

@@ -110,7 +110,7 @@ def fuses_update(optimizer: Any, *, norm: bool, ties: bool, peers: int, waves: b
     Parameters
     ----------
     optimizer : optimizer
-        An optimizer that :func:`mpizero.optim.adapted.adapt` returned.
+        An optimizer that :func:`mpizero.optim.elementwise.adapt` returned.
     norm : bool
         Whether the norm of the sum is needed before the update (:func:`needs_norm`).
     ties : bool

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mpizero.layout.sum_tree import Program
-from mpizero.optim.state_arrays import tensor_state_size
+from mpizero.optim.elementwise import tensor_state_size
 from mpizero.parallel.optimizer.tensor_plan import tensor_cost
 from mpizero.parallel.step_rules import fuses_update
 from mpizero.planning.traffic import RankTraffic

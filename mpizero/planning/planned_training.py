@@ -25,7 +25,7 @@ class PlannedTraining:
     config : ShardingConfig
         The settings; the communicator is not used.
     optimizer : optimizer
-        The optimizer, as :func:`mpizero.optim.adapted.adapt` returns it.
+        The optimizer, as :func:`mpizero.optim.elementwise.adapt` returns it.
     step : StepBatches
         The grains of a global batch, and how they are assigned to ranks.
     itemsize : int

@@ -21,8 +21,7 @@ from math import lcm
 from typing import NamedTuple
 
 from mpizero.kernels.gpu import STAGING
-from mpizero.optim.averaging import EMA
-from mpizero.optim.state_arrays import tensor_state_size
+from mpizero.optim.elementwise import EMA, tensor_state_size
 from mpizero.parallel.device.device_parameters import gradient_places
 from mpizero.parallel.gradients.exchange import residual_sizes
 from mpizero.parallel.gradients.gradient_views import largest_block

@@ -12,7 +12,7 @@ import numpy as np
 from mpizero._util.checks import writes_in_place
 from mpizero._util.pytree import SampleTree
 from mpizero.layout import Axes, Coordinates, Costs, Grains, Simulation, build_schedule, simulate
-from mpizero.optim.averaging import averaging
+from mpizero.optim.elementwise import averaging
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.optimizer.tensor_plan import TensorPlan
 from mpizero.parallel.partition.parallel_layout import ParallelLayout
@@ -101,7 +101,7 @@ class TrainingPlan:
     model : BlockModel or BlackBoxModel
         The model to be trained.
     optimizer : optimizer
-        Any optimizer that :func:`mpizero.optim.adapted.adapt` accepts.
+        Any optimizer that :func:`mpizero.optim.elementwise.adapt` accepts.
     config : ShardingConfig
         The settings; the communicator is not used.
     row : Placement

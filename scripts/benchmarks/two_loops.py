@@ -42,7 +42,7 @@ class Rank:
         from mpi4py import MPI
 
         import mpizero as mz
-        from mpizero.optim.vectors.method import DIRECTION, GRADIENT
+        from mpizero.optim.minimizers import DIRECTION, GRADIENT
 
         self.world = MPI.COMM_WORLD
         plain = mz.FunctionModel({"w": np.ones(args.parameters, np.float32)}, lambda parameters, batch: (0.0, {}, 1.0))

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from mpizero import optim
-from mpizero.optim.adapted import adapt, learning_rate
-from mpizero.optim.flat_optimizer import RowSum
+from mpizero.optim.elementwise import RowSum, adapt, learning_rate
 from mpizero.types import ParameterSpec
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from mpizero.optim.vectors.line_search import LineSearch, Point
+from mpizero.optim.minimizers import LineSearch, Point
 
 
 def phi1(a):  # section 5, function (5.1) with beta = 2

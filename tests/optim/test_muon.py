@@ -7,7 +7,7 @@ import pytest
 
 from mpizero import optim
 from mpizero.errors import ConfigError
-from mpizero.optim.muon import newton_schulz
+from mpizero.optim.whole_tensor import newton_schulz
 from mpizero.types import ParameterSpec
 
 SHAPES = [(12, 7), (7, 12), (9, 9), (1, 5), (5, 1)]

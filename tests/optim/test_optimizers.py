@@ -7,8 +7,7 @@ import pytest
 
 from mpizero import optim
 from mpizero.errors import ConfigError
-from mpizero.optim.adapted import learning_rate
-from mpizero.optim.flat_optimizer import RowSum
+from mpizero.optim.elementwise import RowSum, learning_rate
 from mpizero.types import ParameterSpec
 
 DTYPES = (np.float32, np.float64)

@@ -6,7 +6,7 @@ import pytest
 
 from mpizero import optim
 from mpizero.errors import ConfigError, NonFiniteError
-from mpizero.optim.scaling import clip_factor
+from mpizero.optim.elementwise import clip_factor
 
 
 def test_a_norm_up_to_the_limit_is_left_alone_and_a_larger_one_brought_to_it():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mpizero import optim
 from mpizero.errors import ConfigError
-from mpizero.optim.flat_optimizer import rate_at
+from mpizero.optim.elementwise import rate_at
 
 
 def test_warm_up_rises_in_equal_steps_to_the_rate_then_constant_stays():

@@ -9,7 +9,7 @@ from typing import Any
 
 from mpizero import optim
 from mpizero.errors import CheckpointError
-from mpizero.optim.adapted import learning_rate
+from mpizero.optim.elementwise import learning_rate
 from mpizero.parallel.optimizer.sharded_update import Updater
 
 #: Name of the checkpoint attribute that holds the learning rate.

@@ -18,7 +18,7 @@ from mpizero._util.text import notice
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import CheckpointError
 from mpizero.layout.flat import joined
-from mpizero.optim import adapted, averaging, state_arrays
+from mpizero.optim import elementwise
 from mpizero.parallel.checkpointing import learning_rate
 from mpizero.parallel.checkpointing.grain_record import check_order, grain_record, resume_grains
 from mpizero.parallel.checkpointing.restore import ArrayReader, HeldArray, HeldPiece, fill
@@ -103,7 +103,7 @@ def _state_arrays(
     """
     updater = engine.updater
     assert updater is not None
-    specs = [state_arrays.state_specs(updater.optimizer, entry.spec) for entry in engine.whole.layout.parameters]
+    specs = [elementwise.state_specs(updater.optimizer, entry.spec) for entry in engine.whole.layout.parameters]
     found: list[HeldArray] = []
     for slot, values in state.items():
         arrays = _whole_arrays(f"optimizer/{slot}", (of[slot] for of in specs if slot in of), engine.dtype)
@@ -138,7 +138,7 @@ def attributes(engine: Engine) -> dict[str, Any]:
         "optimizer": None
         if updater is None
         else {
-            "name": adapted.optimizer_name(updater.optimizer),
+            "name": elementwise.optimizer_name(updater.optimizer),
             "slots": list(updater.state),
             "step_count": updater.step_count,
             **({} if updater.method is None else {"progress": updater.method.progress.saved()}),
@@ -245,15 +245,15 @@ def _check_optimizer(engine: Engine, reader: ArrayReader, saved: Mapping[str, An
     if updater is None or optimizer is None:
         which = "model has no bound optimizer" if updater is None else "checkpoint has none"
         raise CheckpointError(f"no optimizer state to restore: the {which}")
-    name = adapted.optimizer_name(updater.optimizer)
+    name = elementwise.optimizer_name(updater.optimizer)
     if optimizer["name"] != name:
         raise CheckpointError(
             f"the checkpoint holds the state of {optimizer['name']:.80}, the bound optimizer is {name}: {_REMEDY}"
         )
     if ("progress" in optimizer) != (updater.method is not None):
         raise CheckpointError(f"the checkpoint's attribute mpizero.optimizer does not tell the progress of {name}")
-    own, slots = set(updater.state) - {averaging.EMA}, set(optimizer["slots"]) - {averaging.EMA}
-    held = {path.split("/")[1] for path in _state_paths(reader)} - {averaging.EMA} | slots
+    own, slots = set(updater.state) - {elementwise.EMA}, set(optimizer["slots"]) - {elementwise.EMA}
+    held = {path.split("/")[1] for path in _state_paths(reader)} - {elementwise.EMA} | slots
     if other := sorted((held - own) | (own - slots)):
         has, lacks = ("lacks", "has") if other[0] in own else ("has", "lacks")
         raise CheckpointError(
@@ -268,10 +268,10 @@ def _check_tensors(engine: Engine, reader: ArrayReader, name: str) -> None:
     """Raise ``CheckpointError`` if the bound optimizer takes other tensors than the saved one, or has other arrays."""
     assert engine.updater is not None
     for entry in engine.whole.layout.parameters:
-        for slot, spec in state_arrays.state_specs(engine.updater.optimizer, entry.spec).items():
+        for slot, spec in elementwise.state_specs(engine.updater.optimizer, entry.spec).items():
             path = f"optimizer/{slot}/{spec.name}"
             found = reader.arrays.get(path)
-            if slot != averaging.EMA and (found is None or tuple(found[0]) != spec.shape):
+            if slot != elementwise.EMA and (found is None or tuple(found[0]) != spec.shape):
                 has = f"lacks {path}" if found is None else f"has {path} of shape {tuple(found[0])}"
                 raise CheckpointError(
                     f"the checkpoint {has}, the bound {name} has that array of shape {spec.shape}: the saved one took "
@@ -328,14 +328,14 @@ def _kept_state(engine: Engine, saved: Mapping[str, Any]) -> tuple[dict[str, Arr
     """
     assert engine.updater is not None
     state = engine.updater.host_state(fetch=False)
-    read = {slot: held for slot, held in state.items() if slot != averaging.EMA or not _begins_average(engine, saved)}
+    read = {slot: held for slot, held in state.items() if slot != elementwise.EMA or not _begins_average(engine, saved)}
     return state, _state_arrays(engine, read, _everything)
 
 
 def _begins_average(engine: Engine, saved: Mapping[str, Any]) -> bool:
     """Tell whether this model averages its parameters and the checkpoint has no average, which then begins anew."""
     assert engine.updater is not None
-    return engine.updater.averages_parameters and averaging.EMA not in saved["optimizer"]["slots"]
+    return engine.updater.averages_parameters and elementwise.EMA not in saved["optimizer"]["slots"]
 
 
 def _tell_average(engine: Engine, saved: Mapping[str, Any]) -> None:
@@ -345,7 +345,7 @@ def _tell_average(engine: Engine, saved: Mapping[str, Any]) -> None:
         return
     if _begins_average(engine, saved):
         notice("the checkpoint holds no average of the parameters (ema): it begins with the parameters that are loaded")
-    elif averaging.EMA in saved["optimizer"]["slots"] and not engine.updater.averages_parameters:
+    elif elementwise.EMA in saved["optimizer"]["slots"] and not engine.updater.averages_parameters:
         notice(
             "the checkpoint holds an average of the parameters, which is not read: ShardingConfig(ema=...) would go on "
             "with it"

@@ -63,7 +63,7 @@ def _is_optimizer(value: object) -> bool:
 
 
 def _is_progress(value: object) -> bool:
-    from mpizero.optim.vectors.method import is_progress  # only what such a method has saved has progress
+    from mpizero.optim.minimizers import is_progress  # only what such a method has saved has progress
 
     return is_progress(value)
 

@@ -17,7 +17,7 @@ from mpizero.comm.agreement import agree_arrays, agree_equal, agree_on_call, all
 from mpizero.data import ArraySource
 from mpizero.data.batches import whole_batch
 from mpizero.errors import ArgumentError, ConfigError
-from mpizero.optim.vectors.method import MethodProgress
+from mpizero.optim.minimizers import MethodProgress
 from mpizero.parallel.execution.black_box import BlackBoxEvaluator
 from mpizero.parallel.model.base import ShardedModelBase
 from mpizero.parallel.model.core import ShardedCore

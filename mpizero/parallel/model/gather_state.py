@@ -10,7 +10,7 @@ import numpy as np
 from mpizero.comm.reduce import gather_spans
 from mpizero.errors import LayoutError
 from mpizero.layout.flat import FlatLayout, ParameterUse
-from mpizero.optim.state_arrays import state_specs
+from mpizero.optim.elementwise import state_specs
 from mpizero.parallel.engine import Engine
 from mpizero.parallel.optimizer.sharded_update import Updater
 from mpizero.parallel.parameters.shards import Share, UpdatePiece
@@ -128,7 +128,7 @@ def checked_state(engine: Engine, updater: Updater, state: Mapping[str, Any]) ->
         raise LayoutError(f"state has slots {sorted(slots)}, the optimizer's are {sorted(updater.state)}")
     sound = progress is None
     if method is not None:  # most optimizers have none
-        from mpizero.optim.vectors.method import is_progress
+        from mpizero.optim.minimizers import is_progress
 
         sound = is_progress(progress)
     if not sound:

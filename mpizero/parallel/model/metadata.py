@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from mpizero.optim.state_arrays import state_size, tensor_state_size
+from mpizero.optim.elementwise import state_size, tensor_state_size
 from mpizero.parallel.partition.tiles import exactness
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from mpizero._util.names import SETTINGS, explains, not_here
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import agree_arrays, agree_equal, agree_on_call, check_call, collective, recorded
 from mpizero.errors import ArgumentError, ConfigError, StateError, UnknownNameError
-from mpizero.optim.adapted import adapt, tensor_slots
-from mpizero.optim.averaging import plain
+from mpizero.optim.elementwise import adapt, plain, tensor_slots
 from mpizero.parallel.checkpointing import model_state
 from mpizero.parallel.checkpointing.restore import opened_alike
 from mpizero.parallel.config import ShardingConfig

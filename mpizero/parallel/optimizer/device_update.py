@@ -25,8 +25,7 @@ from mpizero import kernels, optim
 from mpizero.errors import ConfigError, UnsupportedError
 from mpizero.kernels import jit
 from mpizero.kernels.gpu import STAGING, Fill, Upload, copied
-from mpizero.optim.adapted import optimizer_name
-from mpizero.optim.averaging import plain
+from mpizero.optim.elementwise import optimizer_name, plain
 from mpizero.parallel.batch.step_scalars import Divisors
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.device.device_parameters import DeviceParameters

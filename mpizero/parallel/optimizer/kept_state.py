@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from mpizero.optim.adapted import tensor_slots
-from mpizero.optim.averaging import EMA
+from mpizero.optim.elementwise import EMA, tensor_slots
 from mpizero.parallel.optimizer.whole_tensors import WholeTensors
 from mpizero.parallel.parameters.shards import StatePiece, UpdatePiece, UpdateRun
 
@@ -21,7 +20,7 @@ def state_sizes(
     Parameters
     ----------
     optimizer : optimizer
-        What :func:`mpizero.optim.averaging.averaging` returns.
+        What :func:`mpizero.optim.elementwise.averaging` returns.
     size : int
         Number of parameter elements that the rank updates.
     elementwise : iterable of UpdateRun

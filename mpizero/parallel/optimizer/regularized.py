@@ -12,7 +12,7 @@ from mpizero._util.checks import unmasked
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ArgumentError, ConfigError
 from mpizero.layout.flat import ParameterUse, owners_by_cost
-from mpizero.optim.vectors.regularization import Regularization, Term
+from mpizero.optim.regularization import Regularization, Term
 from mpizero.parallel.optimizer.tensor_exchange import TensorExchange
 from mpizero.parallel.optimizer.tensor_plan import TensorPlan
 from mpizero.parallel.optimizer.tied_parameters import home_of

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpizero import kernels
-from mpizero.optim import adapted, averaging, flat_optimizer
+from mpizero.optim import elementwise
 from mpizero.parallel.batch.step_scalars import Divisors
 from mpizero.parallel.optimizer.global_norm import GlobalSums, over_tiles
 from mpizero.parallel.optimizer.kept_state import sharded_pieces, state_sizes
@@ -22,7 +22,7 @@ from mpizero.parallel.parameters.store import ParameterStore
 from mpizero.types import Array
 
 if TYPE_CHECKING:
-    from mpizero.optim.vectors.run import VectorRun
+    from mpizero.optim.minimizers import VectorRun
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Updater:
     Parameters
     ----------
     optimizer : optimizer
-        What :func:`mpizero.optim.averaging.averaging` returns.
+        What :func:`mpizero.optim.elementwise.averaging` returns.
     store : ParameterStore
         The parameters.
     scope : UpdateScope
@@ -139,7 +139,7 @@ class Updater:
 
     def ask_rate(self) -> float:
         """Ask the optimizer for the learning rate of the next step and keep it for that step. Not collective."""
-        self._known_rate = self.step_count, adapted.learning_rate(self.optimizer, self.step_count)
+        self._known_rate = self.step_count, elementwise.learning_rate(self.optimizer, self.step_count)
         return self._known_rate[1]
 
     @property
@@ -179,7 +179,7 @@ class Updater:
         placed = {group: self._placed(hyper) for group, hyper in hypers.items()}
         for run in self.plain_runs:
             w, state = self._run_arrays(run.store, run.state, run.size)
-            hyper, summed = placed[run.group], flat_optimizer.RowSum(rows, run.gradient, program, divisor)
+            hyper, summed = placed[run.group], elementwise.RowSum(rows, run.gradient, program, divisor)
             if self.optimizer.needs_tensor_norms:
                 u = out[run.gradient : run.gradient + run.size]
                 self.optimizer.direction_tree(summed, w, u, state, hyper)
@@ -348,18 +348,18 @@ class Updater:
 
     def _follow(self, w: Array, state: int) -> None:
         """Move the average of the parameters ``w``, whose state begins at index ``state``, if there is one."""
-        if averaging.EMA in self.state:
-            self.optimizer.follow(w, self.state[averaging.EMA][state : state + w.size])
+        if elementwise.EMA in self.state:
+            self.optimizer.follow(w, self.state[elementwise.EMA][state : state + w.size])
 
     @property
     def averages_parameters(self) -> bool:
         """Tell whether the optimizer keeps an exponential moving average of the parameters."""
-        return averaging.EMA in self.state
+        return elementwise.EMA in self.state
 
     def begin_average(self, state: Mapping[str, Array]) -> None:
         """Set the average in ``state``, from :meth:`host_state`, to this rank's parameters on the host."""
         for piece in self.pieces:
-            state[averaging.EMA][piece.state : piece.state + piece.size] = self.store.values[
+            state[elementwise.EMA][piece.state : piece.state + piece.size] = self.store.values[
                 piece.store : piece.store + piece.size
             ]
 
@@ -371,7 +371,7 @@ class Updater:
         UnsupportedError
             If the optimizer's state is on a GPU.
         """
-        average = self.state[averaging.EMA]
+        average = self.state[elementwise.EMA]
         for run in self.runs:
             w, there = self.store.values[run.store : run.store + run.size], average[run.state : run.state + run.size]
             held = w.copy()

@@ -10,9 +10,8 @@ import numpy as np
 
 from mpizero import kernels
 from mpizero.kernels import jit
-from mpizero.optim.vectors.bounds import Bounds, Limit
-from mpizero.optim.vectors.diagonal import Diagonal
-from mpizero.optim.vectors.method import POINT
+from mpizero.optim.minimizers import POINT
+from mpizero.optim.regularization import Bounds, Diagonal, Limit
 from mpizero.parallel.optimizer.sharded_update import Updater
 from mpizero.parallel.optimizer.tied_parameters import home_of
 from mpizero.parallel.parameters.global_view import take
@@ -32,7 +31,7 @@ class _Limited(NamedTuple):
 
 
 class ShardedVectors:
-    """Compute with the arrays of an updater's state; implements :class:`~mpizero.optim.vectors.space.VectorSpace`.
+    """Compute with the arrays of an updater's state; implements :class:`~mpizero.optim.regularization.VectorSpace`.
 
     A rank holds its own ranges of a vector, and those of its peers where the state is replicated; sums count each
     element once.

@@ -11,7 +11,7 @@ from mpizero._util.checks import require, whole
 from mpizero.errors import ConfigError
 from mpizero.layout import Span
 from mpizero.layout.flat import FlatLayout, ParameterUse, owners_by_cost
-from mpizero.optim.adapted import optimizer_name, takes_whole
+from mpizero.optim.elementwise import optimizer_name, takes_whole
 from mpizero.parallel.optimizer.tied_parameters import home_of
 from mpizero.parallel.parameters.shards import Share
 from mpizero.types import ParameterSpec

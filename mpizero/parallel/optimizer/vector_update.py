@@ -9,9 +9,8 @@ import numpy as np
 
 from mpizero.errors import ConfigError, NonFiniteError
 from mpizero.nn.models import unfrozen
-from mpizero.optim.vectors.method import MethodProgress
-from mpizero.optim.vectors.run import VectorRun
-from mpizero.optim.vectors.space import TRIAL
+from mpizero.optim.minimizers import MethodProgress, VectorRun
+from mpizero.optim.regularization import TRIAL
 from mpizero.parallel.config import ShardingConfig
 from mpizero.parallel.optimizer.regularized import RegularizedGradient
 from mpizero.parallel.optimizer.sharded_update import Updater

@@ -16,8 +16,7 @@ from typing import Any
 
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ArgumentError
-from mpizero.optim.adapted import optimizer_name
-from mpizero.optim.state_arrays import state_specs
+from mpizero.optim.elementwise import optimizer_name, state_specs
 from mpizero.parallel.optimizer.tensor_exchange import TensorExchange
 from mpizero.parallel.optimizer.tensor_plan import TensorPlan
 from mpizero.parallel.optimizer.tied_parameters import home_of
@@ -35,7 +34,7 @@ class WholeTensors:
     Parameters
     ----------
     optimizer : TensorOptimizer
-        What :func:`mpizero.optim.averaging.averaging` returns for one.
+        What :func:`mpizero.optim.elementwise.averaging` returns for one.
     store, plan, pieces
         As in :class:`.TensorExchange`.
     """

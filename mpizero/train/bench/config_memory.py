@@ -14,8 +14,7 @@ from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.data import batches
 from mpizero.layout.flat import FlatLayout
-from mpizero.optim.averaging import averaging
-from mpizero.optim.state_arrays import state_size
+from mpizero.optim.elementwise import averaging, state_size
 from mpizero.parallel import ShardedModelBase
 from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.train.bench.layout_memory import LayoutTable

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpizero._util.checks import number, positive, whole
-from mpizero.optim.vectors.lbfgs import INITIAL
+from mpizero.optim.minimizers import INITIAL
 from mpizero.train.config.setting_checks import ConfigSection, allowed, choice, many, optional, setting
 
 #: Names of the methods.

@@ -18,7 +18,7 @@ from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.data import OnlineSource, Source
 from mpizero.errors import ArgumentError, ConfigError, DataError
 from mpizero.layout.flat import joined
-from mpizero.optim.vectors.regularization import Regularization
+from mpizero.optim.regularization import Regularization
 from mpizero.parallel import ShardedModelBase, ShardingConfig
 from mpizero.parallel.partition.blocks import blocks_of
 from mpizero.train.callbacks.callback import check_callbacks, state_name

@@ -7,7 +7,7 @@ from typing import Any, Self
 from mpizero.data import Source
 from mpizero.data.batches import whole_batch
 from mpizero.errors import StateError
-from mpizero.optim.vectors.method import MethodProgress
+from mpizero.optim.minimizers import MethodProgress
 from mpizero.train.run.metrics import finite
 
 

@@ -1,0 +1,420 @@
+"""Define the operations by which methods of whole vectors see the parameters, wherever their elements are.
+
+Hold lower and upper bounds of parameters.
+
+Hold a diagonal preconditioner: positive factors of the elements of parameters.
+
+Define terms that are added to a loss and depend on the parameters alone: Tikhonov's, total variation, the user's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpizero._util.checks import number, positive, require, unmasked
+from mpizero._util.names import explains, fits, selected
+from mpizero.errors import ConfigError
+from mpizero.types import Array, ParameterSpec
+
+#: The state array that holds the gradient of the last evaluation.
+TRIAL = "trial_gradient"
+
+
+class VectorSpace(Protocol):
+    """Compute with vectors that are as long as all optimized parameters of a model together.
+
+    Vectors are named; a rank holds its elements of each, and never needs those of others. Scalars have the same bits on
+    all ranks and on every layout. So all ranks of a method make the same decisions.
+    """
+
+    #: The distance from 1 to the next number of the vectors' type.
+    precision: float
+
+    def dot(self, a: str, b: str) -> float:
+        """Return the dot product of two vectors, summed in float64 in the order of a binary tree. Collective."""
+        ...
+
+    def copy(self, source: str, target: str) -> None:
+        """Copy one vector to another. Not collective."""
+        ...
+
+    def scale(self, factor: float, target: str) -> None:
+        """Multiply a vector by a number. Not collective."""
+        ...
+
+    def add(self, factor: float, source: str, target: str) -> None:
+        """Add ``factor`` times one vector to another. Not collective."""
+        ...
+
+    def precondition(self, target: str) -> None:
+        """Multiply a vector by the preconditioner, if there is one. Not collective."""
+        ...
+
+    def fill(self, value: float, target: str) -> None:
+        """Set all elements of a vector to a number. Not collective."""
+        ...
+
+    def multiply(self, factors: str, target: str) -> None:
+        """Multiply one vector by another, element by element. Not collective."""
+        ...
+
+    def divide(self, divisors: str, target: str) -> None:
+        """Divide one vector by another, element by element. Not collective."""
+        ...
+
+    def update_diagonal(self, target: str, y: str, curvature: float, bs: str, square: float) -> None:
+        """Add ``y**2 / curvature - bs**2 / square``, by element, to ``target``, which stays positive. Not collective.
+
+        That is the diagonal of the BFGS update of a diagonal matrix B by a pair s and y, if ``bs`` is B s,
+        ``curvature`` is s^T y and ``square`` is s^T B s.
+        """
+        ...
+
+    def parameters(self, target: str) -> None:
+        """Copy the parameters to a vector. Not collective."""
+        ...
+
+    def move(self, origin: str, step: float, direction: str) -> None:
+        """Set the parameters to ``origin + step * direction``, within their bounds. Not collective."""
+        ...
+
+    # ------------------------------------------------------------------ bounds
+
+    #: Whether there are bounds. If there are none, the methods below do nothing.
+    bounded: bool
+
+    def enter_bounds(self) -> bool:
+        """Move the parameters into their bounds; tell whether that changed any of them. Collective."""
+        ...
+
+    def largest_projected(self, gradient: str) -> float:
+        """Return the largest magnitude of ``parameters - P(parameters - gradient)``; P moves into bounds. Collective.
+
+        Without bounds it is that of the gradient.
+        """
+        ...
+
+    def drop_fixed(self, gradient: str, reach: float, target: str) -> None:
+        """Set to 0 the elements of a vector for which ``point - reach * gradient`` is at or beyond a bound.
+
+        Not collective.
+        """
+        ...
+
+    def go_to_bounds(self, gradient: str, reach: float, direction: str) -> None:
+        """Set the elements that :meth:`drop_fixed` clears to the way from ``point`` to their bound. Not collective."""
+        ...
+
+    def clip(self, origin: str, step: float, direction: str) -> None:
+        """Set ``direction`` to ``P(origin + step * direction) - origin``. Not collective."""
+        ...
+
+    def longest_step(self, origin: str, direction: str) -> float:
+        """Return the longest step along ``direction`` that stays within bounds; infinite without any. Collective."""
+        ...
+
+
+#: A bound is one number for all elements of a parameter, or an array of its shape; None is no bound.
+Limit = float | Array | None
+EXPECTED_BOUNDS = "a pair (lower, upper), or pairs by the names of parameters, {'velocity': (1500.0, None)}"
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Hold the bounds that a user gives: one pair for all parameters, or pairs by names or patterns of names.
+
+    Attributes
+    ----------
+    pairs : dict of str to pair
+        Lower and upper bound by pattern; the first pattern that matches a name counts, and other parameters are free.
+    """
+
+    pairs: Mapping[str, tuple[Limit, Limit]]
+
+    @classmethod
+    def parse(cls, given: Any, owner: str) -> Bounds | None:
+        """Return the bounds that ``given`` describes; None for None.
+
+        Raises
+        ------
+        ConfigError
+            If it is neither a pair nor a mapping of pairs of numbers and arrays, or a lower bound is above the upper.
+        """
+        if given is None or isinstance(given, cls):
+            return given
+        named = given if isinstance(given, Mapping) else {"*": given}
+        return cls({str(name): _pair(f"{owner}: bounds[{name!r}]", pair) for name, pair in named.items()})
+
+    def check_names(self, names: Sequence[str], owner: str) -> None:
+        """Raise :class:`~mpizero.errors.ConfigError` if a pattern matches no name of a parameter."""
+        selected(names, f"{owner}: bounds", tuple(self.pairs))
+
+    def of(self, spec: ParameterSpec, name: str) -> tuple[Limit, Limit]:
+        """Return the bounds of the parameter ``name``: numbers, or arrays of all elements of the whole parameter.
+
+        Raises
+        ------
+        ConfigError
+            If an array has not the parameter's shape, or the parameter is complex.
+        """
+        pair = next((pair for pattern, pair in self.pairs.items() if fits(name, pattern)), (None, None))
+        shape = spec.shape if spec.part is None else spec.part.shape
+        for side, limit in zip(("lower", "upper"), pair, strict=True):
+            if isinstance(limit, np.ndarray) and limit.shape != shape:
+                raise ConfigError(f"the {side} bound of {name!r} has shape {limit.shape}, the parameter {shape}")
+        if spec.complex and pair != (None, None):
+            raise ConfigError(f"the complex parameter {name!r} cannot have bounds: complex numbers have no order")
+        return pair
+
+
+def _pair(where: str, given: Any) -> tuple[Limit, Limit]:
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        raise ConfigError(f"{where}={given!r:.80}: expected {EXPECTED_BOUNDS}")
+    lower, upper = (_limit(where, side) for side in given)
+    if lower is not None and upper is not None and np.any(np.greater(lower, upper)):
+        raise ConfigError(f"{where}: a lower bound is above the upper one")
+    return lower, upper
+
+
+def _limit(where: str, given: Any) -> Limit:
+    if given is None or (isinstance(given, float) and math.isinf(given)):
+        return None
+    limit = np.asarray(unmasked(given, f"{where}: a bound", ConfigError))
+    if limit.dtype.kind not in "fiu" or np.isnan(limit).any():
+        raise ConfigError(f"{where}: a bound is {given!r:.80}: expected a number, an array of numbers or None")
+    return limit if limit.ndim else float(limit)
+
+
+#: One factor for all elements of a parameter, or an array of its shape.
+Factors = float | Array
+EXPECTED_FACTORS = "positive factors by the names of parameters, {'velocity': 0.01}, each a number or an array"
+
+
+@dataclass(frozen=True)
+class Diagonal:
+    """Hold the factors that a user gives by names of parameters or patterns of names.
+
+    Attributes
+    ----------
+    factors : dict of str to float or Array
+        Factors by pattern; the first pattern that matches a name counts, and other parameters have the factor 1.
+    """
+
+    factors: Mapping[str, Factors]
+
+    @classmethod
+    def parse(cls, given: Any, owner: str) -> Diagonal | None:
+        """Return the diagonal that ``given`` describes; None for None.
+
+        Raises
+        ------
+        ConfigError
+            If it is not a mapping of names to positive numbers and arrays.
+        """
+        if given is None or isinstance(given, cls):
+            return given
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"{owner}: preconditioner={given!r:.80}: expected {EXPECTED_FACTORS}")
+        return cls({str(name): _factors(f"{owner}: preconditioner[{name!r}]", f) for name, f in given.items()})
+
+    def check_names(self, names: Sequence[str], owner: str) -> None:
+        """Raise :class:`~mpizero.errors.ConfigError` if a pattern matches no name of a parameter."""
+        selected(names, f"{owner}: preconditioner", tuple(self.factors))
+
+    def of(self, spec: ParameterSpec, name: str) -> Factors:
+        """Return the factors of the parameter ``name``: a number, or an array of all elements of the whole parameter.
+
+        Raises
+        ------
+        ConfigError
+            If an array has not the parameter's shape, or the parameter is complex.
+        """
+        found = next((factors for pattern, factors in self.factors.items() if fits(name, pattern)), 1.0)
+        shape = spec.shape if spec.part is None else spec.part.shape
+        if isinstance(found, np.ndarray) and found.shape != shape:
+            raise ConfigError(f"the preconditioner of {name!r} has shape {found.shape}, the parameter {shape}")
+        if isinstance(found, np.ndarray) and spec.complex:
+            raise ConfigError(f"the preconditioner of the complex parameter {name!r} must be one number")
+        return found
+
+
+def _factors(where: str, given: Any) -> Factors:
+    factors = np.asarray(unmasked(given, where, ConfigError))
+    if factors.dtype.kind not in "fiu" or not (np.isfinite(factors) & (factors > 0)).all():
+        raise ConfigError(f"{where}={given!r:.80}: expected {EXPECTED_FACTORS}")
+    return factors if factors.ndim else float(factors)
+
+
+#: ``term(values)`` returns the value of a term and its gradient by the parameter ``values``, a whole array.
+Term = Callable[[Array], tuple[float, Array]]
+EXPECTED_TERMS = (
+    "terms by the names of parameters, {'velocity': mpizero.TotalVariation(0.01)}, where a term is called with the "
+    "whole parameter and returns its value and gradient"
+)
+
+
+@explains
+@dataclass(frozen=True)
+class Tikhonov:
+    """Penalize the squared distance of a parameter from a reference (Tikhonov 1963).
+
+    Calling it with the parameter returns ``weight / 2 * sum((values - reference)**2)`` and its gradient.
+
+    Attributes
+    ----------
+    weight : float
+        Factor of the term, at least 0.
+    reference : float or Array
+        A number, or an array of the parameter's shape.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> term = mz.Tikhonov(0.5, reference=1.0)
+    >>> value, gradient = term(np.array([3.0, 1.0]))
+    >>> value, gradient
+    (1.0, array([1., 0.]))
+    """
+
+    weight: float
+    reference: Any = 0.0
+
+    def __post_init__(self) -> None:
+        """Raise :class:`~mpizero.errors.ConfigError` if a setting is out of range."""
+        require("Tikhonov: weight", self.weight, number())
+        unmasked(self.reference, "Tikhonov: reference", ConfigError)
+
+    def __call__(self, values: Array) -> tuple[float, Array]:
+        """Return value and gradient of the term."""
+        apart = values - np.asarray(self.reference, values.dtype)
+        return 0.5 * self.weight * float(np.sum(apart * apart, dtype=np.float64)), self.product(values, apart)
+
+    def product(self, values: Array, direction: Array) -> Array:
+        """Return the product of the term's Hessian with an array of the parameter's shape."""
+        found: Array = direction * direction.dtype.type(self.weight)
+        return found
+
+
+@explains
+@dataclass(frozen=True)
+class TotalVariation:
+    """Penalize differences between neighbouring elements of a parameter, but not few large ones (Rudin et al. 1992).
+
+    Calling it with the parameter returns ``weight * sum(sqrt(smoothing**2 + d_1**2 + ... + d_k**2) - smoothing)`` and
+    its gradient. The sum is over all elements; ``d_i`` is the difference to the next one along axis i, 0 at the end.
+
+    Attributes
+    ----------
+    weight : float
+        Factor of the term, at least 0.
+    smoothing : float
+        Differences that are much smaller than this count by their squares, so that there is a gradient; > 0.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> term = mz.TotalVariation(1.0, smoothing=1e-6)
+    >>> round(term(np.array([0.0, 0.0, 5.0, 5.0]))[0], 3)  # one jump costs its height
+    5.0
+    >>> round(term(np.array([0.0, 2.0, 3.0, 5.0]))[0], 3)  # as does a slope
+    5.0
+    """
+
+    weight: float
+    smoothing: float = 1e-3
+
+    def __post_init__(self) -> None:
+        """Raise :class:`~mpizero.errors.ConfigError` if a setting is out of range."""
+        require("TotalVariation: weight", self.weight, number())
+        require("TotalVariation: smoothing", self.smoothing, positive)
+
+    def __call__(self, values: Array) -> tuple[float, Array]:
+        """Return value and gradient of the term."""
+        steps = _differences(values)
+        length = self._length(steps)
+        value = self.weight * float(np.sum(length - length.dtype.type(self.smoothing), dtype=np.float64))
+        return value, self._scaled([step / length for step in steps], values.shape)
+
+    def product(self, values: Array, direction: Array) -> Array:
+        """Return the product of the term's Hessian with an array of the parameter's shape."""
+        steps, moved = _differences(values), _differences(direction)
+        length = self._length(steps)
+        along = sum((step * move for step, move in zip(steps, moved, strict=True)), np.zeros_like(length)) / length**2
+        parts = [(move - step * along) / length for step, move in zip(steps, moved, strict=True)]
+        return self._scaled(parts, values.shape)
+
+    def _length(self, steps: Sequence[Array]) -> Array:
+        start = np.full_like(steps[0], self.smoothing**2)
+        length: Array = np.sqrt(sum((step * step for step in steps), start))
+        return length
+
+    def _scaled(self, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
+        """Return ``weight`` times the adjoint of :func:`_differences`, applied to one array for each axis."""
+        total = np.zeros_like(parts[0])
+        for axis, part in enumerate(parts):
+            inner = np.take(part, range(part.shape[axis] - 1), axis)
+            total[_but(total.ndim, axis, slice(1, None))] += inner
+            total[_but(total.ndim, axis, slice(None, -1))] -= inner
+        total *= total.dtype.type(self.weight)
+        return total.reshape(shape)
+
+
+def _differences(values: Array) -> list[Array]:
+    """Return, for each axis, the differences to the next elements, 0 for the last ones; a number has one axis."""
+    values = np.atleast_1d(values)
+    found = []
+    for axis in range(values.ndim):
+        step = np.zeros_like(values)
+        step[_but(values.ndim, axis, slice(None, -1))] = np.diff(values, axis=axis)
+        found.append(step)
+    return found
+
+
+def _but(axes: int, axis: int, part: slice) -> tuple[slice, ...]:
+    return tuple(part if number == axis else slice(None) for number in range(axes))
+
+
+@dataclass(frozen=True)
+class Regularization:
+    """Hold the terms that a user gives, by names of parameters or patterns of names.
+
+    Attributes
+    ----------
+    terms : dict of str to callable
+        The terms by pattern; the first pattern that matches a name counts, and other parameters have none.
+    """
+
+    terms: Mapping[str, Term]
+
+    @classmethod
+    def parse(cls, given: Any, owner: str) -> Regularization | None:
+        """Return the terms that ``given`` describes; None for None.
+
+        Raises
+        ------
+        ConfigError
+            If it is not a mapping of names to callables.
+        """
+        if given is None or isinstance(given, cls):
+            return given
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"{owner}: regularization={given!r:.80}: expected {EXPECTED_TERMS}")
+        for name, term in given.items():
+            if not callable(term):
+                raise ConfigError(f"{owner}: regularization[{name!r}]={term!r:.80}: expected {EXPECTED_TERMS}")
+        return cls({str(name): term for name, term in given.items()})
+
+    def check_names(self, names: Sequence[str], owner: str) -> None:
+        """Raise :class:`~mpizero.errors.ConfigError` if a pattern matches no name of a parameter."""
+        selected(names, f"{owner}: regularization", tuple(self.terms))
+
+    def of(self, name: str) -> Term | None:
+        """Return the term of the parameter ``name``; None if it has none."""
+        return next((term for pattern, term in self.terms.items() if fits(name, pattern)), None)

@@ -1,0 +1,408 @@
+"""Define the base class of optimizers that update whole tensors, and which arrays of state a parameter has.
+
+Implement Muon (Jordan et al. 2024): momentum whose matrices are made nearly orthogonal.
+
+Implement SOAP (Vyas et al. 2024): Adam in the eigenbasis of Shampoo's preconditioner.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from mpizero import kernels
+from mpizero._util.checks import flag, fraction, number, require, whole
+from mpizero._util.names import as_patterns, explains, fits, selected
+from mpizero.errors import ConfigError
+from mpizero.optim.elementwise import AdamW
+from mpizero.types import Array, Dtype, LearningRate, ParameterSpec
+
+
+class TensorStep(NamedTuple):
+    """Hold what an update of a tensor is given besides its arrays.
+
+    Attributes
+    ----------
+    number : int
+        Number of the step; 1 is the first.
+    lr, weight_decay : float
+        Learning rate and weight decay of the tensor in this step.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> step = mz.TensorStep(number=1, lr=0.1, weight_decay=0.01)
+    >>> 1.0 - step.lr * step.weight_decay  # the factor of decoupled weight decay
+    0.999
+    """
+
+    number: int
+    lr: float
+    weight_decay: float
+
+
+@explains
+@dataclass(frozen=True, kw_only=True)
+class TensorOptimizer(AdamW):
+    """Base class of optimizers that update whole tensors, each on the rank that owns it, and the others by AdamW.
+
+    A subclass declares the names of its state arrays, :attr:`tensor_slots`, and has three methods:
+    :meth:`state_shapes`, :meth:`cost` and :meth:`update_tensor`. It knows no ranks. The tensors that :meth:`takes`
+    chooses are divided over the ranks by their costs. The owner of a tensor keeps its state, and is given its whole
+    averaged gradient; the new values are sent to all ranks that hold them. So results have the same bits on any number
+    of ranks. ``betas`` and ``eps`` are those of AdamW for the other parameters; ``lr``, ``weight_decay`` and ``groups``
+    are for all.
+
+    Attributes
+    ----------
+    exclude : sequence of str
+        Shell patterns of the names of parameters that AdamW updates although they could be taken.
+    adamw_lr_scale : float
+        Factor by which the learning rate of the parameters that AdamW updates is multiplied.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> class SpectralDescent(mz.TensorOptimizer):  # steps along the orthogonal factor of the gradient
+    ...     def state_shapes(self, shape):
+    ...         return {}
+    ...     def cost(self, shape):
+    ...         return shape[0] * shape[1] * min(shape)
+    ...     def update_tensor(self, w, g, state, step):
+    ...         u, _, v = np.linalg.svd(g, full_matrices=False)
+    ...         w -= step.lr * (u @ v)
+    >>> x, y = np.array([[1.0, 0.0], [0.0, 1.0]]), np.array([0, 1])
+    >>> with mz.distribute(mz.nn.MLP(2, [4], 2, dtype="float64"), SpectralDescent(0.1), comm="self") as model:
+    ...     losses = [model.train(x, y) for _ in range(5)]
+    >>> losses[-1] < losses[0] / 2
+    True
+    """
+
+    exclude: Sequence[str] = ()
+    adamw_lr_scale: float = 1.0
+
+    needs_whole_tensors: ClassVar[bool] = True
+    #: Names of all state arrays that a tensor may have. The arrays are zero before the first step.
+    tensor_slots: ClassVar[tuple[str, ...]] = ()
+
+    def _check(self, owner: str) -> None:
+        super()._check(owner)
+        object.__setattr__(self, "exclude", as_patterns(f"{owner}: exclude", self.exclude))
+        require(f"{owner}: adamw_lr_scale", self.adamw_lr_scale, number())
+        if both := sorted({*self.slots} & {*self.tensor_slots}):
+            raise ConfigError(
+                f"{owner}: tensor_slots has {both[0]!r}, the name of one of AdamW's arrays: call it otherwise"
+            )
+
+    def check_names(self, names: Sequence[str]) -> None:
+        """Check that every pattern of :attr:`groups` and :attr:`exclude` fits at least one of the names of parameters.
+
+        Raises
+        ------
+        ConfigError
+            If a pattern fits none.
+        """
+        super().check_names(names)
+        selected(names, f"{type(self).__name__}: exclude", self.exclude)
+
+    # ------------------------------------------------------------------ what a subclass defines
+
+    def takes(self, spec: ParameterSpec) -> bool:
+        """Tell whether the tensor of a parameter is updated as a whole; ``spec`` has its name in the whole model.
+
+        Here it is if it is a matrix of real numbers with ``spec.decay`` (which is False for biases, norms and
+        embeddings) that :attr:`exclude` does not name.
+        """
+        matrix = len(spec.shape) == 2 and spec.size > 0 and not spec.complex
+        return matrix and spec.decay and not any(fits(spec.name, pattern) for pattern in self.exclude)
+
+    def state_shapes(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of the state arrays of a tensor of this shape, by name; names are of `tensor_slots`."""
+        raise NotImplementedError(f"{type(self).__name__} must define state_shapes(shape)")
+
+    def cost(self, shape: tuple[int, ...]) -> int:
+        """Return about how many floating-point operations an update of a tensor of this shape takes, a whole number."""
+        raise NotImplementedError(f"{type(self).__name__} must define cost(shape)")
+
+    def update_tensor(self, w: Array, g: Array, state: Mapping[str, Array], step: TensorStep) -> None:
+        """Update a tensor ``w`` and its ``state`` in place from its averaged gradient ``g``, which may be overwritten.
+
+        All arrays are C-contiguous, of the model's type. Results must depend on the arguments alone.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define update_tensor(w, g, state, step)")
+
+    # ------------------------------------------------------------------ the interface of FlatOptimizer
+
+    @property
+    def elementwise_kernel(self) -> bool:
+        """False: gradients must be summed before the owners of tensors can get them."""
+        return False
+
+    @property
+    def _kernel(self) -> str:
+        return "adamw"
+
+    def group_of(self, spec: ParameterSpec) -> int:
+        """Return the number of a parameter's group, for :meth:`hyper`: odd for tensors that :meth:`takes` chooses."""
+        return 2 * super().group_of(spec) + int(self.takes(spec))
+
+    def hyper(self, step: int, group: int, dtype: Dtype, lr: float | None = None) -> Array:
+        """Return AdamW's scalars; for a group of whole tensors the numbers of a :class:`TensorStep`, in float64."""
+        base, whole = divmod(group, 2)
+        rate, decay = self._rates(step, base, lr)
+        if whole:
+            return np.array([step, rate, decay], np.float64)
+        return np.array(self._scalars(step, rate * self.adamw_lr_scale, decay), dtype)
+
+    def tensor_step(self, hyper: Array) -> TensorStep:
+        """Return the numbers of :meth:`hyper`, for a group of whole tensors, by their names."""
+        step, lr, decay = hyper.tolist()
+        return TensorStep(int(step), lr, decay)
+
+
+#: Factors of x, (x x^T) x and (x x^T)^2 x in a step of the iteration (Jordan et al. 2024).
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+#: A matrix with a smaller norm is divided by this number.
+SMALLEST_NORM = 1e-7
+SCALES = ("original", "match_rms_adamw")
+
+
+@explains
+@dataclass(frozen=True, kw_only=True)
+class Muon(TensorOptimizer):
+    """Implement Muon (Jordan et al. 2024), momentum with orthogonal steps, for matrices; AdamW for other parameters.
+
+    The momentum m of a matrix is updated with the gradient g, ``m = momentum * m + (1 - momentum) * g``. The step u is
+    made of it by :func:`newton_schulz`, and ``w = (1 - lr * weight_decay) * w - lr * scale * u``. Parameters with
+    ``spec.decay`` False (biases, norms, embeddings), those that are no matrices and those that ``exclude`` names are
+    updated by AdamW, with ``betas`` and ``eps``. The authors advise that for the output layer, too:
+    ``exclude=["head.*"]`` in a :class:`~mpizero.nn.GPT`.
+
+    Attributes
+    ----------
+    momentum : float
+        Decay rate of the momentum, in [0, 1).
+    nesterov : bool
+        Whether the step is made of ``momentum * m + (1 - momentum) * g`` instead of ``m``.
+    iterations : int
+        Number of iterations of :func:`newton_schulz`.
+    scale : str
+        "original": the factor of a matrix is ``sqrt(max(1, outputs / inputs))``. "match_rms_adamw": it is ``0.2 *
+        sqrt(max(outputs, inputs))``, so that steps are about as large as AdamW's, and one learning rate suits both (Liu
+        et al. 2025, section 2.2).
+    output_axis : int
+        The axis of a matrix that counts outputs: 1 in the layers of :mod:`mpizero.nn`, which compute ``x @ w``, and 0
+        in those of PyTorch.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> muon = mz.Muon(lr=0.02, exclude=["head.*"])
+    >>> w, g, state = np.zeros((2, 2)), np.array([[3.0, 0.0], [0.0, 1.0]]), {"momentum_buffer": np.zeros((2, 2))}
+    >>> muon.update_tensor(w, g, state, mz.TensorStep(number=1, lr=1.0, weight_decay=0.0))
+    >>> w.round(1)  # nearly minus the orthogonal factor of the gradient
+    array([[-0.8,  0. ],
+           [ 0. , -1.1]])
+    """
+
+    lr: LearningRate = field(default=2e-2, kw_only=False)
+    momentum: float = 0.95
+    nesterov: bool = True
+    iterations: int = 5
+    scale: str = "original"
+    output_axis: int = 1
+
+    tensor_slots: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+
+    def _check(self, owner: str) -> None:
+        super()._check(owner)
+        require(f"{owner}: momentum", self.momentum, fraction)
+        require(f"{owner}: nesterov", self.nesterov, flag)
+        require(f"{owner}: iterations", self.iterations, whole(1))
+        require(f"{owner}: output_axis", self.output_axis, whole(0, 1))
+        if self.scale not in SCALES:
+            raise ConfigError(f"{owner}: scale={self.scale!r}: expected one of {', '.join(map(repr, SCALES))}")
+
+    def state_shapes(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+        """Return the shape of the momentum, which is the matrix's own."""
+        return {"momentum_buffer": shape}
+
+    def cost(self, shape: tuple[int, ...]) -> int:
+        """Return the number of operations of the products of :func:`newton_schulz`."""
+        small, large = sorted(shape)
+        return self.iterations * 2 * small * small * (2 * large + small)
+
+    def update_tensor(self, w: Array, g: Array, state: Mapping[str, Array], step: TensorStep) -> None:
+        """Update a matrix and its momentum in place; ``g`` is overwritten."""
+        m = state["momentum_buffer"]
+        g *= 1.0 - self.momentum
+        m *= self.momentum
+        m += g
+        if self.nesterov:
+            g += self.momentum * m
+        else:
+            g[...] = m
+        u = newton_schulz(g, self.iterations)
+        u *= step.lr * self.factor(w.shape)
+        w *= 1.0 - step.lr * step.weight_decay
+        w -= u
+
+    def factor(self, shape: tuple[int, ...]) -> float:
+        """Return the factor by which the step of a matrix is multiplied, besides the learning rate."""
+        outputs, inputs = shape[self.output_axis], shape[1 - self.output_axis]
+        if self.scale == "match_rms_adamw":
+            return 0.2 * math.sqrt(max(outputs, inputs))
+        return math.sqrt(max(1.0, outputs / inputs))
+
+
+def newton_schulz(g: Array, iterations: int = 5) -> Array:
+    """Return a matrix with the singular vectors of ``g`` and singular values near 1 (Jordan et al. 2024).
+
+    ``g``, divided by its norm, is iterated ``x = a x + b (x x^T) x + c (x x^T)^2 x`` with :data:`COEFFICIENTS`. In five
+    steps that brings singular values that are not tiny to between 0.7 and 1.2. The smaller side is that of ``x x^T``.
+    All products have shapes that depend on the shape of ``g`` alone. ``g`` is overwritten, and may be the result.
+    """
+    a, b, c = COEFFICIENTS
+    tall = g.shape[0] > g.shape[1]
+    x = np.ascontiguousarray(g.T) if tall else g
+    x /= max(norm(x), SMALLEST_NORM)
+    gram, square = np.empty((2, x.shape[0], x.shape[0]), x.dtype)
+    y = np.empty_like(x)
+    for _ in range(iterations):
+        np.matmul(x, x.T, out=gram)
+        np.matmul(gram, gram, out=square)
+        gram *= b
+        square *= c
+        gram += square
+        np.matmul(gram, x, out=y)
+        x *= a
+        y += x
+        x, y = y, x
+    return x.T if tall else x
+
+
+def norm(x: Array) -> float:
+    """Return the norm of all elements of a C-contiguous array, computed in float64 in the order of a binary tree."""
+    total = np.empty(1, np.float64)
+    starts, stops = np.zeros(1, np.int64), np.array([x.size], np.int64)
+    kernels.backend(x).reduction.tree_square_sums(x.reshape(-1), starts, stops, total)
+    return math.sqrt(total[0])
+
+
+@explains
+@dataclass(frozen=True, kw_only=True)
+class SOAP(TensorOptimizer):
+    """Implement SOAP (Vyas et al. 2024, algorithm 3) for matrices; AdamW for other parameters.
+
+    Of the gradients g of a matrix, the averages L of ``g g^T`` and R of ``g^T g`` are kept with the decay rate
+    ``betas[1]``. Their eigenvectors are a basis in which AdamW updates the matrix. The bases are found by an
+    eigendecomposition in the first step, which changes no matrix, as in the authors' implementation. Every
+    ``frequency`` updates they are corrected by one power iteration and a QR decomposition (algorithm 4). ``betas`` and
+    ``eps`` are those of the updates in this basis and of the other parameters. Biases are corrected as in Adam.
+
+    Attributes
+    ----------
+    frequency : int
+        Number of updates from one correction of the bases to the next.
+    max_dimension : int
+        Largest side of a matrix that has a basis. A larger side is not rotated, and has no arrays.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> soap = mz.SOAP(lr=3e-3, max_dimension=1000)
+    >>> soap.state_shapes((4, 2000))  # the larger side is not rotated
+    {'momentum': (4, 2000), 'second_moment': (4, 2000), 'left': (4, 4), 'left_basis': (4, 4)}
+    >>> with mz.distribute(mz.nn.MLP(2, [4], 2), soap, comm="self") as model:
+    ...     sorted(model.optimizer.state_dict()["state"])[:4]
+    ['exp_avg', 'exp_avg_sq', 'left', 'left_basis']
+    """
+
+    lr: LearningRate = field(default=3e-3, kw_only=False)
+    betas: tuple[float, float] = (0.95, 0.95)
+    frequency: int = 10
+    max_dimension: int = 10_000
+
+    magnifies_rounding: ClassVar[str] = (
+        "SOAP magnifies it: in float32 a difference in the last place becomes one of a whole step in a few steps"
+    )
+    tensor_slots: ClassVar[tuple[str, ...]] = (
+        "momentum",
+        "second_moment",
+        "left",
+        "right",
+        "left_basis",
+        "right_basis",
+    )
+
+    def _check(self, owner: str) -> None:
+        super()._check(owner)
+        require(f"{owner}: frequency", self.frequency, whole(1))
+        require(f"{owner}: max_dimension", self.max_dimension, whole(1))
+
+    def state_shapes(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of the two moments, which are the matrix's, and of averages and bases of its sides."""
+        sides = {name: (size, size) for name, size in zip(("left", "right"), shape, strict=True) if self._rotates(size)}
+        bases = {f"{name}_basis": square for name, square in sides.items()}
+        return {"momentum": shape, "second_moment": shape} | sides | bases
+
+    def _rotates(self, size: int) -> bool:
+        return size <= self.max_dimension
+
+    def cost(self, shape: tuple[int, ...]) -> int:
+        """Return the number of operations of an update's products, and its share of the QR decompositions."""
+        rows, columns = shape
+        sides = [size for size in shape if self._rotates(size)]
+        return sum(8 * rows * columns * size + 5 * size**3 // self.frequency for size in sides)
+
+    def update_tensor(self, w: Array, g: Array, state: Mapping[str, Array], step: TensorStep) -> None:
+        """Update a matrix and its state in place from the gradient ``g``."""
+        bases = state.get("left_basis"), state.get("right_basis")
+        updates = step.number - 1
+        if updates:
+            u = rotated(self._direction(g, state, updates), *bases, back=True)
+            u *= step.lr
+            w *= 1.0 - step.lr * step.weight_decay
+            w -= u
+        for name, factors in (("left", (g, g.T)), ("right", (g.T, g))):
+            if name in state:
+                average, basis = state[name], state[f"{name}_basis"]
+                average *= self.betas[1]
+                average += (1.0 - self.betas[1]) * np.matmul(*factors)
+                if not updates:
+                    basis[...] = np.linalg.eigh(average)[1][:, ::-1]
+                elif updates % self.frequency == 0:
+                    basis[...] = np.linalg.qr(average @ basis)[0]
+
+    def _direction(self, g: Array, state: Mapping[str, Array], updates: int) -> Array:
+        """Return Adam's direction in the rotated basis; ``updates`` counts this update, too."""
+        bases = state.get("left_basis"), state.get("right_basis")
+        (beta1, beta2), m, v = self.betas, state["momentum"], state["second_moment"]
+        m *= beta1
+        m += (1.0 - beta1) * g
+        square = rotated(g, *bases)
+        square *= square
+        square *= 1.0 - beta2
+        v *= beta2
+        v += square
+        u = rotated(m, *bases)
+        np.sqrt(v, out=square)
+        square *= (1.0 - beta2**updates) ** -0.5
+        square += self.eps
+        u /= square
+        u *= 1.0 / (1.0 - beta1**updates)
+        return u
+
+
+def rotated(x: Array, left: Array | None, right: Array | None, *, back: bool = False) -> Array:
+    """Return a new array, ``left^T x right`` or with ``back`` ``left x right^T``; None stands for the identity."""
+    found: Array = x.copy() if left is None else np.matmul(left if back else left.T, x)
+    if right is not None:
+        found = np.matmul(found, right.T if back else right)
+    return found
