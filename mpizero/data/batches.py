@@ -1,10 +1,15 @@
-"""Choose the samples of each global batch, and the samples of it that this rank trains on."""
+"""Call functions one after the other in a background thread, some calls ahead of their results' use.
+
+Choose the samples of each global batch, and the samples of it that this rank trains on.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -15,13 +20,55 @@ from mpizero._util.pytree import join, paths_of
 from mpizero._util.text import notice
 from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.comm.communicator import Communicator
-from mpizero.data.online.stream import OnlineBatches, OnlineSource
-from mpizero.data.read_ahead import ReadAhead
-from mpizero.data.source import Indices, Source
-from mpizero.data.transforms import TransformedSource
+from mpizero.data.online import OnlineBatches, OnlineSource
+from mpizero.data.source import Indices, Source, TransformedSource
 from mpizero.errors import ArgumentError, ConfigError, DataError
 from mpizero.layout.batch import Grains
 from mpizero.types import Run
+
+T = TypeVar("T")
+
+
+class ReadAhead(Generic[T]):
+    """Return the results of ``make(0)``, ``make(1)`` and so on, in order, computed in one background thread.
+
+    The thread is at most ``depth`` calls ahead of :meth:`next`. ``make`` must not call MPI. An error of ``make`` is
+    raised by the :meth:`next` that would have returned its result.
+
+    Parameters
+    ----------
+    make : callable
+        Called with the number of the result.
+    depth : int
+        Number of results that are computed, or being computed, before they are asked for.
+    count : int or None
+        Number of results; None if there is no end.
+    """
+
+    def __init__(self, make: Callable[[int], T], depth: int, count: int | None) -> None:
+        self._make, self._depth, self._count = make, depth, count
+        self._started = 0
+        self._waiting: deque[Future[T]] = deque()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mpizero-read-ahead")
+        self._fill()
+
+    def _fill(self) -> None:
+        while len(self._waiting) < self._depth and (self._count is None or self._started < self._count):
+            self._waiting.append(self._thread.submit(self._make, self._started))
+            self._started += 1
+
+    def next(self) -> T:
+        """Return the next result; wait until it is computed. Not collective."""
+        result = self._waiting.popleft().result()
+        self._fill()
+        return result
+
+    def close(self) -> None:
+        """End the thread, after the call that it is in; results not asked for are lost. Not collective."""
+        self._waiting.clear()
+        self._count = 0
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
 
 #: Reads of each block in an epoch from which on :func:`batches` says that they are many.
 COSTLY_READS = 4

@@ -1,32 +1,326 @@
-"""Define the base class of sources that read named arrays of files."""
+"""Read parts of arrays that are stored in files, and of several files' arrays as if they were one.
+
+Compute which elements of an array are sample i: a slice along one axis, or a window along several.
+
+Define the base class of sources that read named arrays of files.
+
+Read datasets of HDF5 whose chunks are compressed by gzip, with a faster decompressor than HDF5's.
+
+Read arrays as the attributes say that NetCDF and xarray give them: unpacked, unsigned, with missing elements.
+
+Read samples from datasets of HDF5 files.
+
+Read samples from variables of NetCDF files.
+
+Read samples from arrays of Zarr stores.
+"""
 
 from __future__ import annotations
 
+import base64
+import fcntl
 import glob
 import os
+import struct
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any
+from itertools import accumulate
+from math import prod
+from typing import Any, Self
 
 import numpy as np
+from isal.igzip_lib import IsalError
+from isal.isal_zlib import decompress
 
 from mpizero._util.checks import flag, require, whole
+from mpizero._util.names import explains
 from mpizero._util.pytree import leaves_of, map_leaves, paths_of
-from mpizero.data.mapped import (
+from mpizero.data.source import (
     FileState,
+    Indices,
+    MappedArray,
+    MappedFile,
+    Source,
     check_named_once,
+    check_samples,
     check_unchanged,
+    contiguous,
     file_states,
     on_own_disk,
     room_in_memory,
     with_more_files,
 )
-from mpizero.data.source import Indices, Source, check_samples
-from mpizero.data.stored import FileArray, JoinedArray
-from mpizero.data.windows import Windows
 from mpizero.errors import ConfigError, DataError
 from mpizero.types import Array
+
+#: A half-open range along each axis.
+Block = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class FileArray:
+    """Describe an array in one file, and read blocks of it.
+
+    Attributes
+    ----------
+    label : str
+        File and name of the array, for error messages.
+    shape : tuple of int
+        The array's shape.
+    dtype : numpy.dtype
+        Type of the elements that are read, in this machine's byte order.
+    chunk : int
+        Number of neighbouring rows (indices of the first axis) that the file stores, and decompresses, together; 0 if
+        the array is memory-mapped.
+    values : callable
+        Returns an object that reads the array when it is indexed with slices. It is called for every access, so that
+        files can be closed in between.
+    file : str
+        Path of the file that the array is mapped from, "" if it is not.
+    axes : tuple of str
+        Names of the axes; () if the file has none.
+    measured : mapping of str to str
+        Attributes that say in what the numbers are measured, such as ``units``.
+    """
+
+    label: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    chunk: int
+    values: Callable[[], Any]
+    file: str = ""
+    axes: tuple[str, ...] = ()
+    measured: Mapping[str, str] = field(default_factory=dict)
+
+    def block(self, where: Block) -> Array:
+        """Return the elements in ``where``; raise DataError, naming file and range, if they cannot be read."""
+        with self._named(where):
+            return np.asarray(self.values()[where])
+
+    @contextmanager
+    def _named(self, where: Block) -> Iterator[None]:
+        """Raise errors of the block again as DataError that names file and range."""
+        try:
+            yield
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            ranges = ", ".join(f"{part.start}:{part.stop}" for part in where)
+            raise DataError(f"{self.label}, elements [{ranges}]: {error}") from error
+
+    def rows(self, indices: Indices, out: Array, places: Indices) -> None:
+        """Read the rows ``indices`` into ``out[places]``.
+
+        Of a chunked array, the rows of each chunk are read with one call, from the first to the last one requested;
+        neighbouring rows for neighbouring places without a copy in between, where the array can.
+        """
+        if not self.chunk:
+            out[places] = self.values()[indices]
+            return
+        order = np.argsort(indices, kind="stable")
+        wanted = indices[order]
+        borders = np.flatnonzero(np.diff(wanted // self.chunk)) + 1
+        for own in np.split(order, borders) if wanted.size else []:
+            low, high = int(indices[own[0]]), int(indices[own[-1]]) + 1
+            where, into = (slice(low, high),), slice(int(places[own[0]]), int(places[own[-1]]) + 1)
+            values = self.values()
+            if hasattr(values, "read_direct") and _is_run(indices[own]) and _is_run(places[own]):
+                with self._named(where):
+                    values.read_direct(out, where, into)
+            else:
+                out[places[own]] = self.block(where)[indices[own] - low]
+
+
+def _is_run(numbers: Indices) -> bool:
+    """Tell whether there are several numbers, each of which follows the one before it."""
+    return numbers.size > 1 and bool((np.diff(numbers) == 1).all())
+
+
+def _check_meaning(part: FileArray, first: FileArray) -> None:
+    """Raise DataError if two arrays that are joined have axes in another order, or are measured otherwise."""
+    if part.axes != first.axes and sorted(part.axes) == sorted(first.axes):
+        raise DataError(f"{part.label} has axes {', '.join(part.axes)}, {first.label} {', '.join(first.axes)}")
+    for name, value in part.measured.items():
+        if value != first.measured.get(name, value):
+            raise DataError(
+                f"{part.label} has the {name} {value!r}, {first.label} {first.measured[name]!r}: numbers of other "
+                "units are not joined; write both in one, or give them as two sources"
+            )
+
+
+class JoinedArray:
+    """Present the arrays of several files, joined along one axis, as one array.
+
+    Parameters
+    ----------
+    parts : sequence of FileArray
+        The arrays of the files, in order; at least one.
+    axis : int
+        The axis along which they are joined.
+
+    Raises
+    ------
+    DataError
+        If an array lacks the axis, or differs from the first one in type or along another axis, in its unit, or in the
+        order of axes that have the same names.
+    """
+
+    def __init__(self, parts: Sequence[FileArray], axis: int) -> None:
+        first = parts[0]
+        for part in parts:
+            if len(part.shape) <= axis:
+                raise DataError(f"{part.label} has shape {part.shape}: it has no axis {axis} along which samples lie")
+            fits = [a == b for a, b in zip(part.shape, first.shape, strict=False)]
+            fits[axis] = True
+            if len(part.shape) != len(first.shape) or not all(fits) or part.dtype != first.dtype:
+                raise DataError(
+                    f"{part.label} has {part.dtype} of shape {part.shape}, {first.label} {first.dtype} of shape "
+                    f"{first.shape}: files that are joined differ along axis {axis} only"
+                )
+            _check_meaning(part, first)
+        self.parts, self.axis, self.dtype = tuple(parts), axis, first.dtype
+        self.ends = tuple(accumulate(part.shape[axis] for part in parts))
+        self.axes = first.axes
+        self.shape = (*first.shape[:axis], self.ends[-1], *first.shape[axis + 1 :])
+        self.chunk = max(part.chunk for part in parts)
+
+    @property
+    def label(self) -> str:
+        """Name of the array in error messages: that in its first file, and how many more there are."""
+        more = f" and {len(self.parts) - 1} more files" if len(self.parts) > 1 else ""
+        return self.parts[0].label + more
+
+    def place(self, index: int) -> tuple[FileArray, int]:
+        """Return the part that holds ``index`` along the axis, and the index inside this part."""
+        part = bisect_right(self.ends, index)
+        return self.parts[part], index - (self.ends[part - 1] if part else 0)
+
+    def block(self, where: Block) -> Array:
+        """Return the elements in ``where``, from as many files as needed."""
+        done, stop, pieces = where[self.axis].start, where[self.axis].stop, []
+        while done < stop:
+            part, inside = self.place(done)
+            count = min(stop - done, part.shape[self.axis] - inside)
+            own = (*where[: self.axis], slice(inside, inside + count), *where[self.axis + 1 :])
+            pieces.append(part.block(own))
+            done += count
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=self.axis)
+
+    def rows(self, indices: Indices) -> Array:
+        """Return the rows ``indices`` of an array that is joined along its first axis, in that order."""
+        if len(self.parts) == 1 and not self.parts[0].chunk:  # without another copy
+            return contiguous(self.parts[0].values()[indices])
+        out = np.empty((indices.size, *self.shape[1:]), self.dtype)
+        begin = 0
+        for part, end in zip(self.parts, self.ends, strict=True):
+            own = np.flatnonzero((indices >= begin) & (indices < end)) if len(self.parts) > 1 else np.arange(len(out))
+            if own.size:
+                part.rows(indices[own] - begin, out, own)
+            begin = end
+        return out
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Number the samples of an array: windows at regular places, those along ``axis`` slowest, then by axis.
+
+    Attributes
+    ----------
+    axis : int
+        The axis along which samples lie.
+    lengths, strides : mapping of int to int
+        Length of a window, and distance between the starts of neighbouring ones, by axis. Other axes are read whole.
+        If ``axis`` has no length, a sample is one index along it, without this axis.
+    counts : mapping of int to int
+        Number of windows along each of these axes, in the order in which samples are numbered.
+    """
+
+    axis: int
+    lengths: Mapping[int, int]
+    strides: Mapping[int, int]
+    counts: Mapping[int, int]
+
+    @classmethod
+    def of(
+        cls,
+        shape: tuple[int, ...],
+        axis: int,
+        lengths: Mapping[int, int] | None,
+        strides: Mapping[int, int] | None,
+        lead: int = 0,
+        label: str = "the array",
+    ) -> Self:
+        """Return the windows of an array of ``shape``, of which the last ``lead`` indices along ``axis`` start none.
+
+        ``label`` names the array in error messages.
+
+        Raises
+        ------
+        ConfigError
+            If an axis, length, stride or lead cannot be used.
+        DataError
+            If the array is too short for one window.
+        """
+        lengths, strides = _axes("window", lengths, len(shape)), _axes("stride", strides, len(shape))
+        if odd := [number for number in strides if number not in lengths and number != axis]:
+            raise ConfigError(f"stride={dict(strides)}: axis {odd[0]} has no length in window={dict(lengths)}")
+        require("lead", lead, whole(0))
+        order = [axis, *sorted(set(lengths) - {axis})]
+        steps = {number: strides.get(number, lengths.get(number, 1)) for number in order}
+        counts = {}
+        for number in order:
+            room = shape[number] - lengths.get(number, 1) - (lead if number == axis else 0)
+            if room < 0:
+                told = f" and lead={lead}" if lead and number == axis else ""
+                raise DataError(
+                    f"{label} has shape {shape}: axis {number} is too short for a window of "
+                    f"{lengths.get(number, 1)}{told}"
+                )
+            counts[number] = room // steps[number] + 1
+        return cls(axis, lengths, steps, counts)
+
+    def __len__(self) -> int:
+        return prod(self.counts.values())
+
+    @property
+    def are_rows(self) -> bool:
+        """Tell whether sample i is index i along axis 0."""
+        return self.axis == 0 and not self.lengths and self.strides[0] == 1
+
+    def starts(self, sample: int) -> dict[int, int]:
+        """Return where window number ``sample`` starts, by axis."""
+        found = {}
+        for number in reversed(self.counts):
+            sample, inside = divmod(sample, self.counts[number])
+            found[number] = inside * self.strides[number]
+        return found
+
+    def block(self, sample: int, shape: tuple[int, ...], shift: int = 0) -> tuple[slice, ...]:
+        """Return the elements of window number ``sample`` in an array of ``shape``, ``shift`` later along ``axis``.
+
+        Axes of the window that the array lacks are left out.
+        """
+        starts = self.starts(sample)
+        starts[self.axis] += shift
+        return tuple(
+            slice(starts[number], starts[number] + self.lengths.get(number, 1)) if number in starts else slice(0, size)
+            for number, size in enumerate(shape)
+        )
+
+
+def _axes(name: str, given: Any, axes: int) -> dict[int, int]:
+    """Check a mapping from axes to whole numbers >= 1; return it sorted by axis."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{name}={given!r}: expected a mapping from axes to numbers of indices, such as {{0: 4}}")
+    for number, length in given.items():
+        require(f"{name}: axis", number, whole(0, axes - 1))
+        require(f"{name}[{number}]", length, whole(1))
+    return dict(sorted(given.items()))
+
 
 #: Largest number of files that stay open at a time; the others are opened again when needed.
 OPEN_FILES = 64
@@ -274,3 +568,602 @@ def _expand(given: Path | Sequence[Path]) -> tuple[str, ...]:
         raise DataError("no data: the list of files is empty")
     check_named_once(found)
     return tuple(found)
+
+
+#: Bytes of decompressed chunks of a dataset that are kept; HDF5 keeps as many.
+KEPT = 8 << 20
+
+
+class DeflatedArray:
+    """Read a dataset whose chunks hold whole rows, compressed by gzip, maybe after a shuffle of their bytes.
+
+    HDF5 hands out the compressed chunk, and ISA-L decompresses it, in about half of zlib's time and without Python's
+    global lock. Whatever cannot be read so (a chunk that is damaged, missing or stored without a filter, ranges over
+    several chunks) HDF5 reads itself, which also tells the error. Of small chunks the last ones used are kept.
+
+    Parameters
+    ----------
+    dataset : h5py.Dataset
+        The dataset; see :meth:`of`.
+    shuffled : bool
+        Whether the bytes of the elements are shuffled before they are compressed.
+    """
+
+    def __init__(self, dataset: Any, shuffled: bool) -> None:
+        self._dataset, self._rows = dataset, dataset.chunks[0]
+        self.shape, self.ndim, self.dtype = dataset.shape, dataset.ndim, dataset.dtype
+        size = prod(dataset.chunks) * self.dtype.itemsize
+        self._chunk = lru_cache(maxsize=KEPT // size)(partial(_inflate, dataset, shuffled, size))
+
+    @classmethod
+    def of(cls, dataset: Any) -> Self | None:
+        """Return the dataset so that it is read faster; None if its chunks or filters are others."""
+        import h5py
+
+        if dataset.chunks is None or not dataset.size or dataset.chunks[1:] != dataset.shape[1:]:
+            return None
+        plain = dataset.dtype.kind in "fiu" and dataset.id.get_type() == h5py.h5t.py_create(dataset.dtype)
+        settings = dataset.id.get_create_plist()
+        filters = [settings.get_filter(number) for number in range(settings.get_nfilters())]
+        shuffled = bool(filters) and filters[0][0] == h5py.h5z.FILTER_SHUFFLE
+        if shuffled:
+            plain = plain and filters.pop(0)[2] == (dataset.dtype.itemsize,)
+        known = [kind for kind, *_ in filters] == [h5py.h5z.FILTER_DEFLATE]
+        return cls(dataset, shuffled) if plain and known else None
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def __getitem__(self, where: tuple[slice, ...]) -> Array:
+        """Return the elements of a tuple of slices."""
+        number, first = divmod(where[0].start, self._rows)
+        count = where[0].stop - where[0].start
+        chunk = self._chunk(number) if 0 < count <= self._rows - first else None
+        found: Array = self._dataset[where] if chunk is None else chunk[(slice(first, first + count), *where[1:])]
+        return found
+
+    def read_direct(self, out: Array, where: tuple[slice, ...], into: slice) -> None:
+        """Read the elements of a tuple of slices into ``out[into]``."""
+        out[into] = self[where]
+
+
+def _inflate(dataset: Any, shuffled: bool, size: int, number: int) -> Array | None:
+    """Return a chunk, of ``size`` bytes, without the right to change it; None if HDF5 must read it."""
+    try:
+        skipped, packed = dataset.id.read_direct_chunk((number * dataset.chunks[0], *(0 for _ in dataset.shape[1:])))
+        found = decompress(packed, bufsize=size)
+    except (OSError, ValueError, RuntimeError, IsalError):  # type: ignore[misc]  # isal types the class as an error
+        return None
+    if skipped or len(found) != size:
+        return None
+    elements = np.frombuffer(found, np.uint8)
+    if shuffled:  # the first bytes of all elements, then the second ones
+        elements = np.ascontiguousarray(elements.reshape(dataset.dtype.itemsize, -1).T)
+        elements.flags.writeable = False
+    values: Array = elements.reshape(-1).view(dataset.dtype).reshape(dataset.chunks)
+    return values
+
+
+#: Attributes that change what an array's elements mean.
+FILLS, PACKED, UNSIGNED = ("_FillValue", "missing_value"), ("scale_factor", "add_offset"), "_Unsigned"
+
+
+def decoded(
+    values: Any,
+    attributes: Mapping[str, Any],
+    label: str,
+    default: Any = None,
+    *,
+    axes: Sequence[str | None] | None = None,
+    keep: Any = None,
+) -> Named:
+    """Return an array of a file so that reading it gives the numbers that are meant.
+
+    Parameters
+    ----------
+    values : array of a file
+        It has a shape and a dtype, and returns stored elements when it is indexed.
+    attributes : mapping of str to object
+        The array's attributes.
+    label : str
+        Name of file and array, for error messages.
+    default : number, optional
+        What the format has where nothing was written, if the array has no ``_FillValue``.
+    axes : sequence of str, optional
+        Names of the array's axes.
+    keep : object, optional
+        What the array needs as long as it is read, such as its file.
+
+    Raises
+    ------
+    DataError
+        If an attribute cannot be followed; the message names it.
+    """
+    given = {name: attributes[name] for name in (*FILLS, *PACKED, UNSIGNED) if name in attributes}
+    if default is not None and "_FillValue" not in given:
+        given["_FillValue"] = default
+    means_bool = attributes.get("dtype") == "bool" and values.dtype.kind in "iu"
+    meant = _Decoded(values, given, label, means_bool) if given or means_bool else values
+    return Named(meant, axes, attributes, keep)
+
+
+class Named:
+    """An array of a file with the names of its axes, which also says in what its numbers are measured.
+
+    Attributes
+    ----------
+    axes : tuple of str
+        The names; () if the file has none.
+    measured : mapping of str to str
+        Those of the attributes ``units`` and ``calendar`` that the array has.
+    """
+
+    def __init__(
+        self, values: Any, axes: Sequence[str | None] | None, attributes: Mapping[str, Any], keep: Any
+    ) -> None:
+        self._values, self._keep = values, keep
+        self.shape, self.dtype, self.ndim = tuple(values.shape), values.dtype, len(values.shape)
+        self.axes = tuple(axes) if axes and all(isinstance(axis, str) for axis in axes) else ()
+        self.measured = {name: _text(attributes[name]) for name in ("units", "calendar") if name in attributes}
+
+    def __getitem__(self, where: Any) -> Any:
+        return self._values[where]
+
+
+def _text(value: Any) -> str:
+    """Return an attribute as text, which a library may have written as characters of a fixed number."""
+    return (value.decode(errors="replace") if isinstance(value, bytes) else str(value)).strip("\0 ")
+
+
+class _Decoded:
+    """Unpack an array, and replace missing elements by NaN."""
+
+    def __init__(self, values: Any, given: Mapping[str, Any], label: str, means_bool: bool) -> None:
+        self._values = values
+        self.shape, self.ndim = tuple(values.shape), len(values.shape)
+        stored = np.dtype(values.dtype)
+        self._stored = _signed(stored, given.get(UNSIGNED), label)
+        self._missing = [one for name in FILLS if name in given for one in _fills(given[name], stored, name, label)]
+        self._scale, self._offset = (_number(given[name], name, label) if name in given else None for name in PACKED)
+        types = [value.dtype for value in (self._scale, self._offset) if value is not None]
+        self.dtype = np.result_type(np.float32, *types) if types else np.dtype(bool) if means_bool else self._stored
+
+    def __getitem__(self, where: Any) -> Array:
+        packed = np.asarray(self._values[where])
+        missing = np.zeros(packed.shape, bool)
+        for value in self._missing:
+            missing |= packed == value
+        found = packed.astype(packed.dtype.newbyteorder("="), copy=False).view(self._stored).astype(self.dtype)
+        if self._scale is not None:
+            found *= self.dtype.type(self._scale)
+        if self._offset is not None:
+            found += self.dtype.type(self._offset)
+        if missing.any():
+            if self.dtype.kind not in "fc":
+                raise ValueError(f"an element is missing: it has the fill value {packed[missing][0]}")
+            found[missing] = np.nan
+        return found
+
+
+def _signed(stored: np.dtype[Any], unsigned: Any, label: str) -> np.dtype[Any]:
+    """Return the type that ``_Unsigned`` gives to the bits of whole numbers, in this machine's byte order."""
+    native = stored.newbyteorder("=")
+    if unsigned is None or stored.kind not in "iu":
+        return native
+    if str(unsigned).lower() not in ("true", "false"):
+        raise _wrong(label, UNSIGNED, unsigned, 'expected "true" or "false"')
+    return np.dtype(f"{'u' if str(unsigned).lower() == 'true' else 'i'}{stored.itemsize}")
+
+
+def _number(value: Any, name: str, label: str) -> Array:
+    found = np.asarray(value)
+    if found.dtype.kind not in "fiu" or found.size != 1:
+        raise _wrong(label, name, value, "expected one number")
+    return found.reshape(()).astype(found.dtype.newbyteorder("="))
+
+
+def _fills(value: Any, stored: np.dtype[Any], name: str, label: str) -> list[Any]:
+    """Return the values of missing elements in the stored type, leaving out those that it cannot have."""
+    if isinstance(value, str | list) and name == "_FillValue" and stored.kind in "fc":
+        value = _of_base64(value)
+    given = np.atleast_1d(np.asarray(value))
+    if given.dtype.kind not in "fiubc":
+        raise _wrong(label, name, value, "expected numbers of the array's type")
+    native = stored.newbyteorder("=")
+    with np.errstate(invalid="ignore", over="ignore"):
+        found = given.astype(native)
+    if native.kind == "b":  # which has no value to spare
+        return []
+    if native.kind not in "fc":  # no element has another value; of a wider float the nearest one is meant
+        same_bits = given.dtype.kind in "iu" and given.dtype.itemsize == native.itemsize
+        found = found if same_bits else found[found == given]
+    return list(found)
+
+
+def _of_base64(value: Any) -> Any:
+    """Return the numbers that xarray writes as text into Zarr stores; ``value`` itself if it is no such text."""
+    try:
+        parts = [struct.unpack("<d", base64.b64decode(one, validate=True))[0] for one in np.atleast_1d(value).tolist()]
+    except (TypeError, ValueError, struct.error):
+        return value
+    return complex(*parts) if isinstance(value, list) and len(parts) == 2 else parts[0]
+
+
+def _wrong(label: str, name: str, value: Any, expected: str) -> DataError:
+    return DataError(
+        f"{label}: the attribute {name}={value!r:.80} cannot be followed: {expected}; correct it, or read the stored "
+        "numbers by a FileSource of your own"
+    )
+
+
+#: Bytes of neighbouring rows that HDF5 reads together from a contiguous dataset that is not mapped.
+RUN_BYTES = 64 << 10
+
+
+@explains
+class Hdf5Source(FileSource):
+    """Read samples from datasets of one or several HDF5 files; each sample is read when it is requested.
+
+    The parameters and errors are those of :class:`~mpizero.data.FileSource`. Contiguous datasets of NumPy's types are
+    memory-mapped, from the file that holds them, so reading shuffled samples needs no HDF5 call. Of a chunked dataset,
+    each call of :meth:`read` reads every chunk that contains a requested sample only once, in ascending order. Chunks
+    of whole rows that gzip has compressed, maybe after a shuffle of bytes, are decompressed by ISA-L, in half of HDF5's
+    time; HDF5 reads all others.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> import h5py
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with h5py.File(Path(folder, "2001.h5"), "w") as file:
+    ...         file["wind"] = np.arange(24.0).reshape(6, 4)
+    ...     days = mz.data.Hdf5Source(f"{folder}/*.h5", x="wind", y="wind", window={0: 2}, stride={0: 1}, lead=1)
+    ...     x, y = days.samples([0])
+    >>> len(days), x.shape  # windows of two days
+    (4, (1, 2, 4))
+    >>> (y - x)[0, :, 0]  # one day later
+    array([4., 4.])
+    """
+
+    kind, array_word = "hdf5", "dataset"
+
+    def open_file(self, path: str) -> Mapping[str, tuple[Any, int]]:
+        """Open an HDF5 file; return its datasets of :attr:`names` by name, and the rows of a chunk of each."""
+        file, mapped_files = open_hdf5(path), dict[str, MappedFile]()
+        found = {}
+        for name in dict.fromkeys(leaves_of(self.names)):
+            dataset = _with_raw_files_in(self.folder, dataset_of(file, path, name))
+            if dataset.is_virtual:
+                dataset = _with_parts_in(self.folder, dataset, f"{path}: dataset {name!r}")
+            _unlock(dataset.file)  # where a link leads to another
+            _check_conventions(file, path, name, dataset)
+            mapped = _map(dataset, mapped_files)
+            read = (DeflatedArray.of(dataset) or dataset, _rows_together(dataset))
+            found[name] = read if mapped is None else (mapped, 0)
+        if all(isinstance(array, MappedArray) for array, _ in found.values()):
+            file.close()
+        return found
+
+
+def open_hdf5(path: str) -> Any:
+    """Open an HDF5 file for reading, without keeping others from it: see :func:`unlocked`.
+
+    Raises
+    ------
+    DataError
+        If it is missing, empty or no readable HDF5 file.
+    """
+    import h5py
+
+    return unlocked(path, lambda **locking: h5py.File(path, "r", **locking))
+
+
+def unlocked(path: str, opened: Callable[..., Any]) -> Any:
+    """Return the file that ``opened`` opens with h5py, without a lock on it.
+
+    [Note: locks] A program can open a file twice only with the same setting of HDF5's locks. So h5py's own setting
+    comes first, and the lock that it takes is given back at once: sources never write, and a lock would keep the jobs
+    that do from their file. Where the lock cannot be had, because one of those has it, or the program has opened the
+    file without locks, the file is opened without.
+    """
+    if not os.path.isfile(path):
+        raise DataError(f"{path}: {'not a regular file' if os.path.lexists(path) else 'does not exist'}")
+    reason = ""
+    for locking in ({}, {"locking": False}, {"locking": True}):
+        try:
+            file = opened(**locking)
+        except Exception as error:  # h5netcdf raises errors of many kinds
+            reason = reason if "flag values don't match" in str(error) else str(error)
+            continue
+        _unlock(getattr(file, "_h5file", file))
+        return file
+    raise DataError(f"{path}: {other_format(path) or f'not a readable HDF5 file: {reason}'}") from None
+
+
+def _unlock(file: Any) -> None:
+    with suppress(OSError):  # on file systems without locks
+        fcntl.flock(file.id.get_vfd_handle(), fcntl.LOCK_UN)
+
+
+def other_format(path: str) -> str:
+    """Return what a file is, and how it is converted, that is no HDF5 file; "" if it is not known."""
+    with open(path, "rb") as file:
+        start = file.read(4)
+    if start[:3] == b"CDF":
+        return "a file of classic NetCDF; convert it: nccopy -k netCDF-4 OLD.nc NEW.nc, and use NetcdfSource"
+    if start == b"\x0e\x03\x13\x01":
+        return "a file of HDF4; convert it: h4toh5 OLD.hdf NEW.h5"
+    return "" if start else "the file is empty"
+
+
+def dataset_of(file: Any, path: str, name: str) -> Any:
+    """Return the dataset ``name`` of an open HDF5 file; raise DataError if there is none, or it holds nothing."""
+    import h5py
+
+    try:
+        found = file[name]
+    except (KeyError, ValueError):
+        link = file.get(name, getlink=True) if name in _names_of(file, name) else None
+        if isinstance(link, h5py.SoftLink | h5py.ExternalLink):
+            where = f" of {link.filename}" if isinstance(link, h5py.ExternalLink) else ""
+            raise DataError(f"{path}: {name!r} is a link to {link.path!r}{where}, which is not there") from None
+        names: list[str] = []
+        file.visit(names.append)
+        have = ", ".join(names[:10]) or "nothing"
+        raise DataError(f"{path}: no dataset {name!r}; it has {have}") from None
+    if not isinstance(found, h5py.Dataset):
+        raise DataError(f"{path}: {name!r} is a group; needed is a dataset")
+    if found.shape is None:
+        raise DataError(f"{path}: dataset {name!r} is empty")
+    try:
+        found.dtype  # noqa: B018 - h5py translates the type when it is asked for
+    except TypeError as error:
+        raise DataError(f"{path}: dataset {name!r} has elements of a type that NumPy has not: {error}") from None
+    return found
+
+
+def _names_of(file: Any, name: str) -> list[str]:
+    """Return the names that are in the group in which ``name`` would be, with the group's own."""
+    above, between, _ = name.rpartition("/")
+    group = file.get(above) if above else file
+    return [above + between + inside for inside in group] if hasattr(group, "keys") else []
+
+
+def _check_conventions(file: Any, path: str, name: str, dataset: Any) -> None:
+    """Raise DataError if a dataset of a NetCDF file has attributes by which its numbers are others than the stored."""
+    if "_NCProperties" not in file.attrs:  # HDF5 itself gives attributes no meaning
+        return
+    wrong = [one for one in (*PACKED, UNSIGNED, *FILLS) if one in dataset.attrs]
+    if dataset.dtype.kind == "f":  # a fill value that is NaN needs no decoding
+        wrong = [
+            one for one in wrong if one not in FILLS or not np.all(np.asarray(dataset.attrs[one]) != dataset.attrs[one])
+        ]
+    if wrong:
+        raise DataError(
+            f"{path}: a NetCDF file whose {name!r} has the attribute {wrong[0]}, by which its numbers are others than "
+            "the stored: use NetcdfSource, or [data] netcdf; for the stored numbers a FileSource of your own"
+        )
+
+
+def _with_raw_files_in(folder: str, dataset: Any) -> Any:
+    """Return a dataset whose bytes are in other files, which HDF5 would look for in the program's folder of the day."""
+    import h5py
+
+    if not dataset.external:
+        return dataset
+    file, name, access = dataset.file, dataset.name.encode(), h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
+    access.set_efile_prefix(os.fsencode(folder))
+    dataset.id.close()
+    return h5py.Dataset(h5py.h5d.open(file.id, name, access))
+
+
+def _with_parts_in(folder: str, dataset: Any, label: str) -> Any:
+    """Return a virtual dataset whose parts are there; raise DataError if one is not, for which HDF5 has the fill value.
+
+    A fill value that is NaN tells it by itself. HDF5 looks for parts where HDF5_VDS_PREFIX says, beside the dataset's
+    file, and then in the program's folder of the day, in whose place ``folder`` comes.
+    """
+    import h5py
+
+    beside, moved = os.path.dirname(os.path.abspath(dataset.file.filename)), False
+    prefix = os.fsdecode(dataset.id.get_access_plist().get_virtual_prefix())  # that of HDF5_VDS_PREFIX
+    told = dataset.dtype.kind == "f" and np.isnan(dataset.fillvalue)
+    for name, inside in sorted({(part.file_name, part.dset_name) for part in dataset.virtual_sources()}):
+        if name == "." or "%" in name:
+            continue
+        places = [os.path.join(place, name) for place in (prefix, beside, folder) if place]
+        there = next((place for place in places if os.path.isfile(place)), "")
+        moved |= there == places[-1] not in places[:-1]
+        if not told and not _has(there, inside):
+            raise DataError(
+                f"{label} is virtual, and its part {name}: {inside!r} is not there: HDF5 would give "
+                f"{dataset.fillvalue} in its place; mend the file, or let its fill value be NaN"
+            )
+    if not moved:
+        return dataset
+    file, path, access = dataset.file, dataset.name.encode(), h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
+    access.set_virtual_prefix(os.fsencode(folder))
+    dataset.id.close()
+    return h5py.Dataset(h5py.h5d.open(file.id, path, access))
+
+
+def _has(path: str, name: str) -> bool:
+    if not path:
+        return False
+    with open_hdf5(path) as file:
+        return name in file
+
+
+def _map(dataset: Any, files: dict[str, MappedFile]) -> MappedArray | None:
+    """Return a dataset mapped into memory; None if its bytes are not contiguous in a file, or of a type of HDF5 alone.
+
+    The file is the one that holds the dataset: where a link leads to another, offsets are places in that. ``files``
+    are those that are mapped already.
+    """
+    if dataset.chunks is not None or dataset.is_virtual or dataset.external is not None or not _is_numpys(dataset):
+        return None
+    file, offset = dataset.file, dataset.id.get_offset()
+    found = os.fstat(file.id.get_vfd_handle())
+    if offset is None or not dataset.size or offset + dataset.size * dataset.dtype.itemsize > found.st_size:
+        return None
+    path = os.path.abspath(file.filename)
+    if not (dataset.ndim and os.path.exists(path) and os.path.samestat(os.stat(path), found)):
+        return None
+    if path not in files:
+        files[path] = MappedFile(path)
+    return MappedArray(files[path], dataset.dtype, offset, dataset.shape)
+
+
+def _is_numpys(dataset: Any) -> bool:
+    """Tell whether elements have the very type in the file that NumPy reads: the same bits, exponent and offset."""
+    import h5py
+
+    same: bool = dataset.id.get_type() == h5py.h5t.py_create(dataset.dtype, logical=True)
+    return same
+
+
+def _rows_together(dataset: Any) -> int:
+    """Return how many rows of a dataset that HDF5 reads are read together: a chunk; of a contiguous one few."""
+    if dataset.chunks or dataset.is_virtual or not dataset.size:
+        return int(dataset.chunks[0]) if dataset.chunks else max(1, *dataset.shape[:1])
+    return max(1, RUN_BYTES * len(dataset) // (dataset.size * dataset.dtype.itemsize)) if dataset.ndim else 1
+
+
+#: What the format's own library puts where nothing is written, by type; single bytes have no such value.
+DEFAULT_FILLS: Mapping[str, float] = {
+    "i2": -32767,
+    "u2": 65535,
+    "i4": -2147483647,
+    "u4": 4294967295,
+    "i8": -9223372036854775806,
+    "u8": 18446744073709551614,
+    "f4": 9.969209968386869e36,
+    "f8": 9.969209968386869e36,
+}
+
+
+@explains
+class NetcdfSource(FileSource):
+    """Read samples from variables of one or several NetCDF-4 files; each sample is read when it is requested.
+
+    The parameters and errors are those of :class:`~mpizero.data.FileSource`; it needs the extra ``netcdf``. Packed
+    variables (``scale_factor``, ``add_offset``, ``_Unsigned``) are unpacked to the type of these attributes, at least
+    float32. Elements that are missing (``_FillValue``, one or several of ``missing_value``, never written) become NaN;
+    in whole numbers that are not packed they are an error. ``valid_range`` is not looked at.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> import h5netcdf
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with h5netcdf.File(Path(folder, "2001.nc"), "w") as file:
+    ...         file.dimensions = {"day": 3, "place": 2}
+    ...         variable = file.create_variable("wind", ("day", "place"), data=np.array([[1, 2], [3, 4], [5, 6]], "i2"))
+    ...         variable.attrs["scale_factor"] = np.float32(0.5)
+    ...     days = mz.data.NetcdfSource(f"{folder}/*.nc", x="wind", y="wind")
+    ...     print(len(days), days.samples([2])[0])  # unpacked
+    3 [[2.5 3. ]]
+    """
+
+    kind, array_word = "netcdf", "variable"
+
+    def open_file(self, path: str) -> Mapping[str, tuple[Any, int]]:
+        """Open a file; return its variables of :attr:`names` by name, and the rows of a chunk of each."""
+        try:
+            import h5netcdf
+        except ImportError:
+            raise DataError(f"{path}: needs h5netcdf, which is not installed: pip install h5netcdf") from None
+        file = unlocked(path, lambda **locking: h5netcdf.File(path, "r", **locking))
+        found = {}
+        for name in dict.fromkeys(leaves_of(self.names)):
+            try:
+                variable = file[name]
+                shape = tuple(variable.shape)
+            except KeyError:
+                have = ", ".join(list(file.variables)[:10]) or "nothing"
+                raise DataError(f"{path}: no variable {name!r}; it has {have}") from None
+            except ValueError as error:  # it is HDF5, without dimensions
+                told = str(error).partition("\n")[0]
+                raise DataError(f"{path}: {name!r} is no variable of NetCDF: {told} Use Hdf5Source") from None
+            chunk = variable.chunks[0] if variable.chunks else max(1, *shape[:1])
+            known = {"axes": variable.dimensions, "keep": file}  # a variable does not hold its file open
+            label = f"{path}: variable {name!r}"
+            found[name] = (decoded(variable, dict(variable.attrs), label, _unwritten(variable), **known), chunk)
+        return found
+
+
+def _unwritten(variable: Any) -> Any:
+    """Return what the format's library has put where nothing was written; None if the file says otherwise."""
+    default = DEFAULT_FILLS.get(np.dtype(variable.dtype).str[1:])
+    stored = getattr(variable, "_h5ds", None)  # of files that other libraries have made, it is a number like others
+    if default is None or getattr(stored, "fillvalue", None) != np.dtype(variable.dtype).type(default):
+        return None
+    return default
+
+
+@explains
+class ZarrSource(FileSource):
+    """Read samples from arrays of one or several Zarr stores (folders); each sample is read when it is requested.
+
+    The parameters and errors are those of :class:`~mpizero.data.FileSource`; it needs the extra ``zarr``. A chunk that
+    is not in the store is made of the array's fill value, as the format says. What xarray has packed is unpacked, and
+    what is missing becomes NaN, as by :class:`~mpizero.data.NetcdfSource`.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> import zarr
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     store = zarr.open_group(Path(folder, "2001.zarr"), mode="w")
+    ...     store["wind"] = np.arange(6.0).reshape(3, 2)
+    ...     days = mz.data.ZarrSource(f"{folder}/*.zarr", x="wind", y="wind")
+    ...     print(len(days), days.samples([2])[0])
+    3 [[4. 5.]]
+    """
+
+    kind = "zarr"
+
+    def open_file(self, path: str) -> Mapping[str, tuple[Any, int]]:
+        """Open a store; return its arrays of :attr:`names` by name, and the rows of a chunk of each."""
+        try:
+            import zarr
+        except ImportError:
+            raise DataError(f"{path}: needs zarr, which is not installed: pip install zarr") from None
+        if not os.path.exists(path):
+            raise DataError(f"{path}: does not exist")
+        try:
+            group = zarr.open_group(path, mode="r")
+        except Exception as error:
+            packed = "; it is an archive: unpack it" if os.path.isfile(path) and path.endswith((".zip", ".tar")) else ""
+            raise DataError(f"{path}: not a readable Zarr group: {error}{packed}") from None
+        found = {}
+        for name in dict.fromkeys(leaves_of(self.names)):
+            try:
+                array = group.get(name)
+            except Exception as error:  # zarr raises errors of many kinds
+                raise DataError(f"{path}: array {name!r} cannot be opened: {error}") from None
+            if not isinstance(array, zarr.Array):
+                what = f"no array {name!r}" if array is None else f"{name!r} is a group; needed is an array"
+                raise DataError(f"{path}: {what}; it has {', '.join(sorted(group.keys())[:10]) or 'nothing'}")
+            attributes = _attributes(array)
+            axes = getattr(array.metadata, "dimension_names", None) or attributes.get("_ARRAY_DIMENSIONS")
+            known = decoded(array, attributes, f"{path}: array {name!r}", axes=axes)
+            found[name] = (known, array.chunks[0] if array.ndim else 1)
+        return found
+
+
+def _attributes(array: Any) -> dict[str, Any]:
+    """Return an array's attributes; in stores of version 2 xarray keeps ``_FillValue`` as the array's fill value."""
+    found = dict(array.attrs)
+    if "_ARRAY_DIMENSIONS" in found and array.metadata.zarr_format == 2 and array.fill_value is not None:
+        found.setdefault("_FillValue", array.fill_value)
+    return found

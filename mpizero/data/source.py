@@ -1,19 +1,48 @@
-"""Define the base class of data sources, and split a source into training and validation samples."""
+"""Define the base class of data sources, and split a source into training and validation samples.
+
+Change samples when they are read, at random or not, by a function of the user's.
+
+Map files into memory, and arrays that lie contiguously in them; read ahead around what is used.
+
+Read samples from arrays in memory, from ``.npy`` files, or from scikit-learn's digits.
+
+Read text from files, folders and globs as one long string of bytes, cut into sequences.
+"""
 
 from __future__ import annotations
 
+import errno
+import faulthandler
+import glob
 import hashlib
+import mmap
+import os
+import resource
+import stat
+import sys
+import sysconfig
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sized
-from functools import cached_property
-from typing import Any
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
+from datetime import datetime
+from functools import cached_property, lru_cache
+from importlib.util import find_spec
+from itertools import accumulate
+from operator import itemgetter
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from mpizero._util.checks import has_plain_bytes, native, number, require, takes_run, unmasked_samples
-from mpizero._util.pytree import map_leaves, paths_of
-from mpizero.errors import DataError
+from mpizero._util.checks import has_plain_bytes, native, number, require, takes_run, unmasked_samples, whole
+from mpizero._util.fingerprint import Fingerprint
+from mpizero._util.names import explains
+from mpizero._util.pytree import SampleTree, join, leaves_of, map_arrays, map_leaves, paths_of
+from mpizero._util.text import crc32
+from mpizero.comm.startup import available_memory
+from mpizero.errors import ConfigError, DataError
 from mpizero.kernels import cpu
 from mpizero.types import EVALUATE, Array, Run
 
@@ -321,3 +350,799 @@ def check_lengths(x: Sized, x_name: str, y: Sized, y_name: str) -> None:
 def contiguous(values: Array) -> Array:
     """Return ``values`` contiguous and in this machine's byte order."""
     return np.ascontiguousarray(native(values))
+
+
+#: Part of the key of the random numbers, so that they differ from all others of the same seed; never to be changed.
+_PURPOSE = 0x7A45
+
+
+class SampleRandom:
+    """Draw the random numbers of one sample in one epoch, one after the other.
+
+    They are computed by Philox from the seed of the sample order, the epoch and the number of the sample in the data,
+    so they do not depend on the ranks, the batch, or on what was drawn for other samples.
+
+    Parameters
+    ----------
+    seed, epoch, sample : int
+        Seed of the sample order, number of the epoch, and number of the sample in the data.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> random = mz.data.SampleRandom(seed=0, epoch=2, sample=5)
+    >>> angle, flip = random.uniform(0.0, 360.0), random.integer(2)
+    >>> random.normal(0.1, (3,)).shape
+    (3,)
+    >>> bool(mz.data.SampleRandom(0, 2, 5).uniform(0.0, 360.0) == angle)  # the same sample and epoch
+    True
+    """
+
+    def __init__(self, seed: int, epoch: int, sample: int) -> None:
+        words = np.empty(4, np.uint32)
+        counter = np.array([epoch & 0xFFFFFFFF, epoch >> 32, _PURPOSE, 0], np.uint32)
+        cpu.random.philox(counter, np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32), words)
+        self._key = (int(words[0]), int(words[1]))
+        self._sample, self._blocks = sample, 0
+
+    def uniform(
+        self, low: float = 0.0, high: float = 1.0, shape: tuple[int, ...] = (), dtype: DTypeLike = np.float64
+    ) -> Array:
+        """Return uniform random numbers on [low, high), float32 or float64."""
+        out = np.empty(shape, dtype)
+        bounds = (np.array([bound], out.dtype) for bound in (low, high))
+        cpu.random.fill_uniform(*self._key, self._sample, self._advance(out), out.reshape(-1), *bounds)
+        return out
+
+    def normal(self, scale: float = 1.0, shape: tuple[int, ...] = (), dtype: DTypeLike = np.float64) -> Array:
+        """Return normal random numbers of mean 0 and standard deviation ``scale``, float32 or float64."""
+        out = np.empty(shape, dtype)
+        scales = np.array([scale], out.dtype)
+        cpu.random.fill_normal(*self._key, self._sample, self._advance(out), out.reshape(-1), scales)
+        return out
+
+    def integer(self, stop: int) -> int:
+        """Return a random whole number from 0 to ``stop`` - 1."""
+        return min(stop - 1, int(self.uniform() * stop))
+
+    def _advance(self, out: Array) -> int:
+        """Return the place in the sequence of the next unused number, and count the numbers of ``out`` as used.
+
+        Two draws never share a block of Philox, which holds four numbers of float32 or two of float64.
+        """
+        if out.dtype not in (np.float32, np.float64):
+            raise ConfigError(f"dtype={out.dtype}: expected float32 or float64")
+        per = 16 // out.itemsize
+        start = self._blocks * per
+        self._blocks += -(-out.size // per)
+        return start
+
+
+@explains
+class TransformedSource(Source):
+    """Provide the samples of another source, changed by a function.
+
+    Parameters
+    ----------
+    source : Source
+        The samples; arrays, or trees of arrays.
+    function : callable
+        Called for each sample as ``function(x, y, random)``, where ``x`` and ``y`` have no axis of samples; returns the
+        changed ``(x, y)``. ``random`` is the sample's :class:`SampleRandom` in training, and None outside of it, as in
+        validation. The function must return the same shapes and types for all samples, and depend on its arguments
+        alone.
+
+    Raises
+    ------
+    ConfigError
+        If ``function`` cannot be called.
+    DataError
+        If ``source`` is no :class:`Source`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> def noisy(x, y, random):
+    ...     return (x if random is None else x + random.normal(0.1, x.shape)), y
+    >>> source = mz.data.TransformedSource(mz.data.ArraySource(np.zeros((4, 2)), np.arange(4)), noisy)
+    >>> source.samples([0])[0]  # outside of training nothing is random
+    array([[0., 0.]])
+    >>> with mz.ShardingConfig(comm="self", micro_batch=2) as config:
+    ...     (x, y), = mz.data.batches(source, config, global_batch=4, steps=1)
+    >>> bool((x != 0).all())
+    True
+    """
+
+    def __init__(self, source: Source, function: Callable[[Any, Any, SampleRandom | None], tuple[Any, Any]]) -> None:
+        if not isinstance(source, Source):
+            raise DataError(f"TransformedSource: expected a source of samples, got {type(source).__name__}")
+        if not callable(function):
+            raise ConfigError(f"function={function!r}: expected a function of x, y and random")
+        self.source, self.function = source, function
+        self.in_order, self.default_validation = source.in_order, source.default_validation
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, indices: Indices, *, run: Run = EVALUATE) -> Any:
+        """Return the changed samples ``(x, y)`` of ``indices``, in the order of ``indices``."""
+        if not indices.size:  # the shapes of a changed sample are told by one
+            return map_leaves(lambda leaf: leaf[:0], self.read(np.zeros(1, np.int64)))
+        x, y = self.source.samples(indices, run=run)
+        numbers = self.source.origin(indices).tolist()
+        changed = []
+        for place, number in enumerate(numbers):
+            random = SampleRandom(run.seed, run.epoch, number) if run.training else None
+            own_x, own_y = (map_leaves(itemgetter(place), tree) for tree in (x, y))
+            one = self.function(own_x, own_y, random)
+            if not isinstance(one, tuple | list) or len(one) != 2:
+                raise DataError(f"{self.name} must return the pair (x, y), it returned a {type(one).__name__}")
+            for path, leaf in paths_of(**dict(zip("xy", one, strict=True))):
+                unmasked_samples(leaf, f"{self.name} returned {path}, which")
+            changed.append(map_leaves(lambda leaf: np.asarray(leaf)[None], tuple(one)))
+        try:
+            return join(changed)
+        except DataError as error:
+            raise DataError(f"{self.name} returned different shapes for samples {numbers[:9]}: {error}") from None
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return getattr(self.function, "__qualname__", type(self.function).__name__)
+
+    def origin(self, indices: Indices) -> Indices:
+        """Return the indices, in the original source before any split, of the samples ``indices`` of this source."""
+        return self.source.origin(indices)
+
+    def sample_order(self, start: int, stop: int, length: int, seed: int) -> Indices:
+        """Return the indices at positions ``start:stop`` of the order of the other source."""
+        return self.source.sample_order(start, stop, length, seed)
+
+    @property
+    def block_samples(self) -> int:
+        """Number of samples that the other source stores together."""
+        return self.source.block_samples
+
+    def describe(self) -> dict[str, Any]:
+        """Return the fingerprints of the function, with the values that it uses, and of the other source."""
+        return {"transformed by": Fingerprint().digest(self.function).hex(), "of": self.source.fingerprint}
+
+    def contents(self) -> dict[str, Any]:
+        """Return what identifies the contents of the other source."""
+        return self.source.contents()
+
+
+T = TypeVar("T")
+
+#: Bytes that are read ahead together.
+REGION = 4 << 20
+#: Least bytes of neighbouring rows that are read by a call of the system, which costs no page fault for each page.
+RUN = 1 << 20
+#: Code that reads pages; a block would be a view.
+_READERS = """
+def rows(array, where): return array[where]
+def block(array, where): return array[where].copy()
+"""
+#: Most files that a process asks for: with more, programs that close all of them take long.
+MOST_FILES = 1 << 16
+
+
+def room_in_memory() -> int:
+    """Return how many bytes of data may be kept in memory: half of what the job may still take. Not collective."""
+    return (available_memory() or 0) // 2
+
+
+def on_own_disk(path: str) -> bool:
+    """Tell whether a file is on a disk of this machine, whose pages nothing but a lack of memory drops. Not collective.
+
+    File systems that are not on one block device (NFS, Lustre, tmpfs) have devices with the major number 0.
+    """
+    return os.major(os.stat(path).st_dev) != 0
+
+
+def with_more_files(path: str, opened: Callable[[], T]) -> T:
+    """Return what ``opened`` returns, which opens ``path``; raise the limit of open files if it is reached.
+
+    Raises
+    ------
+    DataError
+        If more files are open than the system lets this process have.
+    """
+    try:
+        return opened()
+    except (OSError, DataError) as error:
+        if not _too_many(error):
+            raise
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    try:
+        return opened()
+    except (OSError, DataError) as error:
+        if not _too_many(error):
+            raise
+    raise DataError(
+        f"{path}: too many open files, this process may have {soft}: raise the limit in the job's script (ulimit -n, "
+        f"at most {'any number' if hard == resource.RLIM_INFINITY else hard} here), or join files"
+    )
+
+
+def _too_many(error: Exception) -> bool:
+    return getattr(error, "errno", None) == errno.EMFILE or os.strerror(errno.EMFILE) in str(error)
+
+
+class FileState(NamedTuple):
+    """Hold a file's size, and when its contents were changed: a file with other ones is not the same data."""
+
+    size: int
+    changed: int
+
+    @classmethod
+    def of(cls, path: str) -> Self | None:
+        """Return the state of a file; None of a folder, whose files have states, and of what is not there."""
+        try:
+            found = os.stat(path)
+        except OSError:  # which opening it will tell
+            return None
+        return None if stat.S_ISDIR(found.st_mode) else cls(found.st_size, found.st_mtime_ns)
+
+    def __str__(self) -> str:
+        """Return size and time as text."""
+        return f"{self.size} bytes of {datetime.fromtimestamp(self.changed // 10**9):%Y-%m-%d %H:%M:%S}"
+
+
+def file_states(paths: Iterable[str]) -> list[tuple[str, int, int]]:
+    """Return name, size and time of change of each path that is a file. Not collective."""
+    states = ((os.path.basename(path), FileState.of(path)) for path in paths)
+    return [(name, *state) for name, state in states if state is not None]
+
+
+def check_named_once(paths: Iterable[str]) -> None:
+    """Raise DataError if two of the paths are one file, whose samples would be in training and in validation, too."""
+    seen: dict[str, str] = {}
+    for path in paths:
+        earlier = seen.setdefault(os.path.realpath(path), path)
+        if earlier is not path:
+            also = f" (as {earlier})" if earlier != path else ""
+            raise DataError(
+                f"{path}{also}: the same file is given twice: its samples would count twice, and be in training and in "
+                "validation; name it once"
+            )
+
+
+def check_unchanged(path: str, before: FileState | None) -> None:
+    """Raise DataError if a file that is opened again is not as it was ``before``."""
+    now = FileState.of(path)
+    if before is not None and now is not None and now != before:
+        raise _changed(path, before, now)
+
+
+def _changed(path: str, before: FileState, now: FileState) -> DataError:
+    return DataError(
+        f"{path}: it has changed since the source was made, from {before} to {now}: leave files alone while they "
+        "are read, or write new ones under other names, and make the source again"
+    )
+
+
+class MappedFile:
+    """Map a file into memory, read-only, once for all arrays in it.
+
+    [Note: bus errors] A page that is gone when it is read, of a file that was made shorter, ends the process by SIGBUS.
+    So size and time of change are compared before every access. Python reports the process that is still killed in
+    between: its report lists the names of code, and one of them is the file's.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._file = with_more_files(path, lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        weakref.finalize(self, os.close, self._file)
+        found = os.fstat(self._file)
+        self.size, self._state = found.st_size, FileState(found.st_size, found.st_mtime_ns)
+        self.memory = with_more_files(path, lambda: mmap.mmap(self._file, self.size, access=mmap.ACCESS_READ))
+        self.bytes: Array = np.frombuffer(self.memory, np.uint8)
+        named: dict[str, Any] = {}
+        exec(compile(_READERS, f"<mapped {path}>", "exec"), named)
+        self._rows: Callable[[Array, Any], Array] = named["rows"]
+        self._block: Callable[[Array, Any], Array] = named["block"]
+        if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+            with suppress(OSError, ValueError):  # without a standard error there is no report
+                faulthandler.enable(sys.__stderr__)
+
+    def read(self, array: Array, where: Any) -> Array:
+        """Return a copy of some elements of an array in the file; raise DataError if the file has changed."""
+        self.check()
+        return self._rows(array, where) if isinstance(where, np.ndarray) else self._block(array, where)
+
+    def read_into(self, memory: Array, offset: int) -> None:
+        """Fill ``memory``, an array of bytes, from byte ``offset`` of the file on, by calls of the system."""
+        done = 0
+        self.check()
+        while done < memory.size:
+            if not (read := os.preadv(self._file, [memory[done:].data], offset + done)):
+                raise self._shorter()
+            done += read
+
+    def check(self) -> None:
+        """Raise DataError if the file is not as it was when it was mapped: it may be what another run writes."""
+        found = os.fstat(self._file)
+        if found.st_size < self.size:
+            raise self._shorter()
+        if (now := FileState(found.st_size, found.st_mtime_ns)) != self._state:
+            raise _changed(self.path, self._state, now)
+
+    def _shorter(self) -> DataError:
+        return DataError(
+            f"{self.path}: it has become shorter while it was used: {os.fstat(self._file).st_size} bytes, {self.size} "
+            "before; write new files and rename them, but leave alone what is read"
+        )
+
+
+class MappedArray:
+    """Present an array in a mapped file.
+
+    [Note: read ahead] Shuffled rows are pages at random places, which a disk reads many times slower than neighbouring
+    ones. Where the array fits into memory beside everything else, all of it will be read in an epoch and kept by the
+    page cache. So the first access to a region asks the kernel for the whole region.
+    """
+
+    def __init__(
+        self, file: MappedFile, dtype: np.dtype[Any], offset: int, shape: tuple[int, ...], *, by_columns: bool = False
+    ) -> None:
+        self.file, self._offset = file, offset
+        self.shape, self.ndim, self.dtype = shape, len(shape), dtype
+        self._array: Array = np.ndarray(shape, dtype, file.memory, offset, order="F" if by_columns else "C")
+        self._page = offset - offset % mmap.ALLOCATIONGRANULARITY  # regions begin at a page
+        self._first = offset - self._page
+        self._row = self._array.nbytes // shape[0]
+        end = self._first + self._array.nbytes
+        by_rows = not by_columns or self.ndim == 1  # otherwise no row lies in one place
+        self._run = max(1, -(-RUN // max(1, self._row))) if by_rows else shape[0] + 1
+        self._unread = np.full(-(-end // REGION), by_rows and end <= room_in_memory())
+
+    @property
+    def path(self) -> str:
+        """Path of the file."""
+        return self.file.path
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, where: Any) -> Array:
+        """Return the rows of an array of indices, or the elements of a tuple of slices."""
+        if isinstance(where, np.ndarray) and where.size >= self._run and (np.diff(where) == 1).all():
+            return self._read_run(int(where[0]), where.size)
+        if self._unread.any():
+            self._read_ahead(where if isinstance(where, np.ndarray) else np.arange(where[0].start, where[0].stop))
+        return self.file.read(self._array, where)
+
+    def _read_run(self, first: int, count: int) -> Array:
+        """Return ``count`` rows from row ``first`` on."""
+        found = np.empty((count, *self.shape[1:]), self.dtype)
+        self.file.read_into(found.reshape(-1).view(np.uint8), self._offset + first * self._row)
+        return found
+
+    def _read_ahead(self, rows: Indices) -> None:
+        starts = self._first + rows * self._row
+        touched = np.unique([starts // REGION, (starts + self._row - 1) // REGION])
+        for region in touched[self._unread[touched]].tolist():
+            size = min(REGION, self._first + self._array.nbytes - region * REGION)
+            self.file.memory.madvise(mmap.MADV_WILLNEED, self._page + region * REGION, size)
+            self._unread[region] = False
+
+
+#: Path of the file of digits inside the scikit-learn package.
+DIGITS = ("datasets", "data", "digits.csv.gz")
+
+
+@explains
+class ArraySource(Source):
+    """Read samples from arrays in memory; every rank must be given equal arrays.
+
+    Parameters
+    ----------
+    x, y : array_like, or dictionary of array_like, or tuple or dataclass of arrays
+        Inputs and targets, with samples on the first axis. If they are trees of arrays (nested or not), samples are
+        trees too. A tuple of anything but NumPy arrays is one array, as a list is.
+
+    Raises
+    ------
+    DataError
+        If there are no samples, the arrays have different numbers of samples, or elements are not numbers; and if
+        arrays that name their samples or axes, of pandas or xarray, do not have them in one order: samples are paired
+        by their place.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> source = mz.data.ArraySource(np.arange(8.0).reshape(4, 2), {"label": [0, 1, 1, 0]})
+    >>> len(source)
+    4
+    >>> x, y = source.samples([3, 1])
+    >>> x.tolist(), y["label"].tolist()
+    ([[6.0, 7.0], [2.0, 3.0]], [0, 1])
+    >>> training, validation = source.split(0.25)
+    >>> len(training), len(validation)
+    (3, 1)
+    """
+
+    def __init__(self, x: Any, y: Any) -> None:
+        _check_labels(x, y)
+        self.x, self.y = _taken(x, "x"), _taken(y, "y")
+        if isinstance(self.x, np.ndarray) and isinstance(self.y, np.ndarray):
+            check_lengths(self.x, "x", self.y, "y")
+        self._length = SampleTree.of(x=self.x, y=self.y).count()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, indices: Indices) -> tuple[Any, Any]:
+        """Return the samples ``(x, y)`` of ``indices``, in the order of ``indices``, which the caller has checked."""
+        return map_arrays(lambda a: a[indices], self.x), map_arrays(lambda a: a[indices], self.y)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the shape, dtype and CRC32 of each array, by its path such as ``x['mask']``."""
+        found: dict[str, Any] = {"kind": "arrays"}
+        for path, values in SampleTree.of(x=self.x, y=self.y).named:
+            found[path] = (values.shape, values.dtype.str, crc32(values.data if values.size else b""))
+        return found
+
+    def contents(self) -> dict[str, Any]:
+        """Return the checksums of the arrays."""
+        return {"arrays": sorted(self.describe().items())}
+
+
+@explains
+class NpySource(Source):
+    """Read samples from two ``.npy`` files, which are memory-mapped.
+
+    Parameters
+    ----------
+    x_path, y_path : path
+        Files of the inputs and of the targets, with samples on the first axis.
+
+    Raises
+    ------
+    DataError
+        If a file is missing, damaged or empty, its array does not hold numbers, or the files have different numbers of
+        samples.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     np.save(Path(folder, "x.npy"), np.arange(6.0).reshape(3, 2))
+    ...     np.save(Path(folder, "y.npy"), np.arange(3))
+    ...     source = mz.data.NpySource(Path(folder, "x.npy"), Path(folder, "y.npy"))
+    ...     x, y = source.samples([2, 0])
+    >>> x.tolist(), y.tolist()
+    ([[4.0, 5.0], [0.0, 1.0]], [2, 0])
+    """
+
+    def __init__(self, x_path: str | os.PathLike[str], y_path: str | os.PathLike[str]) -> None:
+        self.paths = (os.path.abspath(x_path), os.path.abspath(y_path))
+        self.x, self.y = (_map(path) for path in self.paths)
+        check_lengths(self.x, self.paths[0], self.y, self.paths[1])
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def read(self, indices: Indices) -> tuple[Array, Array]:
+        """Return the samples ``(x, y)`` of ``indices``, in the order of ``indices``, which the caller has checked."""
+        return contiguous(self.x[indices]), contiguous(self.y[indices])
+
+    def describe(self) -> dict[str, Any]:
+        """Return the names of the files without their folders, and the shapes and dtypes of their arrays."""
+        found: dict[str, Any] = {"kind": "npy"}
+        for name, path, values in zip(("x", "y"), self.paths, (self.x, self.y), strict=True):
+            found[name] = (os.path.basename(path), values.shape, values.dtype.str)
+        return found
+
+    def contents(self) -> dict[str, Any]:
+        """Return names, sizes and times of the files."""
+        return {"files": file_states(self.paths)}
+
+
+def digits() -> ArraySource:
+    """Return scikit-learn's 1797 images of digits: x is float32 of shape (1797, 64) in [0, 1], y is int64 from 0 to 9.
+
+    This function reads the data file of the scikit-learn package, because importing the package takes more than a
+    second on every rank.
+
+    Raises
+    ------
+    DataError
+        If scikit-learn is not installed.
+
+    Examples
+    --------
+    >>> import mpizero as mz
+    >>> source = mz.data.digits()
+    >>> x, y = source.samples([0, 1])
+    >>> len(source), x.shape, y.tolist()
+    (1797, (2, 64), [0, 1])
+    """
+    try:
+        images, targets = _digits()
+    except ImportError:
+        raise DataError("digits: needs scikit-learn, which is not installed: pip install scikit-learn") from None
+    return ArraySource(images.astype(np.float32) / np.float32(16), targets.astype(np.int64))
+
+
+def _digits() -> tuple[Array, Array]:
+    """Return the images and labels of scikit-learn's data file; import scikit-learn only if the file is not found."""
+    package = find_spec("sklearn")
+    for folder in (package.submodule_search_locations if package is not None else None) or ():
+        path = os.path.join(folder, *DIGITS)
+        if os.path.isfile(path):
+            rows = np.loadtxt(path, np.float32, delimiter=",")
+            return rows[:, :-1], rows[:, -1]
+    from sklearn.datasets import load_digits
+
+    images, targets = load_digits(return_X_y=True)
+    return images, targets
+
+
+def _check_labels(x: Any, y: Any) -> None:
+    """Raise DataError if arrays that name their axes or label their samples have others, or another order, than others.
+
+    Those of pandas have an ``index``, those of xarray ``dims`` and ``indexes``.
+    """
+    known: list[tuple[str, tuple[str, ...], Any]] = []
+    for path, leaf in paths_of(x=x, y=y):
+        axes = tuple(map(str, leaf.dims)) if isinstance(getattr(leaf, "dims", None), tuple) else ()
+        labels: Any = leaf.indexes.get(leaf.dims[0]) if axes else leaf.index if hasattr(leaf, "iloc") else None
+        for other, other_axes, other_labels in known:
+            for one, two, ours, theirs in ((path, other, axes, other_axes), (other, path, other_axes, axes)):
+                if ours and ours[0] in theirs[1:]:
+                    raise DataError(
+                        f"{one} has samples along {ours[0]!r}, which is axis {theirs.index(ours[0])} of {two}: samples "
+                        f"are on the first axis: {two}.transpose({ours[0]!r}, ...)"
+                    )
+            comparable = labels is not None and other_labels is not None and axes[:1] == other_axes[:1]
+            if comparable and len(labels) == len(other_labels) and not labels.equals(other_labels):
+                raise DataError(
+                    f"{path} labels its samples otherwise than {other}, and samples are paired by their place: bring "
+                    "them into one order (reindex, align), or give the numbers alone (.to_numpy())"
+                )
+        known.append((path, axes, labels))
+
+
+def _taken(values: Any, name: str) -> Any:
+    """Check an array, or a tree of arrays; return it with contiguous arrays in this machine's byte order.
+
+    ``name`` names the array in error messages.
+    """
+    if _is_record(values):
+        checked = iter([_taken(leaf, path) for path, leaf in paths_of(**{name: values})])
+        return map_leaves(lambda leaf: next(checked), values)
+    if not isinstance(values, Mapping):
+        return contiguous(check_samples(_as_array(values, name), name))
+    if not values:
+        raise DataError(f"{name}: a dictionary without arrays")
+    return {key: _taken(inside, f"{name}[{key!r}]") for key, inside in values.items()}
+
+
+def _is_record(values: Any) -> bool:
+    """Tell whether ``values`` is a tuple or dataclass whose leaves are all arrays of samples."""
+    if isinstance(values, Mapping | list | np.ndarray):
+        return False
+    leaves = leaves_of(values)
+    arrays = all(isinstance(leaf, np.ndarray) and leaf.ndim for leaf in leaves)
+    return arrays and bool(leaves) and not any(leaf is values for leaf in leaves)
+
+
+def _as_array(values: ArrayLike, name: str) -> Array:
+    try:
+        return np.asarray(unmasked_samples(values, name))
+    except ValueError as error:
+        raise DataError(f"{name}: not an array: {error}") from None
+
+
+def _map(path: str) -> MappedArray:
+    """Return the array of a ``.npy`` file, mapped into memory; raise DataError if it is no file of numbers."""
+    from mpizero.checkpoint.tools.npz import UNSOUND, read_header  # with h5py's packages
+
+    if not os.path.isfile(path):
+        raise DataError(f"{path}: {'not a regular file' if os.path.lexists(path) else 'does not exist'}")
+    try:
+        file = MappedFile(path)
+        with open(path, "rb") as opened:
+            if opened.read(2) == b"PK":
+                raise DataError(f"{path}: an archive of arrays; needed is a single array in a .npy file")
+            opened.seek(0)
+            shape, by_columns, dtype = read_header(opened, os.path.basename(path), file.size)
+            return MappedArray(file, dtype, opened.tell(), check_shape(shape, path), by_columns=by_columns)
+    except (OSError, *UNSOUND) as error:
+        if not os.path.getsize(path):
+            raise DataError(f"{path}: the file is empty") from None
+        raise DataError(f"{path}: not a readable .npy file of numbers: {error}") from None
+
+
+#: Largest number of files that stay mapped into memory at a time; the others are mapped again when needed.
+OPEN_FILES = 64
+#: Folders of the standard library that are left out: installed packages, and tests, which hold text in odd encodings.
+LEFT_OUT = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+
+#: The first bytes of files that a program has compressed.
+COMPRESSED = {b"\x1f\x8b\x08": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+
+Path = str | os.PathLike[str]
+
+
+@explains
+class TextSource(Source):
+    """Provide text for next-byte prediction: the target of each byte of an input sequence is the next byte of the text.
+
+    Sample i consists of the bytes from ``i * sequence`` to ``(i + 1) * sequence`` of the text, both included. ``x``
+    holds its first ``sequence`` bytes and ``y`` its last ``sequence`` bytes. Both are int64 of shape (samples,
+    sequence), with values below 256. The text is the concatenation of all files, in the order given. A sample may begin
+    in one file and end in the next. The text is not copied into memory: each file is memory-mapped when it is first
+    read.
+
+    Parameters
+    ----------
+    paths : path, sequence of paths, or "stdlib"
+        A file; a folder (all files below it, sorted by path, without hidden ones); or a glob pattern (sorted; ``**``
+        goes through folders). "stdlib" is this Python's own standard library: its ``.py`` files without tests, in the
+        order of the SHA-256 of their paths. So the last files, which are taken for validation, are a random choice.
+    sequence : int
+        Number of bytes of each input and of each target.
+    validation : float
+        Share of the samples that :meth:`split` takes for validation by default. It takes the last samples.
+
+    Raises
+    ------
+    DataError
+        If a path matches nothing or cannot be read, a file given by its own name is empty, or the text has fewer than
+        ``sequence + 1`` bytes.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> import mpizero as mz
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     size = Path(folder, "text.txt").write_text("to be, or not to be")
+    ...     source = mz.data.TextSource(f"{folder}/*.txt", sequence=5)
+    ...     x, y = source.samples([0])
+    >>> len(source), bytes(x[0].tolist()), bytes(y[0].tolist())
+    (3, b'to be', b'o be,')
+    """
+
+    in_order = True
+
+    def __init__(self, paths: Path | Sequence[Path], sequence: int, validation: float = VALIDATION) -> None:
+        self.sequence = require("sequence", sequence, whole(1, of=" of bytes"))
+        self.default_validation = validation
+        listed = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+        if not listed:
+            raise DataError("no text: the list of paths is empty")
+        found = [file for path in listed for file in _expand(path if path == "stdlib" else os.path.abspath(path))]
+        check_named_once(name for name, _ in found)
+        self.files = tuple(name for name, size in found if size)
+        self._ends = tuple(accumulate(size for _, size in found if size))
+        self._map = lru_cache(maxsize=OPEN_FILES)(_map_file)
+        names = ", ".join(str(path) for path in listed[:3]) + (", ..." if len(listed) > 3 else "")
+        if not self.files:
+            raise DataError(f"{names}: no text: {len(found)} files, all of them empty")
+        if self.bytes <= sequence:
+            raise DataError(
+                f"{names}: {self.bytes} bytes of text; sequences of {sequence} need at least {sequence + 1} bytes"
+            )
+
+    @property
+    def bytes(self) -> int:
+        """Number of bytes of all files together."""
+        return self._ends[-1]
+
+    def __len__(self) -> int:
+        return (self.bytes - 1) // self.sequence
+
+    def read(self, indices: Indices) -> tuple[Array, Array]:
+        """Return the samples ``(x, y)`` of ``indices``, in the order of ``indices``, which the caller has checked."""
+        text = np.empty((indices.size, self.sequence + 1), np.uint8)
+        for row, index in zip(text, indices.tolist(), strict=True):
+            self._fill(row, index * self.sequence)
+        return text[:, :-1].astype(np.int64), text[:, 1:].astype(np.int64)
+
+    def _fill(self, row: Array, start: int) -> None:
+        """Fill ``row`` with the bytes of the text from byte ``start`` on, from as many files as needed."""
+        done, file = 0, bisect_right(self._ends, start)
+        while done < row.size:
+            begin = self._ends[file - 1] if file else 0
+            inside = start + done - begin
+            count = min(row.size - done, self._ends[file] - begin - inside)
+            mapped = self._map(self.files[file], self._ends[file] - begin)
+            row[done : done + count] = mapped.read(mapped.bytes, slice(inside, inside + count))
+            done, file = done + count, file + 1
+
+    def describe(self) -> dict[str, Any]:
+        """Return the names of the files without their folders, and the byte of the text at which each file ends."""
+        names = [os.path.basename(name) for name in self.files]
+        return {"kind": "text", "sequence": self.sequence, "files": names, "ends": self._ends}
+
+    def contents(self) -> dict[str, Any]:
+        """Return names, sizes and times of the files."""
+        return {"files": file_states(self.files)}
+
+
+def _map_file(path: str, size: int) -> MappedFile:
+    try:
+        mapped = MappedFile(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read any more: {error}") from None
+    if mapped.size != size:
+        raise DataError(f"{path}: {mapped.size} bytes now, {size} when training started: it must not change")
+    return mapped
+
+
+def _expand(path: str) -> list[tuple[str, int]]:
+    """Return the path and the size in bytes of each file that ``path`` stands for: a file, folder, glob or "stdlib"."""
+    if path == "stdlib":
+        return [(name, _size(name)) for name in _standard_library()]
+    if os.path.isdir(path):
+        files = [(name, _size(name)) for name in _below(path)]
+        if not files:
+            raise DataError(f"{path}: a folder without files")
+        return files
+    if os.path.lexists(path):
+        if not (size := _size(path)):
+            raise DataError(f"{path}: the file is empty")
+        return [(path, size)]
+    if not glob.has_magic(path):
+        raise DataError(f"{path}: does not exist; needed is a text file, a folder, a pattern such as *.txt, or stdlib")
+    matches = [name for name in sorted(glob.glob(path, recursive=True)) if os.path.isfile(name)]
+    if not matches:
+        raise DataError(f"{path}: the pattern matches no file")
+    return [(name, _size(name)) for name in matches]
+
+
+def _size(path: str) -> int:
+    """Return the size of a file in bytes; raise DataError if it is compressed, no regular file or cannot be read."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    try:
+        found = os.fstat(file)
+        start = os.read(file, 6) if stat.S_ISREG(found.st_mode) else b""
+    finally:
+        os.close(file)
+    if not stat.S_ISREG(found.st_mode):
+        raise DataError(f"{path}: not a regular file")
+    if program := next((name for first, name in COMPRESSED.items() if start.startswith(first)), ""):
+        raise DataError(f"{path}: compressed by {program}: unpack it, since text is read as it is stored")
+    return found.st_size
+
+
+def _below(folder: str) -> Iterator[str]:
+    """Yield the paths of all files below a folder, sorted, without hidden files and folders."""
+    with os.scandir(folder) as scanned:
+        entries = sorted((entry for entry in scanned if not entry.name.startswith(".")), key=lambda entry: entry.name)
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            yield from _below(entry.path)
+        elif entry.is_file():
+            yield entry.path
+
+
+def _standard_library() -> list[str]:
+    root = sysconfig.get_paths()["stdlib"]
+    found = {}
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in LEFT_OUT]
+        for name in files:
+            if name.endswith(".py"):
+                path = os.path.join(folder, name)
+                found[os.path.relpath(path, root)] = path
+    if not found:
+        raise DataError(f"stdlib: no .py files below {root}; give text files instead")
+    order = sorted(found, key=lambda name: hashlib.sha256(name.encode()).digest())
+    return [found[name] for name in order]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpizero import data
-from mpizero.data.blocks.block_shuffle import block_order
+from mpizero.data.cache import block_order
 from mpizero.errors import ConfigError, DataError
 from mpizero.testing import run_in_threads
 

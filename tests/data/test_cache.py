@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from mpizero import data
-from mpizero.data import files as files_module
-from mpizero.data import mapped
-from mpizero.data.blocks import cache as cache_module
+from mpizero.data import cache, files
+from mpizero.data import source as mapped
 from mpizero.errors import ConfigError, DataError, RemoteError, StateError
 from mpizero.testing import run_in_threads
 
@@ -19,7 +18,7 @@ RNG = np.random.default_rng(0)
 @pytest.fixture
 def compressed(tmp_path, monkeypatch):
     """A file of 100 samples in chunks of 8, and the chunks in which a rank reads it."""
-    monkeypatch.setattr(cache_module, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(cache, "BLOCK_BYTES", 100)
     values = RNG.normal(size=(100, 5)).astype("f4")
     with h5py.File(tmp_path / "d.h5", "w") as file:
         file.create_dataset("x", data=values, chunks=(8, 5), compression="gzip")
@@ -61,7 +60,7 @@ def test_a_copy_that_does_not_fit_is_left_out_and_told(compressed, ranks, capsys
 
 @pytest.mark.parametrize("own_disk", [True, False])
 def test_mapped_files_on_a_disk_of_the_node_are_not_copied(tmp_path, ranks, monkeypatch, capsys, own_disk):
-    monkeypatch.setattr(files_module, "on_own_disk", lambda path: own_disk)
+    monkeypatch.setattr(files, "on_own_disk", lambda path: own_disk)
     values = RNG.normal(size=(100, 5))
     with h5py.File(tmp_path / "d.h5", "w") as file:
         file["x"], file["y"] = values, np.arange(100)
@@ -77,11 +76,11 @@ def test_mapped_files_on_a_disk_of_the_node_are_not_copied(tmp_path, ranks, monk
 
 
 def test_the_page_cache_is_no_copy_of_what_does_not_fit_into_memory(compressed, monkeypatch):
-    monkeypatch.setattr(files_module, "on_own_disk", lambda path: True)
+    monkeypatch.setattr(files, "on_own_disk", lambda path: True)
     source = data.Hdf5Source(compressed[0], "y", "y")
     assert source.in_page_cache
     assert not data.Hdf5Source(compressed[0], "x", "y").in_page_cache  # chunks are not mapped
-    monkeypatch.setattr(files_module, "room_in_memory", lambda: 100)
+    monkeypatch.setattr(files, "room_in_memory", lambda: 100)
     assert not source.in_page_cache
 
 

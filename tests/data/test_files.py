@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mpizero import data
-from mpizero.data import files as files_module
-from mpizero.data import mapped
+from mpizero.data import files
+from mpizero.data import source as mapped
 from mpizero.errors import ConfigError, DataError
 from mpizero.train.config.config_file import ConfigDocument, parse_config
 from mpizero.train.config.model_and_data import build_source
@@ -35,7 +35,7 @@ def series(tmp_path):
 
 
 def test_files_of_a_pattern_are_one_source(series, monkeypatch):
-    monkeypatch.setattr(files_module, "OPEN_FILES", 2)
+    monkeypatch.setattr(files, "OPEN_FILES", 2)
     folder, whole = series
     order = RNG.permutation(23)
     for path in (f"{folder}/*.h5", [folder / "a.h5", folder / "b.h5", f"{folder}/c*.h5"]):

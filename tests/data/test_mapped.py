@@ -14,7 +14,7 @@ import pytest
 
 import mpizero as mz
 from mpizero import data
-from mpizero.data.mapped import MappedArray
+from mpizero.data.source import MappedArray
 from mpizero.errors import DataError
 
 VALUES = np.array([1.0, 2.0, 3.0, -1.5])

@@ -13,9 +13,9 @@ import pytest
 
 import mpizero as mz
 from mpizero import data
-from mpizero.data import deflated
-from mpizero.data import text as text_module
-from mpizero.data.mapped import MappedArray
+from mpizero.data import files as deflated
+from mpizero.data import source as text_module
+from mpizero.data.source import MappedArray
 from mpizero.errors import ConfigError, DataError
 from mpizero.testing import run_in_threads
 
@@ -317,7 +317,7 @@ def test_npy_files_of_different_length_are_named(tmp_path):
 def test_digits_are_scikit_learns(where, monkeypatch):
     load_digits = pytest.importorskip("sklearn.datasets").load_digits
     if where == "its function":
-        monkeypatch.setattr("mpizero.data.arrays.DIGITS", ("elsewhere",))
+        monkeypatch.setattr("mpizero.data.source.DIGITS", ("elsewhere",))
     source = data.digits()
     x, y = source.samples(range(len(source)))
     assert x.shape == (1797, 64)
@@ -339,7 +339,7 @@ def test_digits_do_not_wait_for_scikit_learn():
 def test_digits_without_scikit_learn_say_what_to_install(missing, monkeypatch):
     for module in missing:
         monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setattr("mpizero.data.arrays.DIGITS", ("elsewhere",))
+    monkeypatch.setattr("mpizero.data.source.DIGITS", ("elsewhere",))
     with pytest.raises(DataError, match="pip install scikit-learn"):
         data.digits()
 

@@ -205,7 +205,7 @@ def compared_samples(source: Source) -> dict[str, Any]:
 
     Not collective. They are up to 16 MiB of each array.
     """
-    from mpizero.data.arrays import ArraySource
+    from mpizero.data.source import ArraySource
 
     found = {}
     if isinstance(source, ArraySource):
@@ -221,7 +221,7 @@ def _same_data(comm: Communicator, data: Any, options: OptimizationOptions) -> t
     Collective; the first collective of ``optimize``. If the data are arrays, up to 16 MiB of evenly chosen samples of
     each are compared. If they are a data source, only the number of samples is, because reading may take long.
     """
-    from mpizero.data.arrays import ArraySource
+    from mpizero.data.source import ArraySource
 
     parts: list[Any] = []
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mpizero as mz
-from mpizero.data.online.stream import OnlineSource
+from mpizero.data.online import OnlineSource
 from mpizero.errors import ArgumentError, ConfigError, MpizeroError, StateError
 from mpizero.testing import run_in_threads
 from mpizero.train.config.config_file import ConfigDocument, config_of, parse_config
