@@ -5,25 +5,25 @@ from typing import TYPE_CHECKING
 from mpizero._util.names import lazy_names
 
 if TYPE_CHECKING:
-    from mpizero.checkpoint.best_link import mark_best as mark_best
-    from mpizero.checkpoint.best_link import marked_best as marked_best
+    from mpizero.checkpoint.asynchronous import PendingSave as PendingSave
+    from mpizero.checkpoint.asynchronous import SnapshotBuffer as SnapshotBuffer
+    from mpizero.checkpoint.asynchronous import begin as begin
     from mpizero.checkpoint.folders import RemovalFailure as RemovalFailure
     from mpizero.checkpoint.folders import StepFolder as StepFolder
+    from mpizero.checkpoint.folders import mark_best as mark_best
+    from mpizero.checkpoint.folders import marked_best as marked_best
     from mpizero.checkpoint.folders import newest as newest
     from mpizero.checkpoint.folders import prune as prune
     from mpizero.checkpoint.folders import sound as sound
     from mpizero.checkpoint.folders import step_folder as step_folder
     from mpizero.checkpoint.folders import step_of as step_of
     from mpizero.checkpoint.folders import survey as survey
-    from mpizero.checkpoint.format.table import LocalArray as LocalArray
-    from mpizero.checkpoint.full_check import verify as verify
-    from mpizero.checkpoint.image import from_bytes as from_bytes
-    from mpizero.checkpoint.image import to_bytes as to_bytes
-    from mpizero.checkpoint.pending import PendingSave as PendingSave
-    from mpizero.checkpoint.pending import begin as begin
+    from mpizero.checkpoint.format import LocalArray as LocalArray
     from mpizero.checkpoint.reader import Reader as Reader
     from mpizero.checkpoint.reader import open_checkpoint as open_checkpoint
-    from mpizero.checkpoint.snapshot import SnapshotBuffer as SnapshotBuffer
+    from mpizero.checkpoint.reader import verify as verify
+    from mpizero.checkpoint.writer import from_bytes as from_bytes
+    from mpizero.checkpoint.writer import to_bytes as to_bytes
     from mpizero.checkpoint.writer import write as write
     from mpizero.errors import CheckpointDamagedError as CheckpointDamagedError
     from mpizero.errors import CheckpointIOError as CheckpointIOError

@@ -1,23 +1,557 @@
-"""Save a checkpoint from all ranks; its folder appears only when the checkpoint is complete."""
+"""Plan a save: all ranks agree on names and shapes of arrays, and on who writes which elements, before they write.
+
+[Note: words] A *claim* lists the ranges of elements of one array that one rank writes (``format/table.py``). The
+*table* holds the shape and element type of every array. The *pieces* of an array are the ranges of its elements, with
+their values, that one rank writes.
+
+Implement the back end "mpio": all ranks open the HDF5 file together and write their values with parallel HDF5.
+
+Turn the temporary folder of a save into a checkpoint: rank 0 writes the manifest and renames the folder.
+
+Save a checkpoint from all ranks; its folder appears only when the checkpoint is complete.
+
+Convert a checkpoint to a byte string and back.
+
+The byte string is the HDF5 file, followed by the manifest.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple, Self
 
-from mpizero.checkpoint.backends import direct, mpio
-from mpizero.checkpoint.backends.direct import PieceSums
-from mpizero.checkpoint.failures import agreed
-from mpizero.checkpoint.format.alignment import ALIGNMENT
-from mpizero.checkpoint.format.table import LocalArray
-from mpizero.checkpoint.publish import TemporaryFolder, publish
-from mpizero.checkpoint.save_plan import SavePlan, make_plan
+import numpy as np
+
+from mpizero._util.faults import inject
+from mpizero._util.text import crc32
+from mpizero.checkpoint import folder as direct
+from mpizero.checkpoint.folder import (
+    CapturedError,
+    LockedFolder,
+    PieceSums,
+    agreed,
+    as_bytes,
+    checksums,
+    commit,
+    create_locked_folder,
+    discard,
+    fill_file,
+    on_root,
+    portable_error,
+    raise_first,
+    sync_range,
+    write_at,
+)
+from mpizero.checkpoint.format import (
+    ALIGNMENT,
+    MANIFEST_LIMIT,
+    MANIFEST_NAME,
+    STATE_NAME,
+    Claim,
+    LocalArray,
+    Manifest,
+    Skeleton,
+    StoredArray,
+    Table,
+    build,
+    canonical_json,
+    check_alignment,
+    check_array,
+    cut,
+    decode,
+    encode,
+    merge,
+    path_of,
+)
+from mpizero.checkpoint.reader import MemoryByteSource, Reader, check_structure, read_manifest, verify_checksums
+from mpizero.comm import as_communicator
 from mpizero.comm.communicator import Communicator
 from mpizero.comm.startup import communicator_of
-from mpizero.errors import ConfigError
+from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError
+from mpizero.layout.flat import hyperslabs
+from mpizero.types import Array
 
-_BACKENDS: Mapping[str, Callable[..., list[PieceSums]]] = {"direct": direct.store, "mpio": mpio.store}
+
+@dataclass(frozen=True)
+class SavePlan:
+    """Describe one save on which all ranks have agreed.
+
+    Attributes
+    ----------
+    target : str
+        Absolute path of the checkpoint.
+    local : list of LocalArray
+        The arrays of which this rank writes elements, with these elements as their pieces.
+    table : Table
+        Shape and element type of every array that any rank writes, by path.
+    attributes : dict
+        JSON values for the manifest.
+    offsets : dict
+        Offset in bytes of each array in the state file, by path.
+    skeleton : Skeleton or None
+        The state file without the values of arrays, on rank 0; None on other ranks.
+    opened : str or None
+        Path of the state file, if rank 0 has opened it before the ranks agreed; else None.
+    """
+
+    target: str
+    local: list[LocalArray]
+    table: Table
+    attributes: Mapping[str, Any]
+    offsets: Mapping[str, int]
+    skeleton: Skeleton | None
+    opened: str | None = None
+
+    @property
+    def prefix(self) -> str:
+        """The text with which all error messages about this save begin."""
+        return _prefix(self.target)
+
+
+@dataclass
+class KnownLayout:
+    """Keep the file layout of the last save, so that the next save of the same arrays needs fewer messages.
+
+    ``claims`` lists the ranges of elements that this rank wrote. ``number`` is a checksum of the claims of all ranks.
+    ``place`` is (rank, number of ranks). The layout can be used again if every rank has the same place and claims as in
+    the last save, and all ranks have the same ``number``.
+    """
+
+    claims: list[Claim] | None = None
+    number: int = 0
+    place: tuple[int, int] = (0, 0)
+    alignment: int = ALIGNMENT
+    table: Table = field(default_factory=dict)
+    offsets: Mapping[str, int] = field(default_factory=dict)
+    skeleton: Skeleton | None = None
+
+
+class RepeatedSave(NamedTuple):
+    """Hold the file layout of the last save on this rank, and a function that starts another save of the same arrays.
+
+    Attributes
+    ----------
+    layout : KnownLayout
+        The layout of the last save. Every save updates it.
+    start : function
+        Called, before the ranks agree, with the target ("" on ranks other than 0) and the arrays of this rank. On rank
+        0 it makes the state file and returns its path; on other ranks it returns "".
+    """
+
+    layout: KnownLayout
+    start: Callable[[str, list[LocalArray]], str]
+
+
+def _prefix(target: str) -> str:
+    return f"checkpoint {target} was not written"
+
+
+def make_plan(
+    comm: Communicator,
+    folder: str | os.PathLike[str],
+    arrays: Sequence[LocalArray],
+    attributes: Mapping[str, Any],
+    alignment: int = ALIGNMENT,
+    again: RepeatedSave | None = None,
+) -> SavePlan:
+    """Agree with all ranks on the arrays to be written, lay out the state file on rank 0, and return the plan.
+
+    Collective over ``comm``; all ranks raise the same error or none. If every rank saves the same arrays as in its last
+    save, whose layout is ``again.layout``, that layout is used, and the ranks exchange messages only once. Otherwise
+    ``again.layout`` is replaced by the new layout.
+    """
+    path = path_of(folder)  # every rank raises if this is not a path
+    where = os.path.realpath(path) if comm.rank == 0 else ""
+    known = KnownLayout() if again is None else again.layout
+    same = again if known.alignment == alignment else None
+    target, local, table, attributes, number, opened = agree_on_arrays(comm, arrays, attributes, _prefix, where, same)
+    if table is not known.table:
+        skeleton: Skeleton | None = None
+
+        def lay_out() -> dict[str, int]:
+            nonlocal skeleton
+            skeleton = build(table, alignment)
+            return skeleton.offsets
+
+        known.offsets = on_root(comm, _prefix(target), lay_out, lambda: check_alignment(alignment))
+        known.claims, known.number, known.alignment = list(map(Claim.of, local)), number, alignment
+        known.place = comm.rank, comm.size
+        known.table, known.skeleton = table, skeleton
+    return SavePlan(target, local, table, attributes, known.offsets, known.skeleton, opened)
+
+
+class _SaveRequest(NamedTuple):
+    """Describe what one rank saves; it is part of the message that all ranks exchange.
+
+    ``claims`` lists the ranges of elements that the rank writes; it is None if they are the same as in the rank's last
+    save. ``number`` is the checksum of the claims of all ranks in that last save. ``attributes`` is the CRC32 of the
+    attributes.
+    """
+
+    claims: list[Claim] | None
+    number: int
+    attributes: int
+
+
+class Agreement(NamedTuple):
+    """Hold the result of :func:`agree_on_arrays`.
+
+    Attributes
+    ----------
+    where : str
+        The argument ``where`` of rank 0: the path of the checkpoint.
+    local : list of LocalArray
+        The arrays of this rank after checking, with normalized shapes and types.
+    table : Table
+        Shape and element type of every array that any rank writes, by path.
+    attributes : dict
+        A copy of the argument ``attributes``.
+    number : int
+        Checksum of the ranges of elements that all ranks write, as in :class:`KnownLayout`.
+    opened : str or None
+        Path of the state file, if rank 0 has opened it before the ranks agreed; else None.
+    """
+
+    where: str
+    local: list[LocalArray]
+    table: Table
+    attributes: Mapping[str, Any]
+    number: int
+    opened: str | None
+
+
+class _Checked(NamedTuple):
+    """Hold the checked arrays of a rank, the claims made from them, and the attributes as JSON text."""
+
+    local: list[LocalArray]
+    claims: list[Claim]
+    attributes: str
+
+
+def _check(arrays: Sequence[LocalArray], attributes: object) -> _Checked:
+    local = [check_array(array) for array in arrays]
+    if not isinstance(attributes, dict):
+        raise CheckpointError(f"attributes must be a dict, got {type(attributes).__name__}")
+    return _Checked(local, [Claim.of(array) for array in local], canonical_json(attributes, "attributes"))
+
+
+def agree_on_arrays(
+    comm: Communicator,
+    arrays: Sequence[LocalArray],
+    attributes: Mapping[str, Any],
+    prefix: Callable[[str], str],
+    where: str = "",
+    again: RepeatedSave | None = None,
+) -> Agreement:
+    """Check the arrays that this rank saves, and agree with all ranks on one table of arrays.
+
+    Collective over ``comm``. The ranks exchange messages once, or twice if some, but not all, of the ranks save the
+    same arrays as in their last save. A rank that saves the same arrays as in its last save calls ``again.start``
+    before the first exchange. If all ranks do so, the result has the table of the last save. All ranks raise the same
+    error or none, including errors of ``again.start``. The message begins with ``prefix(where)`` of rank 0. Parent
+    folders that rank 0 has made remain, even if the save fails.
+    """
+    known = KnownLayout() if again is None else again.layout
+    checked, request, opened = _Checked([], [], ""), None, None
+    with CapturedError() as own:
+        checked = _check(arrays, attributes)
+        as_before = known.claims == checked.claims and known.place == (comm.rank, comm.size)
+        request = _SaveRequest(None if as_before else checked.claims, known.number, crc32(checked.attributes.encode()))
+        if as_before and again is not None:
+            opened = again.start(where, checked.local)
+    gathered = comm.allgather_object((where, own.portable, request, opened), tag="checkpoint")
+    target = gathered[0][0]
+    raise_first([error for _, error, _, _ in gathered], prefix(target), own.error)
+    requests = [request for _, _, request, _ in gathered]
+    differing = [rank for rank, request in enumerate(requests) if request.attributes != requests[0].attributes]
+    if differing:
+        raise CheckpointError(f"{prefix(target)}: attributes of rank {differing[0]} differ from those of rank 0")
+    copied = json.loads(checked.attributes)
+    if all(request.claims is None for request in requests) and len({request.number for request in requests}) == 1:
+        return Agreement(target, checked.local, known.table, copied, known.number, gathered[0][3])
+    claims = [request.claims for request in requests]
+    if None in claims:
+        claims = comm.allgather_object(checked.claims, "checkpoint")
+    with agreed(comm, prefix(target)):
+        table = merge(claims)
+    return Agreement(target, checked.local, table, copied, crc32(repr(claims).encode()), None)
+
+
+#: The largest number of bytes in one HDF5 write: MPI-IO counts in 32 bits.
+WRITE_LIMIT = 256 * 1024 * 1024
+
+
+def check_available(comm: Communicator) -> None:
+    """Raise :class:`ConfigError` unless h5py was built with MPI and ``comm`` is an MPI communicator. Not collective."""
+    import h5py
+
+    if not h5py.get_config().mpi:
+        raise ConfigError('backend="mpio" needs an h5py built with MPI, and this one is not: use backend="direct"')
+    if getattr(comm, "mpi", None) is None:
+        raise ConfigError(f'backend="mpio" needs an MPI communicator, got {comm!r}: use backend="direct"')
+
+
+def store_collectively(
+    comm: Communicator, file: str, arrays: Sequence[LocalArray], offsets: Mapping[str, int], prefix: str
+) -> list[PieceSums]:
+    """Write every rank's pieces of arrays into ``file`` by independent HDF5 writes; return this rank's checksums.
+
+    ``offsets`` holds the first byte of each array in the file. Collective over ``comm``: all ranks succeed, or all
+    raise the same error, whose message begins with ``prefix``. The file is opened on a communicator made by ``split``,
+    and the writes are independent, because collective writes on Cartesian communicators lose data in Open MPI 4.1.4.
+    All bytes are read back and compared with the checksums computed from memory, because an MPI library may report
+    success although it has lost a write.
+    """
+    import h5py
+
+    with agreed(comm, prefix):
+        check_available(comm)
+        sums = checksums(arrays)
+        os.close(os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))  # opening below fails on all ranks or none
+    with comm.split(0, name=f"{comm.name}/checkpoint") as own:
+        failure: Exception | None = None
+        mpi = getattr(own, "mpi", None)
+        handle = own.run("hdf5 open", lambda: h5py.File(file, "r+", driver="mpio", comm=mpi), tag=file)
+        try:
+            with comm.trace.transfer(f"writing {file}") as advance:
+                for array in arrays:
+                    _write(handle, array, advance)
+        except Exception as error:  # the others wait in close()
+            failure = error
+        try:
+            own.run("hdf5 close", handle.close, tag=file)  # a write that fails in it leaves the ranks waiting
+        except Exception as error:
+            failure = failure or error
+    with agreed(comm, prefix):
+        if failure is not None:
+            reason = " ".join(str(failure).split())
+            raise OSError(getattr(failure, "errno", None) or 5, reason, file) from failure
+        _write_halves(file, arrays, offsets)
+        with comm.trace.transfer(f"comparing {file}") as advance:
+            _sync_and_compare(file, sums, offsets, advance)
+    return sums
+
+
+def _elements(array: LocalArray) -> Iterator[tuple[int, Array]]:
+    """Yield first index and values of each piece in whole elements, without what it has of an element shared by ranks.
+
+    That is the imaginary part at its start, or the real part at its end, of a complex number.
+    """
+    for first, values in array.pieces:
+        if values.dtype == array.dtype:
+            yield first, values
+        else:
+            odd = first % 2
+            yield (first + odd) // 2, values[odd : odd + (values.size - odd) // 2 * 2].view(array.dtype)
+
+
+def _write_halves(file: str, arrays: Sequence[LocalArray], offsets: Mapping[str, int]) -> None:
+    """Write what :func:`_elements` leaves out. HDF5 would read and write the whole element, which another rank shares.
+
+    Not collective. It is a few bytes for each piece.
+    """
+    handle = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        for array in arrays:
+            for first, values in array.pieces:
+                if values.dtype == array.dtype or not values.size:
+                    continue
+                ends = ([0] if first % 2 else []) + ([values.size - 1] if (first + values.size) % 2 else [])
+                for at in ends:
+                    begin = offsets[array.path] + (first + at) * values.itemsize
+                    write_at(handle, as_bytes(values[at : at + 1]), begin, f"{file}: array {array.path!r}")
+    finally:
+        os.close(handle)
+
+
+def _write(handle: Any, array: LocalArray, advance: Callable[[int], object]) -> None:
+    dataset = None
+    step = max(1, WRITE_LIMIT // array.dtype.itemsize)
+    for first, values in _elements(array):
+        for begin in range(0, values.size, step):
+            inject("save.write")
+            part = values[begin : begin + step]
+            dataset = handle[array.path] if dataset is None else dataset
+            done = 0
+            for block in hyperslabs(array.shape, first + begin, first + begin + part.size):
+                sizes = tuple(axis.stop - axis.start for axis in block)
+                dataset[block] = part[done : done + prod(sizes)].reshape(sizes)
+                done += prod(sizes)
+            advance(part.nbytes)
+
+
+def _sync_and_compare(
+    file: str, sums: Sequence[PieceSums], offsets: Mapping[str, int], advance: Callable[[int], object]
+) -> None:
+    handle = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        inject("save.sync", handle)
+        for piece in sums:
+            sync_range(handle, offsets[piece.path] + piece.start, piece.stop - piece.start, advance)
+        os.fsync(handle)
+        for piece in sums:
+            for (start, stop), crc in zip(cut(piece.start, piece.stop), piece.checksums, strict=True):
+                if crc32(os.pread(handle, stop - start, offsets[piece.path] + start)) != crc:
+                    raise CheckpointError(
+                        f"{file}: array {piece.path!r}, bytes {start} to {stop - 1}: MPI-IO wrote something else"
+                    )
+                advance(stop - start)
+    finally:
+        os.close(handle)
+
+
+class TemporaryFolder:
+    """Make the temporary folder of one save, on rank 0, and remove it on exit unless it has become the checkpoint.
+
+    This is a context manager. Leaving its ``with`` block is not collective.
+
+    Parameters
+    ----------
+    comm : Communicator
+        The ranks that save.
+    replace : bool
+        Whether the save may replace an undamaged checkpoint. A damaged one may always be replaced.
+
+    Attributes
+    ----------
+    state : str
+        Path of the state file in the temporary folder; "" before :meth:`agree`.
+    folder : LockedFolder or None
+        The temporary folder, on rank 0 from :meth:`open` to :meth:`close`; otherwise None.
+    """
+
+    def __init__(self, comm: Communicator, replace: bool) -> None:
+        self._comm, self._replace, self._process = comm, replace, os.getpid()
+        self.state = ""
+        self.folder: LockedFolder | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def open(self, target: str, skeleton: Skeleton | None) -> str:
+        """Make the temporary folder, and in it the state file without values of arrays; return the path of that file.
+
+        Not collective: rank 0 only.
+        """
+        self.close()
+        if skeleton is None:
+            raise CheckpointError("rank 0 has no layout")
+        self.folder = create_locked_folder(target, self.may_replace(target))
+        fill_file(self.folder.state, skeleton)
+        return self.folder.state
+
+    def may_replace(self, target: str) -> bool:
+        """Tell whether the save may replace ``target``: if ``replace`` was True, or ``target`` is a damaged checkpoint.
+
+        Not collective.
+
+        Raises
+        ------
+        CheckpointError
+            If the checkpoint cannot be opened, and no checksum or size proves that it is damaged.
+        """
+        if not os.path.isdir(target) or not (names := set(os.listdir(target))) or names - {MANIFEST_NAME, STATE_NAME}:
+            return self._replace  # nothing is there, or what is never replaced
+        try:
+            if self._replace:
+                read_manifest(target)
+            else:
+                with self._comm.trace.transfer(f"checking {target}") as advance:
+                    verify_checksums(target, advance)
+        except CheckpointDamagedError:
+            return True
+        except (CheckpointError, OSError) as error:
+            raise CheckpointError(
+                f"exists already, and cannot be opened ({portable_error(error).message}): it may be whole, so it is "
+                "not replaced; choose another name"
+            ) from None
+        return self._replace
+
+    def agree(self, plan: SavePlan, before: Callable[[], object] | None = None) -> None:
+        """Make the temporary folder on rank 0, and set :attr:`state`, the path of the state file, on all ranks.
+
+        If ``plan.opened`` is a path, rank 0 has made the folder already, and only :attr:`state` is set. Otherwise each
+        rank first calls ``before``. Collective over the ranks that save.
+        """
+        if plan.opened is None:
+            self.state = on_root(self._comm, plan.prefix, lambda: self.open(plan.target, plan.skeleton), before)
+        else:
+            self.state = plan.opened
+
+    def close(self) -> None:
+        """Remove the temporary folder if it is still there; a second call does nothing. Not collective."""
+        folder, self.folder = self.folder, None
+        if folder is not None and os.getpid() == self._process:  # a forked child leaves it alone
+            discard(folder)
+
+
+def publish(comm: Communicator, plan: SavePlan, temporary: TemporaryFolder, sums: Sequence[PieceSums]) -> None:
+    """Wait until all ranks have written their values, write the manifest, and rename the temporary folder.
+
+    Collective over ``comm``; all ranks raise the same error or none. ``sums`` holds the checksums of the pieces that
+    this rank has written.
+    """
+    gathered = comm.allgather_object(sums, tag="checkpoint checksums")
+
+    def finish() -> None:
+        if temporary.folder is None or plan.skeleton is None:
+            return
+        state = os.open(temporary.state, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            structure = _structure(state, temporary.state, plan.skeleton)
+            manifest = describe(plan.table, plan.skeleton, structure, gathered, plan.attributes)
+            if temporary.folder.replace and os.path.lexists(plan.target) and not temporary.may_replace(plan.target):
+                raise CheckpointError("a sound checkpoint has taken the place of the damaged one: choose another name")
+            commit(temporary.folder, encode(manifest), state)
+        finally:
+            os.close(state)
+
+    on_root(comm, plan.prefix, finish)
+
+
+def _structure(handle: int, state: str, skeleton: Skeleton) -> int:
+    """Return the CRC32 of the HDF5 structure (all bytes outside the arrays) in the state file.
+
+    ``handle`` is the open file, and ``state`` its path. Raises :class:`CheckpointError` if the structure differs from
+    the skeleton, because writing the values has changed it.
+    """
+    crc = 0
+    if (found := os.fstat(handle).st_size) != skeleton.nbytes:
+        raise CheckpointError(f"{state}: has {found} bytes instead of {skeleton.nbytes}")
+    for offset, data in skeleton.structure:
+        if os.pread(handle, len(data), offset) != data:
+            raise CheckpointError(f"{state}: bytes at offset {offset} are not those laid out")
+        crc = crc32(data, crc)
+    return crc
+
+
+def describe(
+    table: Table,
+    skeleton: Skeleton,
+    structure: int,
+    gathered: Sequence[Sequence[PieceSums]],
+    attributes: Mapping[str, Any],
+) -> Manifest:
+    """Build the manifest from shapes and types of arrays and the checksums gathered from all ranks. Not collective.
+
+    ``structure`` is the CRC32 of the state file outside the arrays.
+    """
+    checksums = direct.join_parts(table, gathered)
+    stored = {
+        path: StoredArray(shape, dtype, skeleton.offsets[path], checksums[path])
+        for path, (shape, dtype) in table.items()
+    }
+    return Manifest(dict(attributes), stored, skeleton.nbytes, structure)
+
+
+_BACKENDS: Mapping[str, Callable[..., list[PieceSums]]] = {"direct": direct.store_directly, "mpio": store_collectively}
 
 
 def write(
@@ -96,4 +630,95 @@ def check_backend(comm: Communicator, backend: str) -> None:
     if backend not in _BACKENDS:
         raise ConfigError(f"backend must be one of {sorted(_BACKENDS)}, got {backend!r}")
     if backend == "mpio":
-        mpio.check_available(comm)
+        check_available(comm)
+
+
+#: Last bytes of the byte string. The eight bytes before them are the manifest's length in bytes (little-endian).
+MAGIC = b"mpizero1"
+
+
+def to_bytes(arrays: Sequence[LocalArray], attributes: Mapping[str, Any], comm: object = None) -> bytes:
+    """Return a checkpoint of arrays and attributes as bytes, on every rank; equal values give equal bytes.
+
+    Collective over ``comm``; the arguments have the same meaning as for :func:`~mpizero.checkpoint.writer.write`. The
+    result starts with the HDF5 file, so h5py can open ``io.BytesIO(result)``. This is meant for small models, because
+    every rank holds all bytes.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpizero import checkpoint
+    >>> weight = np.arange(6.0).reshape(2, 3)
+    >>> whole = checkpoint.LocalArray("parameters/weight", (2, 3), weight.dtype, ((0, weight.reshape(-1)),))
+    >>> data = checkpoint.to_bytes([whole], {"step": 3}, comm="self")
+    >>> data[1:4], data == checkpoint.to_bytes([whole], {"step": 3}, comm="self")
+    (b'HDF', True)
+    """
+    with communicator_of(comm) as world:
+        return _to_bytes(world, arrays, attributes)
+
+
+def _to_bytes(world: Communicator, arrays: Sequence[LocalArray], attributes: Mapping[str, Any]) -> bytes:
+    prefix = "the model was not serialized"
+    agreement = agree_on_arrays(world, arrays, attributes, lambda _: prefix)
+    local, table = agreement.local, agreement.table
+    skeleton = on_root(world, prefix, lambda: build(table))
+    with agreed(world, prefix):
+        image = np.zeros(skeleton.nbytes, np.uint8)
+    for offset, data in skeleton.structure:
+        image[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+    gathered = world.allgather_object(checksums(local), tag="checkpoint checksums")
+    values = {(a.path, start * v.itemsize): as_bytes(v) for a in local for start, v in a.pieces}
+    for rank, listed in enumerate(gathered):
+        for piece in listed:
+            begin = skeleton.offsets[piece.path]
+            target = image[begin + piece.start : begin + piece.stop]
+            if rank == world.rank:
+                target[:] = np.frombuffer(values[piece.path, piece.start], np.uint8)
+            world.broadcast(target, root=rank, tag=piece.path)
+    structure = 0
+    for _, data in skeleton.structure:
+        structure = crc32(data, structure)
+    manifest = encode(describe(table, skeleton, structure, gathered, attributes))
+    return b"".join((image.data, manifest, len(manifest).to_bytes(8, "little"), MAGIC))
+
+
+def from_bytes(data: bytes | bytearray | memoryview) -> Reader:
+    """Open the bytes that :func:`to_bytes` returned as a checkpoint, from which each rank can read by itself.
+
+    Not collective.
+
+    Raises
+    ------
+    CheckpointError
+        If the bytes are damaged, crafted, or not a checkpoint.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpizero import checkpoint
+    >>> weight = np.arange(6.0).reshape(2, 3)
+    >>> whole = checkpoint.LocalArray("parameters/weight", (2, 3), weight.dtype, ((0, weight.reshape(-1)),))
+    >>> data = checkpoint.to_bytes([whole], {"step": 3}, comm="self")
+    >>> with checkpoint.from_bytes(data) as reader:
+    ...     print(reader.attributes, reader.read_whole("parameters/weight")[0])
+    {'step': 3} [0. 1. 2.]
+    """
+    name = "of serialized bytes"
+    view = memoryview(data).cast("B")
+    tail = len(MAGIC) + 8
+    if len(view) < tail or view[-len(MAGIC) :] != MAGIC:
+        raise CheckpointError(f"{len(view)} bytes that do not end like a serialized model: truncated or foreign")
+    length = int.from_bytes(view[-tail : -len(MAGIC)], "little")
+    if length > min(MANIFEST_LIMIT, len(view) - tail):
+        raise CheckpointError(f"serialized model: a manifest of {length} bytes does not fit {len(view)} bytes")
+    start = len(view) - tail - length
+    try:
+        manifest = decode(bytes(view[start : start + length]))
+    except CheckpointError as error:
+        raise type(error)(f"serialized model: manifest: {error}") from None
+    if manifest.state_bytes != start:
+        raise CheckpointError(f"serialized model: {start} bytes of state instead of {manifest.state_bytes}")
+    source = MemoryByteSource(view[:start])
+    check_structure(source, manifest, "serialized model")
+    return Reader(as_communicator("self"), manifest, source, name)

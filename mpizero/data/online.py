@@ -42,8 +42,8 @@ import numpy as np
 
 from mpizero._util.checks import native, number, require, unmasked_samples, whole
 from mpizero._util.names import explains
-from mpizero.checkpoint.format.regular_files import read_regular
-from mpizero.checkpoint.tools.npz import read_arrays
+from mpizero.checkpoint.format import read_regular
+from mpizero.checkpoint.npz import read_arrays
 from mpizero.comm import Communicator, Request, as_communicator
 from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.data.source import check_samples

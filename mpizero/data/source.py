@@ -947,7 +947,7 @@ def _as_array(values: ArrayLike, name: str) -> Array:
 
 def _map(path: str) -> MappedArray:
     """Return the array of a ``.npy`` file, mapped into memory; raise DataError if it is no file of numbers."""
-    from mpizero.checkpoint.tools.npz import UNSOUND, read_header  # with h5py's packages
+    from mpizero.checkpoint.npz import UNSOUND, read_header  # with h5py's packages
 
     if not os.path.isfile(path):
         raise DataError(f"{path}: {'not a regular file' if os.path.lexists(path) else 'does not exist'}")

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from mpizero._util.checks import Check, Unexpected, flag, positive, whole
 from mpizero._util.text import Measurement, printable
-from mpizero.checkpoint.format.strict_json import parse
+from mpizero.checkpoint.format import parse
 from mpizero.errors import DataError
 
 #: The name of the file format, and the only version of it so far.

@@ -15,7 +15,7 @@ import numpy as np
 from mpizero import checkpoint, nn
 from mpizero._util.checks import number, whole
 from mpizero._util.text import printable
-from mpizero.checkpoint.tools.lookup import find_checkpoint
+from mpizero.checkpoint.inspect import find_checkpoint
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import CheckpointError

@@ -17,8 +17,7 @@ import numpy as np
 
 from mpizero import checkpoint, nn
 from mpizero._util.text import joined
-from mpizero.checkpoint.format.strict_json import is_count
-from mpizero.checkpoint.format.table import ARRAY_LIMIT
+from mpizero.checkpoint.format import ARRAY_LIMIT, is_count
 from mpizero.comm.startup import available_memory
 from mpizero.errors import ConfigError, DataError
 from mpizero.parallel import BadStep, DDPModel, Replay, ShardingConfig, read_bad_step, replay_bad_step

@@ -18,7 +18,7 @@ import numpy as np
 
 from mpizero import checkpoint
 from mpizero.checkpoint import LocalArray, SnapshotBuffer
-from mpizero.checkpoint.save_plan import RepeatedSave, make_plan
+from mpizero.checkpoint.writer import RepeatedSave, make_plan
 from mpizero.comm import as_communicator
 from mpizero.guard.watchdog import Watchdog
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpizero._util.text import crc32, crc32_combine
-from mpizero.checkpoint.format.checksum import BLOCK, block_count, crc32_shifted, cut, judge
+from mpizero.checkpoint.format import BLOCK, block_count, crc32_shifted, cut, judge
 
 
 @given(st.binary(max_size=300), st.integers(0, 2**32 - 1))

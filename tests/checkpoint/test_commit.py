@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from mpizero import checkpoint
-from mpizero.checkpoint import CheckpointIOError, atomic_folder
-from mpizero.checkpoint.tools.export import export
+from mpizero.checkpoint import CheckpointIOError
+from mpizero.checkpoint import folder as atomic_folder
+from mpizero.checkpoint.convert import export
 from mpizero.errors import CheckpointError, ExitStatus, PeerFailure
 from mpizero.testing import run_in_threads
 from tests.checkpoint.sealed import seal
@@ -143,10 +144,10 @@ def test_a_failure_on_one_rank_is_the_same_error_on_all_and_leaves_nothing(state
 
 
 def test_a_bug_keeps_its_own_error_on_its_rank(small, tmp_path, monkeypatch):
-    from mpizero.checkpoint.backends import direct
+    from mpizero.checkpoint import folder as atomic_folder
     from mpizero.errors import RemoteError
 
-    original = direct.cut
+    original = atomic_folder.cut
 
     def failing(start, stop):
         if threading.current_thread().name == "rank 1":
@@ -158,7 +159,7 @@ def test_a_bug_keeps_its_own_error_on_its_rank(small, tmp_path, monkeypatch):
             small.save(tmp_path / "c", comm)
         return type(caught.value)
 
-    monkeypatch.setattr(direct, "cut", failing)
+    monkeypatch.setattr(atomic_folder, "cut", failing)
     assert run_in_threads(3, save) == [RemoteError, ZeroDivisionError, RemoteError]
     assert os.listdir(tmp_path) == []
 
@@ -227,7 +228,7 @@ def test_more_than_the_free_space_is_refused_before_writing(small, tmp_path, mon
 
 
 KILL = """
-from mpizero.checkpoint import atomic_folder
+from mpizero.checkpoint import folder as atomic_folder
 from mpizero.comm import as_communicator
 points = [(os, n) for n in ("mkdir", "open", "pwrite", "posix_fallocate", "fsync", "rename", "unlink", "rmdir")]
 points.append((atomic_folder, "_exchange"))

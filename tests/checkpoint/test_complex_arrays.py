@@ -5,12 +5,9 @@ import numpy as np
 import pytest
 
 from mpizero import checkpoint
-from mpizero.checkpoint.backends import mpio
-from mpizero.checkpoint.tools.difference import compare
-from mpizero.checkpoint.tools.export import export
-from mpizero.checkpoint.tools.importing import ImportRules, write_imported
-from mpizero.checkpoint.tools.statistics import statistics
-from mpizero.checkpoint.tools.tensorfile import TensorFile
+from mpizero.checkpoint import writer
+from mpizero.checkpoint.convert import ImportRules, TensorFile, export, write_imported
+from mpizero.checkpoint.inspect import compare, statistics
 from mpizero.errors import CheckpointError, ConfigError
 from mpizero.testing import run_in_threads
 
@@ -109,11 +106,11 @@ def test_parallel_hdf5_writes_whole_numbers_and_system_calls_the_halves(tmp_path
     saved(tmp_path / "c")
     numbers, file = np.arange(20.0, 29.0), tmp_path / "c" / "state.h5"
     array = checkpoint.LocalArray("parameters/w", (3, 5), np.dtype("c16"), ((3, numbers),))
-    ((first, values),) = mpio._elements(array)
+    ((first, values),) = writer._elements(array)
     assert (first, values.tolist()) == (2, [21 + 22j, 23 + 24j, 25 + 26j, 27 + 28j])
     with h5py.File(file) as opened:
         offset = opened["parameters/w"].id.get_offset()
-    mpio._write_halves(file, [array], {"parameters/w": offset})
+    writer._write_halves(file, [array], {"parameters/w": offset})
     with h5py.File(file) as opened:
         found = opened["parameters/w"][()].reshape(-1).view(np.float64)
     expected = VALUES["parameters/w"].reshape(-1).view(np.float64).copy()

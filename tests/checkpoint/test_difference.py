@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 
 from mpizero import checkpoint
-from mpizero.checkpoint.format.checksum import BLOCK
-from mpizero.checkpoint.tools.difference import compare
-from mpizero.checkpoint.tools.listing import listing
-from mpizero.checkpoint.tools.statistics import statistics
+from mpizero.checkpoint.format import BLOCK
+from mpizero.checkpoint.inspect import compare, listing, statistics
 from mpizero.errors import CheckpointError, ConfigError
 from tests.traced import traced_peak
 

@@ -14,10 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpizero import checkpoint
-from mpizero.checkpoint.format.checksum import BLOCK
-from mpizero.checkpoint.tools.elements import convert, element_types
-from mpizero.checkpoint.tools.export import FORMATS, export
-from mpizero.checkpoint.tools.tensorfile import TensorFile
+from mpizero.checkpoint.convert import FORMATS, TensorFile, export
+from mpizero.checkpoint.format import BLOCK
+from mpizero.checkpoint.inspect import convert, element_types
 from mpizero.errors import CheckpointError, ConfigError
 from tests.traced import traced_peak
 
@@ -224,9 +223,9 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(opened_small, tmp_path, kind
     if kind == "safetensors":
         pytest.importorskip("safetensors")
     before = sorted(os.listdir(tmp_path))
-    monkeypatch.setattr("mpizero.checkpoint.atomic_folder.os.pwrite", _full)
-    monkeypatch.setattr("mpizero.checkpoint.tools.npz.as_bytes", _full)
-    monkeypatch.setattr("mpizero.checkpoint.tools.tensorfile.as_bytes", _full)
+    monkeypatch.setattr("mpizero.checkpoint.folder.os.pwrite", _full)
+    monkeypatch.setattr("mpizero.checkpoint.npz.as_bytes", _full)
+    monkeypatch.setattr("mpizero.checkpoint.convert.as_bytes", _full)
     with pytest.raises(OSError, match="No space left on device"):
         export(opened_small, tmp_path / "out", kind)
     assert sorted(os.listdir(tmp_path)) == before

@@ -24,8 +24,7 @@ import pytest
 
 from mpizero import checkpoint, errors
 from mpizero._util.text import crc32
-from mpizero.checkpoint.format.manifest import Manifest, StoredArray
-from mpizero.checkpoint.format.table import ARRAY_LIMIT
+from mpizero.checkpoint.format import ARRAY_LIMIT, Manifest, StoredArray
 from mpizero.errors import CheckpointError
 from tests.checkpoint.sealed import seal
 
@@ -319,7 +318,7 @@ def test_looking_at_many_arrays_takes_time_in_proportion_to_their_number(small, 
     """What has to be known of all arrays is found out once for all, and not again for each of them."""
     from argparse import Namespace
 
-    from mpizero.checkpoint.tools import compare
+    from mpizero.checkpoint.inspect import compare
     from mpizero.train.checkpoints.report import describe
 
     seal(folder, lambda b: many(b, 200, "parameters/e.{}"))

@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 
 from mpizero import checkpoint
-from mpizero.checkpoint.tools.elements import element_types
-from mpizero.checkpoint.tools.export import export
-from mpizero.checkpoint.tools.importing import ImportRules, write_imported
-from mpizero.checkpoint.tools.tensorfile import TensorFile
+from mpizero.checkpoint.convert import ImportRules, TensorFile, export, write_imported
+from mpizero.checkpoint.inspect import element_types
 from mpizero.errors import CheckpointError, ConfigError
 
 numpy = pytest.importorskip("safetensors.numpy")

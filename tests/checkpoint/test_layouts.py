@@ -11,7 +11,7 @@ import pytest
 
 from mpizero import checkpoint
 from mpizero.checkpoint import LocalArray
-from mpizero.checkpoint.byte_source import FileByteSource, MemoryByteSource
+from mpizero.checkpoint.reader import FileByteSource, MemoryByteSource
 from mpizero.errors import CheckpointError
 from mpizero.testing import run_in_threads
 

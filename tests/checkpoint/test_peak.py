@@ -11,7 +11,7 @@ import pytest
 
 from mpizero import checkpoint
 from mpizero.checkpoint import LocalArray
-from mpizero.checkpoint.format.checksum import BLOCK
+from mpizero.checkpoint.format import BLOCK
 from tests.traced import traced_peak
 
 pytestmark = pytest.mark.mpi

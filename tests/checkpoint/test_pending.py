@@ -14,7 +14,7 @@ import pytest
 
 from mpizero import checkpoint
 from mpizero.checkpoint import CheckpointIOError, LocalArray, SnapshotBuffer
-from mpizero.checkpoint.backends import direct
+from mpizero.checkpoint import folder as direct
 from mpizero.errors import CheckpointError, RemoteError
 from mpizero.testing import run_in_threads
 
@@ -357,7 +357,7 @@ def test_no_rank_writes_before_all_have_copied(state, tmp_path, monkeypatch, ran
         return write(*arguments)
 
     monkeypatch.setattr(SnapshotBuffer, "copy", copying)
-    monkeypatch.setattr("mpizero.checkpoint.pending.write_pieces", writing)
+    monkeypatch.setattr("mpizero.checkpoint.asynchronous.write_pieces", writing)
     run_in_threads(ranks, lambda comm: begin(state, tmp_path / "c", comm).commit())
     assert early == [0] * ranks
 
@@ -388,7 +388,7 @@ def test_the_writing_thread_stands_back_and_no_other_does(small, tmp_path, monke
         seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         return write(*arguments)
 
-    monkeypatch.setattr("mpizero.checkpoint.pending.write_pieces", writing)
+    monkeypatch.setattr("mpizero.checkpoint.asynchronous.write_pieces", writing)
     before = os.getpriority(os.PRIO_PROCESS, 0)
     begin(small, tmp_path / "c").commit()
     assert seen[0] > before

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from mpizero import checkpoint
-from mpizero.checkpoint.tools.difference import compare
-from mpizero.checkpoint.tools.export import export
+from mpizero.checkpoint.convert import export
+from mpizero.checkpoint.inspect import compare
 
 STORED = Path(__file__).parent / "stored"
 A = np.arange(12, dtype=np.float32).reshape(3, 4)

@@ -10,9 +10,8 @@ import numpy as np
 
 from mpizero._util.names import as_patterns, nearest, selected
 from mpizero.checkpoint import LocalArray
-from mpizero.checkpoint.tools.elements import short_name
-from mpizero.checkpoint.tools.importing import ImportRules
-from mpizero.checkpoint.tools.parameter_file import ParameterFile, loadable, open_parameters
+from mpizero.checkpoint.convert import ImportRules, ParameterFile, loadable, open_parameters
+from mpizero.checkpoint.inspect import short_name
 from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.errors import CheckpointError, ConfigError
 from mpizero.parallel.checkpointing.model_state import parameter_arrays

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from mpizero._util.text import notice
-from mpizero.checkpoint.format.strict_json import is_count
+from mpizero.checkpoint.format import is_count
 from mpizero.errors import CheckpointError
 from mpizero.layout.batch import GrainRule
 from mpizero.layout.sum_tree import ORDER

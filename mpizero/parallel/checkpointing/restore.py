@@ -223,7 +223,7 @@ def _groups(arrays: Sequence[HeldArray]) -> Iterator[list[HeldArray]]:
 
 def _fresh(request: LocalArray) -> LocalArray:
     """Return a copy of ``request`` for the same ranges whose pieces are newly allocated memory."""
-    from mpizero.checkpoint.format.table import number_of
+    from mpizero.checkpoint.format import number_of
 
     real = number_of(np.dtype(request.dtype))
     room, place, pieces = np.empty(sum(v.size for _, v in request.pieces), real), 0, []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mpizero.checkpoint.format.strict_json import is_count, is_number
+from mpizero.checkpoint.format import is_count, is_number
 from mpizero.errors import CheckpointError
 from mpizero.parallel.checkpointing import tile_record
 from mpizero.parallel.checkpointing.grain_record import EXPECTED, is_grain_record

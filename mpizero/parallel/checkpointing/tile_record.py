@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mpizero._util.text import notice
-from mpizero.checkpoint.format.strict_json import is_count
+from mpizero.checkpoint.format import is_count
 from mpizero.parallel.partition.parallel_layout import TILED_AXES, ParallelLayout, fits_tiles
 from mpizero.parallel.partition.tiles import shown_tiles
 

@@ -26,9 +26,8 @@ from typing import Any
 import numpy as np
 
 from mpizero._util.pytree import SampleTree, leaves_of, of_outline, outline
-from mpizero.checkpoint.format.regular_files import read_regular
-from mpizero.checkpoint.format.strict_json import is_count, is_number, parse
-from mpizero.checkpoint.tools.npz import NUMBERS, read_arrays
+from mpizero.checkpoint.format import is_count, is_number, parse, read_regular
+from mpizero.checkpoint.npz import NUMBERS, read_arrays
 from mpizero.comm.agreement import all_ranks, record_call
 from mpizero.comm.startup import versions
 from mpizero.errors import CheckpointError, DataError

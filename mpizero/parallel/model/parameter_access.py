@@ -150,7 +150,7 @@ class ParameterAccess(ShardedCore):
     @recorded
     def export_npz(self, path: str | Path) -> None:
         """Write all parameters by name to one ``.npz`` file. Rank 0 writes it; no suffix is added to ``path``."""
-        from mpizero.checkpoint.tools.npz import write_arrays
+        from mpizero.checkpoint.npz import write_arrays
 
         named = self.named_parameters()
         with all_ranks(self._config.communicator):
@@ -163,7 +163,7 @@ class ParameterAccess(ShardedCore):
 
         The file may be compressed. If its arrays have more bytes than those of this model can have, an error is raised.
         """
-        from mpizero.checkpoint.tools.npz import read_arrays
+        from mpizero.checkpoint.npz import read_arrays
 
         with all_ranks(self._config.communicator, first=True):
             arrays = read_arrays(os.path.realpath(path), 16 * self.parameter_count)

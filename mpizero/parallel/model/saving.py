@@ -11,7 +11,7 @@ import numpy as np
 
 from mpizero import checkpoint
 from mpizero._util.text import crc32, notice
-from mpizero.checkpoint.format.alignment import ALIGNMENT
+from mpizero.checkpoint.format import ALIGNMENT
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks, collective, recorded
 from mpizero.comm.reduce import mean_over_ranks

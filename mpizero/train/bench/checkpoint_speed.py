@@ -22,9 +22,8 @@ import numpy as np
 from mpizero import checkpoint
 from mpizero._util.checks import whole
 from mpizero.checkpoint import LocalArray, SnapshotBuffer
-from mpizero.checkpoint.byte_source import FileByteSource
-from mpizero.checkpoint.format.manifest import Manifest
-from mpizero.checkpoint.open_manifest import read_manifest
+from mpizero.checkpoint.format import Manifest
+from mpizero.checkpoint.reader import FileByteSource, read_manifest
 from mpizero.checkpoint.writer import check_backend
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks

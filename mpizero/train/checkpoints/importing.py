@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpizero import checkpoint, nn
-from mpizero.checkpoint.tools import element_types
-from mpizero.checkpoint.tools.lookup import find_checkpoint
+from mpizero.checkpoint.inspect import element_types, find_checkpoint
 from mpizero.errors import DataError
 from mpizero.train.config.config_file import ConfigDocument, parse_config, read_config
 from mpizero.train.config.data_identity import data_fingerprint

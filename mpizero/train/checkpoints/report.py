@@ -14,8 +14,16 @@ from typing import Any
 
 from mpizero import checkpoint
 from mpizero._util.text import age, aligned, amount, joined, printable
-from mpizero.checkpoint.tools import CheckpointDifference, ListedCheckpoint, element_types, matches, statistics
-from mpizero.checkpoint.tools.elements import BFLOAT16, PARAMETERS, flat
+from mpizero.checkpoint.inspect import (
+    BFLOAT16,
+    PARAMETERS,
+    CheckpointDifference,
+    ListedCheckpoint,
+    element_types,
+    flat,
+    matches,
+    statistics,
+)
 from mpizero.errors import ConfigError
 from mpizero.train.config.setting_checks import shown
 from mpizero.train.run.progress import ByteProgress

@@ -14,7 +14,7 @@ from mpizero.errors import CheckpointDamagedError, CheckpointError, ConfigError,
 from mpizero.train.cli.options import add_json
 
 if TYPE_CHECKING:
-    from mpizero.checkpoint.tools import ListedCheckpoint
+    from mpizero.checkpoint.inspect import ListedCheckpoint
 
 _PATH = "a run's folder (newest good checkpoint), its checkpoint folder, or one checkpoint"
 #: File name endings of each format of ``export``.
@@ -151,8 +151,7 @@ def _add_import(commands: Any) -> None:
 
 def _inspect(options: argparse.Namespace) -> int:
     from mpizero import checkpoint
-    from mpizero.checkpoint.tools import listing
-    from mpizero.checkpoint.tools.lookup import find_folder, is_checkpoint
+    from mpizero.checkpoint.inspect import find_folder, is_checkpoint, listing
     from mpizero.train.checkpoints import report
 
     path = Path(options.path)
@@ -169,8 +168,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from mpizero.checkpoint.tools import listing
-    from mpizero.checkpoint.tools.lookup import find_folder, is_checkpoint
+    from mpizero.checkpoint.inspect import find_folder, is_checkpoint, listing
 
     path = Path(options.path)
     if is_checkpoint(path):
@@ -220,8 +218,7 @@ def _diff(options: argparse.Namespace) -> int:
 
     from mpizero import checkpoint
     from mpizero._util.checks import number
-    from mpizero.checkpoint.tools import compare, matches
-    from mpizero.checkpoint.tools.lookup import find_checkpoint
+    from mpizero.checkpoint.inspect import compare, find_checkpoint, matches
     from mpizero.train.checkpoints import report
     from mpizero.train.config.setting_checks import check_option
     from mpizero.train.run.progress import ByteProgress
@@ -253,8 +250,8 @@ def _format_of(out: str) -> str:
 def _export(options: argparse.Namespace) -> int:
     from mpizero import checkpoint
     from mpizero._util.text import amount
-    from mpizero.checkpoint.tools import export, export_bytes
-    from mpizero.checkpoint.tools.lookup import find_checkpoint
+    from mpizero.checkpoint.convert import export, export_bytes
+    from mpizero.checkpoint.inspect import find_checkpoint
     from mpizero.train.run.progress import ByteProgress
 
     form = options.format or _format_of(options.out)
@@ -271,7 +268,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> int:
-    from mpizero.checkpoint.tools import ImportRules, TensorFile, write_imported
+    from mpizero.checkpoint.convert import ImportRules, TensorFile, write_imported
     from mpizero.train.checkpoints import importing
 
     names = [(old, new) for old, _, new in (given.partition("=") for given in options.map)]

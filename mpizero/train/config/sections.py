@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from mpizero._util.checks import fraction, number, positive, whole
-from mpizero.checkpoint.format.alignment import ALIGNMENT, ALIGNMENT_LIMIT
+from mpizero.checkpoint.format import ALIGNMENT, ALIGNMENT_LIMIT
 from mpizero.train.config.data_sections import DataSection, MadeDataSection
 from mpizero.train.config.loop_section import ALL_SAMPLES, LoopSection
 from mpizero.train.config.message_settings import compression

@@ -116,7 +116,7 @@ def hdf5(comm: Communicator) -> str | None:
     """
     if importlib.util.find_spec("h5py") is None:
         return None
-    from mpizero.checkpoint.backends.mpio import check_available
+    from mpizero.checkpoint.writer import check_available
 
     try:
         check_available(comm)

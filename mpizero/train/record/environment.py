@@ -6,7 +6,7 @@ import sys
 from functools import lru_cache
 from typing import Any
 
-from mpizero.checkpoint.format.skeleton import hdf5_version
+from mpizero.checkpoint.format import hdf5_version
 from mpizero.comm.startup import mpi_facts, versions
 from mpizero.errors import ConfigError
 from mpizero.train.doctor.machine_facts import blas, cores, processor

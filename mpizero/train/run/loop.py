@@ -10,7 +10,7 @@ from typing import Any
 
 from mpizero._util.faults import inject
 from mpizero.checkpoint import StepFolder
-from mpizero.checkpoint.best_link import BEST
+from mpizero.checkpoint.folders import BEST
 from mpizero.comm.agreement import all_ranks
 from mpizero.data import Source, batches
 from mpizero.data.batches import choose_grains

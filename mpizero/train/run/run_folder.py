@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from mpizero._util.checks import home_path
-from mpizero.checkpoint.best_link import BEST
-from mpizero.checkpoint.folders import step_folders
-from mpizero.checkpoint.format.regular_files import open_regular
+from mpizero.checkpoint.folders import BEST, step_folders
+from mpizero.checkpoint.format import open_regular
 from mpizero.errors import CheckpointError, ExitStatus, MpizeroError
 from mpizero.train.record.events import EVENTS, METRICS, RESULT, SUPERSEDED
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from mpizero import checkpoint
 from mpizero.checkpoint import PendingSave, RemovalFailure
-from mpizero.checkpoint.atomic_folder import remove_leftovers
+from mpizero.checkpoint.folder import remove_leftovers
 from mpizero.checkpoint.writer import check_backend
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpizero as mz
-from mpizero.checkpoint.tools import export
+from mpizero.checkpoint.convert import export
 from mpizero.errors import CheckpointError, ConfigError
 from mpizero.testing import run_in_threads
 

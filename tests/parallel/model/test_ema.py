@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import mpizero as mz
-from mpizero.checkpoint.tools import export
-from mpizero.checkpoint.tools.npz import read_arrays
+from mpizero.checkpoint.convert import export
+from mpizero.checkpoint.npz import read_arrays
 from mpizero.errors import CollectiveMismatch, ConfigError, DataError, StateError
 from mpizero.testing import run_in_threads
 

@@ -12,7 +12,7 @@ import pytest
 
 import mpizero as mz
 from mpizero import checkpoint
-from mpizero.checkpoint.tools.export import export
+from mpizero.checkpoint.convert import export
 from mpizero.errors import CheckpointError, ConfigError, LayoutError
 from mpizero.nn import Checkpointed, Frozen
 from mpizero.testing import check_model, run_in_threads

@@ -12,9 +12,7 @@ import mpizero as mz
 from mpizero import checkpoint
 from mpizero._util.names import NAME_LIMIT, NAME_PARTS, SLOT_LIMIT, check_names, fault_of, nearest
 from mpizero.checkpoint import LocalArray
-from mpizero.checkpoint.tools.export import export
-from mpizero.checkpoint.tools.importing import ImportRules, write_imported
-from mpizero.checkpoint.tools.tensorfile import TensorFile
+from mpizero.checkpoint.convert import ImportRules, TensorFile, export, write_imported
 from mpizero.errors import ConfigError, MpizeroError
 from mpizero.testing import run_in_threads
 from mpizero.train.cli.main import build_parser

@@ -20,8 +20,8 @@ from typing import IO, Any, Self
 
 import numpy as np
 
-from mpizero.checkpoint.backends.direct import as_bytes
-from mpizero.checkpoint.format.regular_files import open_regular
+from mpizero.checkpoint.folder import as_bytes
+from mpizero.checkpoint.format import open_regular
 from mpizero.errors import CheckpointError
 from mpizero.types import Array
 

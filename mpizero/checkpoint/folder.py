@@ -1,4 +1,9 @@
-"""Write a checkpoint folder atomically: fill it under a temporary name, sync it to disk, and rename it."""
+"""Raise an error about a checkpoint on every rank when it occurs on one rank.
+
+Write a checkpoint folder atomically: fill it under a temporary name, sync it to disk, and rename it.
+
+Implement the back end "direct": every rank writes its values into the HDF5 file by system calls, without HDF5.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +14,165 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from types import TracebackType
+from typing import NamedTuple, NoReturn, Self, TypeVar
+
+import numpy as np
 
 from mpizero._util.faults import inject
-from mpizero.checkpoint.format.manifest import MANIFEST_NAME, STATE_NAME
-from mpizero.checkpoint.format.skeleton import Skeleton
-from mpizero.errors import CheckpointError, CheckpointIOError
+from mpizero._util.text import crc32
+from mpizero.checkpoint.format import (
+    BLOCK,
+    MANIFEST_NAME,
+    STATE_NAME,
+    LocalArray,
+    Skeleton,
+    Table,
+    block_count,
+    crc32_shifted,
+    cut,
+)
+from mpizero.comm.communicator import Communicator
+from mpizero.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointIOError,
+    CheckpointMissingError,
+    CheckpointVersionError,
+    CollectiveError,
+    ConfigError,
+    MpizeroError,
+    PeerFailure,
+    RemoteError,
+)
+from mpizero.types import Array
+
+T = TypeVar("T")
+
+
+#: Names that stand for error classes in messages between ranks; other subclasses of CheckpointError are "checkpoint".
+_KINDS: dict[str, type[MpizeroError]] = {
+    "missing": CheckpointMissingError,
+    "io": CheckpointIOError,
+    "damaged": CheckpointDamagedError,
+    "version": CheckpointVersionError,
+    "checkpoint": CheckpointError,
+    "config": ConfigError,
+    "foreign": RemoteError,
+}
+
+
+class PortableError(NamedTuple):
+    """Describe an exception in a form that can be sent to other ranks.
+
+    ``kind`` is the key of :data:`_KINDS` for the error class, ``code`` the errno or 0.
+    """
+
+    kind: str
+    code: int
+    message: str
+
+
+def portable_error(error: Exception) -> PortableError:
+    """Convert an exception to a :class:`PortableError`, which can be sent to other ranks. Not collective."""
+    if isinstance(error, CheckpointError):
+        kind = next((kind for kind, known in _KINDS.items() if type(error) is known), "checkpoint")
+        return PortableError(kind, getattr(error, "errno", 0) or 0, str(error))
+    if isinstance(error, ConfigError):
+        return PortableError("config", 0, str(error))
+    if isinstance(error, OSError):
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
+        return PortableError("missing" if error.errno == errno.ENOENT else "io", error.errno or 0, where + reason)
+    return PortableError("foreign", 0, f"{type(error).__name__}: {error}")
+
+
+def _raise(portable: PortableError, text: str) -> NoReturn:
+    error = _KINDS[portable.kind](text)
+    if isinstance(error, OSError):
+        error.errno = portable.code or None
+    raise error
+
+
+class CapturedError:
+    """Catch the exception that a ``with`` block raises, so that :func:`raise_first` can then raise it on every rank.
+
+    Errors of a broken communicator are not caught, because they could not be sent to other ranks.
+    """
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, CollectiveError | PeerFailure):
+            return False
+        self.error = error
+        return True
+
+    @property
+    def portable(self) -> PortableError | None:
+        """The description of the caught exception, to be sent to other ranks; None if no exception was caught."""
+        return None if self.error is None else portable_error(self.error)
+
+
+def raise_first(errors: Sequence[PortableError | None], prefix: str, own: Exception | None = None) -> None:
+    """Raise the error of the lowest rank that has one; do nothing if no rank has one.
+
+    ``errors`` holds the error of each rank, gathered from all ranks. ``own`` is the exception of this rank. The message
+    begins with ``prefix``. If ``own`` is an unexpected error (neither about files, checkpoints nor configuration), this
+    rank raises ``own`` itself, with its traceback. Not collective.
+    """
+    for rank, error in enumerate(errors):
+        if error is None:
+            continue
+        if own is not None and portable_error(own).kind == "foreign":
+            raise own
+        where = f"[rank {rank}] " if len(errors) > 1 else ""
+        _raise(error, f"{prefix}: {where}{error.message}")
+
+
+@contextmanager
+def agreed(comm: Communicator, prefix: str) -> Iterator[None]:
+    """Run the ``with`` block on every rank; if it fails on any, raise the lowest failing rank's error on every rank.
+
+    Collective over ``comm``. The message consists of ``prefix``, the failing rank and the reason. The other ranks raise
+    the same class of error, whereas ``comm.agreement.all_ranks`` raises ``RemoteError`` there. So a program that loads
+    a missing file can catch ``FileNotFoundError`` on every rank. An unexpected error, which is neither about files,
+    checkpoints nor configuration, is raised with its traceback on the rank where it occurred, and as ``RemoteError`` on
+    other ranks.
+    """
+    with CapturedError() as own:
+        yield
+    raise_first(comm.allgather_object(own.portable, tag="checkpoint outcome"), prefix, own.error)
+
+
+def on_root(
+    comm: Communicator, prefix: str, function: Callable[[], T], before: Callable[[], object] | None = None
+) -> T:
+    """Call ``function`` on rank 0 and return its result on every rank, or raise the same error on every rank.
+
+    Collective over ``comm``: one all-gather of pickled objects. Every rank calls ``before`` first. An error that
+    ``before`` raises on any rank is raised on every rank, too. The message begins with ``prefix``.
+    """
+    result: T | None = None
+    with CapturedError() as own:
+        if before is not None:
+            before()
+        if comm.rank == 0:
+            result = function()
+    gathered = comm.allgather_object((own.portable, result), tag="checkpoint")
+    raise_first([error for error, _ in gathered], prefix, own.error)
+    shared: T = gathered[0][1]
+    return shared
+
 
 #: Prefix of the folder of a save in progress, or of a killed save: ``.tmp-<name>.<host>.<pid>``.
 TEMPORARY = ".tmp-"
@@ -398,3 +554,120 @@ def _exchange(first: str, second: str) -> bool:
     if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         return False
     raise OSError(code, os.strerror(code), first)
+
+
+class PieceSums(NamedTuple):
+    """Hold the CRC32s of bytes ``start:stop`` of an array, one for each checksummed block that they overlap."""
+
+    path: str
+    start: int
+    stop: int
+    checksums: tuple[int, ...]
+
+
+class WritingStopped(Exception):  # noqa: N818 - a request, not a mistake
+    """Raised by :func:`write_pieces` when it stops between two blocks because ``stopped()`` returned True."""
+
+
+def as_bytes(values: Array) -> memoryview:
+    """Return a view of the bytes of a one-dimensional contiguous array. Not collective."""
+    return values.view(np.uint8).data
+
+
+def store_directly(
+    comm: Communicator, file: str, arrays: Sequence[LocalArray], offsets: Mapping[str, int], prefix: str
+) -> list[PieceSums]:
+    """Write every rank's pieces of arrays into ``file`` and sync it to disk; return this rank's checksums.
+
+    ``offsets`` holds the first byte of each array in the file. Collective over ``comm``: all ranks succeed, or all
+    raise the same error, whose message begins with ``prefix``.
+    """
+    with agreed(comm, prefix), comm.trace.transfer(f"writing {file}") as advance:
+        return write_pieces(open_state(file), file, arrays, offsets, advance)
+
+
+def open_state(file: str) -> int:
+    """Open an existing state file for :func:`write_pieces`, and return its descriptor. Not collective."""
+    return os.open(file, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def write_pieces(
+    handle: int,
+    file: str,
+    arrays: Sequence[LocalArray],
+    offsets: Mapping[str, int],
+    advance: Callable[[int], object] = lambda _: None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> list[PieceSums]:
+    """Write this rank's pieces of arrays into an open file and sync it to disk; return the checksums of the pieces.
+
+    Not collective, and without MPI. ``handle`` is the descriptor from :func:`open_state`, which this function closes,
+    and ``file`` is the path for error messages. ``offsets`` holds the first byte of each array in the file. The
+    checksum of each block is computed from memory just before the block is written, so a reader finds any later damage.
+    ``advance`` is called with the number of bytes of each block after it was written, and of each range after it was
+    synced to disk. ``stopped`` is called before each block; if it returns True, writing ends.
+
+    Raises
+    ------
+    WritingStopped
+        If ``stopped()`` returned True.
+    OSError
+        If writing fails. The error names the file and the array.
+    """
+    sums = []
+    try:
+        for array in arrays:
+            for first, values in array.pieces:
+                data, begin = as_bytes(values), first * values.itemsize
+                checksums = []
+                for start, stop in cut(begin, begin + len(data)):
+                    if stopped():
+                        raise WritingStopped
+                    part = data[start - begin : stop - begin]
+                    inject("save.write", handle)
+                    checksums.append(crc32(part))
+                    write_at(handle, part, offsets[array.path] + start, f"{file}: array {array.path!r}")
+                    advance(len(part))
+                if checksums:
+                    sums.append(PieceSums(array.path, begin, begin + len(data), tuple(checksums)))
+        inject("save.sync", handle)
+        for piece in sums:
+            sync_range(handle, offsets[piece.path] + piece.start, piece.stop - piece.start, advance)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    return sums
+
+
+def checksums(arrays: Sequence[LocalArray]) -> list[PieceSums]:
+    """Return the checksums of this rank's pieces of arrays, computed from memory. Not collective."""
+    sums = []
+    for array in arrays:
+        for first, values in array.pieces:
+            data, begin = as_bytes(values), first * values.itemsize
+            parts = cut(begin, begin + len(data))
+            crcs = tuple(crc32(data[start - begin : stop - begin]) for start, stop in parts)
+            if crcs:
+                sums.append(PieceSums(array.path, begin, begin + len(data), crcs))
+    return sums
+
+
+def join_parts(table: Table, gathered: Sequence[Sequence[PieceSums]]) -> dict[str, tuple[int, ...]]:
+    """Combine the checksums of the pieces of all ranks into the CRC32s of whole blocks, by array path. Not collective.
+
+    ``gathered`` holds, for each rank, the checksums of the pieces that it has written.
+    """
+    pieces: dict[str, list[PieceSums]] = {path: [] for path in table}
+    for listed in gathered:
+        for piece in listed:
+            pieces[piece.path].append(piece)
+    joined = {}
+    for path, (shape, dtype) in table.items():
+        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        blocks = [0] * block_count(size)
+        for piece in pieces[path]:
+            for (start, stop), crc in zip(cut(piece.start, piece.stop), piece.checksums, strict=True):
+                block = start // BLOCK
+                blocks[block] ^= crc32_shifted(crc, min((block + 1) * BLOCK, size) - stop)
+        joined[path] = tuple(blocks)
+    return joined
